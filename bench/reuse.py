@@ -35,7 +35,7 @@ from modelyard.library.cache_dir import cache_dir
 from modelyard.prompt.template_source import builtin
 from modelyard.telemetry.history import RequestRecord
 from tests.clients.bench import Bench, Done
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 WINDOW, SLOTS = 65536, 3
 TARGET = 0.02

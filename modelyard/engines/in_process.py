@@ -279,7 +279,7 @@ class ThreadedEngine(InProcessEngine[J]):
 
     @abstractmethod
     def _load_model(self, report: Callable[[float], bool]) -> None:
-        """`report` takes the fraction that is loaded; it returns False once nobody waits for the load any more."""
+        """`report` takes the fraction that is loaded; it returns False once the engine is being closed."""
 
     @abstractmethod
     def _unload_model(self) -> None:

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from bench.agents import BEST, EQUAL, QUICK, Conversation, Plan, SessionCost, comparisons, run, session
 from bench.servers import OURS, Server
-from tests.serving import demo_config, live_server
+from tests.live_server import demo_config, live_server
 
 
 def played(plan: Plan) -> list[tuple[Conversation, int]]:

@@ -26,7 +26,7 @@ from bench.servers import BACKGROUND, LLAMA_SERVER, OURS, Server, llama_cpp_conf
 from modelyard.benchmark.http_client import HttpResponse
 from modelyard.config.load import load_config
 from modelyard.library import default_model
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 
 def server_of(served: LiveServer) -> Server:

@@ -26,7 +26,7 @@ from bench.workbench import (
     show,
 )
 from modelyard.benchmark.statistics import Interval
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 
 def test_a_constant_difference_between_the_gateways_cancels_out() -> None:

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from modelyard.benchmark.workload import conversation, get_workload
 from modelyard.cli import app
-from tests import commands
+from tests import cli_process
 from tests.e2e.servers import until
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 QUICK = ("--prompt-tokens", "20", "--output-tokens", "5", "--rounds", "2", "--seed", "1")
 
@@ -124,15 +124,15 @@ def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
     workload = get_workload("chat", prompt_tokens=20, output_tokens=5)
     number = conversation(workload, 1, "0/1/0 0 1")[0].text.split()[0]
     script = [{"when": f"^{number} ", "steps": [{"hang": True}]}, {"steps": [{"text": "Well."}]}]
-    argv = [*commands.MODELYARD, "bench", "--model", "demo", *QUICK, "--warmup", "0", "--json", "--url"]
+    argv = [*cli_process.MODELYARD, "bench", "--model", "demo", *QUICK, "--warmup", "0", "--json", "--url"]
     with live_server(demo_config(script)) as stuck:
         process = subprocess.Popen(
-            [*argv, stuck.url], cwd=tmp_path, env=commands.environment(), stdout=subprocess.PIPE, text=True
+            [*argv, stuck.url], cwd=tmp_path, env=cli_process.environment(), stdout=subprocess.PIPE, text=True
         )
         try:
             until(lambda: _second_hangs(stuck), "one that is answered and one that hangs")
             process.send_signal(signal.SIGINT)
-            out, _ = process.communicate(timeout=commands.DEADLINE)
+            out, _ = process.communicate(timeout=cli_process.DEADLINE)
         finally:
             process.kill()
             process.communicate()

@@ -34,7 +34,7 @@ from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError, No
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage
 from tests.benchmark.fakes import ScriptedTarget, fake_engine, fake_tokenizer, run_round
 from tests.benchmark.raw_server import chunk, responding, sse
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 AGENT = get_workload("agent", prompt_tokens=20, turns=3)
 CHAT = get_workload("chat", prompt_tokens=50, output_tokens=12)

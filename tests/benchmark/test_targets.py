@@ -28,7 +28,7 @@ from modelyard.config.load import load_config
 from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
 from tests.benchmark.fakes import run_round
-from tests.serving import demo_config, live_server
+from tests.live_server import demo_config, live_server
 
 A, B = "http://a", "http://b"
 X, Y = Path("x.toml"), Path("y.toml")

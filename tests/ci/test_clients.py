@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.commands import DEADLINE, ROOT, environment
+from tests.cli_process import DEADLINE, ROOT, environment
 
 
 def run(folder: Path, *, python: str, pytest: str = "exit 0") -> tuple[int, str]:

@@ -18,9 +18,9 @@ from rich.console import Console
 from modelyard.cli.chat import ChatScreen, ChatSession
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
 from modelyard.core.request import Message, Text
-from tests import commands
+from tests import cli_process
 from tests.e2e.servers import until
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 SCRIPT: list[dict[str, Any]] = [
     {"when": "^think", "steps": [{"think": "Let me see."}, {"text": "Forty-two."}]},
@@ -167,8 +167,8 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (24, 100))
-        argv = [sys.executable, "-c", _CLAIM, *commands.MODELYARD, *arguments]
-        env = commands.environment(TERM="xterm-256color")
+        argv = [sys.executable, "-c", _CLAIM, *cli_process.MODELYARD, *arguments]
+        env = cli_process.environment(TERM="xterm-256color")
         self.process = subprocess.Popen(
             argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
         )
@@ -180,7 +180,7 @@ class Terminal:
 
     def shows(self, wanted: str) -> None:
         """Waits for it, and forgets what came before."""
-        assert self._comes(wanted, commands.DEADLINE), f"it never showed {wanted!r}, only {self.text!r}"
+        assert self._comes(wanted, cli_process.DEADLINE), f"it never showed {wanted!r}, only {self.text!r}"
         self.text = self.text.partition(wanted)[2]
 
     def is_interrupted(self, wanted: str) -> None:
@@ -219,19 +219,19 @@ def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(served: 
         until(lambda: served.status("demo").running == 0, "the server lets go")
         terminal.shows("› ")
         terminal.types("\x04")
-        assert terminal.process.wait(commands.DEADLINE) == 0
+        assert terminal.process.wait(cli_process.DEADLINE) == 0
     finally:
         terminal.close()
 
 
 def test_through_pipes_questions_come_in_and_answers_go_out(served: LiveServer):
     ended = subprocess.run(
-        [*commands.MODELYARD, "chat", "--url", served.url],
+        [*cli_process.MODELYARD, "chat", "--url", served.url],
         input="hi\nthink\n",
-        env=commands.environment(),
+        env=cli_process.environment(),
         capture_output=True,
         text=True,
-        timeout=commands.DEADLINE,
+        timeout=cli_process.DEADLINE,
         check=False,
     )
     assert ended.returncode == 0

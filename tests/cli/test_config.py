@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.cli.config import engine_problems
 from modelyard.config.load import load_config
-from tests.serving import demo_config
+from tests.live_server import demo_config
 
 
 @pytest.fixture

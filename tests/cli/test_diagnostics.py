@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from modelyard.cli import app
 from modelyard.cli.diagnostics import COLUMNS, request_rows
 from modelyard.core.errors import Forbidden, NotFound, Unavailable
-from tests.serving import demo_config, live_server
+from tests.live_server import demo_config, live_server
 
 RULES = "You are a careful helper. " * 20
 

@@ -24,7 +24,7 @@ from modelyard.launch.launch import write_files
 from modelyard.launch.plan import LaunchTarget
 from modelyard.launch.server import TargetServer
 from tests.e2e.servers import until
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 DEADLINE = 240.0  # seconds, for a busy machine: an agent that is well needs a few
 _DEAD_END = "http://127.0.0.1:9"  # nobody listens on the discard port

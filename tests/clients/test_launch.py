@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from modelyard.launch.agents import AGENTS
+from tests.cli_process import MODELYARD, ROOT
 from tests.clients.bench import DEADLINE, Bench
-from tests.commands import MODELYARD, ROOT
 from tests.launch.test_server import free_port
 
 ONE_QUESTION = {

@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from modelyard.library import default_model
 from tests.clients.bench import Bench
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 SHORT = "You are a helpful assistant. Answer in one sentence.\n"
 

@@ -16,8 +16,8 @@ from types import ModuleType
 import pytest
 
 from modelyard.config.load import load_config as load_config
-from tests.commands import DEADLINE, environment
-from tests.serving import demo_config, live_server
+from tests.cli_process import DEADLINE, environment
+from tests.live_server import demo_config, live_server
 
 ROOT = Path(__file__).parent.parent.parent
 SYSTEMD = ROOT / "deploy" / "systemd"

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from modelyard import plugins
 from modelyard.http.admin.routes import AdminRoutes
-from tests.http.front import door
+from tests.http.app_client import app_client
 
 PAGE = Path(__file__).parents[2] / "docs" / "admin-api.md"
 
@@ -57,7 +57,7 @@ def test_the_page_lists_the_overrides_of_every_engine() -> None:
 
 
 async def test_the_page_names_every_field_of_a_record() -> None:
-    async with door(loaded=True) as client:
+    async with app_client(loaded=True) as client:
         (record,) = (await client.get("/v1/admin/models")).json()["data"]
     table = PAGE.read_text().partition("## Model record")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([a-z_]+)`", table))

@@ -12,7 +12,7 @@ import pytest
 from starlette.routing import Route
 
 from tests.docs.pages import DOCS, Call, calls
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 DEMO = DOCS.parent / "configs" / "demo.toml"
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests import commands
+from tests import cli_process
 from tests.docs.pages import DOCS, Call, blocks, calls
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 DOCUMENTED_URL = "http://localhost:8000"
 
@@ -40,12 +40,12 @@ def test_the_chat_command_works(served: LiveServer):
     (line,) = (text for text in blocks("clients.md", "console") if text.startswith("modelyard"))
     argv = shlex.split(line.replace(DOCUMENTED_URL, served.url))[1:]
     done = subprocess.run(
-        [*commands.MODELYARD, *argv],
+        [*cli_process.MODELYARD, *argv],
         input="Hi\n",
-        env=commands.environment(),
+        env=cli_process.environment(),
         capture_output=True,
         text=True,
-        timeout=commands.DEADLINE,
+        timeout=cli_process.DEADLINE,
         check=True,
     )
     assert "Hello there." in done.stdout

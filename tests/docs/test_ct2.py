@@ -1,4 +1,4 @@
-"""docs/ct2.md: its example loads, its table is the engine's own fields, and it names what can be converted to."""
+"""docs/ct2.md: its example loads, its table matches the engine's options, and it lists the conversion formats."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from modelyard.core.errors import Kind
 from modelyard.engines.fake import Options
 from modelyard.engines.fake.script import ScriptStep
 from tests.docs.pages import DOCS, blocks
-from tests.serving import live_server
+from tests.live_server import live_server
 
 _TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.servers import config
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 
 @pytest.fixture(scope="package")

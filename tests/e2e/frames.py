@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 DONE = "[DONE]"
 
 
-class Frame(NamedTuple):
+class ServerSentEvent(NamedTuple):
     """One event: the name of its `event:` line ("" without one, ":" for a comment) and its data, decoded if JSON."""
 
     event: str
     data: Any
 
 
-def frames(text: str) -> list[Frame]:
+def parse_events(text: str) -> list[ServerSentEvent]:
     return list(arriving([text]))
 
 
-def arriving(pieces: Iterable[str]) -> Iterator[Frame]:
+def arriving(pieces: Iterable[str]) -> Iterator[ServerSentEvent]:
     """Frames as they become complete. Anything behind the last blank line would be a frame that was cut off."""
     rest = ""
     for piece in pieces:
@@ -29,19 +29,19 @@ def arriving(pieces: Iterable[str]) -> Iterator[Frame]:
     assert rest == "", f"the stream ended within a frame: {rest!r}"
 
 
-def _frame(block: str) -> Frame:
+def _frame(block: str) -> ServerSentEvent:
     event, data = "", ""
     for line in block.split("\n"):
         name, _, value = line.partition(": ")
         if line.startswith(":"):
-            return Frame(":", line)
+            return ServerSentEvent(":", line)
         if name == "event":
             event = value
         else:
             assert name == "data", f"neither event nor data: {line!r}"
             data = value
-    return Frame(event, data if data == DONE else json.loads(data))
+    return ServerSentEvent(event, data if data == DONE else json.loads(data))
 
 
-def names(stream: Iterable[Frame]) -> list[str]:
+def names(stream: Iterable[ServerSentEvent]) -> list[str]:
     return [frame.event for frame in stream]

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.frames import Frame, arriving
-from tests.serving import LiveServer, demo_config
+from tests.e2e.frames import ServerSentEvent, arriving
+from tests.live_server import LiveServer, demo_config
 
 SCRIPT: list[dict[str, Any]] = [
     {"result": "sunny", "steps": [{"text": "Take a hat: it is sunny."}]},
@@ -120,7 +120,7 @@ def calling(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Cal
 
 
 @contextmanager
-def streaming(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[Frame]]:
+def streaming(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[ServerSentEvent]]:
     """The frames of a streamed answer as they arrive."""
     with httpx.Client(timeout=180) as client, client.stream("POST", served.url + path, json=body) as response:
         yield arriving(response.iter_text())

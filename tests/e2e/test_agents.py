@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from modelyard.library import default_model
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 TOOLS = [{"name": "Bash", "description": "Runs a command. " * 20, "input_schema": {"type": "object", "properties": {}}}]
 SYSTEM = [

@@ -15,7 +15,7 @@ from modelyard.prompt.render import Renderer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.prefix_cache import TokenCache
 from tests.e2e.shapes import VALID, refusal
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"

@@ -14,7 +14,7 @@ import pytest
 
 from modelyard.library import default_model
 from tests.e2e.servers import until
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 
 RULES = "You are an agent who works with files. " * 20

@@ -13,8 +13,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from modelyard.library import default_model
+from tests.live_server import LiveServer, live_server
 from tests.scanner.patches import GRAMMAR, is_patch
-from tests.serving import LiveServer, live_server
 
 WEATHER = {
     "type": "object",

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.engines.ct2.helpers import model_folder
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 CAPITAL = {"role": "user", "content": "What is the capital of France?"}
 

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.e2e.frames import frames, names
+from tests.e2e.frames import names, parse_events
 from tests.e2e.servers import config, is_idle, is_running
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 
@@ -29,14 +29,14 @@ def kill(served: LiveServer, wire: Wire = CHAT) -> httpx.Response:
 def test_a_stream_ends_in_its_protocols_error(mortal: LiveServer) -> None:
     error = {"type": "overloaded_error", "message": "segmentation fault", "code": "engine_unavailable"}
     reply = kill(mortal, MESSAGES)
-    last = frames(reply.text)[-1]
+    last = parse_events(reply.text)[-1]
     assert last.event == "error"
     assert last.data == {"type": "error", "error": error, "request_id": reply.headers["request-id"]}
 
     error = {"message": "segmentation fault", "type": "server_error", "param": None, "code": "engine_unavailable"}
-    assert frames(kill(mortal, CHAT).text)[-1].data == {"error": error}
+    assert parse_events(kill(mortal, CHAT).text)[-1].data == {"error": error}
 
-    failed = frames(kill(mortal, RESPONSES).text)[-1]
+    failed = parse_events(kill(mortal, RESPONSES).text)[-1]
     assert failed.event == "response.failed"
     assert failed.data["response"]["error"] == {"code": "server_error", "message": "segmentation fault"}
 
@@ -53,7 +53,7 @@ def test_the_next_request_is_answered_by_the_engine_that_came_back(
 ) -> None:
     kill(mortal)
     reply = httpx.post(mortal.url + wire.path, json=wire.body("text", stream=stream))
-    seen = wire.streamed(frames(reply.text)) if stream else wire.whole(reply.json())
+    seen = wire.streamed(parse_events(reply.text)) if stream else wire.whole(reply.json())
     assert seen.text == "Hello there, friend."
     is_idle(mortal)
 
@@ -67,7 +67,7 @@ def test_a_request_that_had_no_word_yet_starts_again_unseen(mortal: LiveServer, 
         reply = reading.result()
     assert reply.status_code == 200
     if stream:
-        got = frames(reply.text)
+        got = parse_events(reply.text)
         assert wire.streamed(got).text == "done"
         assert len([name for name in names(got) if name in ("message_start", "response.created")]) == (wire is not CHAT)
     else:

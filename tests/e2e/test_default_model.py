@@ -12,7 +12,7 @@ import pytest
 from modelyard.cli.models import explain_model
 from modelyard.config.load import load_config
 from modelyard.library import default_model
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 # The overflow example of llama-bridge's guide, to the letter but for the port.
 EXAMPLE = """

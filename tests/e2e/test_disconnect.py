@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.servers import calling, is_idle, is_running, is_waiting, narrow, stats
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 CHAT = WIRES["chat"]
 

@@ -13,7 +13,7 @@ from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.engine import ExllamaEngine
 from tests.engines.exllamav3.fake_library import FakeLibrary
 from tests.engines.exllamav3.helpers import write_model
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 
 @pytest.fixture(scope="module")

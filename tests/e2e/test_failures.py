@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import frames, names
+from tests.e2e.frames import names, parse_events
 from tests.e2e.servers import config, until
 from tests.e2e.shapes import VALID
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import demo_config, live_server
+from tests.live_server import demo_config, live_server
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 
@@ -62,19 +62,19 @@ def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client
 
 def test_messages_fails_in_a_stream_with_an_error_event(client: httpx.Client) -> None:
     reply = post(client, MESSAGES, "error during", stream=True)
-    got = frames(reply.text)
+    got = parse_events(reply.text)
     assert names(got) == ["message_start", "ping", "content_block_start", "content_block_delta", "error"]
     assert got[-1].data == anthropic("out of memory", "api_error", "internal_error", reply)
 
 
 def test_chat_fails_in_a_stream_with_an_error_chunk_and_no_done(client: httpx.Client) -> None:
-    got = frames(post(client, CHAT, "error during", stream=True).text)
+    got = parse_events(post(client, CHAT, "error during", stream=True).text)
     assert got[1].data["choices"][0]["delta"] == {"content": "Half an"}
     assert [frame.data for frame in got[2:]] == [openai("out of memory", "internal_error")]
 
 
 def test_responses_fails_in_a_stream_with_response_failed(client: httpx.Client) -> None:
-    got = frames(post(client, RESPONSES, "error during", stream=True).text)
+    got = parse_events(post(client, RESPONSES, "error during", stream=True).text)
     assert names(got)[-2:] == ["response.output_text.delta", "response.failed"]
     failed = got[-1].data["response"]
     assert (failed["status"], failed["id"]) == ("failed", got[0].data["response"]["id"])
@@ -129,7 +129,7 @@ def test_responses_overflows_in_a_stream_as_a_failed_response(client: httpx.Clie
     reply = post(client, RESPONSES, LONG, stream=True)
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith("text/event-stream")
-    created, failed = frames(reply.text)
+    created, failed = parse_events(reply.text)
     assert (created.event, failed.event) == ("response.created", "response.failed")
     assert created.data["response"]["id"] == failed.data["response"]["id"]
     assert failed.data["response"]["error"] == {

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from tests import commands
+from tests import cli_process
 from tests.e2e.servers import until
 from tests.telemetry.prometheus_text import sample_values
 
@@ -36,7 +36,7 @@ MANY = 40
 
 
 class Fleet:
-    def __init__(self, server: commands.Serving) -> None:
+    def __init__(self, server: cli_process.ServerProcess) -> None:
         self.url, self._server = server.url, server
         self.parent = psutil.Process(server.process.pid)
 
@@ -46,16 +46,16 @@ class Fleet:
     def ask(self, path: str = CHAT, **body: Any) -> httpx.Response:
         """On a connection of its own: the kernel deals connections out, not requests."""
         chat = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {}
-        return httpx.post(self.url + path, json={"model": "demo", **chat, **body}, timeout=commands.DEADLINE)
+        return httpx.post(self.url + path, json={"model": "demo", **chat, **body}, timeout=cli_process.DEADLINE)
 
     def metrics(self) -> bytes:
-        return httpx.get(self.url + "/metrics", timeout=commands.DEADLINE).content
+        return httpx.get(self.url + "/metrics", timeout=cli_process.DEADLINE).content
 
     def answered(self) -> float:
         return sample_values(self.metrics(), "http_requests_total").get(ENDPOINT, 0.0)
 
     def are_up(self, count: int) -> None:
-        until(lambda: len(self.holding(psutil.CONN_LISTEN)) == count, f"{count} processes listen", commands.DEADLINE)
+        until(lambda: len(self.holding(psutil.CONN_LISTEN)) == count, f"{count} processes listen", cli_process.DEADLINE)
 
     def holding(self, status: str) -> set[int]:
         """The processes with a socket on the port in this state."""
@@ -77,7 +77,7 @@ def _sockets(process: psutil.Process) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with commands.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
+    with cli_process.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
         fleet = Fleet(server)
         fleet.are_up(2)
         yield fleet
@@ -111,7 +111,7 @@ def test_a_killed_process_is_replaced_and_takes_no_count_with_it(fleet: Fleet):
     before = fleet.answered()
     victim = fleet.children()[0]
     os.kill(victim.pid, signal.SIGKILL)
-    until(lambda: victim.pid not in {child.pid for child in fleet.children()}, "it is gone", commands.DEADLINE)
+    until(lambda: victim.pid not in {child.pid for child in fleet.children()}, "it is gone", cli_process.DEADLINE)
     assert fleet.ask().status_code == 200, "the other process answers meanwhile"
     fleet.are_up(2)
     assert fleet.answered() == before + 1
@@ -122,11 +122,11 @@ def test_a_killed_process_is_replaced_and_takes_no_count_with_it(fleet: Fleet):
 
 def test_a_signal_stops_all_of_them_and_their_streams_in_peace(tmp_path: Path):
     asked = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "endless"}]}
-    with commands.serve(tmp_path, "--workers", "2", config=CONFIG) as server:
+    with cli_process.serve(tmp_path, "--workers", "2", config=CONFIG) as server:
         fleet = Fleet(server)
         fleet.are_up(2)
         children = fleet.children()
-        with httpx.stream("POST", fleet.url + CHAT, json=asked, timeout=commands.DEADLINE) as reply:
+        with httpx.stream("POST", fleet.url + CHAT, json=asked, timeout=cli_process.DEADLINE) as reply:
             lines = reply.iter_lines()
             while "so far" not in next(lines):
                 pass
@@ -137,10 +137,10 @@ def test_a_signal_stops_all_of_them_and_their_streams_in_peace(tmp_path: Path):
 
 
 def test_a_fleet_whose_parent_is_killed_leaves_no_orphans(tmp_path: Path):
-    with commands.serve(tmp_path, "--workers", "2", config=CONFIG) as server:
+    with cli_process.serve(tmp_path, "--workers", "2", config=CONFIG) as server:
         fleet = Fleet(server)
         fleet.are_up(2)
         children = fleet.children()
         server.process.kill()
-        gone, alive = psutil.wait_procs(children, timeout=commands.DEADLINE)
+        gone, alive = psutil.wait_procs(children, timeout=cli_process.DEADLINE)
     assert (len(gone), alive) == (2, [])

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.e2e.shapes import VALID, refusal
-from tests.serving import demo_config, live_server
+from tests.live_server import demo_config, live_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 SAMPLING: dict[str, Any] = {

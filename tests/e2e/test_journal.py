@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests import commands
+from tests import cli_process
 from tests.e2e.servers import config, until
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 NAMES = ("1-client-request.json", "2-prompt.txt", "3-model-output.txt")
 
@@ -26,7 +26,7 @@ class Folder:
 
     def post(self, path: str, content: bytes, **headers: str) -> tuple[httpx.Response, dict[str, bytes]]:
         """An answer and the four files it left; they are written soon after, not before."""
-        reply = httpx.post(self.url + path, content=content, headers=headers, timeout=commands.DEADLINE)
+        reply = httpx.post(self.url + path, content=content, headers=headers, timeout=cli_process.DEADLINE)
         trace = reply.headers["request-id"].removeprefix("req_")
         until(lambda: any(path.stat().st_size for path in self._folder.glob(f"*-{trace}.4-*")), "the fourth is written")
         return reply, self._files(trace)
@@ -113,8 +113,8 @@ def test_only_the_last_requests_are_kept(tmp_path: Path):
 
 
 def test_the_option_of_the_command_line_keeps_them_in_the_current_folder(tmp_path: Path):
-    with commands.serve(tmp_path, "--debug", *commands.DEMO) as server:
-        reply = httpx.post(server.url + "/v1/messages", json=WIRES["messages"].body("hi"), timeout=commands.DEADLINE)
+    with cli_process.serve(tmp_path, "--debug", *cli_process.DEMO) as server:
+        reply = httpx.post(server.url + "/v1/messages", json=WIRES["messages"].body("hi"), timeout=cli_process.DEADLINE)
         assert server.stop() == 0
     files = list((tmp_path / "debug").iterdir())
     assert reply.status_code == 200

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.frames import Frame, names
+from tests.e2e.frames import ServerSentEvent, names
 from tests.e2e.servers import calling, is_idle, is_waiting, narrow, streaming
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 SIGN = {"messages": "ping", "chat": ":", "responses": "response.in_progress"}
@@ -22,9 +22,9 @@ def quick() -> Iterator[LiveServer]:
         is_idle(running)
 
 
-def waited_in_the_queue(quick: LiveServer, wire: Wire, sign: str) -> list[Frame]:
+def waited_in_the_queue(quick: LiveServer, wire: Wire, sign: str) -> list[ServerSentEvent]:
     """A stream whose place came free only after it had been pinged three times."""
-    got: list[Frame] = []
+    got: list[ServerSentEvent] = []
     with calling(quick, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
         holder.reads(b"so far")
         with streaming(quick, wire.path, wire.body("text", stream=True)) as stream:
@@ -63,7 +63,7 @@ def test_responses_repeats_that_it_is_in_progress(quick: LiveServer) -> None:
 @pytest.mark.parametrize("name", WIRES)
 def test_prefill_is_not_silent(quick: LiveServer, name: str) -> None:
     """Behind the event that opens the answer nothing else is said; before it, only where the machine is slow."""
-    wire, got, sign = WIRES[name], list[Frame](), SIGN[name]
+    wire, got, sign = WIRES[name], list[ServerSentEvent](), SIGN[name]
     with streaming(quick, wire.path, wire.body("endless prefill", stream=True)) as stream:
         for frame in stream:
             got.append(frame)
@@ -72,7 +72,7 @@ def test_prefill_is_not_silent(quick: LiveServer, name: str) -> None:
     assert _behind_the_opening(got, sign) == [sign] * 4
 
 
-def _behind_the_opening(got: list[Frame], sign: str) -> list[str]:
+def _behind_the_opening(got: list[ServerSentEvent], sign: str) -> list[str]:
     opened = next((number for number, name in enumerate(names(got), 1) if name != sign), len(got))
     return names(got)[opened:]
 

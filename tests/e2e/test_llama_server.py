@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import Frame, frames
+from tests.e2e.frames import ServerSentEvent, parse_events
 from tests.e2e.servers import is_idle, streaming, until
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
 from tests.engines.llama_server import helpers
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 WINDOW = 256
 ENDLESS = {"0": -100, "2": -100}  # the tokens that would end its turn
@@ -77,7 +77,7 @@ def test_it_answers_in_every_protocol_and_counts_as_we_do(
 
 
 def test_the_prompt_is_counted_before_it_is_read(client: httpx.Client) -> None:
-    got = frames(client.post("/v1/messages", json=MESSAGES.body("Hi.", limit=2, stream=True)).text)
+    got = parse_events(client.post("/v1/messages", json=MESSAGES.body("Hi.", limit=2, stream=True)).text)
     usage = got[0].data["message"]["usage"]
     assert usage["input_tokens"] == ask(client, MESSAGES, False, "Hi.", limit=2).usage.prompt
 
@@ -95,7 +95,7 @@ def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(served: LiveS
     assert told == f"prompt is too long: {tokens} tokens > {WINDOW} maximum"
     error = client.post("/v1/chat/completions", json=CHAT.body(long, stream=True)).json()["error"]
     assert (error["code"], error["n_prompt_tokens"]) == ("context_length_exceeded", tokens)
-    failed = frames(client.post("/v1/responses", json=RESPONSES.body(long, stream=True)).text)[-1]
+    failed = parse_events(client.post("/v1/responses", json=RESPONSES.body(long, stream=True)).text)[-1]
     assert failed.data["response"]["error"]["code"] == "context_length_exceeded"
 
 
@@ -119,7 +119,7 @@ def kill(served: LiveServer) -> None:
     os.kill(engine.pid, signal.SIGKILL)
 
 
-def is_content(frame: Frame) -> bool:
+def is_content(frame: ServerSentEvent) -> bool:
     choices = frame.data.get("choices")
     return bool(choices[0]["delta"].get("content")) if choices else "delta" in frame.event
 

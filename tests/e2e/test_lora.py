@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.library import default_model
 from tests.engines.llama_cpp.lora_files import write_lora
-from tests.serving import live_server
+from tests.live_server import live_server
 
 
 @pytest.fixture(scope="module")

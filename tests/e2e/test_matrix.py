@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import frames
+from tests.e2e.frames import parse_events
 from tests.e2e.servers import config
 from tests.e2e.wires import WIRES, Seen, Wire
-from tests.serving import live_server
+from tests.live_server import live_server
 
 ROME = ("get_weather", {"city": "Rome"})
 CET = ("get_time", {"zone": "CET"})
@@ -43,7 +43,7 @@ def ask(client: httpx.Client, wire: Wire, stream: bool, text: str, **asked: Any)
         assert reply.headers["content-type"] == "application/json"
         return wire.whole(reply.json())
     assert reply.headers["content-type"].startswith("text/event-stream")
-    return wire.streamed(frames(reply.text))
+    return wire.streamed(parse_events(reply.text))
 
 
 @pytest.fixture(scope="module", params=["text", "chat"])
@@ -122,7 +122,7 @@ def test_a_streamed_call_that_is_cut_off_cannot_be_parsed(client: httpx.Client) 
     whole = '{"city": "Rome"}'
     for wire in WIRES.values():
         reply = client.post(wire.path, json=wire.body("one tool", tools=True, limit=18, stream=True))
-        arguments = "".join(_arguments(data) for _, data in frames(reply.text) if isinstance(data, dict))
+        arguments = "".join(_arguments(data) for _, data in parse_events(reply.text) if isinstance(data, dict))
         assert whole.startswith(arguments)
         assert 0 < len(arguments) < len(whole)
         assert "function_call_arguments.done" not in reply.text

@@ -9,11 +9,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.frames import frames
+from tests.e2e.frames import parse_events
 from tests.e2e.servers import calling, is_running, is_waiting, narrow, until
 from tests.e2e.servers import config as scripted
 from tests.e2e.wires import WIRES, Usage, Wire
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 
 PROMISED = {
@@ -60,7 +60,7 @@ def fresh() -> Iterator[LiveServer]:
 def ask(served: LiveServer, wire: Wire, said: str, *, stream: bool = False, **more: Any) -> Usage:
     reply = httpx.post(served.url + wire.path, json=wire.body(said, stream=stream, **more))
     assert reply.status_code == 200, reply.text
-    return (wire.streamed(frames(reply.text)) if stream else wire.whole(reply.json())).usage
+    return (wire.streamed(parse_events(reply.text)) if stream else wire.whole(reply.json())).usage
 
 
 def test_every_promised_name_is_there_with_its_type(fresh: LiveServer):

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from tests.e2e.servers import calling, config, is_idle, narrow
 from tests.e2e.wires import TOOLS, WIRES
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 MODEL = "demo"
 TEXT = "Hello there, friend."

@@ -6,15 +6,15 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.frames import DONE, Frame, frames, names
+from tests.e2e.frames import DONE, ServerSentEvent, names, parse_events
 from tests.e2e.wires import WIRES
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 
 
-def stream(client: httpx.Client, name: str, text: str, **asked: Any) -> list[Frame]:
+def stream(client: httpx.Client, name: str, text: str, **asked: Any) -> list[ServerSentEvent]:
     wire = WIRES[name]
-    return frames(client.post(wire.path, json=wire.body(text, stream=True, **asked)).text)
+    return parse_events(client.post(wire.path, json=wire.body(text, stream=True, **asked)).text)
 
 
 # --- Messages -------------------------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ def block(deltas: int = 1) -> list[str]:
 def test_messages_opens_with_the_whole_message_and_a_ping(client: httpx.Client) -> None:
     start, ping, *_ = stream(client, "messages", "text")
     message = start.data["message"]
-    assert (start.event, ping) == ("message_start", Frame("ping", {"type": "ping"}))
+    assert (start.event, ping) == ("message_start", ServerSentEvent("ping", {"type": "ping"}))
     assert message["id"].startswith("msg_")
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "demo")
     assert (message["content"], message["stop_reason"], message["stop_sequence"]) == ([], None, None)
@@ -70,7 +70,7 @@ def test_messages_ends_with_the_reason_and_the_cumulative_usage(client: httpx.Cl
     delta, stop = stream(client, "messages", "stop string", stop="STOP")[-2:]
     assert delta.data["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "STOP"}
     assert delta.data["usage"]["output_tokens"] > 0
-    assert stop == Frame("message_stop", {"type": "message_stop"})
+    assert stop == ServerSentEvent("message_stop", {"type": "message_stop"})
 
 
 def test_messages_says_an_empty_reply_as_one_empty_text(client: httpx.Client) -> None:
@@ -102,7 +102,7 @@ def test_chat_finishes_in_a_chunk_of_its_own_before_the_usage(client: httpx.Clie
 
 def test_chat_sends_usage_only_where_it_was_asked_for(client: httpx.Client) -> None:
     body = CHAT.body("text", stream=True) | {"stream_options": None}
-    got = frames(client.post(CHAT.path, json=body).text)
+    got = parse_events(client.post(CHAT.path, json=body).text)
     assert got[-1].data == DONE
     assert all("usage" not in frame.data for frame in got[:-1])
 

@@ -11,10 +11,10 @@ import httpx
 
 from modelyard.core.errors import Unavailable
 from modelyard.core.pool import RequestSnapshot
-from tests.e2e.frames import frames
+from tests.e2e.frames import parse_events
 from tests.e2e.servers import calling, config, is_idle, is_running, is_waiting, narrow, until
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 
@@ -44,7 +44,11 @@ def test_unloading_by_force_ends_a_stream_in_its_protocols_error(wire: Wire) -> 
         reading = others.submit(httpx.post, served.url + wire.path, json=body, timeout=60)
         is_running(served, 1)
         order(served, lambda: scheduler.unload("demo", force=True))
-        last = frames(reading.result().text)[-1].data if wire is not RESPONSES else frames(reading.result().text)[-1]
+        last = (
+            parse_events(reading.result().text)[-1].data
+            if wire is not RESPONSES
+            else parse_events(reading.result().text)[-1]
+        )
         assert "the model 'demo' was unloaded" in str(last)
         refused = httpx.post(served.url + wire.path, json=wire.body("text"))
         assert "POST /v1/admin/models/demo/load" in refused.text

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from modelyard.library import default_model
-from tests.e2e.frames import Frame, frames, names
-from tests.serving import LiveServer, demo_config, live_server
+from tests.e2e.frames import ServerSentEvent, names, parse_events
+from tests.live_server import LiveServer, demo_config, live_server
 
 METRICS = {
     "backend_inference_wall_ms",
@@ -150,7 +150,7 @@ def test_what_decoding_leaves_out_comes_from_the_settings(client: httpx.Client) 
 
 def test_a_stream_has_four_kinds_of_events_and_the_same_answer(client: httpx.Client) -> None:
     body = EXAMPLES["several turns"]
-    stream = frames(client.post("/v1/responses", json=body | {"stream": True}).text)
+    stream = parse_events(client.post("/v1/responses", json=body | {"stream": True}).text)
     assert list(dict.fromkeys(names(stream))) == [
         "response.created",
         "response.output_text.delta",
@@ -164,7 +164,7 @@ def test_a_stream_has_four_kinds_of_events_and_the_same_answer(client: httpx.Cli
     assert stream[-2].data["metrics"] == last["metrics"]
 
 
-def joined(stream: list[Frame]) -> str:
+def joined(stream: list[ServerSentEvent]) -> str:
     return "".join(data["delta"] for name, data in stream if name == "response.output_text.delta")
 
 

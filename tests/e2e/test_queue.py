@@ -6,7 +6,7 @@ import httpx
 
 from tests.e2e.servers import calling, is_idle, is_waiting, narrow
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 MESSAGES, CHAT, _ = WIRES.values()
 

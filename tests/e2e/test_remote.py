@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import frames
+from tests.e2e.frames import parse_events
 from tests.e2e.servers import Caller, config, is_idle, is_running
 from tests.e2e.test_matrix import CASES, WORD, ask
 from tests.e2e.wires import WIRES, Wire
 from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 KINDS = ("chat_completions", "responses", "anthropic_messages")
 CONSENT = {"x-modelyard-allow-remote": "true"}
@@ -126,7 +126,7 @@ async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
     messages, chat_, responses = replies
     assert messages.json()["error"]["message"] == "prompt is too long: 123 tokens > 100 maximum"
     assert chat_.json()["error"] | {"n_prompt_tokens": 123, "n_ctx": 100} == chat_.json()["error"]
-    failed = frames(responses.text)[-1].data["response"]["error"]
+    failed = parse_events(responses.text)[-1].data["response"]["error"]
     assert (responses.status_code, failed["code"]) == (200, "context_length_exceeded")
 
 
@@ -157,7 +157,7 @@ async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
 async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> None:
     async with fake_upstream(Answer(body=chat_stream("Half an")[:1], breaks=True)) as up, gateway(up) as client:
         replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in WIRES.values()]
-    messages, chat_, responses = (frames(reply.text) for reply in replies)
+    messages, chat_, responses = (parse_events(reply.text) for reply in replies)
     assert messages[-1].event == "error"
     assert "error" in chat_[-1].data
     assert responses[-1].event == "response.failed"

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import Frame, frames
+from tests.e2e.frames import ServerSentEvent, parse_events
 from tests.e2e.wires import WIRES, Seen, Wire
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
 SCRIPT: list[dict[str, Any]] = [
@@ -51,7 +51,7 @@ def client(served: LiveServer) -> Iterator[httpx.Client]:
 def ask(client: httpx.Client, wire: Wire, stream: bool, text: str, **asked: Any) -> Seen:
     reply = client.post(wire.path, json=wire.body(text, stream=stream, **asked))
     assert reply.status_code == 200, reply.text
-    return wire.streamed(frames(reply.text)) if stream else wire.whole(reply.json())
+    return wire.streamed(parse_events(reply.text)) if stream else wire.whole(reply.json())
 
 
 # --- control tokens ---------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_user_text_never_becomes_a_control_token(
 # --- calls held until they are whole ----------------------------------------------------------------------------------
 
 
-def _arguments(wire: Wire, stream: list[Frame]) -> list[str]:
+def _arguments(wire: Wire, stream: list[ServerSentEvent]) -> list[str]:
     """Each piece of arguments that a client got."""
     if wire is WIRES["chat"]:
         deltas = [c["delta"].get("tool_calls") for _, d in stream if isinstance(d, dict) for c in d["choices"]]
@@ -121,7 +121,7 @@ def test_arguments_stream_unless_the_model_holds_its_calls(
     slow: httpx.Client, wire: Wire, model: str, whole: bool
 ) -> None:
     reply = slow.post(wire.path, json=wire.body("x", tools=True, stream=True, model=model))
-    pieces = _arguments(wire, frames(reply.text))
+    pieces = _arguments(wire, parse_events(reply.text))
     assert json.loads("".join(pieces)) == ROME[1]
     assert (len(pieces) == 1) is whole
 
@@ -172,7 +172,7 @@ def _begun(wire: Wire, text: str, reply: str, **asked: Any) -> dict[str, Any]:
 def _continued(client: httpx.Client, wire: Wire, stream: bool, text: str, reply: str, **asked: Any) -> Seen:
     response = client.post(wire.path, json=_begun(wire, text, reply, stream=stream, **asked))
     assert response.status_code == 200, response.text
-    return wire.streamed(frames(response.text)) if stream else wire.whole(response.json())
+    return wire.streamed(parse_events(response.text)) if stream else wire.whole(response.json())
 
 
 def test_reasoning_that_the_client_began_goes_on(client: httpx.Client, wire: Wire, stream: bool) -> None:

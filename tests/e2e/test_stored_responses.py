@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import frames
+from tests.e2e.frames import parse_events
 from tests.e2e.servers import SCRIPT, config
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 PATH = "/v1/responses"
 
@@ -70,7 +70,7 @@ def test_what_the_client_does_not_want_stored_is_not(shared: LiveServer) -> None
     with client(shared, "sk-ada") as ada:
         for stream in (False, True):
             reply = ada.post(PATH, json={"model": "demo", "input": "text", "store": False, "stream": stream})
-            made = frames(reply.text)[-1].data["response"] if stream else reply.json()
+            made = parse_events(reply.text)[-1].data["response"] if stream else reply.json()
             assert made["store"] is False
             refused(ada.get(f"{PATH}/{made['id']}"), made["id"])
 
@@ -79,7 +79,7 @@ def test_a_streamed_response_is_there_as_soon_as_its_last_event(shared: LiveServ
     with client(shared, "sk-ada") as ada:
         for _ in range(20):
             reply = ada.post(PATH, json={"model": "demo", "input": "text", "stream": True})
-            made = frames(reply.text)[-1].data["response"]
+            made = parse_events(reply.text)[-1].data["response"]
             follow = {"model": "demo", "input": "thinking", "previous_response_id": made["id"]}
             assert ada.post(PATH, json=follow).json()["output_text"] == "Forty-two."
             assert ada.get(f"{PATH}/{made['id']}").json() == made
@@ -88,7 +88,7 @@ def test_a_streamed_response_is_there_as_soon_as_its_last_event(shared: LiveServ
 def test_a_failed_response_is_not_stored(shared: LiveServer) -> None:
     with client(shared, "sk-ada") as ada:
         reply = ada.post(PATH, json={"model": "demo", "input": "error during", "stream": True})
-        failed = frames(reply.text)[-1].data["response"]
+        failed = parse_events(reply.text)[-1].data["response"]
         refused(ada.get(f"{PATH}/{failed['id']}"), failed["id"])
 
 

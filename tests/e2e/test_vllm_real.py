@@ -12,13 +12,13 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.e2e.frames import frames
+from tests.e2e.frames import parse_events
 from tests.e2e.servers import streaming, until
 from tests.e2e.test_llama_server import ENDLESS, count, is_content, serving_well
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
 from tests.engines.vllm_serve.real_server import TOOLS_TEMPLATE, fields
-from tests.serving import LiveServer
+from tests.live_server import LiveServer
 
 pytestmark = pytest.mark.vllm
 WINDOW = 1024
@@ -65,7 +65,7 @@ def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(served: LiveS
     assert told == f"prompt is too long: {tokens} tokens > {WINDOW} maximum"
     error = client.post("/v1/chat/completions", json=CHAT.body(long, stream=True)).json()["error"]
     assert (error["code"], error["n_prompt_tokens"]) == ("context_length_exceeded", tokens)
-    failed = frames(client.post("/v1/responses", json=RESPONSES.body(long, stream=True)).text)[-1]
+    failed = parse_events(client.post("/v1/responses", json=RESPONSES.body(long, stream=True)).text)[-1]
     assert failed.data["response"]["error"]["code"] == "context_length_exceeded"
 
 

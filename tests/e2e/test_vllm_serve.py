@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import frames
+from tests.e2e.frames import parse_events
 from tests.e2e.servers import is_idle, streaming, until
 from tests.e2e.test_llama_server import count, is_content, kill, serving_well
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
 from tests.engines.vllm_serve.helpers import behaviour, fake_vllm, recorded
-from tests.serving import LiveServer
+from tests.live_server import LiveServer
 
 WINDOW = 64
 MESSAGES, CHAT, RESPONSES = WIRES.values()
@@ -62,7 +62,7 @@ def test_its_own_words_for_an_overflow_become_each_dialects(served: LiveServer, 
     assert told == f"prompt is too long: {tokens} tokens > {WINDOW} maximum"
     error = client.post("/v1/chat/completions", json=CHAT.body(long, stream=True)).json()["error"]
     assert (error["code"], error["n_prompt_tokens"]) == ("context_length_exceeded", tokens)
-    failed = frames(client.post("/v1/responses", json=RESPONSES.body(long, stream=True)).text)[-1]
+    failed = parse_events(client.post("/v1/responses", json=RESPONSES.body(long, stream=True)).text)[-1]
     assert failed.data["response"]["error"]["code"] == "context_length_exceeded"
 
 

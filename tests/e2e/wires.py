@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tests.e2e.frames import DONE, Frame
+from tests.e2e.frames import DONE, ServerSentEvent
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
@@ -50,7 +50,7 @@ class Messages:
             self._add(seen, block)
         return seen
 
-    def streamed(self, stream: Sequence[Frame]) -> Seen:
+    def streamed(self, stream: Sequence[ServerSentEvent]) -> Seen:
         blocks: list[dict[str, Any]] = []
         for _, data in stream:
             if data["type"] == "content_block_start":
@@ -102,7 +102,7 @@ class Chat:
         (choice,) = reply["choices"]
         return self._seen(choice["message"], choice["finish_reason"], reply["usage"])
 
-    def streamed(self, stream: Sequence[Frame]) -> Seen:
+    def streamed(self, stream: Sequence[ServerSentEvent]) -> Seen:
         message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
         *chunks, last, done = [frame.data for frame in stream]
         assert done == DONE
@@ -154,7 +154,7 @@ class Responses:
                 seen.text += "".join(part["text"] for part in item["content"])
         return seen
 
-    def streamed(self, stream: Sequence[Frame]) -> Seen:
+    def streamed(self, stream: Sequence[ServerSentEvent]) -> Seen:
         """What the finished response says must also be what the items and the deltas said on the way."""
         last = stream[-1].data
         items = [data["item"] for event, data in stream if event == "response.output_item.done"]
@@ -165,7 +165,7 @@ class Responses:
         assert last["type"] == f"response.{last['response']['status']}"
         return seen
 
-    def _joined(self, stream: Sequence[Frame], event: str) -> str:
+    def _joined(self, stream: Sequence[ServerSentEvent], event: str) -> str:
         return "".join(data["delta"] for name, data in stream if name == event)
 
     def _usage(self, told: dict[str, Any]) -> Usage:

@@ -11,7 +11,7 @@ import pytest
 from modelyard.core.engine import Accepted
 from modelyard.core.request import Caller, Message, Text
 from modelyard.telemetry.cache_diagnostics import fingerprint
-from tests.gateway.stage import CALLER, Stage, asked, ids, read
+from tests.gateway.harness import CALLER, GatewayHarness, ids, make_request, read
 from tests.telemetry.prometheus_text import sample_values
 
 LONG = "You are a careful helper who answers in short sentences. "
@@ -22,11 +22,13 @@ def talk(system: str | None, *more: str) -> tuple[Message, ...]:
     return (*head, *(Message("user", (Text(text),)) for text in more))
 
 
-async def run(stage: Stage, messages: tuple[Message, ...], divergence: int | None, elsewhere: int = 0) -> list[int]:
+async def run(
+    stage: GatewayHarness, messages: tuple[Message, ...], divergence: int | None, elsewhere: int = 0
+) -> list[int]:
     """The prompt's ids."""
     number = len(stage.engine.jobs)
     caller = Caller(trace=f"t{number}", endpoint="/v1/chat/completions")
-    answer = stage.gateway.start(await stage.gateway.prepare(asked(messages=messages), caller))
+    answer = stage.gateway.start(await stage.gateway.prepare(make_request(messages=messages), caller))
     reading = asyncio.create_task(read(answer))
     job = await stage.job(number)
     job.put(Accepted(divergence or 0, divergence, elsewhere=elsewhere))
@@ -43,9 +45,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 async def test_a_changed_prompt_is_a_warning_with_token_and_message(caplog: pytest.LogCaptureFixture) -> None:
     one, two = talk(LONG + "It is Monday.", "hi"), talk(LONG + "It is Tuesday.", "hi")
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         before = await run(stage, one, 0)
-        after = (await stage.gateway.prepare(asked(messages=two), CALLER)).prompts[0].ids
+        after = (await stage.gateway.prepare(make_request(messages=two), CALLER)).prompts[0].ids
         shared = next(at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
         await run(stage, two, shared)
         counted = stage.gateway.metrics.render().decode()
@@ -57,7 +59,7 @@ async def test_a_changed_prompt_is_a_warning_with_token_and_message(caplog: pyte
 
 
 async def test_what_another_sequence_had_and_was_not_copied_is_counted_as_that() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         ids = await run(stage, talk(LONG * 4, "hi"), 0)
         await run(stage, talk(LONG * 4, "hi"), 0, elsewhere=len(ids) - 1)
         await run(stage, talk(LONG * 4, "hi"), 0)
@@ -66,7 +68,7 @@ async def test_what_another_sequence_had_and_was_not_copied_is_counted_as_that()
 
 
 async def test_a_prompt_that_stays_is_none_however_the_talk_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         await run(stage, talk(LONG, "hi"), 0)
         await run(stage, talk(LONG, "hi", "and now?"), 3)
         await run(stage, talk(None, "no system prompt"), 0)
@@ -74,16 +76,16 @@ async def test_a_prompt_that_stays_is_none_however_the_talk_goes_on(caplog: pyte
 
 
 async def test_a_changed_prompt_that_another_sequence_holds_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         await run(stage, talk("Be kind.", "hi"), 0)
-        ids = (await stage.gateway.prepare(asked(messages=talk("Be brief.", "hi there")), CALLER)).prompts[0].ids
+        ids = (await stage.gateway.prepare(make_request(messages=talk("Be brief.", "hi there")), CALLER)).prompts[0].ids
         await run(stage, talk("Be brief.", "hi there"), len(ids) - 1)
         await run(stage, talk("Be kind.", "hi"), None)
     assert warnings(caplog) == []
 
 
 async def test_what_came_of_a_prompt_is_noted_with_it() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         await run(stage, talk(LONG, "hi"), 0)
         await run(stage, talk(LONG, "again"), 0)
         (prompts,) = stage.gateway._diagnostics._sessions._prompts.values()
@@ -91,10 +93,10 @@ async def test_what_came_of_a_prompt_is_noted_with_it() -> None:
 
 
 async def test_keys_and_sessions_that_spell_the_same_together_do_not_meet() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         for number, (key, session) in enumerate((("ann", "b/c"), ("ann/b", "c"))):
             caller = Caller(trace=f"t{number}", endpoint="/v1/chat/completions", key=key)
-            answer = stage.gateway.start(await stage.gateway.prepare(asked(session=session), caller))
+            answer = stage.gateway.start(await stage.gateway.prepare(make_request(session=session), caller))
             reading = asyncio.create_task(read(answer))
             (await stage.job(number)).whole()
             await reading

@@ -18,7 +18,7 @@ from modelyard.gateway.capabilities import (
     has_images,
     ignored_parameters,
 )
-from tests.gateway.stage import CALLER, Stage, asked, model, read
+from tests.gateway.harness import CALLER, GatewayHarness, make_request, model, read
 
 EVERYTHING = Capabilities(
     modalities=("text", "image"), structured=True, lora=True, thinking_modes=("default", "enabled", "disabled")
@@ -42,7 +42,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def held(can: Capabilities, request: dict[str, Any]) -> None:
-    check_capabilities(asked(**request), can, "demo", images="messages" in request and PICTURE in request["messages"])
+    check_capabilities(
+        make_request(**request), can, "demo", images="messages" in request and PICTURE in request["messages"]
+    )
 
 
 @pytest.mark.parametrize("code", CASES)
@@ -110,15 +112,15 @@ def test_abilities_follow_the_definition_and_the_engine() -> None:
 
 
 async def test_a_request_is_refused_before_it_queues_where_the_engine_is_up() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         with pytest.raises(Unsupported) as caught:
-            await stage.gateway.prepare(asked(lora_adapter="law"), CALLER)
+            await stage.gateway.prepare(make_request(lora_adapter="law"), CALLER)
         assert caught.value.code == "lora_unsupported"
 
 
 async def test_an_engine_that_came_up_later_is_asked_before_it_is_given_the_job() -> None:
-    stage = Stage()
-    job = await stage.gateway.prepare(asked(lora_adapter="law"), CALLER)
+    stage = GatewayHarness()
+    job = await stage.gateway.prepare(make_request(lora_adapter="law"), CALLER)
     async with stage:
         answer = stage.gateway.start(job)
         (last,) = await read(answer)
@@ -130,9 +132,9 @@ async def test_an_engine_that_came_up_later_is_asked_before_it_is_given_the_job(
 
 def test_a_request_has_images_in_messages_and_in_tool_results() -> None:
     result = Message("tool", (ToolResult("c", (Image("data:image/png;base64,AAAA"),)),))
-    assert has_images(asked(messages=(PICTURE,)))
-    assert has_images(asked(messages=(result,)))
-    assert not has_images(asked(messages=TALK))
+    assert has_images(make_request(messages=(PICTURE,)))
+    assert has_images(make_request(messages=(result,)))
+    assert not has_images(make_request(messages=TALK))
 
 
 def test_only_parameters_that_the_client_set_are_reported_as_ignored() -> None:

@@ -11,7 +11,7 @@ import pytest
 from modelyard.core.errors import Cancelled, Internal
 from modelyard.core.events import Event, Failed, Finished, collect_reply
 from modelyard.core.request import Sampling
-from tests.gateway.stage import Stage, until
+from tests.gateway.harness import GatewayHarness, until
 
 
 async def by_choice(answer: Any) -> dict[int, list[Event]]:
@@ -23,7 +23,7 @@ async def by_choice(answer: Any) -> dict[int, list[Event]]:
 
 
 async def test_all_run_at_once_where_there_is_room_and_the_lease_goes_back_with_the_last() -> None:
-    async with Stage(places=4) as stage:
+    async with GatewayHarness(places=4) as stage:
         answer = await stage.start(n=3)
         assert stage.running == 3
         reading = asyncio.create_task(by_choice(answer))
@@ -39,7 +39,7 @@ async def test_all_run_at_once_where_there_is_room_and_the_lease_goes_back_with_
 
 
 async def test_on_a_narrower_lease_they_take_turns() -> None:
-    async with Stage(places=2) as stage:
+    async with GatewayHarness(places=2) as stage:
         answer = await stage.start(n=5)
         assert stage.running == 2
         reading = asyncio.create_task(by_choice(answer))
@@ -55,7 +55,7 @@ async def test_on_a_narrower_lease_they_take_turns() -> None:
 
 @pytest.mark.parametrize("n", [3, 5, 9])
 async def test_cancelled_while_most_stand_in_line_each_ends_in_one_failure(n: int) -> None:
-    async with Stage(places=2) as stage:
+    async with GatewayHarness(places=2) as stage:
         answer = await stage.start(n=n)
         reading = asyncio.create_task(by_choice(answer))
         await stage.job(1)
@@ -71,7 +71,7 @@ async def test_cancelled_while_most_stand_in_line_each_ends_in_one_failure(n: in
 
 
 async def test_cancelled_in_the_queue_none_reaches_the_engine() -> None:
-    async with Stage(places=1) as stage:
+    async with GatewayHarness(places=1) as stage:
         holder, waiter = await stage.start(), await stage.start(n=3)
         reading = asyncio.create_task(by_choice(waiter))
         await until(lambda: stage.waiting == 1)
@@ -82,7 +82,7 @@ async def test_cancelled_in_the_queue_none_reaches_the_engine() -> None:
 
 
 async def test_one_that_fails_leaves_the_others_alone() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start(n=2)
         reading = asyncio.create_task(by_choice(answer))
         await stage.job(1)
@@ -95,14 +95,14 @@ async def test_one_that_fails_leaves_the_others_alone() -> None:
 
 
 async def test_never_read_it_gives_its_lease_back() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start(n=3)
         answer.close()
         assert stage.running == 0
 
 
 async def test_closed_before_its_tasks_began_it_gives_its_lease_back() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start(n=3)
         reading = answer.__anext__()
         reading.send(None)  # the tasks are made, and none has had its turn
@@ -113,7 +113,7 @@ async def test_closed_before_its_tasks_began_it_gives_its_lease_back() -> None:
 
 
 async def test_a_reader_that_leaves_in_mid_stream_frees_the_places_when_the_engine_has() -> None:
-    async with Stage(places=2) as stage:
+    async with GatewayHarness(places=2) as stage:
         answer = await stage.start(n=3)
         reading = asyncio.create_task(anext(answer))
         for number in range(2):
@@ -129,7 +129,7 @@ async def test_a_reader_that_leaves_in_mid_stream_frees_the_places_when_the_engi
 
 
 async def test_seeded_answers_differ() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start(n=3, sampling=Sampling(seed=1))
         reading = asyncio.create_task(by_choice(answer))
         await stage.job(2)

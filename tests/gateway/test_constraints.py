@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from modelyard.core.request import Constraint, Request, Tool, ToolChoice
 from modelyard.gateway.constraints import constrain
 from modelyard.scanner.formats import load
-from tests.gateway.stage import CALLER, Stage, asked, model
+from tests.gateway.harness import CALLER, GatewayHarness, make_request, model
 from tests.scanner.patches import APPLY_PATCH
 from tests.strategies import requests
 
@@ -25,7 +25,7 @@ TAIL = "<|im_start|>assistant\n"
 def made(prompt: str = TAIL, format: str = "hermes", calls: bool = False, **request: Any) -> Constraint | None:
     parts = msgspec.structs.replace(model().pipeline, format=load(format))
     changed = msgspec.structs.replace(model(), text=parts, constrain_calls=calls)
-    return constrain(asked(**{"tools": (LOOK, NOW)} | request), changed, prompt)[0]
+    return constrain(make_request(**{"tools": (LOOK, NOW)} | request), changed, prompt)[0]
 
 
 def test_a_call_that_must_come_is_a_grammar_from_the_first_token() -> None:
@@ -56,9 +56,9 @@ def test_it_is_held_to_its_schema_where_somebody_wants_that(asks: dict[str, Any]
 
 def test_a_custom_tools_grammar_that_cannot_be_held_to_is_said_and_leaves_the_call_free() -> None:
     endless = Tool("brackets", kind="custom", grammar={"syntax": "lark", "definition": 'start: "(" start? ")"'})
-    found, warnings = constrain(asked(tools=(LOOK, endless)), model(), TAIL)
+    found, warnings = constrain(make_request(tools=(LOOK, endless)), model(), TAIL)
     assert (found, warnings) == (None, ["grammar_not_enforced: brackets: the rule 'start' refers to itself"])
-    found, warnings = constrain(asked(tools=(endless,), tool_choice=MUST), model(), TAIL)
+    found, warnings = constrain(make_request(tools=(endless,), tool_choice=MUST), model(), TAIL)
     assert found
     assert warnings == ["grammar_not_enforced: brackets: the rule 'start' refers to itself"]
 
@@ -70,7 +70,7 @@ def test_the_clients_own_constraint_wins() -> None:
 
 def test_what_no_grammar_enforces_of_an_answers_schema_is_dropped_and_said() -> None:
     own = Constraint("json_schema", '{"type": "array", "uniqueItems": true}', name="pets")
-    found, warnings = constrain(asked(constraint=own), model(), TAIL)
+    found, warnings = constrain(make_request(constraint=own), model(), TAIL)
     assert found == Constraint("json_schema", '{"type": "array"}', name="pets")
     assert warnings == ["schema keyword not enforced: pets/uniqueItems"]
 
@@ -78,7 +78,7 @@ def test_what_no_grammar_enforces_of_an_answers_schema_is_dropped_and_said() -> 
 def test_a_schema_that_is_none_is_left_for_the_engine_to_refuse() -> None:
     for text in ("{", "[1]", "true"):
         own = Constraint("json_schema", text)
-        assert constrain(asked(constraint=own), model(), TAIL) == (own, [])
+        assert constrain(make_request(constraint=own), model(), TAIL) == (own, [])
 
 
 def test_without_tools_there_is_nothing_to_hold() -> None:
@@ -118,9 +118,9 @@ def test_one_call_is_enough_where_the_client_says_so() -> None:
 
 
 async def test_what_cannot_be_enforced_is_counted_and_never_refused(caplog: pytest.LogCaptureFixture) -> None:
-    stage = Stage()
+    stage = GatewayHarness()
     caplog.set_level("INFO", "modelyard.gateway")
-    job = await stage.gateway.prepare(asked(tools=(LOOK,), tool_choice=MUST), CALLER)
+    job = await stage.gateway.prepare(make_request(tools=(LOOK,), tool_choice=MUST), CALLER)
     assert job.constraint
     assert '"not"' not in job.constraint.text
     assert "schema keyword not enforced: look_at/properties/at/not" in caplog.text

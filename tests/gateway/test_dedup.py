@@ -17,7 +17,7 @@ from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.dedup import RequestDeduplicator, SharedReader, is_same_request
 from modelyard.gateway.gateway import ChoiceStream
 from modelyard.gateway.prepared_request import PreparedRequest
-from tests.gateway.stage import CALLER, Stage, asked, read, until
+from tests.gateway.harness import CALLER, GatewayHarness, make_request, read, until
 
 GREEDY = Sampling(temperature=0)
 
@@ -29,13 +29,13 @@ def text(events: list[Event]) -> str:
 class Table:
     """A stage, the readers that sit at it, and what each has heard."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: GatewayHarness) -> None:
         self.stage = stage
         self.answers: list[ChoiceStream | MultiChoiceStream | SharedReader] = []
         self.reading: list[asyncio.Task[list[Event]]] = []
 
     async def ask(self, *, caller: Caller = CALLER, **fields: Any) -> int:
-        job = await self.stage.gateway.prepare(asked(**{"sampling": GREEDY} | fields), caller)
+        job = await self.stage.gateway.prepare(make_request(**{"sampling": GREEDY} | fields), caller)
         self.answers.append(answer := self.stage.gateway.start(job))
         self.reading.append(asyncio.create_task(self._read(answer)))
         await asyncio.sleep(0)
@@ -58,7 +58,7 @@ class Table:
 
 @asynccontextmanager
 async def table(**stage: Any) -> AsyncIterator[Table]:
-    async with Stage(**stage) as made:
+    async with GatewayHarness(**stage) as made:
         seated = Table(made)
         try:
             yield seated
@@ -364,7 +364,7 @@ async def _failed(task: asyncio.Task[list[Event]]) -> bool:
 
 def test_a_table_that_nobody_opened_has_no_seat() -> None:
     job = PreparedRequest(
-        request=asked(),
+        request=make_request(),
         caller=CALLER,
         target=None,  # type: ignore[arg-type]
         model=None,  # type: ignore[arg-type]

@@ -56,16 +56,16 @@ from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.gateway import ChatOutput, TextOutput
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
 from modelyard.router.routes import Target
-from tests.gateway.stage import CALLER, Stage, asked, ids, model, read, until
+from tests.gateway.harness import CALLER, GatewayHarness, ids, make_request, model, read, until
 
 LOOK = Tool("look_at", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})
 
 
-async def refused(stage: Stage, kind: type[ModelyardError], caller: Caller = CALLER, **request: Any) -> Any:
+async def refused(stage: GatewayHarness, kind: type[ModelyardError], caller: Caller = CALLER, **request: Any) -> Any:
     with pytest.raises(kind) as caught:
-        await stage.gateway.prepare(asked(**request), caller)
+        await stage.gateway.prepare(make_request(**request), caller)
     with pytest.raises(kind):
-        await stage.gateway.count(asked(**request), caller)
+        await stage.gateway.count(make_request(**request), caller)
     assert (stage.running, stage.waiting) == (0, 0)
     return caught.value
 
@@ -74,66 +74,66 @@ async def refused(stage: Stage, kind: type[ModelyardError], caller: Caller = CAL
 
 
 async def test_tools_are_offered() -> None:
-    job = await Stage().gateway.prepare(asked(tools=(LOOK,)), CALLER)
+    job = await GatewayHarness().gateway.prepare(make_request(tools=(LOOK,)), CALLER)
     assert "look_at" in job.prompts[0].text
 
 
 async def test_tool_choice_none_hides_them() -> None:
-    stage, none = Stage(), ToolChoice("none")
-    job = await stage.gateway.prepare(asked(tools=(LOOK,), tool_choice=none), CALLER)
+    stage, none = GatewayHarness(), ToolChoice("none")
+    job = await stage.gateway.prepare(make_request(tools=(LOOK,), tool_choice=none), CALLER)
     assert job.request.tools == ()
-    assert job.prompts[0].ids == (await stage.gateway.prepare(asked(), CALLER)).prompts[0].ids
+    assert job.prompts[0].ids == (await stage.gateway.prepare(make_request(), CALLER)).prompts[0].ids
 
 
 async def test_a_named_tool_must_be_on_offer() -> None:
-    error = await refused(Stage(), InvalidRequest, tools=(LOOK,), tool_choice=ToolChoice("named", "other"))
+    error = await refused(GatewayHarness(), InvalidRequest, tools=(LOOK,), tool_choice=ToolChoice("named", "other"))
     assert error.param == "tool_choice"
     assert "'other'" in error.message
 
 
 @pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice("named", "look_at")])
 async def test_a_call_that_must_come_is_a_constraint(choice: ToolChoice) -> None:
-    stage = Stage()
-    assert (await stage.gateway.prepare(asked(tools=(LOOK,), tool_choice=choice), CALLER)).constraint is not None
-    assert (await stage.gateway.prepare(asked(tools=(LOOK,)), CALLER)).constraint is None
+    stage = GatewayHarness()
+    assert (await stage.gateway.prepare(make_request(tools=(LOOK,), tool_choice=choice), CALLER)).constraint is not None
+    assert (await stage.gateway.prepare(make_request(tools=(LOOK,)), CALLER)).constraint is None
 
 
 # --- consent, names, models that cannot -------------------------------------------------------------------------------
 
 
 async def test_a_remote_model_needs_consent() -> None:
-    stage = Stage(remote=True)
+    stage = GatewayHarness(remote=True)
     error = await refused(stage, Forbidden)
     assert error.code == "remote_not_allowed"
     assert "x-modelyard-allow-remote" in error.message
     willing = msgspec.structs.replace(CALLER, allow_remote=True)
-    assert await stage.gateway.prepare(asked(), willing)
-    assert await stage.gateway.prepare(asked(allow_remote=True), CALLER)
+    assert await stage.gateway.prepare(make_request(), willing)
+    assert await stage.gateway.prepare(make_request(allow_remote=True), CALLER)
 
 
 async def test_a_route_may_consent_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(remote=True)
+    stage = GatewayHarness(remote=True)
     target = stage.gateway.router.resolve("demo", CALLER.endpoint)
     consenting = msgspec.structs.replace(target, allow_remote=True)
     monkeypatch.setattr(stage.gateway.router, "resolve", lambda *_: consenting)
-    assert await stage.gateway.prepare(asked(), CALLER)
+    assert await stage.gateway.prepare(make_request(), CALLER)
 
 
 async def test_an_unknown_model_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage()
+    stage = GatewayHarness()
     monkeypatch.setattr(stage.gateway.router, "_routes", ())
     error = await refused(stage, NotFound, model="nobody")
     assert "demo" in error.message
 
 
 async def test_a_model_that_could_not_be_defined_says_why() -> None:
-    error = await refused(Stage(broken=InvalidRequest("no tokenizer here")), Unavailable)
+    error = await refused(GatewayHarness(broken=InvalidRequest("no tokenizer here")), Unavailable)
     assert "no tokenizer here" in error.message
 
 
 async def test_images_go_to_no_model_that_reads_only_text() -> None:
     message = Message("user", (Text("see"), Image("data:image/png;base64,AAAA")))
-    error = await refused(Stage(), Unsupported, messages=(message,))
+    error = await refused(GatewayHarness(), Unsupported, messages=(message,))
     assert error.code == "modality_unsupported"
 
 
@@ -142,7 +142,7 @@ async def test_a_tool_that_runs_on_its_makers_servers_is_left_out_and_the_log_sa
 ) -> None:
     tools = (Tool("now"), Tool("web_search", kind="server", type="web_search_20250305"))
     with caplog.at_level("INFO", "modelyard.gateway"):
-        job = await Stage().gateway.prepare(asked(tools=tools), CALLER)
+        job = await GatewayHarness().gateway.prepare(make_request(tools=tools), CALLER)
     assert "web_search" not in job.prompts[0].text
     assert "tool_left_out: web_search_20250305 is not run here" in caplog.text
 
@@ -150,7 +150,7 @@ async def test_a_tool_that_runs_on_its_makers_servers_is_left_out_and_the_log_sa
 async def test_a_picture_that_a_tool_returned_is_a_word_to_a_model_that_reads_only_text() -> None:
     """It stays in an agent's history: a refusal would be the end of the session."""
     message = Message("tool", (ToolResult("c", (Text("here"), Image("data:image/png;base64,AAAA"))),))
-    job = await Stage().gateway.prepare(asked(messages=(message,)), CALLER)
+    job = await GatewayHarness().gateway.prepare(make_request(messages=(message,)), CALLER)
     assert "here\n[image: this model reads text only]" in job.prompts[0].text
     assert job.request.warnings
 
@@ -168,7 +168,7 @@ async def test_a_picture_that_a_tool_returned_is_a_word_to_a_model_that_reads_on
     ],
 )
 async def test_an_unfit_image_is_refused_by_a_model_that_sees(url: str, code: str | None) -> None:
-    stage = Stage(modalities=("text", "image"))
+    stage = GatewayHarness(modalities=("text", "image"))
     error = await refused(stage, ModelyardError, messages=(Message("user", (Image(url),)),))
     assert error.kind in ("invalid", "forbidden")
     assert code is None or error.code == code
@@ -178,26 +178,29 @@ async def test_an_unfit_image_is_refused_by_a_model_that_sees(url: str, code: st
 
 
 async def test_a_long_prompt_overflows_before_anything_is_leased() -> None:
-    stage = Stage()
+    stage = GatewayHarness()
     with pytest.raises(ContextOverflow) as caught:
-        await stage.gateway.prepare(asked("word " * 30_000), CALLER)
-    assert caught.value.prompt_tokens == await stage.gateway.count(asked("word " * 30_000), CALLER)
+        await stage.gateway.prepare(make_request("word " * 30_000), CALLER)
+    assert caught.value.prompt_tokens == await stage.gateway.count(make_request("word " * 30_000), CALLER)
     assert stage.running == 0
 
 
 async def test_long_and_many_are_rendered_aside_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, long = Stage(), asked(messages=tuple(Message("user", (Text(f"word {i}"),)) for i in range(100)))
+    stage, long = (
+        GatewayHarness(),
+        make_request(messages=tuple(Message("user", (Text(f"word {i}"),)) for i in range(100))),
+    )
     counted = await stage.gateway.count(long, CALLER)
-    raw = await stage.gateway.count(asked(messages=(), prompts=("one two", "three")), CALLER)
+    raw = await stage.gateway.count(make_request(messages=(), prompts=("one two", "three")), CALLER)
     monkeypatch.setattr("modelyard.gateway.gateway._INLINE_MESSAGES", 0)
     monkeypatch.setattr("modelyard.gateway.gateway._INLINE_CHARS", 0)
     assert await stage.gateway.count(long, CALLER) == counted
-    assert await stage.gateway.count(asked(messages=(), prompts=("one two", "three")), CALLER) == raw
+    assert await stage.gateway.count(make_request(messages=(), prompts=("one two", "three")), CALLER) == raw
 
 
 @pytest.mark.parametrize("id", [model().pipeline.tokenizer.size, 10**9])
 async def test_a_token_that_the_model_does_not_have_is_refused(id: int) -> None:
-    stage = Stage()
+    stage = GatewayHarness()
     error = await refused(stage, InvalidRequest, messages=(), prompts=((1, id),))
     assert (error.param, str(id) in error.message) == ("prompt", True)
     with pytest.raises(InvalidRequest) as caught:
@@ -206,19 +209,19 @@ async def test_a_token_that_the_model_does_not_have_is_refused(id: int) -> None:
 
 
 async def test_counting_needs_no_engine_and_agrees_with_what_is_sent() -> None:
-    stage = Stage()
+    stage = GatewayHarness()
     assert stage.scheduler.status()["demo"].state == "stopped"
-    job = await stage.gateway.prepare(asked("one two three"), CALLER)
-    assert await stage.gateway.count(asked("one two three"), CALLER) == len(job.prompts[0].ids)
+    job = await stage.gateway.prepare(make_request("one two three"), CALLER)
+    assert await stage.gateway.count(make_request("one two three"), CALLER) == len(job.prompts[0].ids)
 
 
 async def test_an_engine_elsewhere_that_is_not_up_cannot_count() -> None:
     with pytest.raises(Unimplemented):
-        await Stage(kind="chat", text=None).gateway.count(asked(), CALLER)
+        await GatewayHarness(kind="chat", text=None).gateway.count(make_request(), CALLER)
 
 
 async def test_an_engine_without_embeddings_says_so_and_keeps_no_place() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         with pytest.raises(Unsupported) as caught:
             await stage.gateway.embed(EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("ho")))), CALLER)
         assert caught.value.code == "embeddings_unsupported"
@@ -226,14 +229,14 @@ async def test_an_engine_without_embeddings_says_so_and_keeps_no_place() -> None
 
 
 async def test_sampling_that_was_not_asked_for_is_the_models() -> None:
-    stage = Stage(sampling=Sampling(temperature=0.1, top_k=5))
-    job = await stage.gateway.prepare(asked(sampling=Sampling(top_k=9)), CALLER)
+    stage = GatewayHarness(sampling=Sampling(temperature=0.1, top_k=5))
+    job = await stage.gateway.prepare(make_request(sampling=Sampling(top_k=9)), CALLER)
     assert (job.sampling.temperature, job.sampling.top_k) == (0.1, 9)
 
 
 async def test_stopping_tells_everybody_why() -> None:
     why = Unavailable("the server is shutting down")
-    async with Stage(places=1) as stage:
+    async with GatewayHarness(places=1) as stage:
         holder, waiter = await stage.start(), await stage.start()
         stage.gateway.stop(why)
         for answer in (waiter, holder):
@@ -259,7 +262,7 @@ def failures(events: list[Event]) -> list[Any]:
 
 
 async def test_a_whole_answer_gives_its_place_back_when_it_is_closed() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         (await stage.job()).whole("Hello.")
@@ -273,7 +276,7 @@ async def test_a_whole_answer_gives_its_place_back_when_it_is_closed() -> None:
 
 
 async def test_cancelled_in_the_queue_it_never_reaches_the_engine() -> None:
-    async with Stage(places=1) as stage:
+    async with GatewayHarness(places=1) as stage:
         holder, waiter = await stage.start(), await stage.start()
         reading = asyncio.create_task(read(waiter))
         await until(lambda: stage.waiting == 1)
@@ -286,7 +289,7 @@ async def test_cancelled_in_the_queue_it_never_reaches_the_engine() -> None:
 
 
 async def test_cancelled_before_it_was_read_it_never_reaches_the_engine() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         answer.cancel()
         events = await read(answer)
@@ -296,7 +299,7 @@ async def test_cancelled_before_it_was_read_it_never_reaches_the_engine() -> Non
 
 
 async def test_cancelled_in_prefill_it_waits_for_the_engine_to_let_go() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(anext(answer))
         play = await stage.job()
@@ -311,7 +314,7 @@ async def test_cancelled_in_prefill_it_waits_for_the_engine_to_let_go() -> None:
 
 
 async def test_cancelled_in_the_stream_it_ends_in_one_failure() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(anext(answer))
         play = await stage.job()
@@ -327,7 +330,7 @@ async def test_cancelled_in_the_stream_it_ends_in_one_failure() -> None:
 
 async def test_whoever_cancels_may_say_why() -> None:
     why = Unavailable("the server is shutting down")
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         play = await stage.job()
@@ -338,7 +341,7 @@ async def test_whoever_cancels_may_say_why() -> None:
 
 
 async def test_cancelled_after_its_end_nothing_more_is_said() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         (await stage.job()).whole()
@@ -353,7 +356,7 @@ async def test_cancelled_after_its_end_nothing_more_is_said() -> None:
 
 
 async def test_a_reader_that_leaves_frees_the_place_when_the_engine_has() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(anext(answer))
         play = await stage.job()
@@ -368,7 +371,7 @@ async def test_a_reader_that_leaves_frees_the_place_when_the_engine_has() -> Non
 
 
 async def test_after_a_stop_string_the_place_is_free_when_the_engine_says_so() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start(stop=("STOP",))
         reading = asyncio.create_task(read(answer))
         play = await stage.job()
@@ -387,7 +390,7 @@ async def test_after_a_stop_string_the_place_is_free_when_the_engine_says_so() -
 
 
 async def test_an_engine_that_is_lost_before_content_is_asked_once_more() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         first = await stage.job()
@@ -403,7 +406,7 @@ async def test_an_engine_that_is_lost_before_content_is_asked_once_more() -> Non
 
 
 async def test_an_engine_that_is_lost_twice_is_not_asked_a_third_time() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         for number in range(2):
@@ -414,7 +417,7 @@ async def test_an_engine_that_is_lost_twice_is_not_asked_a_third_time() -> None:
 
 
 async def test_after_content_nothing_is_tried_again() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         play = await stage.job()
@@ -428,7 +431,7 @@ async def test_after_content_nothing_is_tried_again() -> None:
 
 @pytest.mark.parametrize("error", [Internal("out of memory", id="x"), Overloaded("busy")])
 async def test_only_a_lost_engine_is_worth_a_second_try(error: Any) -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         (await stage.job()).end("error", error)
@@ -438,7 +441,7 @@ async def test_only_a_lost_engine_is_worth_a_second_try(error: Any) -> None:
 
 
 async def test_nobody_tries_again_for_a_client_that_left() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         play = await stage.job()
@@ -454,7 +457,7 @@ async def test_nobody_tries_again_for_a_client_that_left() -> None:
 
 @pytest.mark.parametrize("content", [False, True])
 async def test_a_stream_without_a_last_word_is_one_failure(content: bool) -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         play = await stage.job()
@@ -469,7 +472,7 @@ async def test_a_stream_without_a_last_word_is_one_failure(content: bool) -> Non
 
 async def test_an_engine_that_raises_is_one_failure_and_no_lost_place(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
-    async with Stage(fault=ZeroDivisionError("secret")) as stage:
+    async with GatewayHarness(fault=ZeroDivisionError("secret")) as stage:
         answer = await stage.start()
         (error,) = failures(await read(answer))
         assert isinstance(error, Internal)
@@ -479,7 +482,7 @@ async def test_an_engine_that_raises_is_one_failure_and_no_lost_place(caplog: py
 
 
 async def test_a_stream_that_raises_is_one_failure_and_no_lost_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         play = await stage.job()
@@ -496,7 +499,7 @@ async def _breaks(_: object) -> None:
 
 
 async def test_the_last_word_tells_what_every_part_of_the_way_took() -> None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         (await stage.job()).whole()
@@ -533,7 +536,7 @@ def job(request: Request, limit: Any = "max_tokens") -> PreparedRequest:
 
 
 def texts(limit: Any = "max_tokens", on_text: Any = None, **request: Any) -> TextOutput:
-    return TextOutput(job(asked(**request), limit), 0, lambda: "call_1", on_text)
+    return TextOutput(job(make_request(**request), limit), 0, lambda: "call_1", on_text)
 
 
 def said(*chunks: str | Chunk) -> list[Chunk]:
@@ -693,20 +696,20 @@ TALK: list[Event] = [
 
 
 def test_an_engines_events_pass_under_our_own_id_and_name() -> None:
-    heard = ChatOutput(job(asked()))
+    heard = ChatOutput(job(make_request()))
     events = heard.feed(TALK)
     assert events == [Started("our-id", "demo", 7, Usage(5)), *TALK[1:]]
     assert (heard.over, heard.slot_free, heard.has_output, heard.usage) == (True, True, True, Usage(5, 0, 1))
 
 
 def test_the_prompts_tokens_are_told_from_the_start_where_they_are_known_here() -> None:
-    events = ChatOutput(counted := job(asked())).feed([Started("x", "y", 1)])
+    events = ChatOutput(counted := job(make_request())).feed([Started("x", "y", 1)])
     assert events == [Started("our-id", "demo", 7, Usage(len(counted.prompts[0].ids)))]
 
 
 @pytest.mark.parametrize(("limit", "reason"), [("window", "window"), ("max_tokens", "max_tokens")])
 def test_whose_limit_an_answer_met_is_known_from_its_room(limit: str, reason: str) -> None:
-    (last,) = ChatOutput(job(asked(), limit)).feed([Finished("max_tokens", Usage())])
+    (last,) = ChatOutput(job(make_request(), limit)).feed([Finished("max_tokens", Usage())])
     assert last == Finished(reason, Usage())  # type: ignore[arg-type]
 
 
@@ -722,7 +725,7 @@ THOUGHTS: list[Event] = [
 
 @pytest.mark.parametrize(("visible", "shown"), [(None, True), (True, True), (False, False)])
 def test_hidden_reasoning_is_left_out_and_still_counted(visible: bool | None, shown: bool) -> None:
-    heard = ChatOutput(job(asked(reasoning=Reasoning(visible=visible))))
+    heard = ChatOutput(job(make_request(reasoning=Reasoning(visible=visible))))
     events = heard.feed(THOUGHTS)
     if shown:
         assert events[1:] == THOUGHTS[1:]
@@ -734,13 +737,13 @@ def test_hidden_reasoning_is_left_out_and_still_counted(visible: bool | None, sh
 
 
 def test_a_second_beginning_is_not_told() -> None:
-    events = ChatOutput(job(asked())).feed([TALK[0], *TALK])
+    events = ChatOutput(job(make_request())).feed([TALK[0], *TALK])
     assert sum(isinstance(event, Started) for event in events) == 1
 
 
 @pytest.mark.parametrize("last", [Finished("end", Usage()), Failed(Internal("x", id="y"))])
 def test_nothing_follows_the_last_event(last: Event) -> None:
-    heard = ChatOutput(job(asked()))
+    heard = ChatOutput(job(make_request()))
     events = heard.feed([TALK[0], last, BlockStart(0, "text"), Finished("end", Usage())])
     assert lasts(events) == [last]
     assert events[-1] == last

@@ -10,7 +10,7 @@ import pytest
 from modelyard.core.request import Constraint, Message, Request, Text, Tool, ToolCall, ToolResult
 from modelyard.gateway.priority import background_task_id, priority
 from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
-from tests.gateway.stage import CALLER, Stage, asked
+from tests.gateway.harness import CALLER, GatewayHarness, make_request
 
 SCHEMA = Constraint("json_schema", '{"type": "object"}')
 BASH, SEARCH = Tool("Bash"), Tool("web_search", kind="server", type="web_search_20250305")
@@ -180,6 +180,6 @@ def test_what_the_agents_send_is_taken_for_what_it_is(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "wanted"), [("demo", "main"), ("demo-haiku", "background")])
 async def test_the_queue_and_the_engine_hear_of_it(name: str, wanted: str) -> None:
-    async with Stage() as stage:
-        job = await stage.gateway.prepare(asked(model=name, session="s"), CALLER)
+    async with GatewayHarness() as stage:
+        job = await stage.gateway.prepare(make_request(model=name, session="s"), CALLER)
     assert (job.lease_request().priority, job.engine_prompt(0).priority) == (wanted, wanted)

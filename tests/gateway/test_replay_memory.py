@@ -29,7 +29,7 @@ from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin
 from modelyard.store.memory import MemoryStore
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from tests.gateway.stage import Stage, read
+from tests.gateway.harness import GatewayHarness, read
 from tests.prompt.histories import TALKING, TOOL, ask, result, say
 from tests.tokenizer import tokenizers_made as made
 
@@ -147,7 +147,7 @@ SAID = '<think>\nWhy not.\n</think>\n\nLooking.\n<tool_call>\n{"name": "look", "
 
 
 async def said(**request: Any) -> tuple[Any, ...] | None:
-    async with Stage() as stage:
+    async with GatewayHarness() as stage:
         answer = await stage.start(**request)
         reading = asyncio.create_task(read(answer))
         (await stage.job()).whole(SAID)

@@ -23,7 +23,7 @@ from modelyard.http.connection import (
     offer_callbacks,
     withdraw_callbacks,
 )
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
 

@@ -8,8 +8,8 @@ import pytest
 
 from modelyard.core.lease import ModelStatus
 from modelyard.http.health import health_status
-from tests.http.front import door
-from tests.serving import demo_config
+from tests.http.app_client import app_client
+from tests.live_server import demo_config
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_the_verdict_on_all_models_together(states: list[Any], verdict: str) -> 
 
 
 async def test_a_well_server_says_so_with_every_field() -> None:
-    async with door(loaded=True) as client:
+    async with app_client(loaded=True) as client:
         reply = await client.get("/health")
         assert reply.status_code == 200
         told = reply.json()
@@ -53,7 +53,7 @@ async def test_a_well_server_says_so_with_every_field() -> None:
 
 async def test_a_server_without_a_model_that_answers_is_not_ready() -> None:
     broken = demo_config(tokenizer_path="/nowhere/at/all")
-    async with door(broken, loaded=True) as client:
+    async with app_client(broken, loaded=True) as client:
         reply = await client.get("/health")
         assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")
         assert reply.json()["tokenizer_loaded"] is False
@@ -63,13 +63,13 @@ async def test_a_server_without_a_model_that_answers_is_not_ready() -> None:
 
 
 async def test_strangers_learn_that_it_is_well_and_not_what_runs() -> None:
-    async with door(demo_config() | {"keys": [{"name": "ann", "key": "hush"}]}, loaded=True) as client:
+    async with app_client(demo_config() | {"keys": [{"name": "ann", "key": "hush"}]}, loaded=True) as client:
         assert "models" not in (await client.get("/health")).json()
         assert "models" in (await client.get("/health", headers={"x-api-key": "hush"})).json()
 
 
 async def test_a_load_balancer_may_ask_by_head() -> None:
-    async with door(loaded=True) as client:
+    async with app_client(loaded=True) as client:
         for path in ("/", "/health", "/health/live", "/health/ready"):
             reply = await client.head(path)
             assert (reply.status_code, reply.content) == (200, b"")

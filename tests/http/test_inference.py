@@ -19,8 +19,8 @@ from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols import openai_chat
-from tests.http.front import door
-from tests.serving import demo_config, live_server
+from tests.http.app_client import app_client
+from tests.live_server import demo_config, live_server
 
 REQUEST = Request(model="m", messages=(Message("user", (Text("hi"),)),), stream=True)
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -172,7 +172,7 @@ def records() -> Iterator[list[logging.LogRecord]]:
 
 
 async def test_a_standard_logging_handler_receives_every_request(records: list[logging.LogRecord]) -> None:
-    async with door(loaded=True) as client:
+    async with app_client(loaded=True) as client:
         for path, body in (("/v1/chat/completions", BODY), ("/v1/messages", {}), ("/nowhere", {})):
             await client.post(path, json=body)
         await client.get("/health")
@@ -187,7 +187,7 @@ async def test_a_standard_logging_handler_receives_every_request(records: list[l
 
 
 async def test_parameters_that_the_engine_ignores_are_reported_in_a_header_and_a_metric() -> None:
-    async with door(loaded=True) as client:
+    async with app_client(loaded=True) as client:
         plain = await client.post("/v1/chat/completions", json=BODY)
         whole = await client.post("/v1/chat/completions", json=BODY | {"top_p": 0.5, "temperature": 1})
         streamed = await client.post("/v1/chat/completions", json=BODY | {"top_p": 0.5, "stream": True})

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.http.front import door
-from tests.serving import demo_config
+from tests.http.app_client import app_client
+from tests.live_server import demo_config
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
@@ -24,7 +24,7 @@ def config() -> dict[str, Any]:
 
 
 async def test_the_openai_list_has_ids_aliases_windows_and_states() -> None:
-    async with door(config()) as client:
+    async with app_client(config()) as client:
         told = (await client.get("/v1/models")).json()
         assert told["object"] == "list"
         assert [card["id"] for card in told["data"]] == ["org/big-model", "big", "claude-x", "small"]
@@ -34,7 +34,7 @@ async def test_the_openai_list_has_ids_aliases_windows_and_states() -> None:
 
 
 async def test_the_version_header_switches_the_shape() -> None:
-    async with door(config()) as client:
+    async with app_client(config()) as client:
         told = (await client.get("/v1/models", headers=ANTHROPIC)).json()
         assert [card["id"] for card in told["data"]] == ["org/big-model", "big", "claude-x", "small"]
         assert {card["type"] for card in told["data"]} == {"model"}
@@ -42,7 +42,7 @@ async def test_the_version_header_switches_the_shape() -> None:
 
 
 async def test_an_anthropic_list_comes_in_pages() -> None:
-    async with door(config()) as client:
+    async with app_client(config()) as client:
         first = (await client.get("/v1/models?limit=3", headers=ANTHROPIC)).json()
         assert ([card["id"] for card in first["data"]], first["has_more"]) == (
             ["org/big-model", "big", "claude-x"],
@@ -54,7 +54,7 @@ async def test_an_anthropic_list_comes_in_pages() -> None:
 
 @pytest.mark.parametrize("limit", ["0", "-1", "abc", "1.5", "", "²", "9" * 5000])
 async def test_a_limit_that_is_none_is_named(limit: str) -> None:
-    async with door(config()) as client:
+    async with app_client(config()) as client:
         reply = await client.get("/v1/models", params={"limit": limit}, headers=ANTHROPIC)
         assert reply.status_code == 400
         told = reply.json()["error"]
@@ -64,14 +64,14 @@ async def test_a_limit_that_is_none_is_named(limit: str) -> None:
 
 @pytest.mark.parametrize("path", ["/models", "/v1/models/", "/models/"])
 async def test_other_spellings_of_the_path_are_the_same_list(path: str) -> None:
-    async with door(config()) as client:
+    async with app_client(config()) as client:
         assert (await client.get(path)).json() == (await client.get("/v1/models")).json()
 
 
 async def test_only_what_is_loaded_where_that_is_asked() -> None:
-    async with door(config()) as client:
+    async with app_client(config()) as client:
         assert (await client.get("/v1/models?loaded=true")).json()["data"] == []
-    async with door(config(), loaded=True) as client:
+    async with app_client(config(), loaded=True) as client:
         assert len((await client.get("/v1/models?loaded=true")).json()["data"]) == 4
 
 
@@ -81,7 +81,7 @@ async def test_only_what_is_loaded_where_that_is_asked() -> None:
 )
 @pytest.mark.parametrize("headers", [{}, ANTHROPIC])
 async def test_every_name_has_a_card(name: str, window: int, headers: dict[str, str]) -> None:
-    async with door(config()) as client:
+    async with app_client(config()) as client:
         for base in ("/v1/models/", "/models/"):
             reply = await client.get(base + name, headers=headers)
             assert reply.status_code == 200
@@ -93,7 +93,7 @@ async def test_every_name_has_a_card(name: str, window: int, headers: dict[str, 
 
 @pytest.mark.parametrize("headers", [{}, ANTHROPIC])
 async def test_a_name_that_leads_nowhere_is_not_found_in_the_right_shape(headers: dict[str, str]) -> None:
-    async with door(config()) as client:
+    async with app_client(config()) as client:
         reply = await client.get("/v1/models/no/such", headers=headers)
         assert reply.status_code == 404
         assert (reply.json().get("type") == "error") == bool(headers)
@@ -102,7 +102,7 @@ async def test_a_name_that_leads_nowhere_is_not_found_in_the_right_shape(headers
 
 async def test_the_window_of_a_remote_model_is_known_only_where_it_was_told() -> None:
     remote = {"backend": "openai_remote", "remote_base_url": "https://a.example", "remote_model": "m", "enabled": False}
-    async with door({"models": {"told": remote | {"n_ctx": 200_000}, "untold": remote}}) as client:
+    async with app_client({"models": {"told": remote | {"n_ctx": 200_000}, "untold": remote}}) as client:
         cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
         assert cards["told"]["context_length"] == 200_000
         assert cards["untold"].get("context_length") is None
@@ -112,6 +112,6 @@ async def test_a_card_has_the_window_of_the_cache_that_the_routes_lead_to() -> N
     """Agents size themselves by it: the model's own default cache may be larger."""
     made = demo_config()
     made["routes"] = [{"match": "*", "cache": "fast"}]
-    async with door(made) as client:
+    async with app_client(made) as client:
         assert (await client.get("/v1/models/demo")).json()["context_length"] == 2048
         assert [card["context_length"] for card in (await client.get("/v1/models")).json()["data"]] == [2048]

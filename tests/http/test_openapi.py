@@ -9,19 +9,19 @@ import jsonschema
 import pytest
 from starlette.routing import Route
 
-from tests.http.front import door, yard
-from tests.serving import demo_config
+from tests.http.app_client import app_client, make_app
+from tests.live_server import demo_config
 
 UNDESCRIBED = {"/", "/docs", "/openapi.json", "/docs/oauth2-redirect"}
 
 
 async def schema() -> Any:
-    async with door() as client:
+    async with app_client() as client:
         return (await client.get("/openapi.json")).json()
 
 
 def routes() -> dict[str, set[str]]:
-    app: Any = yard().app
+    app: Any = make_app().app
     found: dict[str, set[str]] = {}
     for route in app._app.router.routes:
         if isinstance(route, Route):
@@ -79,8 +79,8 @@ async def test_bodies_are_json_schemas_that_take_a_body_and_refuse_another() -> 
 
 
 async def test_the_page_is_served_and_can_be_closed() -> None:
-    async with door() as client:
+    async with app_client() as client:
         assert "text/html" in (await client.get("/docs")).headers["content-type"]
-    async with door(demo_config() | {"http": {"docs": False}}) as client:
+    async with app_client(demo_config() | {"http": {"docs": False}}) as client:
         for path in ("/docs", "/openapi.json"):
             assert (await client.get(path)).status_code == 404

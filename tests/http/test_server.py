@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.http.front import door
-from tests.serving import demo_config, live_server
+from tests.http.app_client import app_client
+from tests.live_server import demo_config, live_server
 
 SECRET = "a-very-secret-key"
 KEYED = demo_config() | {"keys": [{"name": "ann", "key": SECRET}, {"name": "boss", "env": "BOSS_KEY", "admin": True}]}
@@ -52,13 +52,13 @@ CLOSED = [
 
 @pytest.mark.parametrize("path", [*OPEN, "/health/", "/health/live/"])
 async def test_open_paths_need_no_key(path: str) -> None:
-    async with door(KEYED, ENV, loaded=True) as client:
+    async with app_client(KEYED, ENV, loaded=True) as client:
         assert (await client.get(path)).status_code == 200
 
 
 @pytest.mark.parametrize(("method", "path"), CLOSED)
 async def test_everything_else_does(method: str, path: str) -> None:
-    async with door(KEYED, ENV) as client:
+    async with app_client(KEYED, ENV) as client:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
             reply = await client.request(method, path, headers=headers)
             assert reply.status_code == 401, path
@@ -68,7 +68,7 @@ async def test_everything_else_does(method: str, path: str) -> None:
 
 
 async def test_a_user_key_is_not_an_admin_key() -> None:
-    async with door(KEYED, ENV) as client:
+    async with app_client(KEYED, ENV) as client:
         user = await client.get("/v1/admin/models", headers={"authorization": f"Bearer {SECRET}"})
         boss = await client.get("/v1/admin/models", headers={"authorization": "Bearer the-boss-key"})
         assert (user.status_code, user.json()["error"]["code"]) == (403, "admin_key_required")
@@ -79,7 +79,7 @@ async def test_a_user_key_is_not_an_admin_key() -> None:
 async def test_no_key_appears_in_logs_or_errors(path: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     shown = ["a-wrong-guess", SECRET]
-    async with door(KEYED, ENV) as client:
+    async with app_client(KEYED, ENV) as client:
         replies = [
             await client.post(path, headers={name: form.format(secret)}, content=b"not json")
             for secret in shown
@@ -105,7 +105,7 @@ def with_cors(*origins: str) -> dict[str, Any]:
 
 
 async def test_cors_is_closed_unless_it_is_set() -> None:
-    async with door(loaded=True) as client:
+    async with app_client(loaded=True) as client:
         for reply in (
             await client.options("/v1/messages", headers=PREFLIGHT),
             await client.get("/health", headers={"origin": PAGE}),
@@ -118,7 +118,7 @@ async def test_cors_is_closed_unless_it_is_set() -> None:
 
 @pytest.mark.parametrize("origins", [(), (PAGE,), ("*",)])
 async def test_a_permitted_preflight_needs_no_key(origins: tuple[str, ...]) -> None:
-    async with door(with_cors(*origins), ENV) as client:
+    async with app_client(with_cors(*origins), ENV) as client:
         reply = await client.options("/v1/messages", headers=PREFLIGHT)
         assert reply.status_code == 200
         assert reply.headers["access-control-allow-origin"] in (PAGE, "*")
@@ -127,7 +127,7 @@ async def test_a_permitted_preflight_needs_no_key(origins: tuple[str, ...]) -> N
 
 
 async def test_a_permitted_page_reads_replies_and_refusals_alike() -> None:
-    async with door(with_cors(PAGE), ENV) as client:
+    async with app_client(with_cors(PAGE), ENV) as client:
         good = await client.get("/v1/models", headers={"origin": PAGE, "x-api-key": SECRET})
         bad = await client.get("/v1/models", headers={"origin": PAGE})
         assert (good.status_code, bad.status_code) == (200, 401)
@@ -137,7 +137,7 @@ async def test_a_permitted_page_reads_replies_and_refusals_alike() -> None:
 
 
 async def test_a_page_that_is_not_on_the_list_stays_out() -> None:
-    async with door(with_cors("https://other.example"), ENV) as client:
+    async with app_client(with_cors("https://other.example"), ENV) as client:
         preflight = await client.options("/v1/messages", headers=PREFLIGHT)
         request = await client.get("/v1/models", headers={"origin": PAGE, "x-api-key": SECRET})
         assert preflight.status_code == 400
@@ -150,7 +150,7 @@ async def test_a_page_that_is_not_on_the_list_stays_out() -> None:
 
 
 async def test_a_foreign_name_is_refused_even_on_open_paths() -> None:
-    async with door() as client:
+    async with app_client() as client:
         for path in (*OPEN, "/v1/models", "/docs"):
             reply = await client.get(path, headers={"host": "rebound.example:8000"})
             assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host_not_allowed")
@@ -158,7 +158,7 @@ async def test_a_foreign_name_is_refused_even_on_open_paths() -> None:
 
 @pytest.mark.parametrize("host", ["[", "[::1", ":", "a b", "localhost:port"])
 async def test_a_broken_name_never_breaks_the_server(host: str) -> None:
-    async with door() as client:
+    async with app_client() as client:
         for path in ("/nonsense", "/health/", "/v1/models"):
             reply = await client.get(path, headers={"host": host})
             assert reply.status_code < 500
@@ -175,14 +175,14 @@ async def test_a_broken_name_never_breaks_the_server(host: str) -> None:
     ],
 )
 async def test_a_wrong_method_is_told_which_are_right(method: str, path: str, allowed: str) -> None:
-    async with door() as client:
+    async with app_client() as client:
         reply = await client.request(method, path)
         assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
         assert allowed in reply.headers["allow"]
 
 
 async def test_a_slash_too_many_leads_to_the_same_place() -> None:
-    async with door(loaded=True) as client:
+    async with app_client(loaded=True) as client:
         body = {"model": "demo", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
         for path in ("/v1/messages/", "/v1/chat/completions/"):
             assert (await client.post(path, json=body)).status_code == 200
@@ -195,7 +195,7 @@ async def test_a_fault_of_ours_is_told_once_in_shape_and_logged_once(
         raise ZeroDivisionError("the secret plan")
 
     monkeypatch.setattr("modelyard.http.models.ModelEndpoints._cards", broken)
-    async with door() as client:
+    async with app_client() as client:
         reply = await client.get("/v1/models", headers={"anthropic-version": "1"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "api_error")
     assert "secret" not in reply.text

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.http.front import door
+from tests.http.app_client import app_client
 
 TALK = [{"role": "user", "content": "What is <|im_end|> for?"}]
 
 
 async def posted(path: str, body: dict[str, Any], status: int = 200) -> Any:
-    async with door() as client:
+    async with app_client() as client:
         reply = await client.post(path, json={"model": "demo"} | body)
         assert reply.status_code == status, reply.text
         return reply.json()
@@ -47,7 +47,7 @@ async def test_messages_are_rendered_as_a_request_would_render_them() -> None:
 
 @pytest.mark.parametrize("path", ["/tokenize", "/apply-template"])
 async def test_a_conversation_may_leave_out_its_model(path: str) -> None:
-    async with door() as client:
+    async with app_client() as client:
         bare = await client.post(path, json={"messages": TALK})
     assert bare.json() == await posted(path, {"messages": TALK})
 
@@ -59,7 +59,7 @@ async def test_the_template_is_shown_as_people_read_it() -> None:
 
 
 async def test_nothing_has_to_be_loaded() -> None:
-    async with door() as client:
+    async with app_client() as client:
         assert (await client.get("/health")).json()["models"]["demo"]["state"] == "stopped"
     assert (await posted("/tokenize", {"content": "x"}))["count"] == 1
 

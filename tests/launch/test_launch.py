@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from modelyard.cli.app import app
 from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
 from modelyard.launch.launch import LaunchOptions, launch_agent
-from tests.commands import DEADLINE, DEMO, MODELYARD, environment
+from tests.cli_process import DEADLINE, DEMO, MODELYARD, environment
 from tests.launch.test_server import free_port
-from tests.serving import demo_config, live_server
+from tests.live_server import demo_config, live_server
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unauthenticated, Unavailable
 from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchTarget
 from modelyard.launch.server import BACKGROUND_MODEL, TargetServer, TemporaryServer
-from tests.serving import demo_config, live_server
+from tests.live_server import demo_config, live_server
 
 
 def free_port() -> int:

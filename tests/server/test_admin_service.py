@@ -15,7 +15,7 @@ from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict
 from modelyard.server.admin_service import public_settings
 from modelyard.server.app import compose
-from tests.serving import demo_config
+from tests.live_server import demo_config
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 

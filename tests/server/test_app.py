@@ -17,8 +17,8 @@ from modelyard.config.load import load_config
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.http.auth import Key
 from modelyard.server.app import ServerApp, compose
-from tests import commands
-from tests.serving import demo_config, live_server
+from tests import cli_process
+from tests.live_server import demo_config, live_server
 
 HANG = """
 [models.demo]
@@ -110,7 +110,7 @@ async def test_stopping_ends_those_who_run_and_those_who_wait():
     yard.scheduler.load("demo")
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         asked = [asyncio.create_task(client.post(path, json={"model": "demo", **body})) for path, body in ASKED.items()]
-        async with asyncio.timeout(commands.DEADLINE):
+        async with asyncio.timeout(cli_process.DEADLINE):
             while _at_work(yard) < len(asked):  # noqa: ASYNC110  the scheduler tells nobody of its changes
                 await asyncio.sleep(0)
         await yard.stop()
@@ -136,8 +136,8 @@ def _opened(stack: ExitStack, client: httpx.Client) -> dict[str, tuple[httpx.Res
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_streams_in_their_own_words_and_the_server_in_peace(tmp_path: Path, number: int):
-    with commands.serve(tmp_path, config=HANG) as server, ExitStack() as stack:
-        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=commands.DEADLINE))
+    with cli_process.serve(tmp_path, config=HANG) as server, ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=cli_process.DEADLINE))
         streams = _opened(stack, client)
         assert server.stop(number) == 0
         ends = {path: "\n".join(lines) for path, (_, lines) in streams.items()}
@@ -149,9 +149,9 @@ def test_a_signal_ends_streams_in_their_own_words_and_the_server_in_peace(tmp_pa
 
 
 def test_one_server_shares_its_port_with_no_other(tmp_path: Path):
-    with commands.serve(tmp_path, *commands.DEMO) as server:
+    with cli_process.serve(tmp_path, *cli_process.DEMO) as server:
         port = server.url.rpartition(":")[2]
-        second = commands.run("serve", "--port", port, *commands.DEMO, cwd=tmp_path)
+        second = cli_process.run("serve", "--port", port, *cli_process.DEMO, cwd=tmp_path)
     assert second.returncode == 2
     assert second.stdout == ""
     assert second.stderr.splitlines()[-1].startswith(f"error port {port} on 127.0.0.1 is in use")
@@ -159,7 +159,7 @@ def test_one_server_shares_its_port_with_no_other(tmp_path: Path):
 
 
 def test_the_first_line_says_where_to_go_and_what_is_there(tmp_path: Path):
-    with commands.serve(tmp_path, *commands.DEMO) as server:
+    with cli_process.serve(tmp_path, *cli_process.DEMO) as server:
         first = server.lines[0]
     assert first["message"].startswith("listening on http://localhost:")
     assert first["models"] == "demo"

@@ -15,7 +15,7 @@ from modelyard.core.pool import ModelSpec
 from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.server.engine_factory import allowed_overrides, model_specs, override_schemas, with_overrides
 from modelyard.workers.process_engine import ProcessTextEngine
-from tests.serving import demo_config
+from tests.live_server import demo_config
 
 
 def made(config: dict[str, Any] | None = None, **model: Any) -> ModelSpec:

@@ -21,7 +21,7 @@ from modelyard.tune.trial import (
     run_trial,
 )
 from tests.engines.llama_cpp.helpers import model_file
-from tests.serving import demo_config
+from tests.live_server import demo_config
 
 LONG = TrialLimits(300.0)
 SHORT = Workload(name="chat", prompt_tokens=24, output_tokens=6)

@@ -12,7 +12,7 @@ from modelyard.benchmark.workload import Workload
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
 from modelyard.tune.trial import Measurement, Outcome, TrialFailure, TrialJob
 from modelyard.tune.trial_process import fit_workload, main, run_job, summarize
-from tests.serving import demo_config
+from tests.live_server import demo_config
 
 LOAD = Workload(name="chat", prompt_tokens=100, output_tokens=20)
 

@@ -11,7 +11,7 @@ from modelyard.http.errors import load_protocol
 from modelyard.processes.ports import listen
 from modelyard.workbench.api_client import ApiClient, ServerUnreachable
 from modelyard.workbench.conversation import PROTOCOLS, PlaygroundConversation
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 KEYS = [{"name": "owner", "key": "secret", "admin": True}]
 SCRIPT = [

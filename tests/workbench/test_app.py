@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from modelyard.workbench.app import ServerAddress, local_address
-from tests.commands import DEMO, Serving, environment, serve
-from tests.serving import LiveServer, demo_config, live_server
+from tests.cli_process import DEMO, ServerProcess, environment, serve
+from tests.live_server import LiveServer, demo_config, live_server
 
 SOCKET = "/workbench/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
 POLLING = "/workbench/_nicegui_ws/socket.io/?EIO=4&transport=polling"
@@ -27,7 +27,7 @@ def served() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with serve(tmp_path_factory.mktemp("server"), *DEMO, MODELYARD_API_KEY="secret") as running:
         yield running
 
@@ -67,7 +67,7 @@ def test_another_origin_reaches_no_part_of_the_workbench(served: LiveServer) -> 
                 assert httpx.request(method, served.url + path, headers=headers).status_code == 403
 
 
-def test_the_page_gets_its_websocket_and_cannot_be_framed(server: Serving) -> None:
+def test_the_page_gets_its_websocket_and_cannot_be_framed(server: ServerProcess) -> None:
     page = httpx.get(server.url + "/workbench")
     assert page.status_code == 200
     assert page.headers["x-frame-options"] == "DENY"
@@ -77,13 +77,13 @@ def test_the_page_gets_its_websocket_and_cannot_be_framed(server: Serving) -> No
     assert httpx.get(server.url + POLLING, headers={"origin": server.url}).status_code == 200
 
 
-def test_the_page_needs_no_key_but_the_admin_api_does(server: Serving) -> None:
+def test_the_page_needs_no_key_but_the_admin_api_does(server: ServerProcess) -> None:
     assert httpx.get(server.url + "/workbench/requests").status_code == 200
     assert httpx.get(server.url + "/v1/admin/requests").status_code == 401
     assert httpx.get(server.url + "/workbenches").status_code == 401
 
 
-def test_a_body_that_is_too_large_or_of_unknown_length_is_refused(server: Serving) -> None:
+def test_a_body_that_is_too_large_or_of_unknown_length_is_refused(server: ServerProcess) -> None:
     def chunks() -> Iterator[bytes]:
         yield b"x"
 

@@ -15,7 +15,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from modelyard.library import default_model
-from tests.commands import Serving, serve
+from tests.cli_process import ServerProcess, serve
 from tests.workbench.browser import BrowserPage, chrome
 from tests.workbench.pages.test_optimizer import optimizer_run
 
@@ -81,7 +81,7 @@ class RestartableServer:
         self._serving = self._start("0")
         self.url = self._serving.url
 
-    def _start(self, port: str) -> Serving:
+    def _start(self, port: str) -> ServerProcess:
         return self._stack.enter_context(serve(self._folder, "--port", port, config=CONFIG))
 
     def stop(self) -> None:

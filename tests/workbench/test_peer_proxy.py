@@ -11,7 +11,7 @@ import pytest
 from modelyard.core.errors import Unavailable
 from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
 from modelyard.workbench.peer_proxy import WorkbenchProxy, host_socket_path, is_host_process, process_socket_path
-from tests.commands import DEMO, serve
+from tests.cli_process import DEMO, serve
 
 POLLING = "/workbench/_nicegui_ws/socket.io/?EIO=4&transport=polling"
 

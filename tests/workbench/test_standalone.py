@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from modelyard.cli.app import app
 from modelyard.core.errors import InvalidRequest
 from modelyard.workbench.standalone import check_url
-from tests.commands import DEADLINE, MODELYARD, environment
+from tests.cli_process import DEADLINE, MODELYARD, environment
 
 
 def test_the_url_is_reduced_to_the_servers_root() -> None:

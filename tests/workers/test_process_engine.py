@@ -20,7 +20,7 @@ from modelyard.engines import fake, llama_cpp
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read, until
-from tests.serving import demo_config, live_server
+from tests.live_server import demo_config, live_server
 from tests.workers.harness import DEADLINE_S, LENIENT, expect_silence, fake_spec, prompt
 from tests.workers.harness import until as wait_until
 

@@ -46,7 +46,7 @@ from modelyard.workers.worker import HostedEngine, Worker
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
-from tests.serving import demo_config
+from tests.live_server import demo_config
 from tests.workers.conftest import Closing
 from tests.workers.harness import (
     DEADLINE_S,

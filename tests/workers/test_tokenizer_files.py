@@ -15,7 +15,7 @@ from modelyard.core.errors import Unavailable, Unsupported
 from modelyard.engines import fake
 from modelyard.tokenizer import open_tokenizer
 from modelyard.workers.tokenizer_files import cached_tokenizers, read_tokenizer_files, store_tokenizer, tokenizer_hash
-from tests import commands
+from tests import cli_process
 from tests.e2e.servers import until
 from tests.engines.llama_cpp.helpers import model_file
 from tests.workers.harness import connected, open_fake, running_worker, short_folder
@@ -98,17 +98,17 @@ endpoint = "{endpoint}"
 
 @contextmanager
 def command(cwd: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([*commands.MODELYARD, *arguments], cwd=cwd, env=commands.environment(**env)) as process:
+    with subprocess.Popen([*cli_process.MODELYARD, *arguments], cwd=cwd, env=cli_process.environment(**env)) as process:
         try:
             yield process
         finally:
             process.terminate()
-            process.wait(commands.DEADLINE)
+            process.wait(cli_process.DEADLINE)
 
 
 def _answer(url: str) -> httpx.Response:
     body = {"model": "small", "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": "Hi."}]}
-    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=commands.DEADLINE)
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=cli_process.DEADLINE)
 
 
 def test_a_gateway_without_the_model_file_fetches_the_tokenizer_from_the_worker(tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_a_gateway_without_the_model_file_fetches_the_tokenizer_from_the_worker(
     (here / "modelyard.toml").write_text(config)
     with ExitStack() as stack:
         stack.enter_context(command(here, "scheduler", MODELYARD_CACHE=str(here)))
-        gateway = stack.enter_context(commands.serve(here, config=config, MODELYARD_CACHE=str(here)))
+        gateway = stack.enter_context(cli_process.serve(here, config=config, MODELYARD_CACHE=str(here)))
         refused = _answer(gateway.url)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
         stack.enter_context(command(there, "worker", "--scheduler", endpoint, MODELYARD_CACHE=str(there)))
-        until(lambda: _answer(gateway.url).status_code == 200, "the gateway has the tokenizer", commands.DEADLINE)
+        until(lambda: _answer(gateway.url).status_code == 200, "the gateway has the tokenizer", cli_process.DEADLINE)
         counted = httpx.post(
             f"{gateway.url}/v1/messages/count_tokens",
             json={"model": "small", "messages": [{"role": "user", "content": json.dumps({"a": "b"})}]},

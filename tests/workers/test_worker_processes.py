@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from tests import commands
+from tests import cli_process
 from tests.e2e.servers import until
 from tests.engines.llama_cpp.helpers import model_file
 
@@ -40,14 +40,14 @@ patience = 50
 class ServerProcesses:
     """The supervisor and its children: two gateways, the scheduler and one worker."""
 
-    def __init__(self, server: commands.Serving) -> None:
+    def __init__(self, server: cli_process.ServerProcess) -> None:
         self.url, self.supervisor = server.url, psutil.Process(server.process.pid)
         self.server = server
 
     def post(self, **fields: Any) -> httpx.Response:
         """On a new connection, so that any gateway may get it."""
         body = {"model": "small", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": "Hi."}]}
-        return httpx.post(self.url + CHAT, json=body | fields, timeout=commands.DEADLINE)
+        return httpx.post(self.url + CHAT, json=body | fields, timeout=cli_process.DEADLINE)
 
     def reply(self) -> str:
         response = self.post()
@@ -55,7 +55,7 @@ class ServerProcesses:
         return str(response.json()["choices"][0]["message"]["content"])
 
     def worker_pid(self) -> int:
-        items = httpx.get(f"{self.url}/v1/admin/models/small", timeout=commands.DEADLINE).json()["replicas"]["items"]
+        items = httpx.get(f"{self.url}/v1/admin/models/small", timeout=cli_process.DEADLINE).json()["replicas"]["items"]
         return int(items[0]["pid"])
 
     def all(self) -> set[psutil.Process]:
@@ -78,15 +78,15 @@ def _command(process: psutil.Process) -> list[str]:
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/ready", timeout=commands.DEADLINE).status_code == 200
+        return httpx.get(f"{url}/health/ready", timeout=cli_process.DEADLINE).status_code == 200
     except httpx.HTTPError:
         return False
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcesses]:
-    with commands.serve(tmp_path_factory.mktemp("server"), "--workers", "2", config=config()) as server:
-        until(lambda: _is_ready(server.url), "the model is ready", commands.DEADLINE)
+    with cli_process.serve(tmp_path_factory.mktemp("server"), "--workers", "2", config=config()) as server:
+        until(lambda: _is_ready(server.url), "the model is ready", cli_process.DEADLINE)
         yield ServerProcesses(server)
 
 
@@ -95,7 +95,7 @@ def test_all_gateways_use_one_worker(processes: ServerProcesses) -> None:
     (worker,) = processes.with_argument("--hired")
     assert processes.worker_pid() == worker.pid
     body = {"model": "small", "input": "Hi.", "max_output_tokens": 4}
-    first = httpx.post(f"{processes.url}/v1/responses", json=body, timeout=commands.DEADLINE)
+    first = httpx.post(f"{processes.url}/v1/responses", json=body, timeout=cli_process.DEADLINE)
     for _ in range(4):
         assert httpx.get(f"{processes.url}/v1/responses/{first.json()['id']}").status_code == 200
 
@@ -118,7 +118,7 @@ def test_a_killed_scheduler_is_replaced_requests_wait_for_it_and_the_model_stays
 def test_the_slots_of_a_killed_gateway_become_free(processes: ServerProcesses) -> None:
     body = {"model": "small", "stream": True, "max_tokens": 400, "messages": [{"role": "user", "content": "Count."}]}
     with (
-        httpx.Client(base_url=processes.url, timeout=commands.DEADLINE) as client,
+        httpx.Client(base_url=processes.url, timeout=cli_process.DEADLINE) as client,
         client.stream("POST", CHAT, json=body) as response,
     ):
         lines = response.iter_lines()  # kept: a generator that is dropped closes the connection
@@ -130,15 +130,15 @@ def test_the_slots_of_a_killed_gateway_become_free(processes: ServerProcesses) -
             if any(c.status == psutil.CONN_ESTABLISHED and c.laddr.port == port for c in each.net_connections("tcp"))
         )
         gateway.kill()
-        gateway.wait(commands.DEADLINE)  # until then the kernel may still give it a connection, which dies with it
+        gateway.wait(cli_process.DEADLINE)  # until then the kernel may still give it a connection, which dies with it
     assert [processes.post().status_code for _ in range(4)] == [200] * 4
 
 
 def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
     """Not even a worker that is still loading its model."""
-    with commands.serve(tmp_path, "--workers", "2", config=config()) as server:
+    with cli_process.serve(tmp_path, "--workers", "2", config=config()) as server:
         supervisor = psutil.Process(server.process.pid)
-        until(lambda: len(supervisor.children(recursive=True)) == 4, "the worker has started", commands.DEADLINE)
+        until(lambda: len(supervisor.children(recursive=True)) == 4, "the worker has started", cli_process.DEADLINE)
         _check_all_exit(server, supervisor.children(recursive=True), signal.SIGKILL, -signal.SIGKILL)
 
 
@@ -148,8 +148,10 @@ def test_no_process_survives_a_stopped_supervisor(processes: ServerProcesses) ->
     _check_all_exit(processes.server, processes.all(), signal.SIGTERM, 0)
 
 
-def _check_all_exit(server: commands.Serving, children: Iterable[psutil.Process], number: int, exit_code: int) -> None:
+def _check_all_exit(
+    server: cli_process.ServerProcess, children: Iterable[psutil.Process], number: int, exit_code: int
+) -> None:
     server.process.send_signal(number)
-    _, alive = psutil.wait_procs(children, timeout=commands.DEADLINE)
+    _, alive = psutil.wait_procs(children, timeout=cli_process.DEADLINE)
     assert alive == []
-    assert server.process.wait(commands.DEADLINE) == exit_code
+    assert server.process.wait(cli_process.DEADLINE) == exit_code

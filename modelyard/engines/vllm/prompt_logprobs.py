@@ -14,8 +14,8 @@ from typing import Any
 
 
 def main(request: Path, result: Path) -> None:
-    asked = json.loads(request.read_text())
-    result.write_text(json.dumps(prompt_logprobs(asked["arguments"], asked["ids"], asked["top"])))
+    content = json.loads(request.read_text())
+    result.write_text(json.dumps(prompt_logprobs(**content)))
 
 
 def prompt_logprobs(arguments: Mapping[str, Any], ids: list[int], top: int) -> list[dict[int, float]]:

@@ -14,7 +14,7 @@ from modelyard.engines.openai_remote.options import ApiKind
 from tests.engines.llama_server import helpers as llama_helpers
 from tests.engines.vllm_serve import helpers as vllm_helpers
 from tests.engines.vllm_serve import real_server as vllm_real
-from tests.serving import live_server
+from tests.live_server import live_server
 
 CACHES = {"main": CacheInfo(2048, 2)}
 ECHO: dict[str, Any] = {

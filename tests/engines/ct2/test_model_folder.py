@@ -1,4 +1,4 @@
-"""A CTranslate2 model's folder, and the memory estimate that is made from it."""
+"""A CTranslate2 model's folder, and the memory estimate computed from it."""
 
 from __future__ import annotations
 

@@ -61,20 +61,20 @@ def test_every_sampling_field_is_either_honoured_or_listed_as_ignored() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=1), Sampling(temperature=0, top_p=0.5)])
 def test_greedy_sampling_takes_the_best_token(sampling: Sampling) -> None:
-    made = arguments(sampling)
-    assert made["sampling_topk"] == 1
-    assert "sampling_temperature" not in made
+    result = arguments(sampling)
+    assert result["sampling_topk"] == 1
+    assert "sampling_temperature" not in result
 
 
 def test_default_sampling_draws_from_all_tokens() -> None:
-    made = arguments(Sampling())
-    assert (made["sampling_topk"], made["sampling_topp"], made["sampling_temperature"]) == (0, 1.0, 1.0)
+    result = arguments(Sampling())
+    assert (result["sampling_topk"], result["sampling_topp"], result["sampling_temperature"]) == (0, 1.0, 1.0)
 
 
 def test_sampling_fields_are_passed_on() -> None:
-    made = arguments(Sampling(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2))
-    assert (made["sampling_topk"], made["sampling_topp"], made["sampling_temperature"]) == (40, 0.9, 0.7)
-    assert made["repetition_penalty"] == 1.2
+    result = arguments(Sampling(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2))
+    assert (result["sampling_topk"], result["sampling_topp"], result["sampling_temperature"]) == (40, 0.9, 0.7)
+    assert result["repetition_penalty"] == 1.2
 
 
 def test_top_p_outside_its_range_truncates_nothing() -> None:
@@ -82,12 +82,12 @@ def test_top_p_outside_its_range_truncates_nothing() -> None:
 
 
 def test_beam_search_has_its_own_limit_and_stop_tokens() -> None:
-    made = arguments(Sampling(beam_size=4, temperature=0.7), length_penalty=0.8, patience=2.0)
-    assert (made["beam_size"], made["max_length"], made["end_token"]) == (4, 10, (2, 0))
-    assert (made["length_penalty"], made["patience"]) == (0.8, 2.0)
-    assert "sampling_topk" not in made
+    result = arguments(Sampling(beam_size=4, temperature=0.7), length_penalty=0.8, patience=2.0)
+    assert (result["beam_size"], result["max_length"], result["end_token"]) == (4, 10, (2, 0))
+    assert (result["length_penalty"], result["patience"]) == (0.8, 2.0)
+    assert "sampling_topk" not in result
 
 
 def test_minimum_length_and_ngram_size_are_passed_on() -> None:
-    made = arguments(Sampling(), min_length=50, no_repeat_ngram_size=3)
-    assert (made["min_length"], made["no_repeat_ngram_size"]) == (10, 3), "no more than the output limit"
+    result = arguments(Sampling(), min_length=50, no_repeat_ngram_size=3)
+    assert (result["min_length"], result["no_repeat_ngram_size"]) == (10, 3), "no more than the output limit"

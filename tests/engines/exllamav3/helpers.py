@@ -86,8 +86,8 @@ def tokenizer() -> Tokenizer:
 
 
 def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:
-    chosen = {"path": str(model_folder()), "exllama_warmup": False} | options
-    return EngineSpec("tiny", exllamav3.Options(**chosen), caches or {"main": CacheInfo(512, 4)})
+    values = {"path": str(model_folder()), "exllama_warmup": False} | options
+    return EngineSpec("tiny", exllamav3.Options(**values), caches or {"main": CacheInfo(512, 4)})
 
 
 def make(spec: EngineSpec, library: FakeLibrary | None = None, *, slow: bool = False) -> ExllamaEngine:
@@ -117,10 +117,10 @@ async def running(
 
 
 def prompt(text: str = "Hello, how are you today?", **fields: Any) -> Prompt:
-    whole = text if "<|" in text else f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    chosen = {"sampling": GREEDY, "max_tokens": 8, "cache": "main"} | fields
-    return Prompt(parts=(TokenRun(tokenizer().encode(whole)),), **chosen)
+    chat = text if "<|" in text else f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    values = {"sampling": GREEDY, "max_tokens": 8, "cache": "main"} | fields
+    return Prompt(parts=(TokenRun(tokenizer().encode(chat)),), **values)
 
 
-def said(chunks: list[Chunk]) -> str:
+def text_of(chunks: list[Chunk]) -> str:
     return tokenizer().decode(ids(chunks))

@@ -25,7 +25,7 @@ from modelyard.engines.exllamav3.model import load_library
 from modelyard.engines.token_dispatch import TokenDispatch
 from modelyard.plugins import MissingLibrary
 from tests.engines.exllamav3.fake_library import FakeLibrary
-from tests.engines.exllamav3.helpers import make, model_folder, prompt, running, said, spec, tokenizer
+from tests.engines.exllamav3.helpers import make, model_folder, prompt, running, spec, text_of, tokenizer
 from tests.engines.reading import accepted, end, ids, logprobs, read, until
 
 TWO = {"main": CacheInfo(2048, 2), "fast": CacheInfo(512, 4)}
@@ -54,10 +54,10 @@ async def test_each_cache_has_its_own_pages_and_generator() -> None:
 async def test_native_job_gets_token_ids_limits_and_sampler() -> None:
     library = FakeLibrary()
     async with running(library=library) as engine:
-        asked = prompt(stop_ids=(2,), sampling=Sampling(seed=7, dry_multiplier=0.8, dry_sequence_breakers=("ab",)))
-        await read(engine.generate(asked))
+        request = prompt(stop_ids=(2,), sampling=Sampling(seed=7, dry_multiplier=0.8, dry_sequence_breakers=("ab",)))
+        await read(engine.generate(request))
         (called,) = library.calls["Job"]
-        assert called["input_ids"].tolist() == [asked.ids]
+        assert called["input_ids"].tolist() == [request.ids]
         assert (called["max_new_tokens"], called["stop_conditions"], called["seed"]) == (8, [2], 7)
         dry = called["sampler"].steps[0]
         assert (dry.name, dry.called["dry_sequence_breakers"]) == ("SS_DRY", {2})
@@ -145,12 +145,12 @@ async def test_tokens_are_not_held_back_while_another_prompt_is_read(monkeypatch
     monkeypatch.setattr(TokenDispatch, "put", noted)
     delivered = deliveries(monkeypatch, library)
     async with running(TWO, library, exllama_max_chunk_size=256, slow=True) as engine:
-        speaks = engine.generate(prompt(runs("a b c d e f"), max_tokens=1000))
-        await until(speaks, Tokens)
+        stream = engine.generate(prompt(runs("a b c d e f"), max_tokens=1000))
+        await until(stream, Tokens)
         reading.clear()
         await read(engine.generate(prompt(LONG, max_tokens=1)))
-        speaks.cancel()
-        await read(speaks)
+        stream.cancel()
+        await read(stream)
     assert len(reading) > 2
     assert {(step, "end", 1) for step in sorted(reading)[:-1]} <= set(delivered)
     assert not any(when == "wait" for step, when, _ in delivered if step in reading)
@@ -161,37 +161,37 @@ async def test_tokens_are_not_held_back_while_another_prompt_is_read(monkeypatch
 
 async def test_long_prompt_is_read_in_chunks_with_progress() -> None:
     async with running(TWO, exllama_max_chunk_size=256) as engine:
-        asked = prompt(LONG)
-        chunks = await read(engine.generate(asked))
+        request = prompt(LONG)
+        chunks = await read(engine.generate(request))
         accepted(chunks)
         progress = [chunk for chunk in chunks if isinstance(chunk, Progress)]
-        assert [one.done for one in progress] == [256, 512, asked.n_tokens - 1]
-        assert {one.total for one in progress} == {asked.n_tokens}
+        assert [one.done for one in progress] == [256, 512, request.n_tokens - 1]
+        assert {one.total for one in progress} == {request.n_tokens}
 
 
 async def test_job_cancelled_between_two_chunks_stops_reading() -> None:
     async with running(TWO, exllama_max_chunk_size=256, slow=True) as engine:
-        job = engine.generate(asked := prompt(LONG, max_tokens=100))
+        job = engine.generate(request := prompt(LONG, max_tokens=100))
         chunks = await until(job, Progress)
         job.cancel()
         chunks += await read(job)
         assert end(chunks).reason == "cancelled"
         assert ids(chunks) == []
-        assert max(one.done for one in chunks if isinstance(one, Progress)) < asked.n_tokens - 1
+        assert max(one.done for one in chunks if isinstance(one, Progress)) < request.n_tokens - 1
         assert engine.stats().running == 0
 
 
 async def test_continued_conversation_reuses_whole_pages_and_part_of_one() -> None:
     async with running(TWO) as engine:
-        first = await read(engine.generate(asked := prompt(LONG)))
-        longer = replace(asked, parts=(TokenRun([*asked.ids, *ids(first), 30, 31]),))
+        first = await read(engine.generate(request := prompt(LONG)))
+        longer = replace(request, parts=(TokenRun([*request.ids, *ids(first), 30, 31]),))
         again = await read(engine.generate(longer))
-        assert accepted(again).cached_tokens == end(again).usage.cached == asked.n_tokens + len(ids(first)) - 1
+        assert accepted(again).cached_tokens == end(again).usage.cached == request.n_tokens + len(ids(first)) - 1
         assert accepted(again).divergence == accepted(again).cached_tokens
         stats = engine.stats()
         assert stats.reused_tokens == stats.caches["main"].reused_tokens == accepted(again).cached_tokens
-        assert stats.evaluated_tokens == asked.n_tokens + 3
-        assert stats.occupied_tokens > asked.n_tokens
+        assert stats.evaluated_tokens == request.n_tokens + 3
+        assert stats.occupied_tokens > request.n_tokens
 
 
 async def test_evict_keeps_the_pages_of_a_running_job() -> None:
@@ -278,12 +278,12 @@ async def test_answer_matches_its_grammar_and_may_end_with_the_models_eos() -> N
     async with running() as engine:
         date = await read(engine.generate(prompt(constraint=Constraint("regex", "[0-9]{4}-[0-9]{2}"), max_tokens=40)))
         assert end(date).reason == "stop"
-        assert len(said(date)) == 7
+        assert len(text_of(date)) == 7
         open_ended = prompt(
             constraint=Constraint("regex", "a*"), max_tokens=40, sampling=Sampling(temperature=9, seed=1)
         )
         chunks = await read(engine.generate(open_ended))
-        assert set(said(chunks)) <= {"a"}
+        assert set(text_of(chunks)) <= {"a"}
         assert 2 not in ids(chunks)
 
 
@@ -291,9 +291,9 @@ async def test_tool_call_is_constrained_only_after_its_trigger() -> None:
     constraint = Constraint("regex", r'\{"name": "now"\}', trigger="<tool_call>")
     shown = runs("x<tool_call>nonsense\nx")
     async with running() as engine:
-        free = said(await read(engine.generate(prompt(shown, max_tokens=6))))
+        free = text_of(await read(engine.generate(prompt(shown, max_tokens=6))))
         assert free.startswith("<tool_call>nonsense")
-        held = said(await read(engine.generate(prompt(shown, max_tokens=30, constraint=constraint))))
+        held = text_of(await read(engine.generate(prompt(shown, max_tokens=30, constraint=constraint))))
         assert held.startswith('<tool_call>{"name": "now"}')
 
 
@@ -456,8 +456,8 @@ async def test_schema_holds_at_high_temperature() -> None:
     async with running() as engine:
         for seed in range(3):
             hot = Sampling(temperature=3.0, top_p=0.99, seed=seed)
-            asked = prompt(constraint=Constraint("json_schema", json.dumps(schema)), sampling=hot, max_tokens=40)
-            assert json.loads(said(await read(engine.generate(asked))))["n"] in (1, 22)
+            request = prompt(constraint=Constraint("json_schema", json.dumps(schema)), sampling=hot, max_tokens=40)
+            assert json.loads(text_of(await read(engine.generate(request))))["n"] in (1, 22)
 
 
 # --- the plug-in ----------------------------------------------------------------------------------------------------

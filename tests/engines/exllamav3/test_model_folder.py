@@ -69,7 +69,7 @@ def _drop_hidden_size(where: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (_remove_weights, "no .safetensors"),
         (_append_a_byte, "and should have"),
@@ -78,10 +78,10 @@ def _drop_hidden_size(where: Path) -> None:
         (_drop_hidden_size, "hidden_size"),
     ],
 )
-def test_broken_folder_is_refused_with_a_reason(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
+def test_broken_folder_is_refused_with_a_reason(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     where = write_model(tmp_path / "m")
     damage(where)
-    with pytest.raises(InvalidRequest, match=words) as caught:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         read_model_info(where)
     assert caught.value.code == "model_unreadable"
 

@@ -54,9 +54,9 @@ def adapter(folder: Path) -> Path:
 def spec(caches: Mapping[str, CacheInfo] | None = None, behaviour: dict[str, Any] | None = None, **options: Any) -> Any:
     """`behaviour` configures the fake library."""
     engine_args = {"block_size": BLOCK, **({"additional_config": behaviour} if behaviour else {})}
-    chosen = {"vllm_model": str(model_folder()), "vllm_engine_args": engine_args} | options
-    modalities = tuple(chosen.pop("modalities", ("text",)))
-    return EngineSpec("fake", vllm.Options(**chosen), caches or {"main": CacheInfo(512, 4)}, modalities)
+    values = {"vllm_model": str(model_folder()), "vllm_engine_args": engine_args} | options
+    modalities = tuple(values.pop("modalities", ("text",)))
+    return EngineSpec("fake", vllm.Options(**values), caches or {"main": CacheInfo(512, 4)}, modalities)
 
 
 def make(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> VllmEngine:
@@ -77,6 +77,6 @@ async def running(caches: Mapping[str, CacheInfo] | None = None, **options: Any)
 
 
 def prompt(text: str = "Hello there!", **fields: Any) -> Prompt:
-    whole = fake_helpers.chatml(("user", text))
-    parts = (TokenRun(fake_helpers.tokenizer().encode(whole)),)
+    chat = fake_helpers.chatml(("user", text))
+    parts = (TokenRun(fake_helpers.tokenizer().encode(chat)),)
     return Prompt(**{"parts": parts, "sampling": GREEDY, "max_tokens": 8, "cache": "main"} | fields)

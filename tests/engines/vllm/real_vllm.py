@@ -64,7 +64,7 @@ def vision_folder() -> Path:
     return folder
 
 
-def fields(**chosen: Any) -> dict[str, Any]:
+def fields(**values: Any) -> dict[str, Any]:
     """A model's options: float32, because bfloat16 kills vLLM on some CPUs, and a small cache."""
     base = {
         "vllm_model": str(model_folder()),
@@ -73,18 +73,18 @@ def fields(**chosen: Any) -> dict[str, Any]:
         "vllm_kv_cache_memory_bytes": 1 << 29,
         "vllm_engine_args": {"block_size": BLOCK},
     }
-    return base | chosen
+    return base | values
 
 
-def spec(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> EngineSpec:
-    options = vllm.Options(**fields(**chosen))
+def spec(caches: Mapping[str, CacheInfo] | None = None, **values: Any) -> EngineSpec:
+    options = vllm.Options(**fields(**values))
     return EngineSpec("smollm2", options, caches or {"main": CacheInfo(2048, 8)}, python=python())
 
 
 @asynccontextmanager
-async def running(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[ProcessTextEngine]:
+async def running(caches: Mapping[str, CacheInfo] | None = None, **values: Any) -> AsyncIterator[ProcessTextEngine]:
     """In a process with vLLM's interpreter, like a user's model."""
-    engine = create_process_engine("vllm", spec(caches, **chosen), "text", PATIENT)
+    engine = create_process_engine("vllm", spec(caches, **values), "text", PATIENT)
     assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
@@ -153,8 +153,8 @@ class SharedVllmEngine:
 def write_adapter(folder: Path, *, seed: int = 1, strength: float = 0.1, rank: int = 4) -> Path:
     """A random adapter for SmolLM2-135M, strong enough to change every answer."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(told | {"base_model_name_or_path": "smollm2"}))
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "smollm2"}))
     random = np.random.default_rng(seed)
     tensors = {}
     for layer in range(30):
@@ -170,5 +170,5 @@ def safetensors(tensors: Mapping[str, Any]) -> bytes:
     for name, tensor in tensors.items():
         head[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
         at += tensor.nbytes
-    told = json.dumps(head).encode()
-    return len(told).to_bytes(8, "little") + told + b"".join(tensor.tobytes() for tensor in tensors.values())
+    header = json.dumps(head).encode()
+    return len(header).to_bytes(8, "little") + header + b"".join(tensor.tobytes() for tensor in tensors.values())

@@ -82,7 +82,7 @@ async def test_failed_load_names_the_model_and_the_reason() -> None:
 
 async def test_open_generates_a_first_token() -> None:
     async with running() as engine:
-        assert [len(each["prompt"]["prompt_token_ids"]) for each in llm(engine).asked] == [1]
+        assert [len(each["prompt"]["prompt_token_ids"]) for each in llm(engine).requests] == [1]
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ async def test_requests_have_their_priority_and_the_salt_of_their_cache() -> Non
     async with running(caches) as engine:
         await read(engine.generate(prompt()))
         await read(engine.generate(prompt(cache="fast", priority="background")))
-        first, second = llm(engine).asked[1:]
+        first, second = llm(engine).requests[1:]
         assert (first["priority"], second["priority"]) == (0, 1)
         assert first["prompt"]["cache_salt"] != second["prompt"]["cache_salt"]
 
@@ -103,7 +103,7 @@ async def test_adapter_is_sent_with_its_request_only(tmp_path: Path) -> None:
         assert engine.info.capabilities.lora
         await read(engine.generate(prompt(adapters=(("law", 1.0),))))
         await read(engine.generate(prompt()))
-        with_adapter, without = (each["lora"] for each in llm(engine).asked[1:])
+        with_adapter, without = (each["lora"] for each in llm(engine).requests[1:])
         assert (with_adapter.lora_path, without) == (str(tmp_path / "law"), None)
 
 
@@ -132,14 +132,14 @@ async def test_bad_grammar_of_a_triggered_tool_call_is_dropped() -> None:
 
 async def test_token_outside_the_vocabulary_is_refused() -> None:
     async with running() as engine:
-        asked = prompt(parts=(TokenRun([1 << 30]),))
-        assert isinstance(end(await read(engine.generate(asked))).error, InvalidRequest)
+        request = prompt(parts=(TokenRun([1 << 30]),))
+        assert isinstance(end(await read(engine.generate(request))).error, InvalidRequest)
 
 
 async def test_image_for_a_text_model_is_refused() -> None:
     async with running() as engine:
-        asked = prompt(parts=(TokenRun([1, 2]), Media("image", "ab", b"", 1)))
-        assert isinstance(end(await read(engine.generate(asked))).error, Unsupported)
+        request = prompt(parts=(TokenRun([1, 2]), Media("image", "ab", b"", 1)))
+        assert isinstance(end(await read(engine.generate(request))).error, Unsupported)
 
 
 async def test_prompt_longer_than_vllms_window_is_an_overflow() -> None:
@@ -151,8 +151,8 @@ async def test_prompt_longer_than_vllms_window_is_an_overflow() -> None:
 
 async def test_deadline_ends_a_job_with_a_timeout() -> None:
     async with running(behaviour=SLOW) as engine, patient():
-        asked = prompt("many words " * 20, max_tokens=400, deadline=time.time())
-        assert isinstance(end(await read(engine.generate(asked))).error, Timeout)
+        request = prompt("many words " * 20, max_tokens=400, deadline=time.time())
+        assert isinstance(end(await read(engine.generate(request))).error, Timeout)
         assert engine.stats().running == 0
 
 

@@ -55,8 +55,8 @@ def test_every_knob_has_a_current_value() -> None:
 
 
 def test_default_batched_tokens_are_vllms_and_no_more_than_all_windows() -> None:
-    def batched_tokens(window: int, **chosen: Any) -> object:
-        return current(spec({"main": CacheInfo(window, 3)}, **chosen), "main")["vllm_max_num_batched_tokens"]
+    def batched_tokens(window: int, **values: Any) -> object:
+        return current(spec({"main": CacheInfo(window, 3)}, **values), "main")["vllm_max_num_batched_tokens"]
 
     assert batched_tokens(4096) == 2048
     assert batched_tokens(512) == 1536

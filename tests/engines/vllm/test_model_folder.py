@@ -157,9 +157,9 @@ def test_gpu_share_is_filled_with_kv_unless_its_size_is_set(model: Path) -> None
 
 
 def test_draft_checkpoint_counts_only_if_it_is_used(model: Path) -> None:
-    chosen = {"vllm_speculative_model": str(model), "vllm_num_speculative_tokens": 1}
-    assert estimated(model, vllm_speculative_method="mtp", **chosen).weights == 2000
-    assert estimated(model, vllm_speculative_method="off", **chosen).weights == 1000
+    draft = {"vllm_speculative_model": str(model), "vllm_num_speculative_tokens": 1}
+    assert estimated(model, vllm_speculative_method="mtp", **draft).weights == 2000
+    assert estimated(model, vllm_speculative_method="off", **draft).weights == 1000
 
 
 def test_model_that_is_not_here_has_no_estimate() -> None:

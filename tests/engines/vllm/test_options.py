@@ -84,9 +84,9 @@ def test_wrong_options_are_refused_by_name(fields: dict[str, Any], message: str)
 
 
 def speculating(method: str | None, **fields: Any) -> VllmOptions:
-    chosen = {f"vllm_speculative_{name}": value for name, value in fields.items() if name != "n"}
+    values = {f"vllm_speculative_{name}": value for name, value in fields.items() if name != "n"}
     return VllmOptions(
-        vllm_model="m", vllm_speculative_method=method, vllm_num_speculative_tokens=fields.get("n"), **chosen
+        vllm_model="m", vllm_speculative_method=method, vllm_num_speculative_tokens=fields.get("n"), **values
     )
 
 

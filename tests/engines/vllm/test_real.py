@@ -27,7 +27,7 @@ from tests.engines.fake import helpers as fake_helpers
 from tests.engines.reading import assert_alike, end, read, until
 from tests.engines.vllm import real_vllm
 from tests.engines.vllm.real_vllm import SharedVllmEngine, running
-from tests.serving import LiveServer, live_server
+from tests.live_server import LiveServer, live_server
 
 pytestmark = pytest.mark.vllm
 WAIT_S, LOAD_S = 120.0, 600.0
@@ -205,8 +205,8 @@ def png(color: tuple[int, int, int], side: int = 40) -> str:
 
 @pytest.fixture(scope="module")
 def vision_server() -> Iterator[LiveServer]:
-    chosen = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
-    model = {"backend": "vllm", "python": real_vllm.python(), "n_ctx": 512, "modalities": ["text", "image"], **chosen}
+    values = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
+    model = {"backend": "vllm", "python": real_vllm.python(), "n_ctx": 512, "modalities": ["text", "image"], **values}
     with loaded(model) as served:
         yield served
 
@@ -244,9 +244,9 @@ def test_tensor_parallel_server_gives_the_same_logprobs(vision_server: LiveServe
     red = png((255, 0, 0))
     cores = sorted(os.sched_getaffinity(0))
     bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}  # by default it wants a NUMA node for each rank
-    chosen = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
+    values = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
     ranks = {"vllm_tensor_parallel_size": 2, "vllm_serve_env": bound, "vllm_serve_binary": str(vllm_env.program())}
-    model = {"backend": "vllm_serve", "n_ctx": 512, "modalities": ["text", "image"], **chosen, **ranks}
+    model = {"backend": "vllm_serve", "n_ctx": 512, "modalities": ["text", "image"], **values, **ranks}
     with loaded(model) as two:
         one, other = describe(vision_server, red), describe(two, red)
     assert logprobs(other) == pytest.approx(logprobs(one), abs=1e-3)

@@ -54,7 +54,7 @@ def test_default_sampling_is_neutral() -> None:
 
 
 def test_sampling_fields_are_passed_on() -> None:
-    made = arguments(
+    result = arguments(
         Sampling(
             temperature=0.5,
             top_p=0.9,
@@ -69,19 +69,24 @@ def test_sampling_fields_are_passed_on() -> None:
         stop_ids=(3, 4),
         logprobs=2,
     )
-    assert (made["temperature"], made["top_p"], made["top_k"], made["min_p"]) == (0.5, 0.9, 40, 0.05)
-    assert (made["repetition_penalty"], made["presence_penalty"], made["frequency_penalty"]) == (1.1, 0.2, 0.3)
-    assert (made["seed"], made["logit_bias"], made["stop_token_ids"], made["logprobs"]) == (7, {5: 2.0}, [3, 4], 2)
+    assert (result["temperature"], result["top_p"], result["top_k"], result["min_p"]) == (0.5, 0.9, 40, 0.05)
+    assert (result["repetition_penalty"], result["presence_penalty"], result["frequency_penalty"]) == (1.1, 0.2, 0.3)
+    assert (result["seed"], result["logit_bias"], result["stop_token_ids"], result["logprobs"]) == (
+        7,
+        {5: 2.0},
+        [3, 4],
+        2,
+    )
 
 
 def test_every_sampling_field_is_either_passed_on_or_listed_as_ignored() -> None:
-    made = set(arguments(Sampling(seed=1, logit_bias={1: 1.0})))
-    assert {field.name for field in fields(Sampling)} == (made & {f.name for f in fields(Sampling)}) | set(IGNORED)
+    result = set(arguments(Sampling(seed=1, logit_bias={1: 1.0})))
+    assert {field.name for field in fields(Sampling)} == (result & {f.name for f in fields(Sampling)}) | set(IGNORED)
 
 
 def test_values_that_mean_off_elsewhere_are_neutral() -> None:
-    made = arguments(Sampling(top_p=0.0, top_k=-1, temperature=-1.0))
-    assert (made["top_p"], made["top_k"], made["temperature"]) == (1.0, 0, 0.0)
+    result = arguments(Sampling(top_p=0.0, top_k=-1, temperature=-1.0))
+    assert (result["top_p"], result["top_k"], result["temperature"]) == (1.0, 0, 0.0)
 
 
 def test_logit_bias_of_unknown_tokens_is_dropped() -> None:
@@ -263,10 +268,10 @@ def test_audio_is_refused() -> None:
 async def test_prompt_with_an_image_is_a_tokens_prompt() -> None:
     async with running(modalities=("text", "image")) as engine:
         assert engine.info.capabilities.modalities == ("text", "image")
-        asked = prompt(parts=(TokenRun(prompt().ids), image()))
-        assert end(await read(engine.generate(asked))).error is None
+        request = prompt(parts=(TokenRun(prompt().ids), image()))
+        assert end(await read(engine.generate(request))).error is None
         assert engine._runner is not None
-        sent = engine._runner._llm.asked[-1]["prompt"]
+        sent = engine._runner._llm.requests[-1]["prompt"]
         assert type(sent).__name__ == "TokensPrompt"
         assert sent["multi_modal_data"] == {"image": [("RGB", b"IMG")]}
         assert sent["cache_salt"]

@@ -1,8 +1,8 @@
-"""A tiny random model that sees, as a folder of the kind that vLLM reads: `python tiny_vision.py TOKENIZER FOLDER`.
+"""Writes the folder of a tiny random vision model: `python tiny_vision.py TOKENIZER FOLDER`.
 
-An Idefics3 of two small layers on either side, run by vLLM's interpreter: it needs transformers. It is of a kind whose
-pictures Pillow can prepare: most others need torchvision, which the build for CPUs comes without. What it says is
-nonsense, but what it says depends on the picture.
+An Idefics3 with two small layers each for images and text. Run it with vLLM's interpreter: it needs transformers.
+Idefics3 prepares images with Pillow; most other models need torchvision, which vLLM's CPU build lacks. Its answers are
+nonsense, but they depend on the image.
 """
 
 import json
@@ -16,7 +16,7 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 
 IMAGE, FAKE, WHOLE, END = "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
 SIDE, PATCH, SCALE = 32, 8, 2
-SEEN = (SIDE // PATCH) ** 2 // SCALE**2  # tokens of a picture, without the markers around them
+IMAGE_TOKENS = (SIDE // PATCH) ** 2 // SCALE**2  # without the markers around them
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -59,15 +59,15 @@ def main(tokenizer_folder: str, folder: Path) -> None:
         scale_factor=SCALE,
         tie_word_embeddings=False,
     )
-    made = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(made, ignore_errors=True)
-    Idefics3ForConditionalGeneration(config).to(torch.float32).save_pretrained(made)
-    tokenizer.save_pretrained(made)
-    (made / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
-    (made / "processor_config.json").write_text(
-        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": SEEN})
+    partial = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    Idefics3ForConditionalGeneration(config).to(torch.float32).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    (partial / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": IMAGE_TOKENS})
     )
-    made.rename(folder)
+    partial.rename(folder)
 
 
 if __name__ == "__main__":

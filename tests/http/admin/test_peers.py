@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from modelyard.http.admin.peers import PeerGateways, merge_requests
-from tests import commands
+from tests import cli_process
 from tests.e2e.servers import until
 
 KEY = "the-key-of-the-house"
@@ -63,23 +63,23 @@ async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with commands.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
+    with cli_process.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
         server.until_said("listening on", 2)  # what all are told the last to come must hear, too
-        until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", commands.DEADLINE)
+        until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", cli_process.DEADLINE)
         yield server.url
 
 
 def _is_ready(url: str) -> bool:
-    return httpx.get(f"{url}/health/ready", timeout=commands.DEADLINE).status_code == 200
+    return httpx.get(f"{url}/health/ready", timeout=cli_process.DEADLINE).status_code == 200
 
 
 def get(url: str, path: str) -> httpx.Response:
     """On a connection of its own, as all here are: any gateway may get it."""
-    return httpx.get(f"{url}/v1/admin/{path}", headers=HEADERS, timeout=commands.DEADLINE)
+    return httpx.get(f"{url}/v1/admin/{path}", headers=HEADERS, timeout=cli_process.DEADLINE)
 
 
 def post(url: str, path: str, body: Any = None) -> httpx.Response:
-    return httpx.post(f"{url}{path}", json=body, headers=HEADERS, timeout=commands.DEADLINE)
+    return httpx.post(f"{url}{path}", json=body, headers=HEADERS, timeout=cli_process.DEADLINE)
 
 
 def asked(text: str, **more: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_each_gateway_tells_of_the_requests_of_all(fleet: str) -> None:
 
 def test_each_gateway_ends_the_requests_of_all(fleet: str) -> None:
     with ExitStack() as stack:
-        client = [stack.enter_context(httpx.Client(timeout=commands.DEADLINE)) for _ in range(6)]
+        client = [stack.enter_context(httpx.Client(timeout=cli_process.DEADLINE)) for _ in range(6)]
         url, body = f"{fleet}/v1/chat/completions", asked("Go on.", stream=True)
         streams = [stack.enter_context(one.stream("POST", url, json=body, headers=HEADERS)) for one in client]
         lines = [stream.iter_lines() for stream in streams]
@@ -119,4 +119,4 @@ def test_each_gateway_ends_the_requests_of_all(fleet: str) -> None:
 
 
 def test_who_has_no_key_is_told_nothing(fleet: str) -> None:
-    assert httpx.get(f"{fleet}/v1/admin/requests", timeout=commands.DEADLINE).status_code == 401
+    assert httpx.get(f"{fleet}/v1/admin/requests", timeout=cli_process.DEADLINE).status_code == 401

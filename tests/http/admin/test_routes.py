@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.servers import until
-from tests.serving import LiveServer, demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 ENDLESS = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "endless"}]}

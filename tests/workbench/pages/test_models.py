@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from modelyard.workbench.pages.models import capability_tags, detail_lines, fit_text, override_value, windows_text
-from tests.http.front import door
+from tests.http.app_client import app_client
 
 
 async def test_the_texts_of_a_record() -> None:
-    async with door(loaded=True) as client:
+    async with app_client(loaded=True) as client:
         (record,) = (await client.get("/v1/admin/models")).json()["data"]
     assert windows_text(record) == "2\u202f048 / 4\u202f096 tokens"
     assert {"text", "tools", "thinking"} <= set(capability_tags(record))

@@ -29,13 +29,15 @@ class FakeLibrary:
         self.steps = 0
 
     def load(self) -> ExllamaLibrary:
-        made = {name: self._recorded(name, kind) for name, kind in (("Cache", Cache), ("Generator", Generator))}
+        classes = {name: self._recorded(name, kind) for name, kind in (("Cache", Cache), ("Generator", Generator))}
         jobs = {"Job": self._recorded("Job", Job), "CustomSampler": samplers.CustomSampler}
         layers = {"CacheLayer_fp16": "fp16", "CacheLayer_quant": "quant"}
         config = SimpleNamespace(from_directory=lambda where: Config(where, self))
         plain = {"Config": config, "Model": Model, "Tokenizer": Tokenizer}
         breakers = {"dry_sequence_breaker_tokens": lambda tokenizer, words: frozenset(map(len, words))}
-        return ExllamaLibrary(SimpleNamespace(**made, **jobs, **layers, **plain, **breakers, **samplers.STEPS), tensors)
+        return ExllamaLibrary(
+            SimpleNamespace(**classes, **jobs, **layers, **plain, **breakers, **samplers.STEPS), tensors
+        )
 
     def _recorded(self, name: str, kind: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Any:

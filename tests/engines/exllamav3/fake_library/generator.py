@@ -183,8 +183,8 @@ class Generator:
     def _streamed(self, job: Job, token: int, ended: bool) -> Result:
         result = self._result(job, "streaming")
         if token in job.stops:
-            told = {"eos_triggering_token_id": token}
-            return result | self._last(job, "stop_token") | told | {"held": _emitted(job)}
+            trigger = {"eos_triggering_token_id": token}
+            return result | self._last(job, "stop_token") | trigger | {"held": _emitted(job)}
         if job.new_tokens >= (job.most or 0):
             return result | self._last(job, "max_new_tokens") | _emitted(job)
         if ended:
@@ -220,7 +220,7 @@ class Generator:
         self.active_jobs.remove(job)
 
     def _requeue(self, job: Job) -> None:
-        """The same object begins anew, with all that was said as its prompt."""
+        """The same job starts again, with its output as part of its prompt."""
         if job.cached_before is None:
             job.cached_before = job.cached_pages * PAGE + job.cached_tokens
         self._let_go(job)

@@ -39,9 +39,9 @@ def tensor(data: Any, dtype: Any) -> Tensor:
 
 def from_numpy(array: Any) -> Tensor:
     """Shares the memory, like the real one."""
-    made = Tensor(array)
-    assert np.shares_memory(made.array, array)
-    return made
+    tensor_ = Tensor(array)
+    assert np.shares_memory(tensor_.array, array)
+    return tensor_
 
 
 cuda = SimpleNamespace(empty_cache=lambda: None)

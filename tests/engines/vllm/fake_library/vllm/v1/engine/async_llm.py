@@ -30,7 +30,7 @@ class AsyncLLM:
         self.args, self.behaviour = engine_args, engine_args.additional_config
         if words := self.behaviour.get("fails"):
             raise RuntimeError(words)
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.loggers = [factory(None, 0) for factory in stat_loggers or ()]
         self._running: dict[str, Any] = {}
@@ -75,7 +75,9 @@ class AsyncLLM:
     ) -> AsyncIterator[Any]:
         if self._dead.is_set():
             raise EngineDeadError
-        self.asked.append({"prompt": prompt, "sampling": sampling_params, "lora": lora_request, "priority": priority})
+        self.requests.append(
+            {"prompt": prompt, "sampling": sampling_params, "lora": lora_request, "priority": priority}
+        )
         ids = prompt["prompt_token_ids"]
         if len(ids) + 1 > self.args.max_model_len:
             raise VLLMValidationError(

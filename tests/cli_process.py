@@ -40,7 +40,7 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
     )
 
 
-class Serving:
+class ServerProcess:
     """`modelyard serve` that listens. `lines` are those of its log so far, decoded."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -102,7 +102,7 @@ def _decoded(line: str) -> dict[str, Any]:
 
 
 @contextmanager
-def serve(folder: Path, *arguments: str, config: str = "", **env: str) -> Iterator[Serving]:
+def serve(folder: Path, *arguments: str, config: str = "", **env: str) -> Iterator[ServerProcess]:
     """On a free port, in `folder`, with `config` (TOML) as its modelyard.toml."""
     if config:
         (folder / "modelyard.toml").write_text(config)
@@ -113,7 +113,7 @@ def serve(folder: Path, *arguments: str, config: str = "", **env: str) -> Iterat
         stderr=subprocess.PIPE,
         text=True,
     )
-    serving = Serving(process)
+    serving = ServerProcess(process)
     try:
         serving.listen()
         yield serving

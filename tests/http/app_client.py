@@ -11,21 +11,21 @@ import httpx
 
 from modelyard.config.load import load_config
 from modelyard.server.app import ServerApp, compose
-from tests.serving import demo_config
+from tests.live_server import demo_config
 
 URL = "http://localhost"
 
 
-def yard(config: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> ServerApp:
+def make_app(config: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> ServerApp:
     return compose(load_config(env=env or {}, overrides=config or demo_config()).config, env or {})
 
 
 @asynccontextmanager
-async def door(
+async def app_client(
     config: dict[str, Any] | None = None, env: dict[str, str] | None = None, *, loaded: bool = False
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of its own server. A bug is an answer here, as it is on a socket: nothing is raised through."""
-    made = yard(config, env)
+    made = make_app(config, env)
     if loaded:
         await load_all(made)
     transport = httpx.ASGITransport(made.app, raise_app_exceptions=False)

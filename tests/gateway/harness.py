@@ -22,7 +22,7 @@ from modelyard.prompt.images import Images
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.model_definition import define_model
 from modelyard.telemetry.metrics import Metrics
-from tests.serving import demo_config
+from tests.live_server import demo_config
 
 CALLER = Caller(trace="t1", endpoint="/v1/chat/completions")
 
@@ -37,7 +37,7 @@ def model() -> Model:
     return define_model(config().router().catalog.models["demo"], config().models["demo"]).model
 
 
-def asked(text: str = "hi", **more: Any) -> Request:
+def make_request(text: str = "hi", **more: Any) -> Request:
     return Request(**{"model": "demo", "messages": (Message("user", (Text(text),)),)} | more)
 
 
@@ -45,7 +45,7 @@ def ids(text: str) -> list[int]:
     return model().pipeline.tokenizer.encode(text)
 
 
-class Play(GenerationQueue[Chunk]):
+class ManualGeneration(GenerationQueue[Chunk]):
     """One job of the engine: the test speaks for it. Cancelled, it ends only when the test says so."""
 
     __slots__ = ("is_cancelled", "prompt")
@@ -72,13 +72,13 @@ class Play(GenerationQueue[Chunk]):
         self.end()
 
 
-class Puppet:
+class ManualEngine:
     """`jobs` holds every job that was ever begun; `fault` is what beginning one raises."""
 
     def __init__(self, caches: dict[str, CacheInfo], fault: Exception | None) -> None:
         self.info = EngineInfo("puppet", caches)
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self.jobs: list[Play] = []
+        self.jobs: list[ManualGeneration] = []
         self._fault = fault
 
     async def open(self, progress: Any) -> None: ...
@@ -87,18 +87,18 @@ class Puppet:
     def generate(self, prompt: Prompt) -> Any:
         if self._fault is not None:
             raise self._fault
-        self.jobs.append(Play(prompt))
+        self.jobs.append(ManualGeneration(prompt))
         return self.jobs[-1]
 
 
-class Stage:
+class GatewayHarness:
     """`fault` is the engine's, `broken` the definition's; `changes` are made to the model."""
 
     def __init__(
         self, *, places: int = 4, fault: Exception | None = None, broken: ModelyardError | None = None, **changes: Any
     ) -> None:
         caches = {"main": CacheInfo(4096, places), "fast": CacheInfo(2048, places)}
-        self.engine, self.scheduler = Puppet(caches, fault), Scheduler()
+        self.engine, self.scheduler = ManualEngine(caches, fault), Scheduler()
         self.scheduler.add("demo", caches, lambda: self.engine)  # type: ignore[arg-type,return-value]
         models = {"demo": msgspec.structs.replace(model(), fault=broken, **changes)}
         images = Images(config().images)
@@ -106,7 +106,7 @@ class Stage:
             router=config().router(), models=models, leases=self.scheduler, images=images, metrics=Metrics()
         )
 
-    async def __aenter__(self) -> Stage:
+    async def __aenter__(self) -> GatewayHarness:
         self.scheduler.load("demo")
         await until(lambda: self.scheduler.status()["demo"].state == "ready")
         return self
@@ -124,9 +124,9 @@ class Stage:
         return self.scheduler.status()["demo"].waiting
 
     async def start(self, text: str = "hi", **request: Any) -> ChoiceStream | MultiChoiceStream:
-        return self.gateway.start(await self.gateway.prepare(asked(text, **request), CALLER))
+        return self.gateway.start(await self.gateway.prepare(make_request(text, **request), CALLER))
 
-    async def job(self, number: int = 0) -> Play:
+    async def job(self, number: int = 0) -> ManualGeneration:
         """The engine's job of this number, as soon as it was begun."""
         await until(lambda: len(self.engine.jobs) > number)
         return self.engine.jobs[number]
