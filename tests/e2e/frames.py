@@ -17,10 +17,10 @@ class ServerSentEvent(NamedTuple):
 
 
 def parse_events(text: str) -> list[ServerSentEvent]:
-    return list(arriving([text]))
+    return list(iter_events([text]))
 
 
-def arriving(pieces: Iterable[str]) -> Iterator[ServerSentEvent]:
+def iter_events(pieces: Iterable[str]) -> Iterator[ServerSentEvent]:
     """Frames as they become complete. Anything behind the last blank line would be a frame that was cut off."""
     rest = ""
     for piece in pieces:

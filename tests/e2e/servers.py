@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.frames import ServerSentEvent, arriving
+from tests.e2e.frames import ServerSentEvent, iter_events
 from tests.live_server import LiveServer, demo_config
 
 SCRIPT: list[dict[str, Any]] = [
@@ -123,4 +123,4 @@ def calling(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Cal
 def streaming(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[ServerSentEvent]]:
     """The frames of a streamed answer as they arrive."""
     with httpx.Client(timeout=180) as client, client.stream("POST", served.url + path, json=body) as response:
-        yield arriving(response.iter_text())
+        yield iter_events(response.iter_text())
