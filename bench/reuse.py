@@ -119,7 +119,7 @@ def run(session: AgentSession, template: str, llama_server: bool) -> SessionResu
         with live_server(configuration(script, template)) as served:
             bench.talk_to(served)
             _drive(bench, session)
-            records = sorted(served.yard.gateway.history.recent(1000), key=lambda one: one.at)
+            records = sorted(served.app.gateway.history.recent(1000), key=lambda one: one.at)
             recorded = [_recorded(served, one) for one in records]
     ours = tuple(map(_turn, records))
     counted = _llama_server_counts(recorded, template) if llama_server else []

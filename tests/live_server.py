@@ -20,10 +20,10 @@ class LiveServer:
     """`url` to talk to; `yard` to look inside. Its loop runs in another thread: look, but change nothing there."""
 
     def __init__(self, url: str, yard: ServerApp, loop: asyncio.AbstractEventLoop) -> None:
-        self.url, self.yard, self.loop = url, yard, loop
+        self.url, self.app, self.loop = url, yard, loop
 
     def status(self, model: str) -> Any:
-        return self.yard.scheduler.status()[model]
+        return self.app.scheduler.status()[model]
 
 
 def demo_config(script: list[dict[str, Any]] | None = None, **model: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _until_ready(served: LiveServer) -> None:
     with httpx.Client(verify=False) as client:  # a test's own certificate
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
-            if all(s.state in ("ready", "failed", "stopped") for s in served.yard.scheduler.status().values()):
+            if all(s.state in ("ready", "failed", "stopped") for s in served.app.scheduler.status().values()):
                 return
             client.get(served.url + "/health/live")
     raise TimeoutError("the models did not load")

@@ -101,5 +101,5 @@ async def test_the_table_is_filled_with_requests_of_forty_sessions(monkeypatch: 
     monkeypatch.setattr("bench.workbench.ROWS", 40)
     with live_server(demo_config()) as served:
         await fill_table(server_of(served))
-        records = list(served.yard.gateway.history.recent(1000))
+        records = list(served.app.gateway.history.recent(1000))
     assert len(records) == 40

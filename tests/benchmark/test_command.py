@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from modelyard.benchmark.workload import conversation, get_workload
 from modelyard.cli import app
 from tests import cli_process
-from tests.e2e.servers import until
+from tests.e2e.servers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
 
 QUICK = ("--prompt-tokens", "20", "--output-tokens", "5", "--rounds", "2", "--seed", "1")
@@ -130,7 +130,7 @@ def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
             [*argv, stuck.url], cwd=tmp_path, env=cli_process.environment(), stdout=subprocess.PIPE, text=True
         )
         try:
-            until(lambda: _second_hangs(stuck), "one that is answered and one that hangs")
+            wait_until(lambda: _second_hangs(stuck), "one that is answered and one that hangs")
             process.send_signal(signal.SIGINT)
             out, _ = process.communicate(timeout=cli_process.DEADLINE)
         finally:

@@ -19,7 +19,7 @@ from modelyard.cli.chat import ChatScreen, ChatSession
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
 from modelyard.core.request import Message, Text
 from tests import cli_process
-from tests.e2e.servers import until
+from tests.e2e.servers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
 
 SCRIPT: list[dict[str, Any]] = [
@@ -127,7 +127,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_came(served: LiveServer):
     talk.run(screen)
     assert screen.text == "so far\nstopped\n"
     assert said(talk) == [("user", "endless"), ("assistant", "so far")]
-    until(lambda: served.status("demo").running == 0, "the server lets go")
+    wait_until(lambda: served.status("demo").running == 0, "the server lets go")
 
 
 def test_nobody_there_is_a_sentence_that_helps():
@@ -216,7 +216,7 @@ def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(served: 
         terminal.types("endless\r")
         terminal.shows("so far")
         terminal.is_interrupted("stopped")
-        until(lambda: served.status("demo").running == 0, "the server lets go")
+        wait_until(lambda: served.status("demo").running == 0, "the server lets go")
         terminal.shows("› ")
         terminal.types("\x04")
         assert terminal.process.wait(cli_process.DEADLINE) == 0

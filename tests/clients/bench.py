@@ -23,7 +23,7 @@ from modelyard.launch.agents import get_agent
 from modelyard.launch.launch import write_files
 from modelyard.launch.plan import LaunchTarget
 from modelyard.launch.server import TargetServer
-from tests.e2e.servers import until
+from tests.e2e.servers import wait_until
 from tests.live_server import LiveServer, live_server
 
 DEADLINE = 240.0  # seconds, for a busy machine: an agent that is well needs a few
@@ -69,7 +69,7 @@ class Bench:
 
     def talk_to(self, served: LiveServer) -> None:
         self.served = served
-        self._listen(served.yard.gateway)
+        self._listen(served.app.gateway)
 
     def _listen(self, gateway: Gateway) -> None:
         prepare = gateway.prepare
@@ -135,13 +135,13 @@ class Bench:
         return _ended(process)
 
     def is_waiting_for(self, wanted: int = 1) -> None:
-        until(lambda: self.served.status("demo").running >= wanted, "the agent asked", DEADLINE)
+        wait_until(lambda: self.served.status("demo").running >= wanted, "the agent asked", DEADLINE)
 
     def lose_the_engine(self, afterwards: list[dict[str, Any]]) -> None:
         """The engine is gone in mid-answer; the one that comes in its place follows another script."""
         rules = [ScriptRule.model_validate(each) for each in afterwards]
         self._held.enter_context(mock.patch.object(fake_engine, "Script", return_value=Script(rules)))
-        engine: Any = self.served.yard.scheduler.engine("demo")
+        engine: Any = self.served.app.scheduler.engine("demo")
         self.served.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))
 
 

@@ -21,7 +21,7 @@ from tests.clients.bench import (
     thoughts,
 )
 from tests.clients.pictures import png
-from tests.e2e.servers import is_idle
+from tests.e2e.servers import wait_until_idle
 
 ALLOWED = "--dangerously-skip-permissions"
 
@@ -143,7 +143,7 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         process = bench.start("-p", "wait for ever", ALLOWED)
         bench.is_waiting_for()
         bench.interrupt(process)
-        is_idle(served)
+        wait_until_idle(served)
 
 
 def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -> None:

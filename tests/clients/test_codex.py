@@ -12,7 +12,7 @@ from modelyard.scanner.custom_grammar import input_pattern
 from tests.clients.bench import DEADLINE, Bench, called, calls, parts, pictures, results, rule, says, texts, thoughts
 from tests.clients.conversation import Conversation
 from tests.clients.pictures import png
-from tests.e2e.servers import is_idle
+from tests.e2e.servers import wait_until_idle
 
 EXEC = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 
@@ -52,7 +52,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
     ]
     with bench.serve(script) as served:
         bench.run(*EXEC, "remember 42")
-        engine = served.yard.scheduler.engine("demo")
+        engine = served.app.scheduler.engine("demo")
         read = engine.stats().evaluated_tokens  # type: ignore[union-attr]
         done = bench.run(*EXEC, "resume", "--last", "what was it?")
         new = engine.stats().evaluated_tokens - read  # type: ignore[union-attr]
@@ -124,7 +124,7 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         process = bench.start(*EXEC, "wait for ever")
         bench.is_waiting_for()
         bench.interrupt(process)
-        is_idle(served)
+        wait_until_idle(served)
 
 
 def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:

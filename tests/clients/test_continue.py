@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.bench import DEADLINE, Bench, called, calls, results, rule, says, texts
-from tests.e2e.servers import is_idle
+from tests.e2e.servers import wait_until_idle
 
 PRINT = ("--auto", "-p")
 
@@ -74,7 +74,7 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         process = bench.start(*PRINT, "wait for ever")
         bench.is_waiting_for()
         bench.interrupt(process)
-        is_idle(served)
+        wait_until_idle(served)
 
 
 def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:

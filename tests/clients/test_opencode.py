@@ -9,7 +9,7 @@ import pytest
 from modelyard.gateway.priority import priority
 from tests.clients.bench import DEADLINE, Bench, called, calls, pictures, results, rule, says, texts, thoughts
 from tests.clients.pictures import png
-from tests.e2e.servers import is_idle
+from tests.e2e.servers import wait_until_idle
 
 RUN = ("run", "--auto")
 
@@ -93,7 +93,7 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         process = bench.start(*RUN, "wait for ever")
         bench.is_waiting_for()
         bench.interrupt(process)
-        is_idle(served)
+        wait_until_idle(served)
 
 
 def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -> None:

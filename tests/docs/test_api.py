@@ -32,7 +32,7 @@ def response_id(served: LiveServer) -> str:
 
 
 def endpoints(served: LiveServer) -> set[tuple[str, str]]:
-    app: Any = served.yard.app
+    app: Any = served.app.app
     while not hasattr(app, "routes"):
         app = app._app
     found = [route for route in app.routes if isinstance(route, Route) and route.path not in _UNLISTED]

@@ -13,7 +13,7 @@ from tests.docs.pages import DOCS, blocks
 PAGE = (DOCS / "ct2.md").read_text()
 
 
-def test_every_field_is_in_the_table_with_its_meaning_and_no_other() -> None:
+def test_table_has_every_option_with_its_description() -> None:
     rows = {line.split("`")[1]: line for line in PAGE.splitlines() if line.startswith("| `")}
     fields = {name: info for name, info in ct2.Options.model_fields.items() if name != "path"}
     assert set(rows) == set(fields)
@@ -21,11 +21,11 @@ def test_every_field_is_in_the_table_with_its_meaning_and_no_other() -> None:
         assert rows[name].endswith(f"| {info.description} |")
 
 
-def test_the_fields_of_one_load_are_named() -> None:
+def test_live_overrides_are_named() -> None:
     assert all(f"`{name}`" in PAGE for name in ct2.LIVE_OVERRIDES)
 
 
-def test_the_example_loads(tmp_path: Path) -> None:
+def test_example_loads(tmp_path: Path) -> None:
     (example,) = blocks("ct2.md", "toml")
     (tmp_path / "config.toml").write_text(example)
     loaded = load_config(tmp_path / "config.toml", env={})
@@ -33,11 +33,11 @@ def test_the_example_loads(tmp_path: Path) -> None:
     assert [problem for problem in loaded.problems if problem.level == "error"] == []
 
 
-def test_every_number_format_of_a_conversion_is_named() -> None:
+def test_every_conversion_format_is_named() -> None:
     assert all(f"`{name}`" in PAGE for name in (*QUANTIZATIONS["ct2"], *QUANTIZATIONS["hf"]))
 
 
-def test_ignored_knobs_are_named_by_themselves_or_by_their_family() -> None:
+def test_ignored_sampling_fields_are_named_directly_or_by_family() -> None:
     families = {"presence": "presence", "frequency": "frequency", "dry": "DRY", "xtc": "XTC", "mirostat": "Mirostat"}
     for name in IGNORED:
         assert f"`{name}`" in PAGE or families.get(name.partition("_")[0], "nowhere") in PAGE

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.servers import config
-from tests.e2e.wires import WIRES, Wire
+from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, live_server
 
 
@@ -24,9 +24,9 @@ def client(served: LiveServer) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(params=list(WIRES))
-def wire(request: pytest.FixtureRequest) -> Wire:
-    return WIRES[request.param]
+@pytest.fixture(params=list(PROTOCOLS))
+def wire(request: pytest.FixtureRequest) -> Protocol:
+    return PROTOCOLS[request.param]
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "streamed"])

@@ -43,5 +43,5 @@ def _frame(block: str) -> ServerSentEvent:
     return ServerSentEvent(event, data if data == DONE else json.loads(data))
 
 
-def names(stream: Iterable[ServerSentEvent]) -> list[str]:
+def event_names(stream: Iterable[ServerSentEvent]) -> list[str]:
     return [frame.event for frame in stream]

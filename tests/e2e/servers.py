@@ -50,7 +50,7 @@ def config(**more: Any) -> dict[str, Any]:
     return demo_config(SCRIPT) | more
 
 
-def narrow(**more: Any) -> dict[str, Any]:
+def single_slot_config(**more: Any) -> dict[str, Any]:
     """One place only: whoever comes second waits."""
     return config(
         caches={"main": {"model": "demo", "n_ctx": 4096, "parallel": 1}},
@@ -59,7 +59,7 @@ def narrow(**more: Any) -> dict[str, Any]:
     )
 
 
-def until(true: Callable[[], object], what: str, patience_s: float = 180.0) -> None:
+def wait_until(true: Callable[[], object], what: str, patience_s: float = 180.0) -> None:
     """Wait for something that happens in the server's own thread."""
     deadline = time.monotonic() + patience_s
     while not true():
@@ -67,28 +67,28 @@ def until(true: Callable[[], object], what: str, patience_s: float = 180.0) -> N
         time.sleep(0.001)
 
 
-def is_running(served: LiveServer, count: int) -> None:
-    until(lambda: served.status("demo").running == count, f"{count} running")
+def wait_for_running(served: LiveServer, count: int) -> None:
+    wait_until(lambda: served.status("demo").running == count, f"{count} running")
 
 
-def is_waiting(served: LiveServer, count: int) -> None:
-    until(lambda: served.status("demo").waiting == count, f"{count} waiting")
+def wait_for_queued(served: LiveServer, count: int) -> None:
+    wait_until(lambda: served.status("demo").waiting == count, f"{count} waiting")
 
 
-def is_idle(served: LiveServer) -> None:
+def wait_until_idle(served: LiveServer) -> None:
     """No lease, nobody queued, no job in the engine, and no request that the edge still works on."""
     status = lambda: served.status("demo")  # noqa: E731
-    until(lambda: (status().running, status().waiting) == (0, 0), "all places free")
-    until(lambda: stats(served).running == 0, "no job in the engine")
-    until(lambda: httpx.get(served.url + "/health").json()["active_requests"] == 0, "no request in the gateway")
+    wait_until(lambda: (status().running, status().waiting) == (0, 0), "all places free")
+    wait_until(lambda: engine_stats(served).running == 0, "no job in the engine")
+    wait_until(lambda: httpx.get(served.url + "/health").json()["active_requests"] == 0, "no request in the gateway")
 
 
-def stats(served: LiveServer) -> Any:
-    engine: Any = served.yard.scheduler.engine("demo")
+def engine_stats(served: LiveServer) -> Any:
+    engine: Any = served.app.scheduler.engine("demo")
     return engine.stats()
 
 
-class Caller:
+class RawClient:
     """A client on a raw socket: it can leave at any moment, and leaving is a closed connection and nothing else."""
 
     def __init__(self, served: LiveServer, path: str, body: dict[str, Any]) -> None:
@@ -111,8 +111,8 @@ class Caller:
 
 
 @contextmanager
-def calling(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Caller]:
-    caller = Caller(served, path, body)
+def raw_request(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[RawClient]:
+    caller = RawClient(served, path, body)
     try:
         yield caller
     finally:
@@ -120,7 +120,7 @@ def calling(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Cal
 
 
 @contextmanager
-def streaming(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[ServerSentEvent]]:
+def stream_events(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[ServerSentEvent]]:
     """The frames of a streamed answer as they arrive."""
     with httpx.Client(timeout=180) as client, client.stream("POST", served.url + path, json=body) as response:
         yield iter_events(response.iter_text())

@@ -8,7 +8,7 @@ import httpx
 
 _HI = [{"role": "user", "content": "hi"}]
 
-VALID: dict[str, dict[str, Any]] = {
+VALID_BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "demo", "max_tokens": 16, "messages": _HI},
     "/v1/messages/count_tokens": {"model": "demo", "messages": _HI},
     "/v1/chat/completions": {"model": "demo", "messages": _HI},
@@ -22,7 +22,7 @@ VALID: dict[str, dict[str, Any]] = {
 }
 
 
-def refusal(reply: httpx.Response, path: str, status: int) -> dict[str, Any]:
+def check_error(reply: httpx.Response, path: str, status: int) -> dict[str, Any]:
     """The error of a reply that is a refusal to the letter; `code` and `param` are there on both wires."""
     assert reply.status_code == status, reply.text[:500]
     assert reply.headers["content-type"].startswith("application/json")

@@ -11,8 +11,8 @@ from anthropic import Anthropic, AsyncAnthropic
 from anthropic.types import MessageParam, ToolParam
 from pydantic import BaseModel
 
-from tests.e2e.servers import calling, config, is_idle, narrow
-from tests.e2e.wires import TOOLS, WIRES
+from tests.e2e.servers import config, raw_request, single_slot_config, wait_until_idle
+from tests.e2e.wires import PROTOCOLS, TOOLS
 from tests.live_server import LiveServer, live_server
 
 MODEL = "demo"
@@ -186,16 +186,16 @@ def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> Non
 
 
 def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
-    chat = WIRES["chat"]
-    with live_server(narrow(scheduler={"max_waiting": 0})) as served:
-        with calling(served, chat.path, chat.body("endless stream", stream=True)) as holder:
+    chat = PROTOCOLS["chat"]
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as served:
+        with raw_request(served, chat.path, chat.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
             sdk = Anthropic(base_url=served.url, api_key="none", max_retries=0)
             with sdk, pytest.raises(anthropic.APIStatusError) as caught:
                 sdk.messages.create(**asked("text"))
         assert caught.value.status_code == 529
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        is_idle(served)
+        wait_until_idle(served)
 
 
 # --- async ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from modelyard.prompt.render import Renderer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.prefix_cache import TokenCache
-from tests.e2e.shapes import VALID, refusal
+from tests.e2e.shapes import VALID_BODIES, check_error
 from tests.live_server import LiveServer, demo_config, live_server
 
 HI = [{"role": "user", "content": "hi"}]
@@ -42,19 +42,19 @@ def client(served: LiveServer) -> Iterator[httpx.Client]:
 def refused(client: httpx.Client, path: str, body: Any, status: int = 400, **headers: str) -> dict[str, Any]:
     """The refusal of this body, after which the same connection answers as ever."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    told = refusal(client.post(path, content=content, headers=headers), path, status)
-    assert client.post(path, json=VALID[path]).status_code == 200, "it no longer answers"
+    told = check_error(client.post(path, content=content, headers=headers), path, status)
+    assert client.post(path, json=VALID_BODIES[path]).status_code == 200, "it no longer answers"
     return told
 
 
 def spelled(path: str, more: bytes) -> bytes:
     """A good body with something added that no JSON library would write."""
-    return json.dumps(VALID[path]).encode()[:-1] + b"," + more + b"}"
+    return json.dumps(VALID_BODIES[path]).encode()[:-1] + b"," + more + b"}"
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
-    assert client.post(path, json=VALID[path]).status_code == 200
+    assert client.post(path, json=VALID_BODIES[path]).status_code == 200
 
 
 # --- bodies that are no request at all --------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ NO_JSON = {
 }
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("name", NO_JSON)
 def test_what_is_no_json_is_said_to_be_none(client: httpx.Client, path: str, name: str) -> None:
     body, words = NO_JSON[name]
@@ -85,19 +85,19 @@ def test_what_is_no_json_is_said_to_be_none(client: httpx.Client, path: str, nam
     assert words in told["message"]
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("body", [b"[]", b"null", b"1", b'"hi"', b"true", b"[{}]"])
 def test_a_body_that_is_no_object_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
     assert "Expected `object`" in refused(client, path, body)["message"]
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"01", b"1.", b"+1", b"0x10"])
 def test_numbers_that_json_does_not_have_are_refused(client: httpx.Client, path: str, number: bytes) -> None:
     assert refused(client, path, spelled(path, b'"temperature":' + number))["code"] == "invalid_json"
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("half", [b"\\ud800", b"\\udfff", b"\\ud800\\ud800", b"\\ud800x"])
 def test_half_a_surrogate_pair_is_named(client: httpx.Client, path: str, half: bytes) -> None:
     told = refused(client, path, spelled(path, b'"model":"' + half + b'"'))
@@ -105,25 +105,25 @@ def test_half_a_surrogate_pair_is_named(client: httpx.Client, path: str, half: b
     assert "surrogate" in told["message"]
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 def test_a_deep_field_is_refused_and_a_shallow_one_is_not(client: httpx.Client, path: str) -> None:
     deep = b'"novel":' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000
     assert "levels deep" in refused(client, path, spelled(path, deep))["message"]
     assert client.post(path, content=spelled(path, b'"novel":' + b"[" * 60 + b"]" * 60)).status_code == 200
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 def test_a_packed_body_is_refused(client: httpx.Client, path: str) -> None:
-    assert "compressed" in refused(client, path, VALID[path], **{"content-encoding": "gzip"})["message"]
+    assert "compressed" in refused(client, path, VALID_BODIES[path], **{"content-encoding": "gzip"})["message"]
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 def test_of_two_equal_keys_the_last_one_counts(client: httpx.Client, path: str) -> None:
-    twice = b'{"model":"nobody",' + json.dumps(VALID[path]).encode()[1:]
+    twice = b'{"model":"nobody",' + json.dumps(VALID_BODIES[path]).encode()[1:]
     assert client.post(path, content=twice).status_code == 200
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 def test_fields_that_nobody_knows_yet_are_no_error(client: httpx.Client, path: str) -> None:
     novel = spelled(path, b'"novel":{"a":[1e308,"\\u0000\\u001b",' + b"9" * 400 + b"]}")
     assert client.post(path, content=novel).status_code == 200
@@ -132,27 +132,27 @@ def test_fields_that_nobody_knows_yet_are_no_error(client: httpx.Client, path: s
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize(
     "name", ["nobody", "x" * 1_000_000, "../../etc/passwd", "demo\x00", "\n\r\x1b[31m", "模型", "*"]
 )
 def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(client: httpx.Client, path: str, name: str) -> None:
-    told = refused(client, path, VALID[path] | {"model": name}, 404)
+    told = refused(client, path, VALID_BODIES[path] | {"model": name}, 404)
     assert (told["code"], told["param"]) == ("model_not_found", "model")
     assert "demo" in told["message"]
     assert len(told["message"]) < 2000
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("name", [5, [], {}, True, 1.5])
 def test_a_model_that_is_no_name_is_refused(client: httpx.Client, path: str, name: Any) -> None:
-    assert refused(client, path, VALID[path] | {"model": name})["param"] == "model"
+    assert refused(client, path, VALID_BODIES[path] | {"model": name})["param"] == "model"
 
 
-@pytest.mark.parametrize("path", [path for path in VALID if path.startswith("/v1/")])
+@pytest.mark.parametrize("path", [path for path in VALID_BODIES if path.startswith("/v1/")])
 @pytest.mark.parametrize("change", [{"model": ""}, {"model": None}, {}])
 def test_a_model_must_be_named(client: httpx.Client, path: str, change: dict[str, Any]) -> None:
-    body = {name: value for name, value in VALID[path].items() if name != "model"} | change
+    body = {name: value for name, value in VALID_BODIES[path].items() if name != "model"} | change
     assert refused(client, path, body)["param"] == "model"
 
 
@@ -217,7 +217,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "change", "param"), FIELDS, ids=lambda value: str(value)[:50])
 def test_a_wrong_field_is_named(client: httpx.Client, path: str, change: dict[str, Any], param: str) -> None:
-    told = refused(client, path, VALID[path] | change)
+    told = refused(client, path, VALID_BODIES[path] | change)
     assert told["param"] == param
     assert param.partition("[")[0].partition(".")[0] in told["message"]
     assert len(told["message"]) < 500
@@ -232,8 +232,8 @@ def test_numbers_out_of_range_are_named(client: httpx.Client, path: str, number:
 @pytest.mark.parametrize("path", [MESSAGES, CHAT, RESPONSES])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_is_the_same_for_a_stream(client: httpx.Client, path: str, stream: bool) -> None:
-    refused(client, path, VALID[path] | {"stream": stream, "temperature": -1})
-    refused(client, path, VALID[path] | {"stream": stream, "model": "nobody"}, 404)
+    refused(client, path, VALID_BODIES[path] | {"stream": stream, "temperature": -1})
+    refused(client, path, VALID_BODIES[path] | {"stream": stream, "model": "nobody"}, 404)
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
@@ -259,10 +259,10 @@ NAMED = {
 @pytest.mark.parametrize("path", NAMED)
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_tool_that_is_not_offered_cannot_be_chosen(client: httpx.Client, path: str, count: int) -> None:
-    told = refused(client, path, VALID[path] | {"tools": tools(path, count), "tool_choice": NAMED[path]})
+    told = refused(client, path, VALID_BODIES[path] | {"tools": tools(path, count), "tool_choice": NAMED[path]})
     assert told["param"] == "tool_choice"
     assert "tool_7" in told["message"]
-    offered = client.post(path, json=VALID[path] | {"tools": tools(path, 8), "tool_choice": NAMED[path]})
+    offered = client.post(path, json=VALID_BODIES[path] | {"tools": tools(path, 8), "tool_choice": NAMED[path]})
     assert offered.status_code == 200
 
 
@@ -271,7 +271,7 @@ def test_ten_thousand_tools_do_not_fit_and_hold_nobody_up(
     client: httpx.Client, path: str, served: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worked = long_work(monkeypatch)
-    refused(client, path, json.dumps(VALID[path] | {"tools": tools(path, 10_000)}).encode())
+    refused(client, path, json.dumps(VALID_BODIES[path] | {"tools": tools(path, 10_000)}).encode())
     assert worked, "nobody saw the tools"
     assert loop_thread(served) not in worked
 
@@ -283,7 +283,9 @@ def test_a_text_of_a_megabyte_holds_nobody_up(
     worked = long_work(monkeypatch)
     field = {MESSAGES: "messages", "/v1/completions": "prompt", "/tokenize": "content", "/v1/embeddings": "input"}[path]
     text = f"{path} and so on " * 25_000
-    client.post(path, json=VALID[path] | {field: [{"role": "user", "content": text}] if field == "messages" else text})
+    client.post(
+        path, json=VALID_BODIES[path] | {field: [{"role": "user", "content": text}] if field == "messages" else text}
+    )
     assert worked, "nobody saw the text"
     assert loop_thread(served) not in worked
 
@@ -332,7 +334,7 @@ def seeing(path: str, url: str, model: str) -> dict[str, Any]:
     else:
         part = {"type": "image", "source": {"type": "url", "url": url}}
     field = "input" if path == RESPONSES else "messages"
-    return VALID[path] | {"model": model, field: [{"role": "user", "content": [part]}]}
+    return VALID_BODIES[path] | {"model": model, field: [{"role": "user", "content": [part]}]}
 
 
 IMAGES = {
@@ -378,43 +380,43 @@ class Flood:
             yield b" " * 1_000_000
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("headers", [{"content-length": "100000000"}, {}], ids=["announced", "chunked"])
 def test_a_hundred_megabytes_are_not_taken(client: httpx.Client, path: str, headers: dict[str, str]) -> None:
     flood = Flood()
     reply = client.post(path, content=iter(flood), headers=headers)
-    told = refusal(reply, path, 413)
+    told = check_error(reply, path, 413)
     assert "http.max_body_bytes" in told["message"]
     assert reply.headers["connection"] == "close"
     assert flood.sent < 70, "it was read to its end"
-    assert client.post(path, json=VALID[path]).status_code == 200
+    assert client.post(path, json=VALID_BODIES[path]).status_code == 200
 
 
 # --- paths and keys ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
 def test_a_wrong_method_is_refused(client: httpx.Client, path: str, method: str) -> None:
     if method in ("GET", "DELETE") and path == "/v1/responses/input_tokens":
-        assert refusal(client.request(method, path), path, 404)["code"] == "response_not_found"
+        assert check_error(client.request(method, path), path, 404)["code"] == "response_not_found"
     else:
-        assert refusal(client.request(method, path), path, 405)["code"] == "method_not_allowed"
+        assert check_error(client.request(method, path), path, 405)["code"] == "method_not_allowed"
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/x", "/v1/chat", "/v1", "/%00", "/%ff", "/v1/messages%2Fx", "/a" * 500])
 def test_an_unknown_path_is_not_found(client: httpx.Client, path: str) -> None:
     shape = MESSAGES if path.startswith("/v1/messages") else CHAT
-    assert refusal(client.post(path, json={}), shape, 404)["code"] == "path_not_found"
+    assert check_error(client.post(path, json={}), shape, 404)["code"] == "path_not_found"
     assert client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("path", VALID_BODIES)
 def test_a_missing_and_a_wrong_key_are_refused_before_the_body_is_looked_at(path: str, keyed: httpx.Client) -> None:
     for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer wrong"}, {"authorization": "Basic x"}):
-        told = refusal(keyed.post(path, content=b"not json", headers=headers), path, 401)
+        told = check_error(keyed.post(path, content=b"not json", headers=headers), path, 401)
         assert told["code"] == "invalid_api_key"
-    assert keyed.post(path, json=VALID[path], headers={"x-api-key": "right"}).status_code == 200
+    assert keyed.post(path, json=VALID_BODIES[path], headers={"x-api-key": "right"}).status_code == 200
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from modelyard.library import default_model
-from tests.e2e.servers import until
+from tests.e2e.servers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 
@@ -176,7 +176,7 @@ def test_evicted_by_hand_is_told_as_evicted() -> None:
         talk = Talk(served)
         first = talk.turn()
         talk.goes_on(*echoed(first))
-        engine: Any = served.yard.scheduler.engine("demo")
+        engine: Any = served.app.scheduler.engine("demo")
         served.loop.call_soon_threadsafe(engine.cache("main")[1].clear)
         talk.turn()
     assert talk.told["cause"] == "evicted"
@@ -217,7 +217,7 @@ def test_another_gateway_that_shares_the_store_tells_a_call_in_the_same_words(tm
     with live_server(config) as one, live_server(config) as other, closing(sqlite3.connect(store)) as file:
         talk = Talk(one)
         talk.goes_on(*echoed(talk.turn()))
-        until(lambda: file.execute("SELECT entries FROM totals").fetchone()[0] == 1, "the words are in the store")
+        wait_until(lambda: file.execute("SELECT entries FROM totals").fetchone()[0] == 1, "the words are in the store")
         here, there, alone = (talk.count(url) for url in (one.url, other.url, ""))
     assert here == there
     assert here != alone, "the client's words have as many tokens: this test shows nothing"

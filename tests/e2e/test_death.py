@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.e2e.frames import names, parse_events
-from tests.e2e.servers import config, is_idle, is_running
-from tests.e2e.wires import WIRES, Wire
+from tests.e2e.frames import event_names, parse_events
+from tests.e2e.servers import config, wait_for_running, wait_until_idle
+from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, live_server
 
-MESSAGES, CHAT, RESPONSES = WIRES.values()
+MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def mortal() -> Iterator[LiveServer]:
         yield running
 
 
-def kill(served: LiveServer, wire: Wire = CHAT) -> httpx.Response:
+def kill(served: LiveServer, wire: Protocol = CHAT) -> httpx.Response:
     return httpx.post(served.url + wire.path, json=wire.body("death during", stream=True))
 
 
@@ -41,7 +41,7 @@ def test_a_stream_ends_in_its_protocols_error(mortal: LiveServer) -> None:
     assert failed.data["response"]["error"] == {"code": "server_error", "message": "segmentation fault"}
 
 
-def test_a_whole_reply_is_refused_with_when_to_come_back(mortal: LiveServer, wire: Wire) -> None:
+def test_a_whole_reply_is_refused_with_when_to_come_back(mortal: LiveServer, wire: Protocol) -> None:
     reply = httpx.post(mortal.url + wire.path, json=wire.body("death during"))
     assert reply.status_code == (529 if wire is MESSAGES else 503)
     assert int(reply.headers["retry-after"]) >= 1
@@ -49,27 +49,29 @@ def test_a_whole_reply_is_refused_with_when_to_come_back(mortal: LiveServer, wir
 
 
 def test_the_next_request_is_answered_by_the_engine_that_came_back(
-    mortal: LiveServer, wire: Wire, stream: bool
+    mortal: LiveServer, wire: Protocol, stream: bool
 ) -> None:
     kill(mortal)
     reply = httpx.post(mortal.url + wire.path, json=wire.body("text", stream=stream))
     seen = wire.streamed(parse_events(reply.text)) if stream else wire.whole(reply.json())
     assert seen.text == "Hello there, friend."
-    is_idle(mortal)
+    wait_until_idle(mortal)
 
 
-def test_a_request_that_had_no_word_yet_starts_again_unseen(mortal: LiveServer, wire: Wire, stream: bool) -> None:
+def test_a_request_that_had_no_word_yet_starts_again_unseen(mortal: LiveServer, wire: Protocol, stream: bool) -> None:
     with ThreadPoolExecutor(1) as others:
         body = wire.body("slow prefill", stream=stream)
         reading = others.submit(httpx.post, mortal.url + wire.path, json=body, timeout=60)
-        is_running(mortal, 1)
+        wait_for_running(mortal, 1)
         kill(mortal)
         reply = reading.result()
     assert reply.status_code == 200
     if stream:
         got = parse_events(reply.text)
         assert wire.streamed(got).text == "done"
-        assert len([name for name in names(got) if name in ("message_start", "response.created")]) == (wire is not CHAT)
+        assert len([name for name in event_names(got) if name in ("message_start", "response.created")]) == (
+            wire is not CHAT
+        )
     else:
         assert wire.whole(reply.json()).text == "done"
-    is_idle(mortal)
+    wait_until_idle(mortal)

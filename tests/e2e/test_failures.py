@@ -7,13 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import names, parse_events
-from tests.e2e.servers import config, until
-from tests.e2e.shapes import VALID
-from tests.e2e.wires import WIRES, Wire
+from tests.e2e.frames import event_names, parse_events
+from tests.e2e.servers import config, wait_until
+from tests.e2e.shapes import VALID_BODIES
+from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.live_server import demo_config, live_server
 
-MESSAGES, CHAT, RESPONSES = WIRES.values()
+MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def openai(message: str, code: str, type: str = "server_error") -> dict[str, Any]:
@@ -25,14 +25,14 @@ def anthropic(message: str, type: str, code: str, reply: httpx.Response) -> dict
     return {"type": "error", "error": error, "request_id": reply.headers["request-id"]}
 
 
-def post(client: httpx.Client, wire: Wire, text: str, **asked: Any) -> httpx.Response:
+def post(client: httpx.Client, wire: Protocol, text: str, **asked: Any) -> httpx.Response:
     return client.post(wire.path, json=wire.body(text, **asked))
 
 
 # --- before the first byte ------------------------------------------------------------------------------------------
 
 
-def test_a_failure_before_the_first_byte_is_an_http_error(client: httpx.Client, wire: Wire, stream: bool) -> None:
+def test_a_failure_before_the_first_byte_is_an_http_error(client: httpx.Client, wire: Protocol, stream: bool) -> None:
     reply = post(client, wire, "error before", stream=stream)
     assert (reply.status_code, reply.headers["content-type"]) == (500, "application/json")
     expected = openai("out of memory", "internal_error")
@@ -41,7 +41,7 @@ def test_a_failure_before_the_first_byte_is_an_http_error(client: httpx.Client, 
     assert reply.json() == expected
 
 
-def test_a_lost_engine_says_when_to_come_back(client: httpx.Client, wire: Wire, stream: bool) -> None:
+def test_a_lost_engine_says_when_to_come_back(client: httpx.Client, wire: Protocol, stream: bool) -> None:
     reply = post(client, wire, "busy before", stream=stream)
     assert reply.status_code == (529 if wire is MESSAGES else 503)
     assert int(reply.headers["retry-after"]) >= 1
@@ -51,7 +51,7 @@ def test_a_lost_engine_says_when_to_come_back(client: httpx.Client, wire: Wire, 
     assert reply.json() == expected
 
 
-def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client, wire: Wire) -> None:
+def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client, wire: Protocol) -> None:
     reply = post(client, wire, "error during")
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == "out of memory"
@@ -63,7 +63,7 @@ def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client
 def test_messages_fails_in_a_stream_with_an_error_event(client: httpx.Client) -> None:
     reply = post(client, MESSAGES, "error during", stream=True)
     got = parse_events(reply.text)
-    assert names(got) == ["message_start", "ping", "content_block_start", "content_block_delta", "error"]
+    assert event_names(got) == ["message_start", "ping", "content_block_start", "content_block_delta", "error"]
     assert got[-1].data == anthropic("out of memory", "api_error", "internal_error", reply)
 
 
@@ -75,7 +75,7 @@ def test_chat_fails_in_a_stream_with_an_error_chunk_and_no_done(client: httpx.Cl
 
 def test_responses_fails_in_a_stream_with_response_failed(client: httpx.Client) -> None:
     got = parse_events(post(client, RESPONSES, "error during", stream=True).text)
-    assert names(got)[-2:] == ["response.output_text.delta", "response.failed"]
+    assert event_names(got)[-2:] == ["response.output_text.delta", "response.failed"]
     failed = got[-1].data["response"]
     assert (failed["status"], failed["id"]) == ("failed", got[0].data["response"]["id"])
     assert failed["error"] == {"code": "server_error", "message": "out of memory"}
@@ -155,7 +155,7 @@ def test_a_strict_cache_refuses_an_answer_that_would_not_fit() -> None:
         httpx.Client(base_url=served.url) as client,
     ):
         counted = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
-        told = [post(client, wire, "text", limit=4096) for wire in WIRES.values()]
+        told = [post(client, wire, "text", limit=4096) for wire in PROTOCOLS.values()]
         assert [reply.status_code for reply in told] == [400, 400, 400]
         assert told[0].json()["error"]["message"] == (
             f"input length and `max_tokens` exceed context limit: {counted} + 4096 > 4096, decrease input length or "
@@ -165,7 +165,7 @@ def test_a_strict_cache_refuses_an_answer_that_would_not_fit() -> None:
         assert post(client, MESSAGES, "text", limit=4096 - counted).status_code == 200
 
 
-def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, wire: Wire) -> None:
+def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, wire: Protocol) -> None:
     post(client, wire, "error before")
     assert wire.whole(post(client, wire, "text").json()).text == "Hello there, friend."
 
@@ -176,15 +176,15 @@ def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, wire
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
 def test_a_deadline_ends_an_answer_that_takes_too_long(path: str) -> None:
     with live_server(demo_config([{"steps": [{"hang": True}]}])) as served:
-        reply = httpx.post(served.url + path, json=VALID[path], headers={"x-modelyard-timeout": "0.05"})
+        reply = httpx.post(served.url + path, json=VALID_BODIES[path], headers={"x-modelyard-timeout": "0.05"})
         assert reply.status_code == 504
-        until(lambda: served.status("demo").running == 0, "its place is free")
+        wait_until(lambda: served.status("demo").running == 0, "its place is free")
 
 
 @pytest.mark.parametrize("told", ["soon", "0", "-1", "nan", "1e9"])
 def test_a_deadline_that_is_none_is_refused(told: str) -> None:
     with live_server(demo_config()) as served:
-        body = VALID["/v1/chat/completions"]
+        body = VALID_BODIES["/v1/chat/completions"]
         reply = httpx.post(served.url + "/v1/chat/completions", json=body, headers={"x-modelyard-timeout": told})
         assert reply.status_code == 400
         assert "x-modelyard-timeout" in reply.json()["error"]["message"]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests import cli_process
-from tests.e2e.servers import until
+from tests.e2e.servers import wait_until
 from tests.telemetry.prometheus_text import sample_values
 
 CONFIG = """
@@ -55,7 +55,9 @@ class Fleet:
         return sample_values(self.metrics(), "http_requests_total").get(ENDPOINT, 0.0)
 
     def are_up(self, count: int) -> None:
-        until(lambda: len(self.holding(psutil.CONN_LISTEN)) == count, f"{count} processes listen", cli_process.DEADLINE)
+        wait_until(
+            lambda: len(self.holding(psutil.CONN_LISTEN)) == count, f"{count} processes listen", cli_process.DEADLINE
+        )
 
     def holding(self, status: str) -> set[int]:
         """The processes with a socket on the port in this state."""
@@ -111,7 +113,7 @@ def test_a_killed_process_is_replaced_and_takes_no_count_with_it(fleet: Fleet):
     before = fleet.answered()
     victim = fleet.children()[0]
     os.kill(victim.pid, signal.SIGKILL)
-    until(lambda: victim.pid not in {child.pid for child in fleet.children()}, "it is gone", cli_process.DEADLINE)
+    wait_until(lambda: victim.pid not in {child.pid for child in fleet.children()}, "it is gone", cli_process.DEADLINE)
     assert fleet.ask().status_code == 200, "the other process answers meanwhile"
     fleet.are_up(2)
     assert fleet.answered() == before + 1

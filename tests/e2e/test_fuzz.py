@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.e2e.shapes import VALID, refusal
+from tests.e2e.shapes import VALID_BODIES, check_error
 from tests.live_server import demo_config, live_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -25,7 +25,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "argumen
 
 # Every endpoint with as many of its fields as a client could send at once.
 RICH: dict[str, dict[str, Any]] = {
-    "/v1/messages": VALID["/v1/messages"] | SAMPLING | {
+    "/v1/messages": VALID_BODIES["/v1/messages"] | SAMPLING | {
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
@@ -46,7 +46,7 @@ RICH: dict[str, dict[str, Any]] = {
         "stop_sequences": ["STOP"],
         "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
     },
-    "/v1/chat/completions": VALID["/v1/chat/completions"] | SAMPLING | {
+    "/v1/chat/completions": VALID_BODIES["/v1/chat/completions"] | SAMPLING | {
         "messages": [
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "Weather?"}], "name": "ann"},
@@ -59,7 +59,7 @@ RICH: dict[str, dict[str, Any]] = {
         "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["STOP"], "max_completion_tokens": 9,
         "stream_options": {"include_usage": True}, "parallel_tool_calls": False, "reasoning_effort": "low",
     },
-    "/v1/responses": VALID["/v1/responses"] | SAMPLING | {
+    "/v1/responses": VALID_BODIES["/v1/responses"] | SAMPLING | {
         "instructions": "Be brief.",
         "input": [
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
@@ -80,7 +80,7 @@ RICH: dict[str, dict[str, Any]] = {
         "reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"],
         "max_output_tokens": 9, "store": True, "parallel_tool_calls": True, "previous_response_id": None,
     },
-    "/v1/completions": VALID["/v1/completions"] | SAMPLING | {
+    "/v1/completions": VALID_BODIES["/v1/completions"] | SAMPLING | {
         "prompt": ["one", "two"], "suffix": "x", "echo": True, "n": 1, "best_of": 1, "logprobs": 2, "max_tokens": 9,
         "stop": ["STOP"], "stream_options": {"include_usage": True},
     },
@@ -150,7 +150,7 @@ def check(client: httpx.Client, path: str, body: Any) -> None:
     reply = client.post(path, content=json.dumps(body).encode())
     if reply.status_code != 200:
         assert 400 <= reply.status_code < 500, reply.text
-        refusal(reply, path, reply.status_code)
+        check_error(reply, path, reply.status_code)
     elif reply.headers["content-type"].startswith("text/event-stream"):
         assert reply.text.endswith("\n\n")
     else:

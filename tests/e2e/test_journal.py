@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests import cli_process
-from tests.e2e.servers import config, until
-from tests.e2e.wires import WIRES, Wire
+from tests.e2e.servers import config, wait_until
+from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, demo_config, live_server
 
 NAMES = ("1-client-request.json", "2-prompt.txt", "3-model-output.txt")
@@ -28,7 +28,9 @@ class Folder:
         """An answer and the four files it left; they are written soon after, not before."""
         reply = httpx.post(self.url + path, content=content, headers=headers, timeout=cli_process.DEADLINE)
         trace = reply.headers["request-id"].removeprefix("req_")
-        until(lambda: any(path.stat().st_size for path in self._folder.glob(f"*-{trace}.4-*")), "the fourth is written")
+        wait_until(
+            lambda: any(path.stat().st_size for path in self._folder.glob(f"*-{trace}.4-*")), "the fourth is written"
+        )
         return reply, self._files(trace)
 
     def _files(self, trace: str) -> dict[str, bytes]:
@@ -42,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
         yield Folder(home, served)
 
 
-def test_every_protocol_leaves_its_four_files(folder: Folder, wire: Wire, stream: bool):
+def test_every_protocol_leaves_its_four_files(folder: Folder, wire: Protocol, stream: bool):
     body = json.dumps(wire.body("thinking, please", stream=stream)).encode()
     reply, files = folder.post(wire.path, body)
     response = "4-client-response.sse" if stream else "4-client-response.json"
@@ -69,7 +71,7 @@ REFUSED: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refused_request_leaves_its_four_files_too(folder: Folder, wire: Wire, case: str):
+def test_a_refused_request_leaves_its_four_files_too(folder: Folder, wire: Protocol, case: str):
     body, status = REFUSED[case]
     reply, files = folder.post(wire.path, body)
     assert reply.status_code == status
@@ -80,7 +82,7 @@ def test_a_refused_request_leaves_its_four_files_too(folder: Folder, wire: Wire,
 
 
 @pytest.mark.parametrize("said", ["error before", "error during"])
-def test_a_failure_leaves_what_there_was_until_then(folder: Folder, wire: Wire, stream: bool, said: str):
+def test_a_failure_leaves_what_there_was_until_then(folder: Folder, wire: Protocol, stream: bool, said: str):
     reply, files = folder.post(wire.path, json.dumps(wire.body(said, stream=stream)).encode())
     (response,) = set(files) - set(NAMES)
     assert len(files) == 4
@@ -94,7 +96,7 @@ def test_no_key_is_ever_written(tmp_path: Path):
     settings: dict[str, Any] = {"log": {"debug_dir": str(tmp_path)}}
     env = {"MODELYARD_API_KEY": "sk-very-secret"}
     with live_server(demo_config() | settings, env) as served:
-        body = json.dumps(WIRES["messages"].body("hi")).encode()
+        body = json.dumps(PROTOCOLS["messages"].body("hi")).encode()
         _, files = Folder(tmp_path, served).post("/v1/messages", body, **{"x-api-key": "sk-very-secret"})
     assert len(files) == 4
     assert not [name for name, data in files.items() if b"sk-very-secret" in data]
@@ -104,17 +106,19 @@ def test_only_the_last_requests_are_kept(tmp_path: Path):
     settings: dict[str, Any] = {"log": {"debug_dir": str(tmp_path), "debug_max_requests": 2}}
     with live_server(demo_config() | settings) as served:
         folder = Folder(tmp_path, served)
-        bodies = [json.dumps(WIRES["chat"].body(f"number {n}")).encode() for n in range(5)]
+        bodies = [json.dumps(PROTOCOLS["chat"].body(f"number {n}")).encode() for n in range(5)]
         for body in bodies:
             folder.post("/v1/chat/completions", body)
-        until(lambda: len(list(tmp_path.iterdir())) == 8, "the older ones are gone")
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 8, "the older ones are gone")
         kept = {path.read_bytes() for path in tmp_path.glob("*.1-client-request.json")}
     assert kept == set(bodies[-2:])
 
 
 def test_the_option_of_the_command_line_keeps_them_in_the_current_folder(tmp_path: Path):
     with cli_process.serve(tmp_path, "--debug", *cli_process.DEMO) as server:
-        reply = httpx.post(server.url + "/v1/messages", json=WIRES["messages"].body("hi"), timeout=cli_process.DEADLINE)
+        reply = httpx.post(
+            server.url + "/v1/messages", json=PROTOCOLS["messages"].body("hi"), timeout=cli_process.DEADLINE
+        )
         assert server.stop() == 0
     files = list((tmp_path / "debug").iterdir())
     assert reply.status_code == 200

@@ -13,15 +13,15 @@ import httpx
 import pytest
 
 from tests.e2e.frames import ServerSentEvent, parse_events
-from tests.e2e.servers import is_idle, streaming, until
+from tests.e2e.servers import stream_events, wait_until, wait_until_idle
 from tests.e2e.test_matrix import ask
-from tests.e2e.wires import WIRES, Wire
+from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.engines.llama_server import helpers
 from tests.live_server import LiveServer, live_server
 
 WINDOW = 256
 ENDLESS = {"0": -100, "2": -100}  # the tokens that would end its turn
-MESSAGES, CHAT, RESPONSES = WIRES.values()
+MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def config(window: int = WINDOW, **more: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def serving_well(settings: dict[str, Any]) -> Iterator[LiveServer]:
         try:
             yield running
         finally:
-            asyncio.run_coroutine_threadsafe(running.yard.stop(), running.loop).result(60)
+            asyncio.run_coroutine_threadsafe(running.app.stop(), running.loop).result(60)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def count(url: str, text: str) -> int:
 
 
 def test_it_answers_in_every_protocol_and_counts_as_we_do(
-    served: LiveServer, client: httpx.Client, wire: Wire, stream: bool
+    served: LiveServer, client: httpx.Client, wire: Protocol, stream: bool
 ) -> None:
     seen = ask(client, wire, stream, "What is the capital of France?", limit=6)
     assert seen.text
@@ -115,7 +115,7 @@ def mortal() -> Iterator[LiveServer]:
 
 
 def kill(served: LiveServer) -> None:
-    engine: Any = served.yard.scheduler.engine("demo")
+    engine: Any = served.app.scheduler.engine("demo")
     os.kill(engine.pid, signal.SIGKILL)
 
 
@@ -124,9 +124,9 @@ def is_content(frame: ServerSentEvent) -> bool:
     return bool(choices[0]["delta"].get("content")) if choices else "delta" in frame.event
 
 
-def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(mortal: LiveServer, wire: Wire) -> None:
+def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(mortal: LiveServer, wire: Protocol) -> None:
     body = wire.body("Count.", limit=1900, logit_bias=ENDLESS, stream=True)
-    with streaming(mortal, wire.path, body) as arriving:
+    with stream_events(mortal, wire.path, body) as arriving:
         seen = [next(frame for frame in arriving if is_content(frame))]
         kill(mortal)
         seen += arriving
@@ -141,7 +141,7 @@ def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(morta
         assert (last.event, last.data["response"]["error"]["code"]) == ("response.failed", "server_error")
     with httpx.Client(base_url=mortal.url, timeout=60) as client:
         assert ask(client, wire, False, "Hello!", limit=4).text
-    is_idle(mortal)
+    wait_until_idle(mortal)
 
 
 def test_a_kill_before_the_first_word_is_not_noticed_by_the_client(mortal: LiveServer) -> None:
@@ -153,7 +153,7 @@ def test_a_kill_before_the_first_word_is_not_noticed_by_the_client(mortal: LiveS
 def test_a_model_that_cannot_be_loaded_fails_alone_with_the_programs_reason() -> None:
     broken = config(llama_server_extra_args=["--nonsense"])
     with serving_well(broken) as served:
-        until(lambda: served.status("demo").state == "failed", "the load has failed")
+        wait_until(lambda: served.status("demo").state == "failed", "the load has failed")
         reply = httpx.post(served.url + "/v1/chat/completions", json=CHAT.body("Hello!"))
         assert reply.status_code == 503
         assert "invalid argument: --nonsense" in reply.json()["error"]["message"]

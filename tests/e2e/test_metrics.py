@@ -10,9 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.frames import parse_events
-from tests.e2e.servers import calling, is_running, is_waiting, narrow, until
 from tests.e2e.servers import config as scripted
-from tests.e2e.wires import WIRES, Usage, Wire
+from tests.e2e.servers import raw_request, single_slot_config, wait_for_queued, wait_for_running, wait_until
+from tests.e2e.wires import PROTOCOLS, Protocol, Usage
 from tests.live_server import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 
@@ -57,7 +57,7 @@ def fresh() -> Iterator[LiveServer]:
         yield served
 
 
-def ask(served: LiveServer, wire: Wire, said: str, *, stream: bool = False, **more: Any) -> Usage:
+def ask(served: LiveServer, wire: Protocol, said: str, *, stream: bool = False, **more: Any) -> Usage:
     reply = httpx.post(served.url + wire.path, json=wire.body(said, stream=stream, **more))
     assert reply.status_code == 200, reply.text
     return (wire.streamed(parse_events(reply.text)) if stream else wire.whole(reply.json())).usage
@@ -72,7 +72,7 @@ def test_every_promised_name_is_there_with_its_type(fresh: LiveServer):
 def test_tokens_are_those_that_the_clients_were_told(fresh: LiveServer):
     told = [
         ask(fresh, wire, said, stream=stream)
-        for wire in WIRES.values()
+        for wire in PROTOCOLS.values()
         for said in ("text", "thinking", "length")
         for stream in (False, True)
     ]
@@ -91,7 +91,7 @@ def test_tokens_are_those_that_the_clients_were_told(fresh: LiveServer):
 
 
 def test_several_answers_to_one_prompt_count_it_once(fresh: LiveServer):
-    reply = httpx.post(fresh.url + "/v1/chat/completions", json=WIRES["chat"].body("text", n=3)).json()
+    reply = httpx.post(fresh.url + "/v1/chat/completions", json=PROTOCOLS["chat"].body("text", n=3)).json()
     scrape = Scrape(fresh)
     assert len(reply["choices"]) == 3
     assert scrape("prompt_tokens_total", *DEMO) == reply["usage"]["prompt_tokens"]
@@ -100,14 +100,14 @@ def test_several_answers_to_one_prompt_count_it_once(fresh: LiveServer):
 
 
 def test_requests_are_counted_by_route_method_and_status(fresh: LiveServer):
-    for wire in WIRES.values():
+    for wire in PROTOCOLS.values():
         ask(fresh, wire, "text")
     httpx.post(fresh.url + "/v1/messages", content=b"{")
     httpx.get(fresh.url + "/v1/models/some/odd/name")
     httpx.get(fresh.url + "/no/such/path")
     httpx.get(fresh.url + "/v1/messages")
     scrape = Scrape(fresh)
-    for wire in WIRES.values():
+    for wire in PROTOCOLS.values():
         assert scrape("http_requests_total", wire.path, "POST", "200") == 1
     assert scrape("http_requests_total", "/v1/messages", "POST", "400") == 1
     assert scrape("http_requests_total", "/v1/models/{id}", "GET", "200") == 1
@@ -123,13 +123,13 @@ def test_a_path_without_its_prefix_is_the_same_route(fresh: LiveServer, path: st
 
 
 def test_every_failed_request_is_counted_once_under_its_code(fresh: LiveServer):
-    for wire in WIRES.values():
+    for wire in PROTOCOLS.values():
         for stream in (False, True):
             for said in ("error before", "error during"):
                 httpx.post(fresh.url + wire.path, json=wire.body(said, stream=stream))
         httpx.post(fresh.url + wire.path, content=b"{")
         httpx.post(fresh.url + wire.path, json=wire.body("x " * 5000))
-    httpx.post(fresh.url + "/v1/chat/completions", json=WIRES["chat"].body("error before", n=3))
+    httpx.post(fresh.url + "/v1/chat/completions", json=PROTOCOLS["chat"].body("error before", n=3))
     httpx.post(fresh.url + "/tokenize", json={})
     httpx.get(fresh.url + "/no/such/path")
     httpx.get(fresh.url + "/v1/responses/resp_none")
@@ -144,14 +144,14 @@ def test_every_failed_request_is_counted_once_under_its_code(fresh: LiveServer):
 
 
 def test_a_client_that_leaves_is_counted_as_cancelled(fresh: LiveServer):
-    with calling(fresh, "/v1/messages", WIRES["messages"].body("endless stream", stream=True)) as caller:
+    with raw_request(fresh, "/v1/messages", PROTOCOLS["messages"].body("endless stream", stream=True)) as caller:
         caller.reads(b"so far")
-    until(lambda: Scrape(fresh)("errors_total", "cancelled") == 1, "it is counted")
+    wait_until(lambda: Scrape(fresh)("errors_total", "cancelled") == 1, "it is counted")
 
 
 def test_the_first_token_and_the_time_between_tokens_are_measured():
     with live_server(demo_config([{"steps": [{"prefill": 0.2}, {"tokens": 20}]}], token_delay=0.002)) as served:
-        told = [ask(served, WIRES["chat"], "go", stream=stream) for stream in (False, True)]
+        told = [ask(served, PROTOCOLS["chat"], "go", stream=stream) for stream in (False, True)]
         scrape = Scrape(served)
     assert scrape("time_to_first_token_seconds_count", *DEMO) == 2
     assert scrape("time_to_first_token_seconds_sum", *DEMO) >= 0.4, "prefill is part of it"
@@ -162,16 +162,16 @@ def test_the_first_token_and_the_time_between_tokens_are_measured():
 
 
 def test_the_queue_is_seen_while_it_stands_and_measured_when_it_moves():
-    with live_server(narrow()) as served:
-        endless = WIRES["chat"].body("endless stream", stream=True)
-        with calling(served, "/v1/chat/completions", endless) as first:
+    with live_server(single_slot_config()) as served:
+        endless = PROTOCOLS["chat"].body("endless stream", stream=True)
+        with raw_request(served, "/v1/chat/completions", endless) as first:
             first.reads(b"so far")
-            with calling(served, "/v1/chat/completions", WIRES["chat"].body("text", stream=True)) as second:
-                is_waiting(served, 1)
+            with raw_request(served, "/v1/chat/completions", PROTOCOLS["chat"].body("text", stream=True)) as second:
+                wait_for_queued(served, 1)
                 standing = Scrape(served)
                 first.leaves()
                 second.reads(b"[DONE]")
-        is_running(served, 0)
+        wait_for_running(served, 0)
         moved = Scrape(served)
     assert standing("queue_waiting", *DEMO) == 1
     assert standing("active_requests_current") == 2
@@ -183,8 +183,8 @@ def test_the_queue_is_seen_while_it_stands_and_measured_when_it_moves():
 
 
 def test_nothing_is_active_when_nobody_asks(fresh: LiveServer):
-    ask(fresh, WIRES["chat"], "text")
-    until(lambda: Scrape(fresh)("active_requests_current") == 0, "all is over")
+    ask(fresh, PROTOCOLS["chat"], "text")
+    wait_until(lambda: Scrape(fresh)("active_requests_current") == 0, "all is over")
 
 
 def test_the_machine_is_looked_at(fresh: LiveServer):

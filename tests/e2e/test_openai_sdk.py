@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 from openai.types.responses import FunctionToolParam
 from pydantic import BaseModel
 
-from tests.e2e.servers import calling, config, is_idle, narrow
-from tests.e2e.wires import TOOLS, WIRES
+from tests.e2e.servers import config, raw_request, single_slot_config, wait_until_idle
+from tests.e2e.wires import PROTOCOLS, TOOLS
 from tests.live_server import LiveServer, live_server
 
 MODEL = "demo"
@@ -281,16 +281,16 @@ def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
 
 
 def test_a_full_queue_is_an_internal_server_error_that_says_when_to_come_back() -> None:
-    chat = WIRES["chat"]
-    with live_server(narrow(scheduler={"max_waiting": 0})) as served:
-        with calling(served, chat.path, chat.body("endless stream", stream=True)) as holder:
+    chat = PROTOCOLS["chat"]
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as served:
+        with raw_request(served, chat.path, chat.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
             sdk = OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
             with sdk, pytest.raises(openai.InternalServerError) as caught:
                 sdk.responses.create(model=MODEL, input="text")
         assert (caught.value.status_code, caught.value.code) == (503, "server_is_overloaded")
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        is_idle(served)
+        wait_until_idle(served)
 
 
 # --- async ----------------------------------------------------------------------------------------------------------

@@ -6,14 +6,14 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.frames import DONE, ServerSentEvent, names, parse_events
-from tests.e2e.wires import WIRES
+from tests.e2e.frames import DONE, ServerSentEvent, event_names, parse_events
+from tests.e2e.wires import PROTOCOLS
 
-MESSAGES, CHAT, RESPONSES = WIRES.values()
+MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def stream(client: httpx.Client, name: str, text: str, **asked: Any) -> list[ServerSentEvent]:
-    wire = WIRES[name]
+    wire = PROTOCOLS[name]
     return parse_events(client.post(wire.path, json=wire.body(text, stream=True, **asked)).text)
 
 
@@ -43,7 +43,7 @@ def test_messages_names_every_event_as_its_data_does(client: httpx.Client) -> No
 def test_messages_closes_each_block_before_the_next_and_counts_them(client: httpx.Client) -> None:
     got = stream(client, "messages", "one tool", tools=True)
     tail = ["message_delta", "message_stop"]
-    assert names(got) == ["message_start", "ping", *block(), *block(), *tail]
+    assert event_names(got) == ["message_start", "ping", *block(), *block(), *tail]
     assert [frame.data["index"] for frame in got if "index" in frame.data] == [0, 0, 0, 1, 1, 1]
     opened = [frame.data["content_block"] for frame in got if frame.event == "content_block_start"]
     call_id = opened[1].pop("id")
@@ -75,7 +75,7 @@ def test_messages_ends_with_the_reason_and_the_cumulative_usage(client: httpx.Cl
 
 def test_messages_says_an_empty_reply_as_one_empty_text(client: httpx.Client) -> None:
     got = stream(client, "messages", "nothing")
-    assert names(got)[2:-2] == block(deltas=0)
+    assert event_names(got)[2:-2] == block(deltas=0)
     whole = client.post(MESSAGES.path, json=MESSAGES.body("nothing")).json()
     assert whole["content"] == [{"type": "text", "text": ""}]
 
@@ -132,18 +132,18 @@ def events(*inner: str, end: str = "completed") -> list[str]:
 
 
 def test_responses_opens_and_closes_every_item_in_order(client: httpx.Client) -> None:
-    assert names(stream(client, "responses", "text")) == events(*MESSAGE, "output_item.done")
+    assert event_names(stream(client, "responses", "text")) == events(*MESSAGE, "output_item.done")
     thinking = (*REASONING, "content_part.done", "output_item.done", *MESSAGE, "output_item.done")
-    assert names(stream(client, "responses", "thinking")) == events(*thinking)
-    assert names(stream(client, "responses", "parallel tools", tools=True)) == events(*CALL, *CALL)
-    cut = names(stream(client, "responses", "length", limit=5))
+    assert event_names(stream(client, "responses", "thinking")) == events(*thinking)
+    assert event_names(stream(client, "responses", "parallel tools", tools=True)) == events(*CALL, *CALL)
+    cut = event_names(stream(client, "responses", "length", limit=5))
     assert cut == events(*MESSAGE, "output_item.done", end="incomplete")
 
 
 def test_responses_numbers_every_event_and_names_it_as_its_data_does(client: httpx.Client) -> None:
     got = stream(client, "responses", "one tool", tools=True)
     assert [frame.data["sequence_number"] for frame in got] == list(range(len(got)))
-    assert [frame.data["type"] for frame in got] == names(got)
+    assert [frame.data["type"] for frame in got] == event_names(got)
 
 
 def test_responses_says_where_each_event_belongs(client: httpx.Client) -> None:
@@ -179,7 +179,7 @@ def test_responses_summarises_and_seals_reasoning_where_asked(client: httpx.Clie
     item = got[-1].data["response"]["output"][0]
     assert item["summary"] == [{"type": "summary_text", "text": "Let me see."}]
     assert item["encrypted_content"]
-    assert "response.reasoning_summary_text.done" in names(got)
+    assert "response.reasoning_summary_text.done" in event_names(got)
 
 
 def test_responses_has_no_done_line(client: httpx.Client) -> None:

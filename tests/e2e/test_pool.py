@@ -12,11 +12,19 @@ import httpx
 from modelyard.core.errors import Unavailable
 from modelyard.core.pool import RequestSnapshot
 from tests.e2e.frames import parse_events
-from tests.e2e.servers import calling, config, is_idle, is_running, is_waiting, narrow, until
-from tests.e2e.wires import WIRES, Wire
+from tests.e2e.servers import (
+    config,
+    raw_request,
+    single_slot_config,
+    wait_for_queued,
+    wait_for_running,
+    wait_until,
+    wait_until_idle,
+)
+from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, live_server
 
-MESSAGES, CHAT, RESPONSES = WIRES.values()
+MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def order(served: LiveServer, what: Callable[[], Any]) -> None:
@@ -32,17 +40,17 @@ def running(served: LiveServer) -> list[RequestSnapshot]:
     """Looked up on the server's own loop: between two of its steps."""
 
     async def look() -> list[RequestSnapshot]:
-        return [one for one in served.yard.scheduler.requests() if one.state == "running"]
+        return [one for one in served.app.scheduler.requests() if one.state == "running"]
 
     return asyncio.run_coroutine_threadsafe(look(), served.loop).result(60)
 
 
-def test_unloading_by_force_ends_a_stream_in_its_protocols_error(wire: Wire) -> None:
+def test_unloading_by_force_ends_a_stream_in_its_protocols_error(wire: Protocol) -> None:
     with live_server(config()) as served, ThreadPoolExecutor(1) as others:
-        scheduler = served.yard.scheduler
+        scheduler = served.app.scheduler
         body = wire.body("endless stream", stream=True)
         reading = others.submit(httpx.post, served.url + wire.path, json=body, timeout=60)
-        is_running(served, 1)
+        wait_for_running(served, 1)
         order(served, lambda: scheduler.unload("demo", force=True))
         last = (
             parse_events(reading.result().text)[-1].data
@@ -54,7 +62,7 @@ def test_unloading_by_force_ends_a_stream_in_its_protocols_error(wire: Wire) -> 
         assert "POST /v1/admin/models/demo/load" in refused.text
         order(served, lambda: scheduler.load("demo"))
         assert wire.whole(httpx.post(served.url + wire.path, json=wire.body("text")).json()).text
-        is_idle(served)
+        wait_until_idle(served)
 
 
 def test_a_model_is_loaded_by_the_first_request_for_it() -> None:
@@ -68,10 +76,10 @@ def test_a_model_is_loaded_by_the_first_request_for_it() -> None:
         assert 'model_loads_total{model="demo"} 1.0' in httpx.get(served.url + "/metrics").text
 
 
-def test_a_key_over_its_limit_is_told_when_to_come_back(wire: Wire) -> None:
+def test_a_key_over_its_limit_is_told_when_to_come_back(wire: Protocol) -> None:
     asked = config(keys=[{"name": "ann", "key": "secret", "requests_per_minute": 1}])
     with live_server(asked, ready=False) as served:
-        until(lambda: served.status("demo").state == "ready", "the model is ready")
+        wait_until(lambda: served.status("demo").state == "ready", "the model is ready")
         client = httpx.Client(base_url=served.url, headers={"authorization": "Bearer secret"})
         with client:
             assert client.post(wire.path, json=wire.body("text")).status_code == 200
@@ -82,36 +90,36 @@ def test_a_key_over_its_limit_is_told_when_to_come_back(wire: Wire) -> None:
 
 
 def test_each_replica_has_places_of_its_own() -> None:
-    asked = narrow()
+    asked = single_slot_config()
     asked["models"]["demo"] |= {"replicas": 2}
     with live_server(asked) as served:
-        until(lambda: len(served.yard.scheduler.engines("demo")) == 2, "both replicas are ready")
+        wait_until(lambda: len(served.app.scheduler.engines("demo")) == 2, "both replicas are ready")
         endless = CHAT.body("endless stream", stream=True)
         with (
-            calling(served, CHAT.path, endless) as first,
-            calling(served, CHAT.path, endless) as second,
-            calling(served, CHAT.path, endless) as third,
+            raw_request(served, CHAT.path, endless) as first,
+            raw_request(served, CHAT.path, endless) as second,
+            raw_request(served, CHAT.path, endless) as third,
         ):
             first.reads(b"so far")
             second.reads(b"so far")
-            is_waiting(served, 1)
+            wait_for_queued(served, 1)
             first.leaves()
             third.reads(b"so far")
-        until(lambda: served.status("demo").running == 0, "all places free")
+        wait_until(lambda: served.status("demo").running == 0, "all places free")
 
 
 def test_a_request_whose_replica_dies_before_its_first_word_goes_to_the_other() -> None:
-    asked = narrow()
+    asked = single_slot_config()
     asked["models"]["demo"] |= {"replicas": 2}
     with live_server(asked) as served:
-        scheduler = served.yard.scheduler
-        until(lambda: len(scheduler.engines("demo")) == 2, "both replicas are ready")
-        with calling(served, CHAT.path, CHAT.body("endless prefill")):
-            is_running(served, 1)
+        scheduler = served.app.scheduler
+        wait_until(lambda: len(scheduler.engines("demo")) == 2, "both replicas are ready")
+        with raw_request(served, CHAT.path, CHAT.body("endless prefill")):
+            wait_for_running(served, 1)
             (before,) = running(served)
-            until(lambda: sum(engine.stats().running for engine in scheduler.engines("demo")) == 1, "it has begun")
+            wait_until(lambda: sum(engine.stats().running for engine in scheduler.engines("demo")) == 1, "it has begun")
             (busy,) = [engine for engine in scheduler.engines("demo") if engine.stats().running]
             served.loop.call_soon_threadsafe(busy.die, Unavailable("killed"))
-            until(lambda: [one.replica for one in running(served)] not in ([before.replica], []), "it has moved")
+            wait_until(lambda: [one.replica for one in running(served)] not in ([before.replica], []), "it has moved")
             assert [one.trace for one in running(served)] == [before.trace]
-        until(lambda: served.status("demo").running == 0, "all places free")
+        wait_until(lambda: served.status("demo").running == 0, "all places free")

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from modelyard.library import default_model
-from tests.e2e.frames import ServerSentEvent, names, parse_events
+from tests.e2e.frames import ServerSentEvent, event_names, parse_events
 from tests.live_server import LiveServer, demo_config, live_server
 
 METRICS = {
@@ -151,7 +151,7 @@ def test_what_decoding_leaves_out_comes_from_the_settings(client: httpx.Client) 
 def test_a_stream_has_four_kinds_of_events_and_the_same_answer(client: httpx.Client) -> None:
     body = EXAMPLES["several turns"]
     stream = parse_events(client.post("/v1/responses", json=body | {"stream": True}).text)
-    assert list(dict.fromkeys(names(stream))) == [
+    assert list(dict.fromkeys(event_names(stream))) == [
         "response.created",
         "response.output_text.delta",
         "response.metrics",

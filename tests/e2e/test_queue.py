@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import httpx
 
-from tests.e2e.servers import calling, is_idle, is_waiting, narrow
-from tests.e2e.wires import WIRES, Wire
+from tests.e2e.servers import raw_request, single_slot_config, wait_for_queued, wait_until_idle
+from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, live_server
 
-MESSAGES, CHAT, _ = WIRES.values()
+MESSAGES, CHAT, _ = PROTOCOLS.values()
 
 
-def refused(served: LiveServer, wire: Wire, stream: bool, position: int) -> None:
+def refused(served: LiveServer, wire: Protocol, stream: bool, position: int) -> None:
     reply = httpx.post(served.url + wire.path, json=wire.body("text", stream=stream))
     assert (reply.headers["content-type"], reply.headers["x-queue-position"]) == ("application/json", str(position))
     assert int(reply.headers["retry-after"]) >= 1
@@ -26,48 +26,48 @@ def refused(served: LiveServer, wire: Wire, stream: bool, position: int) -> None
 
 
 def test_nobody_may_wait_where_the_queue_has_no_room() -> None:
-    with live_server(narrow(scheduler={"max_waiting": 0})) as served:
-        with calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as served:
+        with raw_request(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
-            for wire in WIRES.values():
+            for wire in PROTOCOLS.values():
                 refused(served, wire, stream=False, position=1)
                 refused(served, wire, stream=True, position=1)
-        is_idle(served)
+        wait_until_idle(served)
 
 
 def test_the_one_who_waits_is_served_and_the_one_behind_is_refused() -> None:
-    with live_server(narrow(scheduler={"max_waiting": 1})) as served:
-        for wire in WIRES.values():
+    with live_server(single_slot_config(scheduler={"max_waiting": 1})) as served:
+        for wire in PROTOCOLS.values():
             with (
-                calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder,
-                calling(served, wire.path, wire.body("text")) as waiter,
+                raw_request(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder,
+                raw_request(served, wire.path, wire.body("text")) as waiter,
             ):
-                is_waiting(served, 1)
+                wait_for_queued(served, 1)
                 refused(served, wire, stream=False, position=2)
                 refused(served, wire, stream=True, position=2)
                 holder.leaves()
                 waiter.reads(b"Hello there, friend.")
-            is_idle(served)
+            wait_until_idle(served)
 
 
 def test_waiting_prompts_are_bounded_by_their_tokens_too() -> None:
-    with live_server(narrow(scheduler={"max_waiting_tokens": 20})) as served:
-        with calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+    with live_server(single_slot_config(scheduler={"max_waiting_tokens": 20})) as served:
+        with raw_request(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
             reply = httpx.post(served.url + CHAT.path, json=CHAT.body("text " * 50))
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "server_is_overloaded")
-            with calling(served, CHAT.path, CHAT.body("text")):
-                is_waiting(served, 1)
-        is_idle(served)
+            with raw_request(served, CHAT.path, CHAT.body("text")):
+                wait_for_queued(served, 1)
+        wait_until_idle(served)
 
 
 def test_counting_does_not_queue() -> None:
-    with live_server(narrow(scheduler={"max_waiting": 0})) as served:
-        with calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as served:
+        with raw_request(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
             for path, wire in (
                 ("/v1/messages/count_tokens", MESSAGES),
-                ("/v1/responses/input_tokens", WIRES["responses"]),
+                ("/v1/responses/input_tokens", PROTOCOLS["responses"]),
             ):
                 assert httpx.post(served.url + path, json=wire.body("text")).json()["input_tokens"] > 0
-        is_idle(served)
+        wait_until_idle(served)

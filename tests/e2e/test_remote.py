@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from tests.e2e.frames import parse_events
-from tests.e2e.servers import Caller, config, is_idle, is_running
+from tests.e2e.servers import RawClient, config, wait_for_running, wait_until_idle
 from tests.e2e.test_matrix import CASES, WORD, ask
-from tests.e2e.wires import WIRES, Wire
+from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 from tests.live_server import LiveServer, live_server
 
@@ -41,16 +41,16 @@ def before(behind: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", PROTOCOLS)
 def test_an_answer_arrives_as_the_upstream_gave_it(before: httpx.Client, name: str, case: str, stream: bool) -> None:
     asked, text, thinking, calls, stops = CASES[case]
-    seen = ask(before, WIRES[name], stream, case, **asked)
+    seen = ask(before, PROTOCOLS[name], stream, case, **asked)
     assert (seen.text, seen.thinking, seen.calls) == (text, thinking, calls)
     # Only one of the three upstream wires tells which stop string it was.
     assert seen.stop == stops[WORD[name]] or (case, seen.stop) == ("stop string", "end_turn")
 
 
-def test_usage_is_the_upstreams(before: httpx.Client, behind: LiveServer, wire: Wire, stream: bool) -> None:
+def test_usage_is_the_upstreams(before: httpx.Client, behind: LiveServer, wire: Protocol, stream: bool) -> None:
     through = ask(before, wire, stream, "thinking").usage
     with httpx.Client(base_url=behind.url) as direct:
         straight = ask(direct, wire, stream, "thinking").usage
@@ -64,12 +64,12 @@ def test_a_result_of_a_tool_reaches_the_upstream(before: httpx.Client) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
-    reply = before.post("/v1/chat/completions", json=WIRES["chat"].body("") | {"messages": messages})
+    reply = before.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("") | {"messages": messages})
     assert reply.json()["choices"][0]["message"]["content"] == "Take a hat: it is sunny."
 
 
 def test_the_upstreams_counter_counts(behind: LiveServer) -> None:
-    body = WIRES["messages"].body("How many tokens is this?")
+    body = PROTOCOLS["messages"].body("How many tokens is this?")
     here = httpx.post(behind.url + "/v1/messages/count_tokens", json=body).json()["input_tokens"]
     for kind in KINDS[1:]:
         with live_server(front(behind.url + "/v1", kind)) as served:
@@ -79,23 +79,23 @@ def test_the_upstreams_counter_counts(behind: LiveServer) -> None:
         assert httpx.post(served.url + "/v1/messages/count_tokens", json=body, headers=CONSENT).status_code == 501
 
 
-def test_nothing_leaves_without_consent(behind: LiveServer, wire: Wire, stream: bool) -> None:
+def test_nothing_leaves_without_consent(behind: LiveServer, wire: Protocol, stream: bool) -> None:
     with live_server(front(behind.url + "/v1")) as served:
         reply = httpx.post(served.url + wire.path, json=wire.body("text", stream=stream))
         assert reply.status_code == 403
         assert reply.json()["error"]["code"] == "remote_not_allowed"
-        is_idle(behind)
+        wait_until_idle(behind)
 
 
 def test_a_client_that_leaves_frees_the_upstream(behind: LiveServer) -> None:
     settings = front(behind.url + "/v1") | {"routes": [{"match": "*", "model": "demo", "allow_remote": True}]}
     with live_server(settings) as served:
-        caller = Caller(served, "/v1/chat/completions", WIRES["chat"].body("endless stream", stream=True))
+        caller = RawClient(served, "/v1/chat/completions", PROTOCOLS["chat"].body("endless stream", stream=True))
         caller.reads(b"so far")
-        is_running(behind, 1)
+        wait_for_running(behind, 1)
         caller.leaves()
-        is_idle(behind)
-        is_idle(served)
+        wait_until_idle(behind)
+        wait_until_idle(served)
 
 
 # --- an upstream that answers as it is told ---------------------------------------------------------------------------
@@ -122,7 +122,7 @@ OVERFLOW = error_answer(
 
 async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
     async with fake_upstream(OVERFLOW) as up, gateway(up) as client:
-        replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in WIRES.values()]
+        replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in PROTOCOLS.values()]
     messages, chat_, responses = replies
     assert messages.json()["error"]["message"] == "prompt is too long: 123 tokens > 100 maximum"
     assert chat_.json()["error"] | {"n_prompt_tokens": 123, "n_ctx": 100} == chat_.json()["error"]
@@ -148,7 +148,7 @@ async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
     answer: Answer, statuses: tuple[int, ...], retry_after: str | None
 ) -> None:
     async with fake_upstream(answer) as up, gateway(up) as client:
-        replies = [await client.post(wire.path, json=wire.body("text")) for wire in WIRES.values()]
+        replies = [await client.post(wire.path, json=wire.body("text")) for wire in PROTOCOLS.values()]
     assert tuple(reply.status_code for reply in replies) == statuses
     assert {reply.headers.get("retry-after") for reply in replies} == {retry_after}
     assert len(up.requests) == 3
@@ -156,7 +156,7 @@ async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
 
 async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> None:
     async with fake_upstream(Answer(body=chat_stream("Half an")[:1], breaks=True)) as up, gateway(up) as client:
-        replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in WIRES.values()]
+        replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in PROTOCOLS.values()]
     messages, chat_, responses = (parse_events(reply.text) for reply in replies)
     assert messages[-1].event == "error"
     assert "error" in chat_[-1].data
@@ -180,13 +180,13 @@ async def test_an_image_arrives_as_data() -> None:
 async def test_only_what_somebody_chose_is_sampled_with() -> None:
     """An upstream has its own defaults: ours for local models are not forced upon it."""
     async with fake_upstream(Answer(body=chat_stream("Hi"))) as up, gateway(up, decoding={"top_p": 0.5}) as client:
-        await client.post("/v1/chat/completions", json=WIRES["chat"].body("text"))
+        await client.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("text"))
     assert "temperature" not in up.requests[0].body
     assert up.requests[0].body["top_p"] == 0.5
 
 
 async def test_several_answers_are_several_requests() -> None:
     async with fake_upstream(Answer(body=chat_stream("Hi"))) as up, gateway(up) as client:
-        reply = await client.post("/v1/chat/completions", json=WIRES["chat"].body("text", n=2))
+        reply = await client.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("text", n=2))
     assert [choice["message"]["content"] for choice in reply.json()["choices"]] == ["Hi", "Hi"]
     assert ["n" in asked.body for asked in up.requests] == [False, False]

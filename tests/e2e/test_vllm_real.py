@@ -13,16 +13,16 @@ import jsonschema
 import pytest
 
 from tests.e2e.frames import parse_events
-from tests.e2e.servers import streaming, until
+from tests.e2e.servers import stream_events, wait_until
 from tests.e2e.test_llama_server import ENDLESS, count, is_content, serving_well
 from tests.e2e.test_matrix import ask
-from tests.e2e.wires import WIRES, Wire
+from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.engines.vllm_serve.real_server import TOOLS_TEMPLATE, fields
 from tests.live_server import LiveServer
 
 pytestmark = pytest.mark.vllm
 WINDOW = 1024
-MESSAGES, CHAT, RESPONSES = WIRES.values()
+MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def config(**more: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def config(**more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def served() -> Iterator[LiveServer]:
     with serving_well(config()) as running:
-        until(lambda: running.status("demo").state == "ready", "the model is loaded", 300)
+        wait_until(lambda: running.status("demo").state == "ready", "the model is loaded", 300)
         yield running
 
 
@@ -50,7 +50,7 @@ def client(served: LiveServer) -> Iterator[httpx.Client]:
 
 
 def test_it_answers_in_every_protocol_and_counts_as_we_do(
-    served: LiveServer, client: httpx.Client, wire: Wire, stream: bool
+    served: LiveServer, client: httpx.Client, wire: Protocol, stream: bool
 ) -> None:
     seen = ask(client, wire, stream, "What is the capital of France?", limit=12)
     assert seen.text
@@ -108,11 +108,11 @@ def test_an_answer_has_the_form_that_was_asked_for(client: httpx.Client, stream:
 
 def test_one_replica_of_two_is_killed_and_the_other_answers_on() -> None:
     with serving_well(config(replicas=2, parallel=1)) as served:
-        until(lambda: len(_ready(served)) == 2, "both replicas are loaded", 400)
+        wait_until(lambda: len(_ready(served)) == 2, "both replicas are loaded", 400)
         first, second = _ready(served)
         # Two texts: whoever asks the same at the same time, where nothing is random, shares one answer.
         bodies = [CHAT.body(text, limit=400, logit_bias=ENDLESS, stream=True) for text in ("Count.", "Tell a story.")]
-        with streaming(served, CHAT.path, bodies[0]) as one, streaming(served, CHAT.path, bodies[1]) as two:
+        with stream_events(served, CHAT.path, bodies[0]) as one, stream_events(served, CHAT.path, bodies[1]) as two:
             for stream in (one, two):
                 next(frame for frame in stream if is_content(frame))
             assert [each.stats().running for each in (first, second)] == [1, 1]
@@ -128,4 +128,4 @@ def _ready(served: LiveServer) -> list[Any]:
     """Engines that take work; one that is only being loaded has a process, too."""
     if served.status("demo").state != "ready":
         return []
-    return [each for each in served.yard.scheduler.engines("demo") if getattr(each, "_watching", None) is not None]
+    return [each for each in served.app.scheduler.engines("demo") if getattr(each, "_watching", None) is not None]

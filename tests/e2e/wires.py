@@ -26,7 +26,7 @@ NO_USAGE = Usage(0, 0, 0, 0)
 
 
 @dataclass
-class Seen:
+class ParsedReply:
     """An answer in common terms; `stop` is the wire's own word for why it ended."""
 
     text: str = ""
@@ -44,13 +44,13 @@ class Messages:
         asked = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": limit, **more}
         return asked | ({"tools": offered} if tools else {}) | ({"stop_sequences": [stop]} if stop else {})
 
-    def whole(self, reply: dict[str, Any]) -> Seen:
-        seen = Seen(stop=self._stop(reply), usage=self._usage(reply["usage"]))
+    def whole(self, reply: dict[str, Any]) -> ParsedReply:
+        seen = ParsedReply(stop=self._stop(reply), usage=self._usage(reply["usage"]))
         for block in reply["content"]:
             self._add(seen, block)
         return seen
 
-    def streamed(self, stream: Sequence[ServerSentEvent]) -> Seen:
+    def streamed(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
         blocks: list[dict[str, Any]] = []
         for _, data in stream:
             if data["type"] == "content_block_start":
@@ -59,7 +59,7 @@ class Messages:
                 self._grow(blocks[-1], data["delta"])
             elif data["type"] == "message_delta":
                 ended = data
-        seen = Seen(stop=self._stop(ended["delta"]), usage=self._usage(ended["usage"]))
+        seen = ParsedReply(stop=self._stop(ended["delta"]), usage=self._usage(ended["usage"]))
         for block in blocks:
             self._add(seen, block | ({"input": json.loads(block["json"])} if block["json"] else {}))
         return seen
@@ -69,7 +69,7 @@ class Messages:
             if name != "type":
                 block["json" if name == "partial_json" else name] += value
 
-    def _add(self, seen: Seen, block: dict[str, Any]) -> None:
+    def _add(self, seen: ParsedReply, block: dict[str, Any]) -> None:
         if block["type"] == "tool_use":
             seen.calls.append((block["name"], block["input"]))
         else:
@@ -98,11 +98,11 @@ class Chat:
         offered = [{"type": "function", "function": function} for function in functions]
         return asked | ({"tools": offered} if tools else {}) | ({"stop": [stop]} if stop else {})
 
-    def whole(self, reply: dict[str, Any]) -> Seen:
+    def whole(self, reply: dict[str, Any]) -> ParsedReply:
         (choice,) = reply["choices"]
         return self._seen(choice["message"], choice["finish_reason"], reply["usage"])
 
-    def streamed(self, stream: Sequence[ServerSentEvent]) -> Seen:
+    def streamed(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
         message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
         *chunks, last, done = [frame.data for frame in stream]
         assert done == DONE
@@ -121,10 +121,12 @@ class Chat:
         else:
             calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
 
-    def _seen(self, message: dict[str, Any], stop: str, usage: dict[str, Any]) -> Seen:
+    def _seen(self, message: dict[str, Any], stop: str, usage: dict[str, Any]) -> ParsedReply:
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
-        return Seen(message["content"] or "", message.get("reasoning_content") or "", calls, stop, self._usage(usage))
+        return ParsedReply(
+            message["content"] or "", message.get("reasoning_content") or "", calls, stop, self._usage(usage)
+        )
 
     def _usage(self, told: dict[str, Any]) -> Usage:
         prompt, output = told["prompt_tokens"], told["completion_tokens"]
@@ -141,10 +143,10 @@ class Responses:
         offered = [{"type": "function", "name": name, "parameters": schema} for name, schema in TOOLS.items()]
         return asked | ({"tools": offered} if tools else {}) | ({"stop": [stop]} if stop else {})
 
-    def whole(self, reply: dict[str, Any]) -> Seen:
+    def whole(self, reply: dict[str, Any]) -> ParsedReply:
         details = reply["incomplete_details"]
         stop = reply["status"] + (f" {details['reason']}" if details else "")
-        seen = Seen(stop=stop, usage=self._usage(reply["usage"]))
+        seen = ParsedReply(stop=stop, usage=self._usage(reply["usage"]))
         for item in reply["output"]:
             if item["type"] == "function_call":
                 seen.calls.append((item["name"], json.loads(item["arguments"])))
@@ -154,7 +156,7 @@ class Responses:
                 seen.text += "".join(part["text"] for part in item["content"])
         return seen
 
-    def streamed(self, stream: Sequence[ServerSentEvent]) -> Seen:
+    def streamed(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
         """What the finished response says must also be what the items and the deltas said on the way."""
         last = stream[-1].data
         items = [data["item"] for event, data in stream if event == "response.output_item.done"]
@@ -175,5 +177,5 @@ class Responses:
         return Usage(prompt, cached["cached_tokens"], output, reasoning["reasoning_tokens"])
 
 
-Wire = Messages | Chat | Responses
-WIRES: dict[str, Wire] = {"messages": Messages(), "chat": Chat(), "responses": Responses()}
+Protocol = Messages | Chat | Responses
+PROTOCOLS: dict[str, Protocol] = {"messages": Messages(), "chat": Chat(), "responses": Responses()}

@@ -26,7 +26,7 @@ class Kept:
     def __init__(self, file: Path, config: dict[str, Any]) -> None:
         self.file = file
         self.write(config)
-        self.yard = compose(self.read().config, {}, self.read)
+        self.server_app = compose(self.read().config, {}, self.read)
 
     def write(self, config: dict[str, Any]) -> None:
         self.file.write_text(json.dumps(config))
@@ -38,12 +38,12 @@ class Kept:
 @asynccontextmanager
 async def kept(file: Path, config: dict[str, Any]) -> AsyncIterator[tuple[Kept, httpx.AsyncClient]]:
     made = Kept(file, config)
-    await made.yard.scheduler.load("demo")
-    transport = httpx.ASGITransport(made.yard.app, raise_app_exceptions=False)
+    await made.server_app.scheduler.load("demo")
+    transport = httpx.ASGITransport(made.server_app.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield made, client
-    await made.yard.stop()
-    await made.yard.gateway.close()
+    await made.server_app.stop()
+    await made.server_app.gateway.close()
 
 
 def saying(text: str) -> dict[str, Any]:
@@ -100,11 +100,11 @@ async def test_what_only_a_restart_changes_is_told(tmp_path: Path) -> None:
 
 
 async def test_a_server_without_a_file_has_nothing_to_read() -> None:
-    yard = compose(load_config(env={}, overrides=demo_config()).config, {})
+    server_app = compose(load_config(env={}, overrides=demo_config()).config, {})
     with pytest.raises(Conflict):
-        await yard.admin.reload()
-    await yard.stop()
-    await yard.gateway.close()
+        await server_app.admin.reload()
+    await server_app.stop()
+    await server_app.gateway.close()
 
 
 def test_secrets_are_not_shown() -> None:

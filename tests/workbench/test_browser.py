@@ -390,9 +390,9 @@ def test_the_page_reconnects_when_the_server_is_back(page: BrowserPage, server: 
 
 
 def test_optimizer_runs_are_shown_and_never_rendered_as_html(locked: BrowserPage, tmp_path: Path) -> None:
-    told = optimizer_run(verdict=HTML, toml="[models.m]\nn_ubatch = 64", left_out=[HTML])
+    run = optimizer_run(verdict=HTML, toml="[models.m]\nn_ubatch = 64", left_out=[HTML])
     (tmp_path / "tune").mkdir()
-    (tmp_path / "tune" / "20261115T120203-m-chat.json").write_text(json.dumps(told))
+    (tmp_path / "tune" / "20261115T120203-m-chat.json").write_text(json.dumps(run))
     fake = '[models.demo]\nbackend = "fake"\n'
     with serve(tmp_path, config=fake, MODELYARD_CACHE=str(tmp_path)) as running:
         page = BrowserPage(locked.driver, running.url)

@@ -16,7 +16,7 @@ from modelyard.engines import fake
 from modelyard.tokenizer import open_tokenizer
 from modelyard.workers.tokenizer_files import cached_tokenizers, read_tokenizer_files, store_tokenizer, tokenizer_hash
 from tests import cli_process
-from tests.e2e.servers import until
+from tests.e2e.servers import wait_until
 from tests.engines.llama_cpp.helpers import model_file
 from tests.workers.harness import connected, open_fake, running_worker, short_folder
 
@@ -126,7 +126,9 @@ def test_a_gateway_without_the_model_file_fetches_the_tokenizer_from_the_worker(
         refused = _answer(gateway.url)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
         stack.enter_context(command(there, "worker", "--scheduler", endpoint, MODELYARD_CACHE=str(there)))
-        until(lambda: _answer(gateway.url).status_code == 200, "the gateway has the tokenizer", cli_process.DEADLINE)
+        wait_until(
+            lambda: _answer(gateway.url).status_code == 200, "the gateway has the tokenizer", cli_process.DEADLINE
+        )
         counted = httpx.post(
             f"{gateway.url}/v1/messages/count_tokens",
             json={"model": "small", "messages": [{"role": "user", "content": json.dumps({"a": "b"})}]},

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests import cli_process
-from tests.e2e.servers import until
+from tests.e2e.servers import wait_until
 from tests.engines.llama_cpp.helpers import model_file
 
 CHAT = "/v1/chat/completions"
@@ -86,7 +86,7 @@ def _is_ready(url: str) -> bool:
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcesses]:
     with cli_process.serve(tmp_path_factory.mktemp("server"), "--workers", "2", config=config()) as server:
-        until(lambda: _is_ready(server.url), "the model is ready", cli_process.DEADLINE)
+        wait_until(lambda: _is_ready(server.url), "the model is ready", cli_process.DEADLINE)
         yield ServerProcesses(server)
 
 
@@ -138,13 +138,15 @@ def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
     """Not even a worker that is still loading its model."""
     with cli_process.serve(tmp_path, "--workers", "2", config=config()) as server:
         supervisor = psutil.Process(server.process.pid)
-        until(lambda: len(supervisor.children(recursive=True)) == 4, "the worker has started", cli_process.DEADLINE)
+        wait_until(
+            lambda: len(supervisor.children(recursive=True)) == 4, "the worker has started", cli_process.DEADLINE
+        )
         _check_all_exit(server, supervisor.children(recursive=True), signal.SIGKILL, -signal.SIGKILL)
 
 
 def test_no_process_survives_a_stopped_supervisor(processes: ServerProcesses) -> None:
     """The last test of this module: it stops the shared server."""
-    until(lambda: len(processes.all()) == 4, "the killed gateway is back")
+    wait_until(lambda: len(processes.all()) == 4, "the killed gateway is back")
     _check_all_exit(processes.server, processes.all(), signal.SIGTERM, 0)
 
 

@@ -110,7 +110,7 @@ def server() -> Iterator[LiveServer]:
     }
     with live_server({"models": {MODEL: model}}, ready=False) as served:
         deadline = time.monotonic() + LOAD_S
-        while len(served.yard.scheduler.engines(MODEL)) < 2:
+        while len(served.app.scheduler.engines(MODEL)) < 2:
             assert time.monotonic() < deadline, served.status(MODEL)
             time.sleep(0.5)
         yield served
@@ -123,11 +123,11 @@ def chat(served: LiveServer, text: str = "What is the capital of France?", **mor
 
 
 def test_two_replicas_share_the_work(server: LiveServer) -> None:
-    assert len(server.yard.scheduler.engines(MODEL)) == 2
+    assert len(server.app.scheduler.engines(MODEL)) == 2
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda n: chat(server, f"What is the capital of France? ({n})"), range(8)))
     assert all(reply["choices"][0]["message"]["content"] for reply in replies)
-    assert all(engine.stats().evaluated_tokens > 0 for engine in server.yard.scheduler.engines(MODEL))
+    assert all(engine.stats().evaluated_tokens > 0 for engine in server.app.scheduler.engines(MODEL))
 
 
 def test_required_tool_call_has_arguments_of_its_schema(server: LiveServer) -> None:
@@ -181,7 +181,7 @@ def test_repeated_prompt_is_read_from_the_cache(server: LiveServer) -> None:
 
 
 def test_dead_replica_is_replaced_without_failed_requests(server: LiveServer) -> None:
-    victim = server.yard.scheduler.engines(MODEL)[0]
+    victim = server.app.scheduler.engines(MODEL)[0]
     psutil.Process(victim.pid).kill()  # type: ignore[union-attr]
     with ThreadPoolExecutor(4) as pool:
         replies = list(pool.map(lambda n: chat(server, f"Capital of France, please. ({n})"), range(4)))

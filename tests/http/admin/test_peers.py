@@ -12,7 +12,7 @@ import pytest
 
 from modelyard.http.admin.peers import PeerGateways, merge_requests
 from tests import cli_process
-from tests.e2e.servers import until
+from tests.e2e.servers import wait_until
 
 KEY = "the-key-of-the-house"
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -65,7 +65,7 @@ async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with cli_process.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
         server.until_said("listening on", 2)  # what all are told the last to come must hear, too
-        until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", cli_process.DEADLINE)
+        wait_until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", cli_process.DEADLINE)
         yield server.url
 
 

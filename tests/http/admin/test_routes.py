@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.servers import until
+from tests.e2e.servers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
@@ -80,7 +80,7 @@ def test_a_model_is_unloaded_and_loaded_again(client: httpx.Client) -> None:
 def test_who_does_not_want_to_wait_gets_an_answer_at_once(client: httpx.Client) -> None:
     client.post("/v1/admin/models/demo/unload")
     assert client.post("/v1/admin/models/demo/load?wait=false").status_code == 202
-    until(lambda: model(client)["state"] == "ready", "the model is ready")
+    wait_until(lambda: model(client)["state"] == "ready", "the model is ready")
 
 
 def test_a_load_that_fails_says_why_and_the_record_keeps_it(client: httpx.Client) -> None:
@@ -127,7 +127,7 @@ def test_a_drained_model_finishes_what_runs_and_takes_no_more(client: httpx.Clie
         next(lines)
         assert client.post("/v1/admin/models/demo/drain").json()["state"] == "draining"
         assert client.post("/v1/chat/completions", json=ASK).status_code == 503
-    until(lambda: model(client)["queue"]["running"] == 0, "the last request is gone")
+    wait_until(lambda: model(client)["queue"]["running"] == 0, "the last request is gone")
     assert client.post("/v1/admin/models/demo/load").json()["state"] == "ready"
 
 
@@ -170,13 +170,13 @@ def test_a_name_is_resolved_as_a_request_would_be(client: httpx.Client) -> None:
 def test_a_running_request_is_seen_and_can_be_ended(client: httpx.Client, served: LiveServer) -> None:
     with ThreadPoolExecutor(1) as others, httpx.Client(base_url=served.url) as second:
         reading = others.submit(second.post, "/v1/chat/completions", json=ENDLESS)
-        until(lambda: client.get("/v1/admin/requests").json()["live"], "the request runs")
+        wait_until(lambda: client.get("/v1/admin/requests").json()["live"], "the request runs")
         (live,) = client.get("/v1/admin/requests").json()["live"]
         assert (live["model"], live["cache"], live["state"]) == ("demo", "main", "running")
         assert client.get(f"/v1/admin/requests/{live['id']}").json()["live"][0]["trace"] == live["trace"]
         assert client.post(f"/v1/admin/requests/{live['id']}/cancel").json()["cancelled"] == 1
         assert '"error"' in reading.result(60).text
-    until(lambda: not client.get("/v1/admin/requests").json()["live"], "it is gone")
+    wait_until(lambda: not client.get("/v1/admin/requests").json()["live"], "it is gone")
     assert client.post(f"/v1/admin/requests/{live['id']}/cancel").status_code == 404
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class AsyncEngineArgs:
-    """Those that tests set. `additional_config`, which in vLLM is for platforms, tells the stand-in what to do."""
+    """The arguments that tests set. `additional_config`, which vLLM has for platforms, configures the fake library."""
 
     model: str
     tokenizer: str | None = None

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
-_ERROR = {"auto": 0.0, "fp8": 0.02}  # by how much a number format moves the odds
+_ERROR = {"auto": 0.0, "fp8": 0.02}  # how much a number format changes the probabilities
 
 
 @dataclass
@@ -18,7 +18,7 @@ class RequestOutput:
 
 
 class LLM:
-    """Reads a prompt: the token that comes has odds of 1 : 4 against all others, the next one above it 1 : 8."""
+    """Each token of the prompt has the probability 1/4, the token above it 1/8."""
 
     def __init__(self, model: str, *, kv_cache_dtype: str = "auto", **arguments: Any) -> None:
         if kv_cache_dtype not in _ERROR:

@@ -1,4 +1,4 @@
-"""An AsyncLLM whose model is the fake engine; one of that for each salt and adapter, for vLLM keeps those apart."""
+"""An AsyncLLM on the fake engine: one for each salt and adapter, because vLLM keeps those apart."""
 
 import asyncio
 import json
@@ -22,14 +22,14 @@ from modelyard.engines import fake
 from modelyard.engines.fake.engine import FakeTextEngine
 
 EOS = 2
-LONG_AGO = 3600.0
+FOREVER_S = 3600.0
 
 
 class AsyncLLM:
     def __init__(self, engine_args: AsyncEngineArgs, stat_loggers: list[Any] | None) -> None:
         self.args, self.behaviour = engine_args, engine_args.additional_config
-        if words := self.behaviour.get("fails"):
-            raise RuntimeError(words)
+        if message := self.behaviour.get("fails"):
+            raise RuntimeError(message)
         self.requests: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.loggers = [factory(None, 0) for factory in stat_loggers or ()]
@@ -39,7 +39,7 @@ class AsyncLLM:
         self._process: Any = None
         self._loop = asyncio.get_running_loop()
         if self.behaviour.get("spawns"):
-            self._process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(LONG_AGO,))
+            self._process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(FOREVER_S,))
             self._process.start()
             self._loop.add_reader(self._process.sentinel, self._died)
         config = json.loads((Path(engine_args.model) / "config.json").read_text())
@@ -93,7 +93,7 @@ class AsyncLLM:
                 for chunk in batch:
                     if isinstance(chunk, Accepted):
                         cached = chunk.cached_tokens // self.args.block_size * self.args.block_size
-                    elif (told := self._told(chunk, sampling_params, lora_request)) is not None:
+                    elif (completion := self._completion(chunk, sampling_params, lora_request)) is not None:
                         for logger in self.loggers:
                             logger.record(
                                 SimpleNamespace(
@@ -101,7 +101,7 @@ class AsyncLLM:
                                 ),
                                 None,
                             )
-                        yield _output(request_id, ids, told, cached)
+                        yield _output(request_id, ids, completion, cached)
         except (asyncio.CancelledError, GeneratorExit):
             generation.cancel()
             raise
@@ -129,7 +129,7 @@ class AsyncLLM:
             logprobs=sampling.logprobs,
         )
 
-    def _told(self, chunk: Chunk, sampling: SamplingParams, lora: LoRARequest | None) -> Any:
+    def _completion(self, chunk: Chunk, sampling: SamplingParams, lora: LoRARequest | None) -> Any:
         if isinstance(chunk, Tokens):
             shift = 0.0 if lora is None else -1.0
             logprobs = None if chunk.logprobs is None else [_logprob(each, shift) for each in chunk.logprobs]
@@ -138,7 +138,7 @@ class AsyncLLM:
             return None
         if self._dead.is_set():
             raise EngineDeadError
-        if chunk.reason == "stop":  # the token that ends an answer is part of it
+        if chunk.reason == "stop":  # the stop token is part of the output
             return _completion([*sampling.stop_token_ids, EOS][:1], [{}], "stop")
         if chunk.error is not None:
             raise VLLMValidationError(chunk.error.message)
@@ -162,16 +162,16 @@ class AsyncLLM:
         self._loop.call_soon_threadsafe(self.output_handler.cancel)
 
 
-def _constraint(form: StructuredOutputsParams | None) -> Constraint | None:
-    if form is None:
+def _constraint(params: StructuredOutputsParams | None) -> Constraint | None:
+    if params is None:
         return None
-    if form.json is not None:
-        return Constraint("json_schema", str(form.json))
-    if form.regex is not None:
-        return Constraint("regex", form.regex)
-    if "nonsense" in str(form.grammar):
+    if params.json is not None:
+        return Constraint("json_schema", str(params.json))
+    if params.regex is not None:
+        return Constraint("regex", params.regex)
+    if "nonsense" in str(params.grammar):
         raise VLLMValidationError('Grammar error: at 1(8): unknown name: "nonsense"')
-    return Constraint("lark", str(form.grammar))
+    return Constraint("lark", str(params.grammar))
 
 
 def _logprob(each: IdLogprob, shift: float) -> dict[int, Any]:
@@ -185,11 +185,11 @@ def _completion(ids: list[int], logprobs: Any, finish_reason: str | None = None)
     return SimpleNamespace(index=0, token_ids=ids, logprobs=logprobs, finish_reason=finish_reason)
 
 
-def _output(request_id: str, prompt: list[int], said: Any, cached: int) -> Any:
+def _output(request_id: str, prompt: list[int], completion: Any, cached: int) -> Any:
     return SimpleNamespace(
         request_id=request_id,
         prompt_token_ids=prompt,
-        outputs=[said],
-        finished=said.finish_reason is not None,
+        outputs=[completion],
+        finished=completion.finish_reason is not None,
         num_cached_tokens=cached,
     )
