@@ -1,4 +1,4 @@
-"""The `modelyard` command in a process of its own, for what only that can show: signals, exit codes, ports."""
+"""The `modelyard` command in a separate process, for tests of signals, exit codes and ports."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-DEMO = ("--config", str(ROOT / "configs" / "demo.toml"))  # scripted answers: no engine to build, no model to fetch
+DEMO = ("--config", str(ROOT / "configs" / "demo.toml"))  # scripted replies: needs no engine build and no model file
 MODELYARD = [sys.executable, "-m", "modelyard"]
-DEADLINE = 180.0  # for a busy machine; nothing here waits for it when all is well
+DEADLINE = 180.0  # generous, for a busy machine
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Ours without settings of whoever runs the tests."""
+    """The environment of the test run without settings of Modelyard."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MODELYARD_", "LLM_POOL_"))}
     return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "160", **more}
 
 
 def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """A command that is expected to end by itself."""
+    """Run a command that ends by itself."""
     return subprocess.run(
         [*MODELYARD, *arguments],
         cwd=cwd,
@@ -41,7 +41,7 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
 
 
 class ServerProcess:
-    """`modelyard serve` that listens. `lines` are those of its log so far, decoded."""
+    """A running `modelyard serve`. `lines` are the decoded lines of its log so far, `raw` the lines as text."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -59,31 +59,31 @@ class ServerProcess:
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        with self.process.stderr as lines:  # closed by the one who reads: nobody else knows when he is done
+        with self.process.stderr as lines:  # closed here, because only the reader knows when it is done
             for line in lines:
                 self._queue.put(line)
         self._queue.put(None)
 
     def until(self, text: str) -> dict[str, Any]:
-        """The next log line with this text in its message."""
+        """Wait for the next log line whose message contains `text`."""
         while (line := self._queue.get(timeout=DEADLINE)) is not None:
             self.raw.append(line)
             self.lines.append(_decoded(line))
             if text in self.lines[-1]["message"]:
                 return self.lines[-1]
-        raise AssertionError(f"the server ended without saying {text!r}: {''.join(self.raw)}")
+        raise AssertionError(f"the server ended without the log line {text!r}: {''.join(self.raw)}")
 
-    def until_said(self, text: str, times: int) -> None:
-        """Until it was said so often, counted from the start."""
+    def until_count(self, text: str, times: int) -> None:
+        """Wait until `times` lines since the start contain `text`."""
         while sum(text in line["message"] for line in self.lines) < times:
             self.until(text)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.code()
+        return self.wait()
 
-    def code(self) -> int:
-        """Its exit code, once it has ended by itself; its last lines are in `raw` then."""
+    def wait(self) -> int:
+        """Wait for the end of the process and return its exit code; `raw` is complete then."""
         code = self.process.wait(DEADLINE)
         while (line := self._queue.get(timeout=DEADLINE)) is not None:
             self.raw.append(line)
@@ -92,18 +92,18 @@ class ServerProcess:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._reader.join(DEADLINE)  # until the last of its children has let go of the log
+        self._reader.join(DEADLINE)  # until its last child has closed the log
 
 
 def _decoded(line: str) -> dict[str, Any]:
-    """What comes before the log, such as a problem of the configuration, is plain text."""
+    """Output before the log starts, such as errors in the configuration, is plain text."""
     decoded: dict[str, Any] = json.loads(line) if line.startswith("{") else {"message": line, "logger": ""}
     return decoded
 
 
 @contextmanager
 def serve(folder: Path, *arguments: str, config: str = "", **env: str) -> Iterator[ServerProcess]:
-    """On a free port, in `folder`, with `config` (TOML) as its modelyard.toml."""
+    """Serve on a free port in `folder`, with `config` (TOML) as its modelyard.toml."""
     if config:
         (folder / "modelyard.toml").write_text(config)
     process = subprocess.Popen(
@@ -113,9 +113,9 @@ def serve(folder: Path, *arguments: str, config: str = "", **env: str) -> Iterat
         stderr=subprocess.PIPE,
         text=True,
     )
-    serving = ServerProcess(process)
+    server = ServerProcess(process)
     try:
-        serving.listen()
-        yield serving
+        server.listen()
+        yield server
     finally:
-        serving.close()
+        server.close()

@@ -1,4 +1,4 @@
-"""What holds for every test: nobody gives up on a busy machine that only needs longer."""
+"""Settings of all tests: generous time limits for busy machines, and fast TLS contexts."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG, create_ssl_context
 from httpx._transports import default as transports
 
-# trio, which a browser's driver brings along, would hook itself into Hypothesis with a warning; warnings are errors.
+# trio, a dependency of the browser driver, registers a Hypothesis plugin that warns; warnings are errors.
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 from hypothesis import settings
 
-settings.register_profile("patient", settings.get_profile(settings.get_current_profile_name()), deadline=None)
-settings.load_profile("patient")
+settings.register_profile("no_deadline", settings.get_profile(settings.get_current_profile_name()), deadline=None)
+settings.load_profile("no_deadline")
 
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, 180.0)
 
 
-# Nobody here speaks TLS with strangers, and reading all their certificates takes each client 30 ms of the suite's time.
+# Loading the system's certificates takes 30 ms per client; no test needs them more than once.
 @cache
-def _strangers() -> ssl.SSLContext:
+def _default_context() -> ssl.SSLContext:
     return create_ssl_context()
 
 
-def _context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
-    return _strangers() if verify is True and cert is None else create_ssl_context(verify, cert, trust_env)
+def _create_ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    return _default_context() if verify is True and cert is None else create_ssl_context(verify, cert, trust_env)
 
 
-transports.create_ssl_context = _context
+transports.create_ssl_context = _create_ssl_context
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _interrupts_reach_what_is_started() -> Iterator[None]:
-    """A shell that runs the tests in its background has them, and what they start, ignore Ctrl-C."""
+def _sigint_is_not_ignored() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and child processes inherit that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

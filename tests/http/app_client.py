@@ -1,4 +1,4 @@
-"""The whole front door in the test's own process and loop: no socket, and nothing loaded unless the test asks."""
+"""A client of the ASGI app in the test's own loop: no socket, and no model is loaded unless requested."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def make_app(config: dict[str, Any] | None = None, env: dict[str, str] | None = 
 async def app_client(
     config: dict[str, Any] | None = None, env: dict[str, str] | None = None, *, loaded: bool = False
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of its own server. A bug is an answer here, as it is on a socket: nothing is raised through."""
-    made = make_app(config, env)
+    """A client of a new app. An exception in the app becomes a reply, as it does on a socket."""
+    app = make_app(config, env)
     if loaded:
-        await load_all(made)
-    transport = httpx.ASGITransport(made.app, raise_app_exceptions=False)
+        await load_all(app)
+    transport = httpx.ASGITransport(app.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
         yield client
-    await made.stop()
-    await made.gateway.close()
+    await app.stop()
+    await app.gateway.close()
 
 
-async def load_all(made: ServerApp) -> None:
-    for name in made.config.models:
-        made.scheduler.load(name)
+async def load_all(app: ServerApp) -> None:
+    for name in app.config.models:
+        app.scheduler.load(name)
     async with asyncio.timeout(60):
-        while any(status.state == "loading" for status in made.scheduler.status().values()):  # noqa: ASYNC110
+        while any(status.state == "loading" for status in app.scheduler.status().values()):  # noqa: ASYNC110
             await asyncio.sleep(0)

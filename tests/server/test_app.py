@@ -50,9 +50,9 @@ def test_a_bind_that_others_can_reach_needs_a_key():
 
 def test_keys_come_from_the_given_environment():
     env = {"MODELYARD_API_KEY": "secret"}
-    yard = compose(load_config(env=env, overrides={"http": {"host": "0.0.0.0"}}).config, env)
-    assert [type(key) for key in yard.keys] == [Key]
-    assert [key.name for key in yard.keys] == ["env"]
+    server_app = compose(load_config(env=env, overrides={"http": {"host": "0.0.0.0"}}).config, env)
+    assert [type(key) for key in server_app.keys] == [Key]
+    assert [key.name for key in server_app.keys] == ["env"]
 
 
 def test_a_model_that_cannot_be_made_fails_alone_and_says_why(tmp_path: Path):
@@ -77,11 +77,11 @@ def test_explaining_a_model_that_is_not_there_names_those_that_are():
 
 
 async def test_stopping_refuses_what_comes_later_and_may_be_done_twice():
-    yard = compose(load_config(env={}, overrides=demo_config()).config, {})
-    yard.scheduler.load("demo")
-    await yard.stop()
-    await yard.stop()
-    transport = httpx.ASGITransport(yard.app)
+    server_app = compose(load_config(env={}, overrides=demo_config()).config, {})
+    server_app.scheduler.load("demo")
+    await server_app.stop()
+    await server_app.stop()
+    transport = httpx.ASGITransport(server_app.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         reply = await client.post("/v1/messages", json={"model": "demo", **ASKED["/v1/messages"]})
     assert reply.status_code == 529
@@ -89,13 +89,13 @@ async def test_stopping_refuses_what_comes_later_and_may_be_done_twice():
     assert reply.headers["retry-after"]
 
 
-def _at_work(yard: ServerApp) -> int:
-    status = yard.scheduler.status()["demo"]
+def _at_work(server_app: ServerApp) -> int:
+    status = server_app.scheduler.status()["demo"]
     return status.running + status.waiting
 
 
 async def test_stopping_ends_those_who_run_and_those_who_wait():
-    yard = compose(
+    server_app = compose(
         load_config(
             env={},
             overrides={
@@ -106,14 +106,14 @@ async def test_stopping_ends_those_who_run_and_those_who_wait():
         ).config,
         {},
     )
-    transport = httpx.ASGITransport(yard.app)
-    yard.scheduler.load("demo")
+    transport = httpx.ASGITransport(server_app.app)
+    server_app.scheduler.load("demo")
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         asked = [asyncio.create_task(client.post(path, json={"model": "demo", **body})) for path, body in ASKED.items()]
         async with asyncio.timeout(cli_process.DEADLINE):
-            while _at_work(yard) < len(asked):  # noqa: ASYNC110  the scheduler tells nobody of its changes
+            while _at_work(server_app) < len(asked):  # noqa: ASYNC110  the scheduler tells nobody of its changes
                 await asyncio.sleep(0)
-        await yard.stop()
+        await server_app.stop()
         replies = await asyncio.gather(*asked)
     assert ["shutting down" in reply.text for reply in replies] == [True] * len(asked)
     assert {reply.status_code for reply in replies} <= {503, 529}

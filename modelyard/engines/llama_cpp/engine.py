@@ -39,13 +39,14 @@ log = logging.getLogger(__name__)
 class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     library = "llama.cpp"
 
+    _adapters: LoraAdapters  # set when the model is loaded
+
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, EngineInfo("llama_cpp", dict(spec.caches), CAPABILITIES))
         self._job_count = 0
         self._model: Any = None
         self._vocab: Any = None
         self._caches: dict[str, LlamaContext] = {}
-        self._adapters: LoraAdapters | None = None
         self._embedder: Embedder | None = None
         self._grammars: GrammarCompiler | None = None
         self._draft_model: DraftModel | None = None
@@ -168,7 +169,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._require_open()
         if op.op == "load_adapter":
             name, lora = parse_adapter_argument(op.argument)
-            await self.run_on_thread(partial(self._lora.load, name, lora))
+            await self.run_on_thread(partial(self._adapters.load, name, lora))
             return
         if op.op == "unload_adapter":
             await self.run_on_thread(partial(self._unload_adapter, op.argument or ""))
@@ -192,12 +193,6 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     # --- the thread's side --------------------------------------------------------------------------------------------
 
-    @property
-    def _lora(self) -> LoraAdapters:
-        if self._adapters is None:
-            raise Unavailable("the engine is not open")
-        return self._adapters
-
     def _has_work(self) -> bool:
         return any(cache.has_work for cache in self._caches.values())
 
@@ -213,7 +208,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     def _admit(self, job: LlamaCppJob) -> None:
         cache = self._caches[job.cache]
-        self._lora.check(job.prompt.adapters)
+        self._adapters.check(job.prompt.adapters)
         cache.check_room()
         job.sampler = JobSampler(job.prompt.sampling, self._vocab, self.n_vocab, cache.info.window, job.ids)
         if self._replay is not None:
@@ -221,12 +216,12 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         cache.admit(job)
 
     def _unload_adapter(self, name: str) -> None:
-        self._lora.check(((name, 1.0),))
+        self._adapters.check(((name, 1.0),))
         if any(cache.uses_adapter(name) for cache in self._caches.values()):
             raise Conflict(f"the adapter {name!r} is in use; unload it when its answers have ended")
         for cache in self._caches.values():
             cache.drop_adapter(name)
-        self._lora.unload(name)
+        self._adapters.unload(name)
 
     def _fail_all(self, error: ModelyardError) -> None:
         for cache in self._caches.values():

@@ -33,7 +33,7 @@ _MAX_PIECE = 16 * 1024  # longer than any token
 
 
 class GrammarCompiler:
-    """Compiles constraints for one model, on a thread of its own because that may take long.
+    """Compiles constraints for one model, on its own thread because that may take long.
 
     Its tokenizer points into the model: close it before the model is freed.
     """

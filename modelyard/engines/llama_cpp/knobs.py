@@ -42,7 +42,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
 
 
 def _layers(spec: EngineSpec) -> tuple[int, ...]:
-    """All, and the quarters; all or none if the file does not tell its number of layers."""
+    """All, and the quarters; all or none if the number of layers is unknown."""
     try:
         layers = read_model_shape(locate_model_file(spec.options.path)).layers
     except InvalidRequest:

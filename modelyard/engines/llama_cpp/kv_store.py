@@ -37,6 +37,7 @@ from modelyard.engines.llama_cpp.kv_snapshot import (
     origin_differences,
 )
 from modelyard.engines.llama_cpp.library import RELEASE
+from modelyard.engines.llama_cpp.loading import ROPE_OPTIONS
 from modelyard.engines.llama_cpp.lora import LoraAdapters
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.sequences import AdapterSet, SequenceSlot
@@ -48,16 +49,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PROGRESS_BYTES = 512 << 20  # a large file logs its progress
-_POSITION_OPTIONS = (
-    "rope_scaling",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_orig_ctx",
-)
+_POSITION_OPTIONS = ("rope_scaling", *ROPE_OPTIONS)
 
 
 class RunOnThread(Protocol):

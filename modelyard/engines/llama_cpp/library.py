@@ -110,7 +110,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 # --- fp16 arithmetic --------------------------------------------------------------------------------------------------
 #
 # On a CPU with AVX512-FP16 the pinned release sums fp16 values in blocks of 128 and takes the remainder one by one.
-# Then flash attention over heads of 64, 80 or 96 decodes at less than half the speed at depth. No API tells whether the
+# Then flash attention over heads of 64, 80 or 96 decodes at less than half the speed at depth. No API says whether the
 # library does that, and a measurement would depend on the machine's load, so its code is searched for the instructions.
 
 _FP16_BLOCK = 128

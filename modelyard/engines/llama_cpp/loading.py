@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 _FLASH_ATTENTION_TYPES = {"on": 1, "off": 0, "auto": -1}
 _ROPE_SCALING_TYPES = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
-_ROPE_OPTIONS = (
+ROPE_OPTIONS = (
     "rope_freq_base",
     "rope_freq_scale",
     "yarn_ext_factor",
@@ -167,7 +167,7 @@ def context_parameters(info: CacheInfo, options: Options) -> Any:
     params.swa_full = options.swa_full
     if options.rope_scaling is not None:
         params.rope_scaling_type = _ROPE_SCALING_TYPES[options.rope_scaling]
-    for name in _ROPE_OPTIONS:  # unset: as the file says
+    for name in ROPE_OPTIONS:  # unset: as the file says
         if (value := getattr(options, name)) is not None:
             setattr(params, name, value)
     return params
@@ -189,5 +189,5 @@ def thread_counts(info: CacheInfo, options: Options) -> tuple[int, int]:
 
 
 def max_threads(spec: EngineSpec) -> int:
-    """Of all contexts of a model; the one for embeddings has no settings of its own."""
+    """Of all contexts of a model; the one for embeddings has no own settings."""
     return max(max(thread_counts(info, spec.options)) for info in (CacheInfo(1), *spec.caches.values()))

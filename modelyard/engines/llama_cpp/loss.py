@@ -1,7 +1,6 @@
 """How much a quantized KV cache changes the output: a text is read through two contexts on the same weights.
 
-Both read the same text, so only their predictions differ. Run it in a process of its own: it loads and frees the
-weights.
+Both read the same text, so only their predictions differ. Run it in a separate process: it loads and frees the weights.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def cosine(a: list[float], b: list[float]) -> float:
 # --- the tiny model ---------------------------------------------------------------------------------------------------
 #
 # A random GGUF file without words: token ids in, logits out. Each layer has another type of weights, because each type
-# has kernels of its own for AMX, for AVX-512 and generic ones.
+# has its own kernels for AMX and AVX-512, and generic ones.
 
 WIDTH = VOCAB = 256
 _HEADS, _ALIGN = 4, 32

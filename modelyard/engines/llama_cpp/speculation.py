@@ -23,7 +23,7 @@ class Drafter(Protocol):
     """Writes drafts. Between `begin` and `end` a job only grows."""
 
     is_free: bool  # drafting costs nothing, so drafts that are not tried are still compared with the output
-    is_synchronized: bool  # False if it had to read much before it could draft: such a step is no measurement
+    is_synchronized: bool  # False if it had to read much before it could draft: such a step is not measured
 
     def begin(self, sequence: int, job: LlamaCppJob) -> None: ...
     def draft(self, lengths: Mapping[int, int]) -> Drafts:
