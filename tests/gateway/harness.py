@@ -1,4 +1,4 @@
-"""A gateway with the real router, renderer and scheduler, and an engine that does what the test says."""
+"""A gateway with the real router, renderer and scheduler, and an engine that the test controls by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ids(text: str) -> list[int]:
 
 
 class ManualGeneration(GenerationQueue[Chunk]):
-    """One job of the engine: the test speaks for it. Cancelled, it ends only when the test says so."""
+    """One generation of the engine, fed by the test. After a cancel it ends only when the test ends it."""
 
     __slots__ = ("is_cancelled", "prompt")
 
@@ -60,47 +60,50 @@ class ManualGeneration(GenerationQueue[Chunk]):
     def accept(self) -> None:
         self.put(Accepted())
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         self.put(Tokens(ids(text)))
 
     def end(self, reason: Any = "stop", error: ModelyardError | None = None) -> None:
         self.put_many([End(reason, error=error)], last=True)
 
-    def whole(self, text: str = "Hello.") -> None:
+    def finish(self, text: str = "Hello.") -> None:
         self.accept()
-        self.say(text)
+        self.write(text)
         self.end()
 
 
 class ManualEngine:
-    """`jobs` holds every job that was ever begun; `fault` is what beginning one raises."""
+    """`generations` holds all generations started so far; `start_error` is raised when one starts."""
 
-    def __init__(self, caches: dict[str, CacheInfo], fault: Exception | None) -> None:
-        self.info = EngineInfo("puppet", caches)
+    def __init__(self, caches: dict[str, CacheInfo], start_error: Exception | None) -> None:
+        self.info = EngineInfo("manual", caches)
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self.jobs: list[ManualGeneration] = []
-        self._fault = fault
+        self.generations: list[ManualGeneration] = []
+        self._start_error = start_error
 
     async def open(self, progress: Any) -> None: ...
     async def close(self) -> None: ...
 
     def generate(self, prompt: Prompt) -> Any:
-        if self._fault is not None:
-            raise self._fault
-        self.jobs.append(ManualGeneration(prompt))
-        return self.jobs[-1]
+        if self._start_error is not None:
+            raise self._start_error
+        self.generations.append(ManualGeneration(prompt))
+        return self.generations[-1]
 
 
 class GatewayHarness:
-    """`fault` is the engine's, `broken` the definition's; `changes` are made to the model."""
+    """`start_error` is raised by the engine, `model_fault` is the definition's; `changes` are made to the model."""
 
     def __init__(
-        self, *, places: int = 4, fault: Exception | None = None, broken: ModelyardError | None = None, **changes: Any
+        self, *, slots: int = 4,
+        start_error: Exception | None = None,
+        model_fault: ModelyardError | None = None,
+        **changes: Any,
     ) -> None:
-        caches = {"main": CacheInfo(4096, places), "fast": CacheInfo(2048, places)}
-        self.engine, self.scheduler = ManualEngine(caches, fault), Scheduler()
+        caches = {"main": CacheInfo(4096, slots), "fast": CacheInfo(2048, slots)}
+        self.engine, self.scheduler = ManualEngine(caches, start_error), Scheduler()
         self.scheduler.add("demo", caches, lambda: self.engine)  # type: ignore[arg-type,return-value]
-        models = {"demo": msgspec.structs.replace(model(), fault=broken, **changes)}
+        models = {"demo": msgspec.structs.replace(model(), fault=model_fault, **changes)}
         images = Images(config().images)
         self.gateway = Gateway(
             router=config().router(), models=models, leases=self.scheduler, images=images, metrics=Metrics()
@@ -108,7 +111,7 @@ class GatewayHarness:
 
     async def __aenter__(self) -> GatewayHarness:
         self.scheduler.load("demo")
-        await until(lambda: self.scheduler.status()["demo"].state == "ready")
+        await wait_until(lambda: self.scheduler.status()["demo"].state == "ready")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -126,21 +129,21 @@ class GatewayHarness:
     async def start(self, text: str = "hi", **request: Any) -> ChoiceStream | MultiChoiceStream:
         return self.gateway.start(await self.gateway.prepare(make_request(text, **request), CALLER))
 
-    async def job(self, number: int = 0) -> ManualGeneration:
-        """The engine's job of this number, as soon as it was begun."""
-        await until(lambda: len(self.engine.jobs) > number)
-        return self.engine.jobs[number]
+    async def generation(self, number: int = 0) -> ManualGeneration:
+        """Wait until the engine has started the generation with this index."""
+        await wait_until(lambda: len(self.engine.generations) > number)
+        return self.engine.generations[number]
 
 
-async def until(true: Any) -> None:
-    """Whatever is due happens within a few turns of the loop: nothing here waits for the clock."""
+async def wait_until(condition: Any) -> None:
+    """Run the loop until `condition` holds. All pending work completes within a few iterations; no clock is involved."""
     for _ in range(1000):
-        if true():
+        if condition():
             return
         await asyncio.sleep(0)
-    raise AssertionError("it did not happen")
+    raise AssertionError("the condition never became true")
 
 
-async def read(answer: ChoiceStream | MultiChoiceStream) -> list[Event]:
-    """All events to the last, in the order of their arrival."""
-    return [event for _, batch in [each async for each in answer] for event in batch]
+async def read_events(stream: ChoiceStream | MultiChoiceStream) -> list[Event]:
+    """All events in order of arrival."""
+    return [event for _, batch in [item async for item in stream] for event in batch]

@@ -29,7 +29,7 @@ def test_sockets_are_beside_the_supervisors_and_the_first_process_is_the_host() 
 def test_a_page_works_whichever_process_gets_its_next_request(tmp_path: Path) -> None:
     """Every call is a new connection, and the kernel distributes connections over both processes."""
     with serve(tmp_path, *DEMO, "--workers", "2") as running:
-        running.until_said("the model demo is ready", 2)
+        running.until_count("the model demo is ready", 2)
         for _ in range(6):
             assert httpx.get(running.url + "/workbench").status_code == 200
             opened = httpx.get(running.url + POLLING, headers={"origin": running.url})

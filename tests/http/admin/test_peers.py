@@ -64,7 +64,7 @@ async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with cli_process.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
-        server.until_said("listening on", 2)  # what all are told the last to come must hear, too
+        server.until_count("listening on", 2)  # what all are told the last to come must hear, too
         wait_until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", cli_process.DEADLINE)
         yield server.url
 
