@@ -10,6 +10,7 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Final, TextIO
 
 import msgspec
@@ -85,9 +86,9 @@ class JsonFormatter(logging.Formatter):
     """`{"time", "level", "logger", "message", "request_id", …fields, "error"}`, one object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        second = int(record.created)
         line: dict[str, Any] = {
-            "time": time.removesuffix("+00:00") + "Z",
+            "time": f"{_utc(second)}.{int((record.created - second) * 1000):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -103,6 +104,11 @@ class JsonFormatter(logging.Formatter):
         except (UnicodeEncodeError, TypeError):  # a lone surrogate or a dict with unusual keys: keep the line
             safe = {name: str(value).encode("utf-8", "backslashreplace").decode() for name, value in line.items()}
             return _encoder.encode(safe).decode()
+
+
+@lru_cache(maxsize=2)
+def _utc(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 class TextFormatter(logging.Formatter):

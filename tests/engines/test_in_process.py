@@ -49,8 +49,8 @@ class CountingEngine(ThreadedEngine[InProcessJob]):
     def __init__(self, caches: dict[str, CacheInfo] | None = None) -> None:
         caches = caches or {"main": CacheInfo(100, 4), "small": CacheInfo(10)}
         super().__init__(EngineSpec("m", None, caches), EngineInfo("counter", caches))
-        self.before_load: Callable[[Callable[[float], bool]], None] = lambda report: None
-        self.before_step: Callable[[], None] = lambda: None
+        self.before_load: Callable[..., Any] = lambda report: None
+        self.before_step: Callable[[], Any] = lambda: None
         self.before_admit: Callable[[InProcessJob], None] = lambda job: None
         self.jobs: list[InProcessJob] = []
         self.events: list[str] = []
@@ -141,7 +141,7 @@ def raiser(error: BaseException) -> Callable[..., None]:
 
 async def test_progress_runs_from_0_to_1() -> None:
     engine, seen = CountingEngine(), list[float]()
-    engine.before_load = lambda report: [report(fraction) for fraction in (0.5, 1.0)] and None
+    engine.before_load = lambda report: [report(fraction) for fraction in (0.5, 1.0)]
     await engine.open(lambda fraction, _: seen.append(fraction))
     await engine.close()
     assert seen == [0.0, 0.5, 0.99, 1.0]
@@ -268,7 +268,7 @@ async def test_prompt_that_cannot_run_is_refused(refused: Prompt, kind: type[Mod
 async def test_cancelled_job_ends_before_it_is_admitted_and_while_it_runs() -> None:
     async with running() as engine:
         block = threading.Event()
-        engine.before_step = lambda: block.wait(DEADLINE_S) and None
+        engine.before_step = lambda: block.wait(DEADLINE_S)
         runs = engine.generate(prompt(max_tokens=90))
         await until(runs, Accepted)
         queued = engine.generate(prompt())
