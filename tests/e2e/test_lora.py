@@ -43,7 +43,7 @@ def test_an_adapter_changes_the_answer_of_its_request_alone(sdk: openai.OpenAI):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_unknown_adapter_is_a_400_that_names_the_known(sdk: openai.OpenAI, stream: bool):
-    with pytest.raises(openai.BadRequestError, match="no adapter 'poet'; there are 'law'") as refused:
+    with pytest.raises(openai.BadRequestError, match="unknown adapter 'poet'; use one of 'law'") as refused:
         sdk.chat.completions.create(
             model="smollm2",
             messages=[{"role": "user", "content": "hi"}],

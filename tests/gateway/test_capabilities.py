@@ -18,18 +18,18 @@ from modelyard.gateway.capabilities import (
     has_images,
     ignored_parameters,
 )
-from tests.gateway.harness import CALLER, GatewayHarness, make_request, model, read
+from tests.gateway.harness import CALLER, GatewayHarness, make_request, model, read_events
 
 EVERYTHING = Capabilities(
     modalities=("text", "image"), structured=True, lora=True, thinking_modes=("default", "enabled", "disabled")
 )
 PICTURE = Message("user", (Text("see"), Image("data:image/png;base64,AAAA")))
-TALK = (Message("user", (Text("a"),)), Message("assistant", (Text("b"),)), Message("user", (Text("c"),)))
+CONVERSATION = (Message("user", (Text("a"),)), Message("assistant", (Text("b"),)), Message("user", (Text("c"),)))
 
 # code → (what the model cannot, what is asked of it)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "modality_unsupported": ({"modalities": ("text",)}, {"messages": (PICTURE,)}),
-    "multi_turn_unsupported": ({"multi_turn": False}, {"messages": TALK}),
+    "multi_turn_unsupported": ({"multi_turn": False}, {"messages": CONVERSATION}),
     "thinking_unsupported": (
         {"thinking_modes": ("default",)},
         {"reasoning": Reasoning(enabled=False, strict=True)},
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def held(can: Capabilities, request: dict[str, Any]) -> None:
+def check(can: Capabilities, request: dict[str, Any]) -> None:
     check_capabilities(
         make_request(**request), can, "demo", images="messages" in request and PICTURE in request["messages"]
     )
@@ -50,15 +50,15 @@ def held(can: Capabilities, request: dict[str, Any]) -> None:
 @pytest.mark.parametrize("code", CASES)
 def test_each_capability_is_a_coded_refusal(code: str) -> None:
     cannot, request = CASES[code]
-    held(EVERYTHING, request)
+    check(EVERYTHING, request)
     with pytest.raises(Unsupported, match="'demo'") as caught:
-        held(msgspec.structs.replace(EVERYTHING, **cannot), request)
+        check(msgspec.structs.replace(EVERYTHING, **cannot), request)
     assert caught.value.code == code
     assert caught.value.param is not None or code == "structured_unsupported"
 
 
 def test_a_thinking_switch_that_is_only_a_wish_is_no_reason_to_refuse() -> None:
-    held(Capabilities(), {"reasoning": Reasoning(enabled=True)})
+    check(Capabilities(), {"reasoning": Reasoning(enabled=True)})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_thinking_switch_that_is_only_a_wish_is_no_reason_to_refuse() -> None:
 )
 def test_a_refused_form_is_named_as_the_client_wrote_it(kind: Any, param: str | None) -> None:
     with pytest.raises(Unsupported) as caught:
-        held(Capabilities(), {"constraint": Constraint(kind, "x")})
+        check(Capabilities(), {"constraint": Constraint(kind, "x")})
     assert caught.value.param == param
 
 
@@ -81,14 +81,14 @@ def test_an_engine_that_is_not_up_is_not_thought_ill_of() -> None:
 
 
 def test_images_need_the_definition_and_the_engine() -> None:
-    sees = msgspec.structs.replace(model(), modalities=("text", "image"))
-    assert effective_capabilities(sees, EVERYTHING).modalities == ("text", "image")
-    assert effective_capabilities(sees, Capabilities()).modalities == ("text",)
+    vision_model = msgspec.structs.replace(model(), modalities=("text", "image"))
+    assert effective_capabilities(vision_model, EVERYTHING).modalities == ("text", "image")
+    assert effective_capabilities(vision_model, Capabilities()).modalities == ("text",)
 
 
 def test_where_the_engine_renders_it_knows_its_thinking_modes() -> None:
-    elsewhere = msgspec.structs.replace(model(), text=None, kind="chat")
-    assert effective_capabilities(elsewhere, Capabilities(thinking_modes=("default", "disabled"))).thinking_modes == (
+    chat_model = msgspec.structs.replace(model(), text=None, kind="chat")
+    assert effective_capabilities(chat_model, Capabilities(thinking_modes=("default", "disabled"))).thinking_modes == (
         "default",
         "disabled",
     )
@@ -100,41 +100,41 @@ def test_a_translating_model_has_one_turn_and_no_tools() -> None:
 
 
 def test_abilities_follow_the_definition_and_the_engine() -> None:
-    abilities, first = CapabilityCache(), model()
-    before = abilities.effective(first, None)
-    assert abilities.effective(first, None) is before
-    assert abilities.effective(first, Capabilities()) == effective_capabilities(first, Capabilities())
+    cache, first = CapabilityCache(), model()
+    before = cache.effective(first, None)
+    assert cache.effective(first, None) is before
+    assert cache.effective(first, Capabilities()) == effective_capabilities(first, Capabilities())
     changed = msgspec.structs.replace(first, translates=True)
-    assert not abilities.effective(changed, Capabilities()).tools
+    assert not cache.effective(changed, Capabilities()).tools
 
 
 # --- in the life of a request -----------------------------------------------------------------------------------------
 
 
 async def test_a_request_is_refused_before_it_queues_where_the_engine_is_up() -> None:
-    async with GatewayHarness() as stage:
+    async with GatewayHarness() as harness:
         with pytest.raises(Unsupported) as caught:
-            await stage.gateway.prepare(make_request(lora_adapter="law"), CALLER)
+            await harness.gateway.prepare(make_request(lora_adapter="law"), CALLER)
         assert caught.value.code == "lora_unsupported"
 
 
 async def test_an_engine_that_came_up_later_is_asked_before_it_is_given_the_job() -> None:
-    stage = GatewayHarness()
-    job = await stage.gateway.prepare(make_request(lora_adapter="law"), CALLER)
-    async with stage:
-        answer = stage.gateway.start(job)
-        (last,) = await read(answer)
-        answer.close()
+    harness = GatewayHarness()
+    prepared = await harness.gateway.prepare(make_request(lora_adapter="law"), CALLER)
+    async with harness:
+        stream = harness.gateway.start(prepared)
+        (last,) = await read_events(stream)
+        stream.close()
         assert isinstance(last, Failed)
         assert last.error.code == "lora_unsupported"
-        assert (stage.engine.jobs, stage.running) == ([], 0)
+        assert (harness.engine.generations, harness.running) == ([], 0)
 
 
 def test_a_request_has_images_in_messages_and_in_tool_results() -> None:
     result = Message("tool", (ToolResult("c", (Image("data:image/png;base64,AAAA"),)),))
     assert has_images(make_request(messages=(PICTURE,)))
     assert has_images(make_request(messages=(result,)))
-    assert not has_images(make_request(messages=TALK))
+    assert not has_images(make_request(messages=CONVERSATION))
 
 
 def test_only_parameters_that_the_client_set_are_reported_as_ignored() -> None:

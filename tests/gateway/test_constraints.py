@@ -22,34 +22,34 @@ MUST = ToolChoice("required")
 TAIL = "<|im_start|>assistant\n"
 
 
-def made(prompt: str = TAIL, format: str = "hermes", calls: bool = False, **request: Any) -> Constraint | None:
+def constraint_for(prompt: str = TAIL, format: str = "hermes", calls: bool = False, **request: Any) -> Constraint | None:
     parts = msgspec.structs.replace(model().pipeline, format=load(format))
     changed = msgspec.structs.replace(model(), text=parts, constrain_calls=calls)
     return constrain(make_request(**{"tools": (LOOK, NOW)} | request), changed, prompt)[0]
 
 
 def test_a_call_that_must_come_is_a_grammar_from_the_first_token() -> None:
-    found = made(tool_choice=MUST)
+    found = constraint_for(tool_choice=MUST)
     assert found
     assert (found.kind, found.trigger, found.tools) == ("lark", None, ("look_at", "now"))
     assert f"<[{model().pipeline.tokenizer.specials['<tool_call>']}]>" in found.text
 
 
 def test_a_named_tool_is_the_only_one() -> None:
-    found = made(tool_choice=ToolChoice("named", "now"))
+    found = constraint_for(tool_choice=ToolChoice("named", "now"))
     assert found
     assert found.tools == ("now",)
 
 
 def test_a_call_that_may_come_is_free() -> None:
-    assert made() is None
+    assert constraint_for() is None
 
 
 @pytest.mark.parametrize(
     "asks", [{"calls": True}, {"tools": (LOOK, Tool("now", strict=True))}, {"tools": (LOOK, APPLY_PATCH)}]
 )
-def test_it_is_held_to_its_schema_where_somebody_wants_that(asks: dict[str, Any]) -> None:
-    found = made(**asks)
+def test_it_is_held_to_its_schema_where_somebody_wants_that(fields: dict[str, Any]) -> None:
+    found = constraint_for(**fields)
     assert found
     assert found.trigger == "<tool_call>"
 
@@ -65,7 +65,7 @@ def test_a_custom_tools_grammar_that_cannot_be_held_to_is_said_and_leaves_the_ca
 
 def test_the_clients_own_constraint_wins() -> None:
     own = Constraint("regex", "a+")
-    assert made(tool_choice=MUST, constraint=own) is own
+    assert constraint_for(tool_choice=MUST, constraint=own) is own
 
 
 def test_what_no_grammar_enforces_of_an_answers_schema_is_dropped_and_said() -> None:
@@ -82,17 +82,17 @@ def test_a_schema_that_is_none_is_left_for_the_engine_to_refuse() -> None:
 
 
 def test_without_tools_there_is_nothing_to_hold() -> None:
-    assert made(tools=(), calls=True) is None
+    assert constraint_for(tools=(), calls=True) is None
 
 
 def test_a_family_without_a_grammar_names_the_tools_that_must_be_called() -> None:
-    found = made(format="think", tool_choice=MUST)
+    found = constraint_for(format="think", tool_choice=MUST)
     assert found == Constraint("tools", tools=("look_at", "now"))
-    assert made(format="think", calls=True) is None
+    assert constraint_for(format="think", calls=True) is None
 
 
 def test_reasoning_that_the_prompt_left_open_may_be_finished() -> None:
-    opened, closed = made(TAIL + "<think>\n", tool_choice=MUST), made(TAIL + "<think>\n</think>", tool_choice=MUST)
+    opened, closed = constraint_for(TAIL + "<think>\n", tool_choice=MUST), constraint_for(TAIL + "<think>\n</think>", tool_choice=MUST)
     assert opened
     assert closed
     assert opened.text.startswith("start: ANY")
@@ -101,7 +101,7 @@ def test_reasoning_that_the_prompt_left_open_may_be_finished() -> None:
 
 @pytest.mark.parametrize("own", [Constraint("json_object"), Constraint("json_schema", '{"type": "object"}', name="x")])
 def test_an_answers_schema_holds_from_where_open_reasoning_is_closed(own: Constraint) -> None:
-    opened, closed = made(TAIL + "<think>\n", constraint=own), made(TAIL + "<think>\n</think>", constraint=own)
+    opened, closed = constraint_for(TAIL + "<think>\n", constraint=own), constraint_for(TAIL + "<think>\n</think>", constraint=own)
     assert opened
     assert (opened.kind, opened.name, opened.trigger) == ("lark", own.name, None)
     assert '%json {"type": "object"' in opened.text
@@ -110,7 +110,7 @@ def test_an_answers_schema_holds_from_where_open_reasoning_is_closed(own: Constr
 
 
 def test_one_call_is_enough_where_the_client_says_so() -> None:
-    one, many = made(tool_choice=MUST, parallel_tool_calls=False), made(tool_choice=MUST)
+    one, many = constraint_for(tool_choice=MUST, parallel_tool_calls=False), constraint_for(tool_choice=MUST)
     assert one
     assert many
     assert ")*" in many.text
@@ -118,13 +118,13 @@ def test_one_call_is_enough_where_the_client_says_so() -> None:
 
 
 async def test_what_cannot_be_enforced_is_counted_and_never_refused(caplog: pytest.LogCaptureFixture) -> None:
-    stage = GatewayHarness()
+    harness = GatewayHarness()
     caplog.set_level("INFO", "modelyard.gateway")
-    job = await stage.gateway.prepare(make_request(tools=(LOOK,), tool_choice=MUST), CALLER)
-    assert job.constraint
-    assert '"not"' not in job.constraint.text
+    prepared = await harness.gateway.prepare(make_request(tools=(LOOK,), tool_choice=MUST), CALLER)
+    assert prepared.constraint
+    assert '"not"' not in prepared.constraint.text
     assert "schema keyword not enforced: look_at/properties/at/not" in caplog.text
-    assert job.request.tools == (LOOK,)
+    assert prepared.request.tools == (LOOK,)
 
 
 @settings(max_examples=50, deadline=None)

@@ -56,17 +56,17 @@ from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.gateway import ChatOutput, TextOutput
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
 from modelyard.router.routes import Target
-from tests.gateway.harness import CALLER, GatewayHarness, ids, make_request, model, read, until
+from tests.gateway.harness import CALLER, GatewayHarness, ids, make_request, model, read_events, wait_until
 
 LOOK = Tool("look_at", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})
 
 
-async def refused(stage: GatewayHarness, kind: type[ModelyardError], caller: Caller = CALLER, **request: Any) -> Any:
+async def refusal(harness: GatewayHarness, kind: type[ModelyardError], caller: Caller = CALLER, **request: Any) -> Any:
     with pytest.raises(kind) as caught:
-        await stage.gateway.prepare(make_request(**request), caller)
+        await harness.gateway.prepare(make_request(**request), caller)
     with pytest.raises(kind):
-        await stage.gateway.count(make_request(**request), caller)
-    assert (stage.running, stage.waiting) == (0, 0)
+        await harness.gateway.count(make_request(**request), caller)
+    assert (harness.running, harness.waiting) == (0, 0)
     return caught.value
 
 
@@ -74,66 +74,66 @@ async def refused(stage: GatewayHarness, kind: type[ModelyardError], caller: Cal
 
 
 async def test_tools_are_offered() -> None:
-    job = await GatewayHarness().gateway.prepare(make_request(tools=(LOOK,)), CALLER)
-    assert "look_at" in job.prompts[0].text
+    prepared = await GatewayHarness().gateway.prepare(make_request(tools=(LOOK,)), CALLER)
+    assert "look_at" in prepared.prompts[0].text
 
 
 async def test_tool_choice_none_hides_them() -> None:
-    stage, none = GatewayHarness(), ToolChoice("none")
-    job = await stage.gateway.prepare(make_request(tools=(LOOK,), tool_choice=none), CALLER)
-    assert job.request.tools == ()
-    assert job.prompts[0].ids == (await stage.gateway.prepare(make_request(), CALLER)).prompts[0].ids
+    harness, none = GatewayHarness(), ToolChoice("none")
+    prepared = await harness.gateway.prepare(make_request(tools=(LOOK,), tool_choice=none), CALLER)
+    assert prepared.request.tools == ()
+    assert prepared.prompts[0].ids == (await harness.gateway.prepare(make_request(), CALLER)).prompts[0].ids
 
 
 async def test_a_named_tool_must_be_on_offer() -> None:
-    error = await refused(GatewayHarness(), InvalidRequest, tools=(LOOK,), tool_choice=ToolChoice("named", "other"))
+    error = await refusal(GatewayHarness(), InvalidRequest, tools=(LOOK,), tool_choice=ToolChoice("named", "other"))
     assert error.param == "tool_choice"
     assert "'other'" in error.message
 
 
 @pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice("named", "look_at")])
 async def test_a_call_that_must_come_is_a_constraint(choice: ToolChoice) -> None:
-    stage = GatewayHarness()
-    assert (await stage.gateway.prepare(make_request(tools=(LOOK,), tool_choice=choice), CALLER)).constraint is not None
-    assert (await stage.gateway.prepare(make_request(tools=(LOOK,)), CALLER)).constraint is None
+    harness = GatewayHarness()
+    assert (await harness.gateway.prepare(make_request(tools=(LOOK,), tool_choice=choice), CALLER)).constraint is not None
+    assert (await harness.gateway.prepare(make_request(tools=(LOOK,)), CALLER)).constraint is None
 
 
 # --- consent, names, models that cannot -------------------------------------------------------------------------------
 
 
 async def test_a_remote_model_needs_consent() -> None:
-    stage = GatewayHarness(remote=True)
-    error = await refused(stage, Forbidden)
+    harness = GatewayHarness(remote=True)
+    error = await refusal(harness, Forbidden)
     assert error.code == "remote_not_allowed"
     assert "x-modelyard-allow-remote" in error.message
     willing = msgspec.structs.replace(CALLER, allow_remote=True)
-    assert await stage.gateway.prepare(make_request(), willing)
-    assert await stage.gateway.prepare(make_request(allow_remote=True), CALLER)
+    assert await harness.gateway.prepare(make_request(), willing)
+    assert await harness.gateway.prepare(make_request(allow_remote=True), CALLER)
 
 
 async def test_a_route_may_consent_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = GatewayHarness(remote=True)
-    target = stage.gateway.router.resolve("demo", CALLER.endpoint)
+    harness = GatewayHarness(remote=True)
+    target = harness.gateway.router.resolve("demo", CALLER.endpoint)
     consenting = msgspec.structs.replace(target, allow_remote=True)
-    monkeypatch.setattr(stage.gateway.router, "resolve", lambda *_: consenting)
-    assert await stage.gateway.prepare(make_request(), CALLER)
+    monkeypatch.setattr(harness.gateway.router, "resolve", lambda *_: consenting)
+    assert await harness.gateway.prepare(make_request(), CALLER)
 
 
 async def test_an_unknown_model_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = GatewayHarness()
-    monkeypatch.setattr(stage.gateway.router, "_routes", ())
-    error = await refused(stage, NotFound, model="nobody")
+    harness = GatewayHarness()
+    monkeypatch.setattr(harness.gateway.router, "_routes", ())
+    error = await refusal(harness, NotFound, model="nobody")
     assert "demo" in error.message
 
 
 async def test_a_model_that_could_not_be_defined_says_why() -> None:
-    error = await refused(GatewayHarness(broken=InvalidRequest("no tokenizer here")), Unavailable)
+    error = await refusal(GatewayHarness(model_fault=InvalidRequest("no tokenizer here")), Unavailable)
     assert "no tokenizer here" in error.message
 
 
 async def test_images_go_to_no_model_that_reads_only_text() -> None:
     message = Message("user", (Text("see"), Image("data:image/png;base64,AAAA")))
-    error = await refused(GatewayHarness(), Unsupported, messages=(message,))
+    error = await refusal(GatewayHarness(), Unsupported, messages=(message,))
     assert error.code == "modality_unsupported"
 
 
@@ -142,17 +142,17 @@ async def test_a_tool_that_runs_on_its_makers_servers_is_left_out_and_the_log_sa
 ) -> None:
     tools = (Tool("now"), Tool("web_search", kind="server", type="web_search_20250305"))
     with caplog.at_level("INFO", "modelyard.gateway"):
-        job = await GatewayHarness().gateway.prepare(make_request(tools=tools), CALLER)
-    assert "web_search" not in job.prompts[0].text
+        prepared = await GatewayHarness().gateway.prepare(make_request(tools=tools), CALLER)
+    assert "web_search" not in prepared.prompts[0].text
     assert "tool_left_out: web_search_20250305 is not run here" in caplog.text
 
 
 async def test_a_picture_that_a_tool_returned_is_a_word_to_a_model_that_reads_only_text() -> None:
     """It stays in an agent's history: a refusal would be the end of the session."""
     message = Message("tool", (ToolResult("c", (Text("here"), Image("data:image/png;base64,AAAA"))),))
-    job = await GatewayHarness().gateway.prepare(make_request(messages=(message,)), CALLER)
-    assert "here\n[image: this model reads text only]" in job.prompts[0].text
-    assert job.request.warnings
+    prepared = await GatewayHarness().gateway.prepare(make_request(messages=(message,)), CALLER)
+    assert "here\n[image: this model reads text only]" in prepared.prompts[0].text
+    assert prepared.request.warnings
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ async def test_a_picture_that_a_tool_returned_is_a_word_to_a_model_that_reads_on
     ],
 )
 async def test_an_unfit_image_is_refused_by_a_model_that_sees(url: str, code: str | None) -> None:
-    stage = GatewayHarness(modalities=("text", "image"))
-    error = await refused(stage, ModelyardError, messages=(Message("user", (Image(url),)),))
+    harness = GatewayHarness(modalities=("text", "image"))
+    error = await refusal(harness, ModelyardError, messages=(Message("user", (Image(url),)),))
     assert error.kind in ("invalid", "forbidden")
     assert code is None or error.code == code
 
@@ -178,41 +178,41 @@ async def test_an_unfit_image_is_refused_by_a_model_that_sees(url: str, code: st
 
 
 async def test_a_long_prompt_overflows_before_anything_is_leased() -> None:
-    stage = GatewayHarness()
+    harness = GatewayHarness()
     with pytest.raises(ContextOverflow) as caught:
-        await stage.gateway.prepare(make_request("word " * 30_000), CALLER)
-    assert caught.value.prompt_tokens == await stage.gateway.count(make_request("word " * 30_000), CALLER)
-    assert stage.running == 0
+        await harness.gateway.prepare(make_request("word " * 30_000), CALLER)
+    assert caught.value.prompt_tokens == await harness.gateway.count(make_request("word " * 30_000), CALLER)
+    assert harness.running == 0
 
 
 async def test_long_and_many_are_rendered_aside_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, long = (
+    harness, long = (
         GatewayHarness(),
         make_request(messages=tuple(Message("user", (Text(f"word {i}"),)) for i in range(100))),
     )
-    counted = await stage.gateway.count(long, CALLER)
-    raw = await stage.gateway.count(make_request(messages=(), prompts=("one two", "three")), CALLER)
+    counted = await harness.gateway.count(long, CALLER)
+    raw = await harness.gateway.count(make_request(messages=(), prompts=("one two", "three")), CALLER)
     monkeypatch.setattr("modelyard.gateway.gateway._INLINE_MESSAGES", 0)
     monkeypatch.setattr("modelyard.gateway.gateway._INLINE_CHARS", 0)
-    assert await stage.gateway.count(long, CALLER) == counted
-    assert await stage.gateway.count(make_request(messages=(), prompts=("one two", "three")), CALLER) == raw
+    assert await harness.gateway.count(long, CALLER) == counted
+    assert await harness.gateway.count(make_request(messages=(), prompts=("one two", "three")), CALLER) == raw
 
 
 @pytest.mark.parametrize("id", [model().pipeline.tokenizer.size, 10**9])
 async def test_a_token_that_the_model_does_not_have_is_refused(id: int) -> None:
-    stage = GatewayHarness()
-    error = await refused(stage, InvalidRequest, messages=(), prompts=((1, id),))
+    harness = GatewayHarness()
+    error = await refusal(harness, InvalidRequest, messages=(), prompts=((1, id),))
     assert (error.param, str(id) in error.message) == ("prompt", True)
     with pytest.raises(InvalidRequest) as caught:
-        await stage.gateway.embed(EmbeddingRequest(model="demo", inputs=((id,),)), CALLER)
+        await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=((id,),)), CALLER)
     assert caught.value.param == "input"
 
 
 async def test_counting_needs_no_engine_and_agrees_with_what_is_sent() -> None:
-    stage = GatewayHarness()
-    assert stage.scheduler.status()["demo"].state == "stopped"
-    job = await stage.gateway.prepare(make_request("one two three"), CALLER)
-    assert await stage.gateway.count(make_request("one two three"), CALLER) == len(job.prompts[0].ids)
+    harness = GatewayHarness()
+    assert harness.scheduler.status()["demo"].state == "stopped"
+    prepared = await harness.gateway.prepare(make_request("one two three"), CALLER)
+    assert await harness.gateway.count(make_request("one two three"), CALLER) == len(prepared.prompts[0].ids)
 
 
 async def test_an_engine_elsewhere_that_is_not_up_cannot_count() -> None:
@@ -221,39 +221,39 @@ async def test_an_engine_elsewhere_that_is_not_up_cannot_count() -> None:
 
 
 async def test_an_engine_without_embeddings_says_so_and_keeps_no_place() -> None:
-    async with GatewayHarness() as stage:
+    async with GatewayHarness() as harness:
         with pytest.raises(Unsupported) as caught:
-            await stage.gateway.embed(EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("ho")))), CALLER)
+            await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("ho")))), CALLER)
         assert caught.value.code == "embeddings_unsupported"
-        assert stage.running == 0
+        assert harness.running == 0
 
 
 async def test_sampling_that_was_not_asked_for_is_the_models() -> None:
-    stage = GatewayHarness(sampling=Sampling(temperature=0.1, top_k=5))
-    job = await stage.gateway.prepare(make_request(sampling=Sampling(top_k=9)), CALLER)
-    assert (job.sampling.temperature, job.sampling.top_k) == (0.1, 9)
+    harness = GatewayHarness(sampling=Sampling(temperature=0.1, top_k=5))
+    prepared = await harness.gateway.prepare(make_request(sampling=Sampling(top_k=9)), CALLER)
+    assert (prepared.sampling.temperature, prepared.sampling.top_k) == (0.1, 9)
 
 
 async def test_stopping_tells_everybody_why() -> None:
-    why = Unavailable("the server is shutting down")
-    async with GatewayHarness(places=1) as stage:
-        holder, waiter = await stage.start(), await stage.start()
-        stage.gateway.stop(why)
-        for answer in (waiter, holder):
-            _, events = await anext(answer)
-            assert [event.error for event in events if hasattr(event, "error")] == [why]
-            answer.close()
-        assert (stage.running, stage.waiting) == (0, 0)
+    error = Unavailable("the server is shutting down")
+    async with GatewayHarness(slots=1) as harness:
+        holder, waiter = await harness.start(), await harness.start()
+        harness.gateway.stop(error)
+        for stream in (waiter, holder):
+            _, events = await anext(stream)
+            assert [event.error for event in events if hasattr(event, "error")] == [error]
+            stream.close()
+        assert (harness.running, harness.waiting) == (0, 0)
 
 
 # One answer: cancelled in every phase, tried again only where nobody noticed, and its lease given back once.
 
 
-async def ends(answer: Any, play: Any) -> list[Event]:
+async def read_until_cancelled(stream: Any, generation: Any) -> list[Event]:
     """What is read from here on while the engine lets go of a cancelled job."""
-    reading = asyncio.create_task(read(answer))
-    await until(lambda: play.is_cancelled)
-    play.end("cancelled")
+    reading = asyncio.create_task(read_events(stream))
+    await wait_until(lambda: generation.is_cancelled)
+    generation.end("cancelled")
     return await reading
 
 
@@ -262,194 +262,194 @@ def failures(events: list[Event]) -> list[Any]:
 
 
 async def test_a_whole_answer_gives_its_place_back_when_it_is_closed() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        (await stage.job()).whole("Hello.")
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        (await harness.generation()).finish("Hello.")
         assert collect_reply(await reading).text == "Hello."
-        assert stage.running == 1
-        answer.close()
-        assert stage.running == 0
+        assert harness.running == 1
+        stream.close()
+        assert harness.running == 0
 
 
 # --- cancelled --------------------------------------------------------------------------------------------------------
 
 
 async def test_cancelled_in_the_queue_it_never_reaches_the_engine() -> None:
-    async with GatewayHarness(places=1) as stage:
-        holder, waiter = await stage.start(), await stage.start()
-        reading = asyncio.create_task(read(waiter))
-        await until(lambda: stage.waiting == 1)
+    async with GatewayHarness(slots=1) as harness:
+        holder, waiter = await harness.start(), await harness.start()
+        reading = asyncio.create_task(read_events(waiter))
+        await wait_until(lambda: harness.waiting == 1)
         waiter.cancel()
         assert failures(await reading) == [Cancelled("the request was cancelled while it waited")]
         waiter.close()
-        assert (stage.waiting, stage.running, stage.engine.jobs) == (0, 1, [])
+        assert (harness.waiting, harness.running, harness.engine.generations) == (0, 1, [])
         holder.close()
-        assert stage.running == 0
+        assert harness.running == 0
 
 
 async def test_cancelled_before_it_was_read_it_never_reaches_the_engine() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        answer.cancel()
-        events = await read(answer)
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        stream.cancel()
+        events = await read_events(stream)
         assert [type(event) for event in events] == [Failed]
-        answer.close()
-        assert (stage.running, stage.engine.jobs) == (0, [])
+        stream.close()
+        assert (harness.running, harness.engine.generations) == (0, [])
 
 
 async def test_cancelled_in_prefill_it_waits_for_the_engine_to_let_go() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(anext(answer))
-        play = await stage.job()
-        play.accept()
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(anext(stream))
+        generation = await harness.generation()
+        generation.accept()
         _, events = await reading
         assert [type(event) for event in events] == [Started]
-        answer.cancel()
-        assert stage.running == 1
-        assert [type(error) for error in failures(await ends(answer, play))] == [Cancelled]
-        answer.close()
-        assert stage.running == 0
+        stream.cancel()
+        assert harness.running == 1
+        assert [type(error) for error in failures(await read_until_cancelled(stream, generation))] == [Cancelled]
+        stream.close()
+        assert harness.running == 0
 
 
 async def test_cancelled_in_the_stream_it_ends_in_one_failure() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(anext(answer))
-        play = await stage.job()
-        play.accept()
-        play.say("Hello")
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(anext(stream))
+        generation = await harness.generation()
+        generation.accept()
+        generation.write("Hello")
         await reading
-        answer.cancel()
-        answer.cancel()
-        assert [type(error) for error in failures(await ends(answer, play))] == [Cancelled]
-        answer.close()
-        assert stage.running == 0
+        stream.cancel()
+        stream.cancel()
+        assert [type(error) for error in failures(await read_until_cancelled(stream, generation))] == [Cancelled]
+        stream.close()
+        assert harness.running == 0
 
 
 async def test_whoever_cancels_may_say_why() -> None:
-    why = Unavailable("the server is shutting down")
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        play = await stage.job()
-        answer.cancel(why)
-        play.end("cancelled")
-        assert failures(await reading) == [why]
-        answer.close()
+    error = Unavailable("the server is shutting down")
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        generation = await harness.generation()
+        stream.cancel(error)
+        generation.end("cancelled")
+        assert failures(await reading) == [error]
+        stream.close()
 
 
 async def test_cancelled_after_its_end_nothing_more_is_said() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        (await stage.job()).whole()
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        (await harness.generation()).finish()
         assert isinstance((await reading)[-1], Finished)
-        answer.cancel()
-        assert await read(answer) == []
-        answer.close()
-        assert stage.running == 0
+        stream.cancel()
+        assert await read_events(stream) == []
+        stream.close()
+        assert harness.running == 0
 
 
 # --- closed before its end --------------------------------------------------------------------------------------------
 
 
 async def test_a_reader_that_leaves_frees_the_place_when_the_engine_has() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(anext(answer))
-        play = await stage.job()
-        play.accept()
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(anext(stream))
+        generation = await harness.generation()
+        generation.accept()
         await reading
-        answer.close()
-        answer.close()
-        await until(lambda: play.is_cancelled)
-        assert stage.running == 1
-        play.end("cancelled")
-        await until(lambda: stage.running == 0)
+        stream.close()
+        stream.close()
+        await wait_until(lambda: generation.is_cancelled)
+        assert harness.running == 1
+        generation.end("cancelled")
+        await wait_until(lambda: harness.running == 0)
 
 
 async def test_after_a_stop_string_the_place_is_free_when_the_engine_says_so() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start(stop=("STOP",))
-        reading = asyncio.create_task(read(answer))
-        play = await stage.job()
-        play.accept()
-        play.say("one STOP two")
+    async with GatewayHarness() as harness:
+        stream = await harness.start(stop=("STOP",))
+        reading = asyncio.create_task(read_events(stream))
+        generation = await harness.generation()
+        generation.accept()
+        generation.write("one STOP two")
         assert collect_reply(await reading).text == "one "
-        answer.close()
-        assert play.is_cancelled
-        assert stage.running == 1
-        play.say("three")
-        play.end("length")
-        await until(lambda: stage.running == 0)
+        stream.close()
+        assert generation.is_cancelled
+        assert harness.running == 1
+        generation.write("three")
+        generation.end("length")
+        await wait_until(lambda: harness.running == 0)
 
 
 # --- tried again ------------------------------------------------------------------------------------------------------
 
 
 async def test_an_engine_that_is_lost_before_content_is_asked_once_more() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        first = await stage.job()
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        first = await harness.generation()
         first.accept()
         first.end("error", Unavailable("lost"))
-        (await stage.job(1)).whole("Here.")
+        (await harness.generation(1)).finish("Here.")
         events = await reading
         assert collect_reply(events).text == "Here."
         assert sum(isinstance(event, Started) for event in events) == 1
-        assert stage.running == 1
-        answer.close()
-        assert stage.running == 0
+        assert harness.running == 1
+        stream.close()
+        assert harness.running == 0
 
 
 async def test_an_engine_that_is_lost_twice_is_not_asked_a_third_time() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
         for number in range(2):
-            (await stage.job(number)).end("error", Unavailable(f"lost {number}"))
+            (await harness.generation(number)).end("error", Unavailable(f"lost {number}"))
         assert failures(await reading) == [Unavailable("lost 1")]
-        answer.close()
-        assert (len(stage.engine.jobs), stage.running) == (2, 0)
+        stream.close()
+        assert (len(harness.engine.generations), harness.running) == (2, 0)
 
 
 async def test_after_content_nothing_is_tried_again() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        play = await stage.job()
-        play.accept()
-        play.say("Half")
-        play.end("error", Unavailable("lost"))
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        generation = await harness.generation()
+        generation.accept()
+        generation.write("Half")
+        generation.end("error", Unavailable("lost"))
         assert failures(await reading) == [Unavailable("lost")]
-        answer.close()
-        assert (len(stage.engine.jobs), stage.running) == (1, 0)
+        stream.close()
+        assert (len(harness.engine.generations), harness.running) == (1, 0)
 
 
 @pytest.mark.parametrize("error", [Internal("out of memory", id="x"), Overloaded("busy")])
 async def test_only_a_lost_engine_is_worth_a_second_try(error: Any) -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        (await stage.job()).end("error", error)
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        (await harness.generation()).end("error", error)
         assert failures(await reading) == [error]
-        answer.close()
-        assert (len(stage.engine.jobs), stage.running) == (1, 0)
+        stream.close()
+        assert (len(harness.engine.generations), harness.running) == (1, 0)
 
 
 async def test_nobody_tries_again_for_a_client_that_left() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        play = await stage.job()
-        answer.cancel()
-        play.end("error", Unavailable("lost"))
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        generation = await harness.generation()
+        stream.cancel()
+        generation.end("error", Unavailable("lost"))
         assert failures(await reading) == [Unavailable("lost")]
-        answer.close()
-        assert (len(stage.engine.jobs), stage.running) == (1, 0)
+        stream.close()
+        assert (len(harness.engine.generations), harness.running) == (1, 0)
 
 
 # --- engines that break their word ------------------------------------------------------------------------------------
@@ -457,41 +457,41 @@ async def test_nobody_tries_again_for_a_client_that_left() -> None:
 
 @pytest.mark.parametrize("content", [False, True])
 async def test_a_stream_without_a_last_word_is_one_failure(content: bool) -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        play = await stage.job()
-        play.accept()
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        generation = await harness.generation()
+        generation.accept()
         if content:
-            play.say("Half")
-        play.close()
+            generation.write("Half")
+        generation.close()
         assert [type(error) for error in failures(await reading)] == [Incomplete]
-        answer.close()
-        await until(lambda: stage.running == 0)
+        stream.close()
+        await wait_until(lambda: harness.running == 0)
 
 
 async def test_an_engine_that_raises_is_one_failure_and_no_lost_place(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
-    async with GatewayHarness(fault=ZeroDivisionError("secret")) as stage:
-        answer = await stage.start()
-        (error,) = failures(await read(answer))
+    async with GatewayHarness(start_error=ZeroDivisionError("secret")) as harness:
+        stream = await harness.start()
+        (error,) = failures(await read_events(stream))
         assert isinstance(error, Internal)
         assert "secret" not in error.message
-        answer.close()
-        assert stage.running == 0
+        stream.close()
+        assert harness.running == 0
 
 
 async def test_a_stream_that_raises_is_one_failure_and_no_lost_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        play = await stage.job()
-        monkeypatch.setattr(type(play), "__anext__", _breaks)
-        play.accept()
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        generation = await harness.generation()
+        monkeypatch.setattr(type(generation), "__anext__", _breaks)
+        generation.accept()
         (error,) = failures(await reading)
         assert isinstance(error, Internal)
-        answer.close()
-        await until(lambda: stage.running == 0)
+        stream.close()
+        await wait_until(lambda: harness.running == 0)
 
 
 async def _breaks(_: object) -> None:
@@ -499,12 +499,12 @@ async def _breaks(_: object) -> None:
 
 
 async def test_the_last_word_tells_what_every_part_of_the_way_took() -> None:
-    async with GatewayHarness() as stage:
-        answer = await stage.start()
-        reading = asyncio.create_task(read(answer))
-        (await stage.job()).whole()
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        (await harness.generation()).finish()
         last = (await reading)[-1]
-        answer.close()
+        stream.close()
         assert isinstance(last, Finished)
         times = last.timings
         assert None not in (times.queue, times.tokenize, times.first_token, times.decode)
@@ -519,7 +519,7 @@ async def test_the_last_word_tells_what_every_part_of_the_way_took() -> None:
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 
 
-def job(request: Request, limit: Any = "max_tokens") -> PreparedRequest:
+def prepared(request: Request, limit: Any = "max_tokens") -> PreparedRequest:
     rendered = model().pipeline.renderer
     text = rendered.text(request)
     return PreparedRequest(
@@ -535,15 +535,15 @@ def job(request: Request, limit: Any = "max_tokens") -> PreparedRequest:
     )
 
 
-def texts(limit: Any = "max_tokens", on_text: Any = None, **request: Any) -> TextOutput:
-    return TextOutput(job(make_request(**request), limit), 0, lambda: "call_1", on_text)
+def text_output(limit: Any = "max_tokens", on_text: Any = None, **request: Any) -> TextOutput:
+    return TextOutput(prepared(make_request(**request), limit), 0, lambda: "call_1", on_text)
 
 
-def said(*chunks: str | Chunk) -> list[Chunk]:
+def chunks(*chunks: str | Chunk) -> list[Chunk]:
     return [Accepted(), *(Tokens(ids(chunk)) if isinstance(chunk, str) else chunk for chunk in chunks)]
 
 
-def lasts(events: Iterable[Event]) -> list[Event]:
+def final_events(events: Iterable[Event]) -> list[Event]:
     return [event for event in events if isinstance(event, Finished | Failed)]
 
 
@@ -560,14 +560,14 @@ def lasts(events: Iterable[Event]) -> list[Event]:
         ("", "stop", "max_tokens", "end"),
     ],
 )
-def test_every_end_has_its_reason(spoken: str, end: Any, limit: str, reason: str) -> None:
-    heard = texts(limit, tools=(Tool("look"),))
-    events = heard.feed([*said(spoken), End(end, timings=Timings(total=1.5))])
-    assert [last.reason for last in lasts(events) if isinstance(last, Finished)] == [reason]
-    assert events[-1] is lasts(events)[0]
+def test_every_end_has_its_reason(generated: str, end: Any, limit: str, reason: str) -> None:
+    output = text_output(limit, tools=(Tool("look"),))
+    events = output.feed([*chunks(generated), End(end, timings=Timings(total=1.5))])
+    assert [last.reason for last in final_events(events) if isinstance(last, Finished)] == [reason]
+    assert events[-1] is final_events(events)[0]
     assert isinstance(events[-1], Finished)
     assert events[-1].timings == Timings(total=1.5)
-    assert (heard.over, heard.slot_free) == (True, True)
+    assert (output.over, output.slot_free) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -578,52 +578,52 @@ def test_every_end_has_its_reason(spoken: str, end: Any, limit: str, reason: str
     ],
 )
 def test_a_bad_end_is_one_failure(end: End, error: ModelyardError) -> None:
-    heard = texts()
-    events = heard.feed([*said("Hel"), end])
-    assert lasts(events) == [Failed(error)]
-    assert (heard.over, heard.slot_free, heard.has_output) == (True, True, True)
+    output = text_output()
+    events = output.feed([*chunks("Hel"), end])
+    assert final_events(events) == [Failed(error)]
+    assert (output.over, output.slot_free, output.has_output) == (True, True, True)
 
 
 def test_it_starts_once_under_our_own_id_with_what_was_cached() -> None:
-    heard = texts()
-    first, again = heard.feed([Accepted(cached_tokens=3)]), heard.feed([Accepted(cached_tokens=9)])
-    prompt = heard.usage.prompt
+    output = text_output()
+    first, again = output.feed([Accepted(cached_tokens=3)]), output.feed([Accepted(cached_tokens=9)])
+    prompt = output.usage.prompt
     assert first == [Started("our-id", "demo", 7, Usage(prompt, 3))]
     assert prompt > 3
     assert again == []
 
 
 def test_progress_is_not_content() -> None:
-    heard = texts()
-    assert heard.feed([Progress(1, 2)]) == []
-    assert heard.has_output is False
+    output = text_output()
+    assert output.feed([Progress(1, 2)]) == []
+    assert output.has_output is False
 
 
 def test_a_stop_string_ends_it_while_the_engine_runs_ahead() -> None:
-    heard = texts(stop=("STOP",))
-    events = heard.feed(said("one STOP two", " three"))
+    output = text_output(stop=("STOP",))
+    events = output.feed(chunks("one STOP two", " three"))
     assert collect_reply(events).text == "one "
     last = events[-1]
     assert isinstance(last, Finished)
     assert (last.reason, last.stop_string) == ("stop_string", "STOP")
-    assert (heard.over, heard.slot_free) == (True, False)
-    assert heard.feed([Tokens(ids(" four"))]) == []
-    assert heard.feed([End("length")]) == []
-    assert heard.slot_free is True
+    assert (output.over, output.slot_free) == (True, False)
+    assert output.feed([Tokens(ids(" four"))]) == []
+    assert output.feed([End("length")]) == []
+    assert output.slot_free is True
 
 
 def test_tokens_after_the_verdict_are_not_counted() -> None:
-    heard = texts(stop=("STOP",))
-    heard.feed(said("one STOP"))
-    counted = heard.usage.output
-    heard.feed([Tokens(ids(" and so on"))])
-    assert heard.usage.output == counted == len(ids("one STOP"))
+    output = text_output(stop=("STOP",))
+    output.feed(chunks("one STOP"))
+    counted = output.usage.output
+    output.feed([Tokens(ids(" and so on"))])
+    assert output.usage.output == counted == len(ids("one STOP"))
 
 
 def test_reasoning_is_counted_apart_and_hidden_where_asked() -> None:
     thought = "<think>\nso\n</think>\n\nYes."
-    shown, hidden = texts(), texts(reasoning=Reasoning(visible=False))
-    replies = [collect_reply(heard.feed([*said(thought), End("stop")])) for heard in (shown, hidden)]
+    shown, hidden = text_output(), text_output(reasoning=Reasoning(visible=False))
+    replies = [collect_reply(output.feed([*chunks(thought), End("stop")])) for output in (shown, hidden)]
     assert [reply.text.strip() for reply in replies] == ["Yes.", "Yes."]
     assert ["so" in reply.thinking for reply in replies] == [True, False]
     assert replies[0].finished.usage == replies[1].finished.usage
@@ -633,8 +633,8 @@ def test_reasoning_is_counted_apart_and_hidden_where_asked() -> None:
 def test_logprobs_stay_with_their_text() -> None:
     tokens = ids("Hello there.")
     logprobs = [IdLogprob(token, -0.5, ((token, -0.5), (tokens[0], -3.0))) for token in tokens]
-    heard = texts(logprobs=2)
-    reply = collect_reply(heard.feed([Accepted(), Tokens(tokens, logprobs), End("stop")]))
+    output = text_output(logprobs=2)
+    reply = collect_reply(output.feed([Accepted(), Tokens(tokens, logprobs), End("stop")]))
     block = reply.blocks[0]
     assert "".join(each.token for each in block.logprobs) == reply.text == "Hello there."
     assert {each.logprob for each in block.logprobs} == {-0.5}
@@ -643,16 +643,16 @@ def test_logprobs_stay_with_their_text() -> None:
 
 def test_the_raw_text_is_told_to_whoever_keeps_it() -> None:
     kept: list[str] = []
-    heard = texts(on_text=kept.append, tools=(Tool("look"),))
-    heard.feed([*said(CALL), End("stop")])
+    output = text_output(on_text=kept.append, tools=(Tool("look"),))
+    output.feed([*chunks(CALL), End("stop")])
     assert "".join(kept) == CALL
 
 
 def test_half_a_character_at_the_end_is_still_given() -> None:
-    heard = texts()
+    output = text_output()
     smile = ids("😀")
     assert len(smile) > 1
-    reply = collect_reply(heard.feed([Accepted(), Tokens(smile[:-1]), End("length")]))
+    reply = collect_reply(output.feed([Accepted(), Tokens(smile[:-1]), End("length")]))
     assert "\ufffd" in reply.text
 
 
@@ -673,20 +673,20 @@ def test_an_answer_in_one_go_is_told_as_one_that_comes_bit_by_bit(
     words: list[str], end: Any, limit: str, more: dict[str, Any], half: bool
 ) -> None:
     kept: tuple[list[str], list[str]] = ([], [])
-    at_once, in_bits = (texts(limit, on_text=each.append, **more) for each in kept)
-    spoken = ids("".join(words))[: -1 if half else None]
-    first, rest, last = Accepted(cached_tokens=2), Tokens(spoken), End(end, Usage(9999), Timings(total=1.5))
-    assert at_once.feed([first, rest, last]) == [*in_bits.feed([first]), *in_bits.feed([rest, last])]
-    seen = [
-        (one.usage, one.over, one.slot_free, one.has_output, one.ids, list(one.warnings)) for one in (at_once, in_bits)
+    at_once, piecewise = (text_output(limit, on_text=each.append, **more) for each in kept)
+    generated = ids("".join(words))[: -1 if half else None]
+    first, rest, last = Accepted(cached_tokens=2), Tokens(generated), End(end, Usage(9999), Timings(total=1.5))
+    assert at_once.feed([first, rest, last]) == [*piecewise.feed([first]), *piecewise.feed([rest, last])]
+    states = [
+        (one.usage, one.over, one.slot_free, one.has_output, one.ids, list(one.warnings)) for one in (at_once, piecewise)
     ]
-    assert seen[0] == seen[1]
+    assert states[0] == states[1]
     assert "".join(kept[0]) == "".join(kept[1])
 
 
 # --- engines that speak in events -------------------------------------------------------------------------------------
 
-TALK: list[Event] = [
+CHAT_EVENTS: list[Event] = [
     Started("upstream-id", "gpt-x", 1, Usage(5)),
     BlockStart(0, "text"),
     BlockDelta(0, "Hi"),
@@ -696,25 +696,25 @@ TALK: list[Event] = [
 
 
 def test_an_engines_events_pass_under_our_own_id_and_name() -> None:
-    heard = ChatOutput(job(make_request()))
-    events = heard.feed(TALK)
-    assert events == [Started("our-id", "demo", 7, Usage(5)), *TALK[1:]]
-    assert (heard.over, heard.slot_free, heard.has_output, heard.usage) == (True, True, True, Usage(5, 0, 1))
+    output = ChatOutput(prepared(make_request()))
+    events = output.feed(CHAT_EVENTS)
+    assert events == [Started("our-id", "demo", 7, Usage(5)), *CHAT_EVENTS[1:]]
+    assert (output.over, output.slot_free, output.has_output, output.usage) == (True, True, True, Usage(5, 0, 1))
 
 
 def test_the_prompts_tokens_are_told_from_the_start_where_they_are_known_here() -> None:
-    events = ChatOutput(counted := job(make_request())).feed([Started("x", "y", 1)])
+    events = ChatOutput(counted := prepared(make_request())).feed([Started("x", "y", 1)])
     assert events == [Started("our-id", "demo", 7, Usage(len(counted.prompts[0].ids)))]
 
 
 @pytest.mark.parametrize(("limit", "reason"), [("window", "window"), ("max_tokens", "max_tokens")])
 def test_whose_limit_an_answer_met_is_known_from_its_room(limit: str, reason: str) -> None:
-    (last,) = ChatOutput(job(make_request(), limit)).feed([Finished("max_tokens", Usage())])
+    (last,) = ChatOutput(prepared(make_request(), limit)).feed([Finished("max_tokens", Usage())])
     assert last == Finished(reason, Usage())  # type: ignore[arg-type]
 
 
-THOUGHTS: list[Event] = [
-    TALK[0],
+REASONING_EVENTS: list[Event] = [
+    CHAT_EVENTS[0],
     *(BlockStart(0, "thinking"), BlockDelta(0, "hm"), BlockEnd(0)),
     *(BlockStart(1, "text"), BlockDelta(1, "Hi"), BlockEnd(1)),
     *(BlockStart(2, "thinking"), BlockEnd(2)),
@@ -725,42 +725,42 @@ THOUGHTS: list[Event] = [
 
 @pytest.mark.parametrize(("visible", "shown"), [(None, True), (True, True), (False, False)])
 def test_hidden_reasoning_is_left_out_and_still_counted(visible: bool | None, shown: bool) -> None:
-    heard = ChatOutput(job(make_request(reasoning=Reasoning(visible=visible))))
-    events = heard.feed(THOUGHTS)
+    output = ChatOutput(prepared(make_request(reasoning=Reasoning(visible=visible))))
+    events = output.feed(REASONING_EVENTS)
     if shown:
-        assert events[1:] == THOUGHTS[1:]
+        assert events[1:] == REASONING_EVENTS[1:]
     else:
         assert [event.index for event in events if isinstance(event, BlockStart)] == [0, 1]
         assert collect_reply(events).text == "Hi"
         assert collect_reply(events).thinking == ""
-        assert heard.usage.reasoning == 1
+        assert output.usage.reasoning == 1
 
 
 def test_a_second_beginning_is_not_told() -> None:
-    events = ChatOutput(job(make_request())).feed([TALK[0], *TALK])
+    events = ChatOutput(prepared(make_request())).feed([CHAT_EVENTS[0], *CHAT_EVENTS])
     assert sum(isinstance(event, Started) for event in events) == 1
 
 
 @pytest.mark.parametrize("last", [Finished("end", Usage()), Failed(Internal("x", id="y"))])
 def test_nothing_follows_the_last_event(last: Event) -> None:
-    heard = ChatOutput(job(make_request()))
-    events = heard.feed([TALK[0], last, BlockStart(0, "text"), Finished("end", Usage())])
-    assert lasts(events) == [last]
+    output = ChatOutput(prepared(make_request()))
+    events = output.feed([CHAT_EVENTS[0], last, BlockStart(0, "text"), Finished("end", Usage())])
+    assert final_events(events) == [last]
     assert events[-1] == last
-    assert heard.feed([BlockDelta(0, "late")]) == []
+    assert output.feed([BlockDelta(0, "late")]) == []
 
 
 def test_what_pictures_take_of_the_prompt_the_engine_tells() -> None:
-    heard = texts()
-    own = heard.usage.prompt
-    (last,) = lasts(heard.feed([*said("Hello."), End("stop", Usage(prompt=own + 64))]))
+    output = text_output()
+    own = output.usage.prompt
+    (last,) = final_events(output.feed([*chunks("Hello."), End("stop", Usage(prompt=own + 64))]))
     assert isinstance(last, Finished)
     assert last.usage.prompt == own + 64
 
 
 def test_prompt_is_never_counted_as_less_than_it_was() -> None:
-    heard = texts()
-    own = heard.usage.prompt
-    (last,) = lasts(heard.feed([*said("Hello."), End("stop", Usage(prompt=0))]))
+    output = text_output()
+    own = output.usage.prompt
+    (last,) = final_events(output.feed([*chunks("Hello."), End("stop", Usage(prompt=0))]))
     assert isinstance(last, Finished)
     assert last.usage.prompt == own > 0

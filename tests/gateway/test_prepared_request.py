@@ -21,7 +21,7 @@ from tests.gateway.harness import make_request, model
 from tests.live_server import demo_config
 
 
-def job(request: Request, key: str = "", prompts: int = 1) -> PreparedRequest:
+def prepare(request: Request, key: str = "", prompts: int = 1) -> PreparedRequest:
     return PreparedRequest(
         request=request,
         caller=Caller(trace="t", endpoint="/v1/completions", key=key),
@@ -49,9 +49,9 @@ def job(request: Request, key: str = "", prompts: int = 1) -> PreparedRequest:
     ],
 )
 def test_the_wanted_output_is_clamped_to_the_window(
-    prompt: int, wanted: int | None, strict: bool, room: OutputBudget
+    prompt: int, max_tokens: int | None, strict: bool, budget: OutputBudget
 ) -> None:
-    assert output_budget(prompt, wanted, 100, strict) == room
+    assert output_budget(prompt, max_tokens, 100, strict) == budget
 
 
 @pytest.mark.parametrize("prompt", [100, 101, 10**9])
@@ -69,32 +69,32 @@ def test_a_strict_window_refuses_what_it_would_have_to_clamp() -> None:
 
 
 @given(st.integers(0, 200), st.none() | st.integers(1, 200), st.integers(1, 200))
-def test_what_fits_never_exceeds_the_window_or_the_wish(prompt: int, wanted: int | None, window: int) -> None:
+def test_what_fits_never_exceeds_the_window_or_the_wish(prompt: int, max_tokens: int | None, window: int) -> None:
     try:
-        room = output_budget(prompt, wanted, window, strict=False)
+        budget = output_budget(prompt, max_tokens, window, strict=False)
     except ContextOverflow:
         assert prompt >= window
         return
-    assert 1 <= room.max_tokens <= window - prompt
-    assert wanted is None or room.max_tokens <= wanted
-    assert (room.limit == "max_tokens") == (room.max_tokens == wanted)
+    assert 1 <= budget.max_tokens <= window - prompt
+    assert max_tokens is None or budget.max_tokens <= max_tokens
+    assert (budget.limit == "max_tokens") == (budget.max_tokens == max_tokens)
 
 
 def test_a_demand_weighs_its_choices_and_counts_its_tokens() -> None:
-    demand = job(make_request(n=3), key="ann", prompts=2).lease_request()
-    assert (demand.model, demand.cache, demand.weight, demand.tokens, demand.key) == ("demo", "main", 6, 6, "ann")
-    assert (demand.priority, demand.trace) == ("main", "t")
+    lease_request = prepare(make_request(n=3), key="ann", prompts=2).lease_request()
+    assert (lease_request.model, lease_request.cache, lease_request.weight, lease_request.tokens, lease_request.key) == ("demo", "main", 6, 6, "ann")
+    assert (lease_request.priority, lease_request.trace) == ("main", "t")
 
 
 def test_two_keys_that_name_the_same_session_do_not_meet() -> None:
-    ann, bob = (job(make_request(session="s"), key=key) for key in ("ann", "bob"))
+    ann, bob = (prepare(make_request(session="s"), key=key) for key in ("ann", "bob"))
     assert ann.lease_request().session != bob.lease_request().session
     assert ann.engine_prompt(0).session == ann.lease_request().session
-    assert job(make_request(), key="ann").lease_request().session is None
+    assert prepare(make_request(), key="ann").lease_request().session is None
 
 
 def test_what_runs_in_the_background_of_a_session_does_not_take_its_conversations_place() -> None:
-    main, side = (job(make_request(session="s", priority=how), key="ann") for how in ("main", "background"))
+    main, side = (prepare(make_request(session="s", priority=how), key="ann") for how in ("main", "background"))
     assert main.session_key() == "ann/s"
     assert side.session_key() != main.session_key()
     assert side.lease_request().session == side.engine_prompt(0).session == side.session_key()
@@ -102,16 +102,16 @@ def test_what_runs_in_the_background_of_a_session_does_not_take_its_conversation
 
 
 def test_choices_are_counted_prompt_by_prompt() -> None:
-    two = job(make_request(n=2), prompts=2)
+    two = prepare(make_request(n=2), prompts=2)
     assert two.choices == 4
     assert [two.engine_prompt(choice).ids[0] for choice in range(4)] == [0, 0, 1, 1]
 
 
 def test_the_answers_to_a_seeded_prompt_differ_and_repeat() -> None:
-    seeded = job(make_request(n=3, sampling=Sampling(seed=7, temperature=0.5)), prompts=2)
+    seeded = prepare(make_request(n=3, sampling=Sampling(seed=7, temperature=0.5)), prompts=2)
     assert [seeded.engine_prompt(choice).sampling.seed for choice in range(6)] == [7, 8, 9, 7, 8, 9]
     assert {seeded.engine_prompt(choice).sampling.temperature for choice in range(6)} == {0.5}
-    assert job(make_request(n=2)).engine_prompt(1).sampling.seed is None
+    assert prepare(make_request(n=2)).engine_prompt(1).sampling.seed is None
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_the_answers_to_a_seeded_prompt_differ_and_repeat() -> None:
     ],
 )
 def test_what_the_engine_must_know_reaches_its_prompt(request_fields: Any, prompt_field: str, value: object) -> None:
-    prompt = job(make_request(**request_fields)).engine_prompt(0)
+    prompt = prepare(make_request(**request_fields)).engine_prompt(0)
     assert getattr(prompt, prompt_field) == value
     assert (prompt.max_tokens, prompt.cache, prompt.stop_ids) == (5, "main", model().pipeline.stop_ids)
 
 
 def test_a_chat_engine_gets_one_answers_request_with_the_models_defaults_in_it() -> None:
     request = make_request(n=3, stop=("END",), sampling=Sampling(seed=7))
-    settled = replace(job(request), model=replace(model(), stop=("STOP",), max_tokens=11), sampling=Sampling(seed=7))
+    settled = replace(prepare(request), model=replace(model(), stop=("STOP",), max_tokens=11), sampling=Sampling(seed=7))
     first, second = settled.engine_request(0), settled.engine_request(1)
     assert (first.n, first.stop, first.max_tokens) == (1, ("STOP", "END"), 11)
     assert (first.sampling.seed, second.sampling.seed) == (7, 8)
-    assert job(make_request(max_tokens=5)).engine_request(0).max_tokens == 5
+    assert prepare(make_request(max_tokens=5)).engine_request(0).max_tokens == 5
 
 
 SEEING = (
@@ -150,14 +150,14 @@ def test_pictures_go_along_where_the_template_has_a_place_for_them(template: str
     loaded = load_config(env={}, overrides=demo_config(modalities=["text", "image"], chat_template=template)).config
     seeing = define_model(loaded.router().catalog.models["demo"], loaded.models["demo"]).model
     request = make_request(messages=(Message("user", (Text("look"), Image(PICTURE))),))
-    made = replace(job(request), model=seeing).engine_prompt(0)
-    assert [each.data for each in made.parts if isinstance(each, Media)] == [b"a picture"] * shown
-    assert made.ids == [0, 0, 0]
+    prepared = replace(prepare(request), model=seeing).engine_prompt(0)
+    assert [each.data for each in prepared.parts if isinstance(each, Media)] == [b"a picture"] * shown
+    assert prepared.ids == [0, 0, 0]
 
 
 def test_pictures_are_kept_from_a_model_that_reads_text() -> None:
-    made = job(make_request(messages=(Message("user", (Text("look"), Image(PICTURE))),))).engine_prompt(0)
-    assert len(made.parts) == 1
+    prepared = prepare(make_request(messages=(Message("user", (Text("look"), Image(PICTURE))),))).engine_prompt(0)
+    assert len(prepared.parts) == 1
 
 
 @pytest.mark.parametrize(
@@ -174,5 +174,5 @@ def test_pictures_are_kept_from_a_model_that_reads_text() -> None:
 def test_only_what_would_be_answered_alike_is_shareable_by_another_gateway(
     sampling: Any, caller: Any, name: str | None
 ) -> None:
-    made = job(make_request(n=2, sampling=Sampling(**sampling)), key="ann")
-    assert replace(made, caller=replace(made.caller, **caller)).engine_prompt(1).dedup_key == name
+    prepared = prepare(make_request(n=2, sampling=Sampling(**sampling)), key="ann")
+    assert replace(prepared, caller=replace(prepared.caller, **caller)).engine_prompt(1).dedup_key == name

@@ -16,17 +16,17 @@ SCHEMA = Constraint("json_schema", '{"type": "object"}')
 BASH, SEARCH = Tool("Bash"), Tool("web_search", kind="server", type="web_search_20250305")
 
 
-def said(*turns: tuple[Any, str]) -> tuple[Message, ...]:
+def messages(*turns: tuple[Any, str]) -> tuple[Message, ...]:
     return tuple(Message(role, (Text(text),)) for role, text in turns)
 
 
-def worked() -> tuple[Message, ...]:
+def messages_with_tool_call() -> tuple[Message, ...]:
     called = Message("assistant", (ToolCall("c1", "Bash", "{}"),))
-    return (*said(("user", "list")), called, Message("tool", (ToolResult("c1", (Text("a"),)),)), *said(("user", "now")))
+    return (*messages(("user", "list")), called, Message("tool", (ToolResult("c1", (Text("a"),)),)), *messages(("user", "now")))
 
 
 def request(**fields: Any) -> Request:
-    return Request(**{"model": "local", "session": "s", "messages": said(("user", "hi"))} | fields)
+    return Request(**{"model": "local", "session": "s", "messages": messages(("user", "hi"))} | fields)
 
 
 @pytest.mark.parametrize(
@@ -36,14 +36,14 @@ def request(**fields: Any) -> Request:
         {"tools": (BASH,), "model": "claude-haiku-4-5"},
         {"tools": (BASH,), "constraint": SCHEMA},
         {"tools": (BASH, SEARCH)},
-        {"tools": (BASH,), "messages": worked()},
+        {"tools": (BASH,), "messages": messages_with_tool_call()},
         {},
         {"stop": ("END",), "max_tokens": 64, "stream": True},
         {"stop": ("END",), "max_tokens": 32000},
         {"constraint": SCHEMA, "session": None},
-        {"constraint": SCHEMA, "messages": said(("user", "a"), ("assistant", "{}"), ("user", "b"))},
-        {"messages": said(("system", "You are an expert coder. " * 20 + "Write titles."), ("user", "hi"))},
-        {"messages": said(("user", "Write a title for my novel."))},
+        {"constraint": SCHEMA, "messages": messages(("user", "a"), ("assistant", "{}"), ("user", "b"))},
+        {"messages": messages(("system", "You are an expert coder. " * 20 + "Write titles."), ("user", "hi"))},
+        {"messages": messages(("user", "Write a title for my novel."))},
         {"model": "haikus-by-me"},
         {"model": "claude-haiku-4-5", "priority": "main"},
         {"model": ""},
@@ -60,14 +60,14 @@ def test_a_conversation_is_main(fields: dict[str, Any]) -> None:
         {"tools": (BASH,), "priority": "background"},
         {"model": "claude-haiku-4-5"},
         {"model": "local-haiku", "session": None},
-        {"messages": worked()},
-        {"tools": (SEARCH,), "messages": said(("user", "Perform a web search for: x"))},
+        {"messages": messages_with_tool_call()},
+        {"tools": (SEARCH,), "messages": messages(("user", "Perform a web search for: x"))},
         {"constraint": SCHEMA},
-        {"constraint": SCHEMA, "messages": said(("system", "Name it."), ("user", "hi"), ("system", "env"))},
-        {"stop": ("</block>",), "max_tokens": 64, "messages": said(("system", "x" * 99_999), ("user", "rm -rf /"))},
-        {"stop": ("</block>",), "max_tokens": 2112, "messages": said(("user", "rm"), ("assistant", "<block>"))},
-        {"messages": said(("system", "You are a title generator. Output ONLY a title."), ("user", "hi"))},
-        {"messages": said(("developer", "Summarize the conversation."), ("user", "hi"))},
+        {"constraint": SCHEMA, "messages": messages(("system", "Name it."), ("user", "hi"), ("system", "env"))},
+        {"stop": ("</block>",), "max_tokens": 64, "messages": messages(("system", "x" * 99_999), ("user", "rm -rf /"))},
+        {"stop": ("</block>",), "max_tokens": 2112, "messages": messages(("user", "rm"), ("assistant", "<block>"))},
+        {"messages": messages(("system", "You are a title generator. Output ONLY a title."), ("user", "hi"))},
+        {"messages": messages(("developer", "Summarize the conversation."), ("user", "hi"))},
     ],
 )
 def test_a_side_request_is_background(fields: dict[str, Any]) -> None:
@@ -76,12 +76,12 @@ def test_a_side_request_is_background(fields: dict[str, Any]) -> None:
 
 def test_errands_of_one_kind_share_a_mark_and_others_do_not() -> None:
     title, again, verdict = (
-        request(messages=said(("system", system), ("user", user)))
+        request(messages=messages(("system", system), ("user", user)))
         for system, user in (("Title.", "a"), ("Title.", "b"), ("Block or not?", "a"))
     )
     assert background_task_id(title) == background_task_id(again) != background_task_id(verdict)
-    assert background_task_id(request(messages=said(("user", "\udc80")))) == background_task_id(request(messages=()))
-    assert background_task_id(request(messages=said(("system", "\udc80")))) != background_task_id(request())
+    assert background_task_id(request(messages=messages(("user", "\udc80")))) == background_task_id(request(messages=()))
+    assert background_task_id(request(messages=messages(("system", "\udc80")))) != background_task_id(request())
 
 
 # --- as the clients write them ----------------------------------------------------------------------------------------
@@ -173,13 +173,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_agents_send_is_taken_for_what_it_is(name: str) -> None:
-    wire, headers, body, wanted = CASES[name]
-    asked = wire.read_request(msgspec.json.encode({"model": "local", "max_tokens": 100} | body), headers)
-    assert priority(asked) == wanted
+    protocol, headers, body, wanted = CASES[name]
+    parsed = protocol.read_request(msgspec.json.encode({"model": "local", "max_tokens": 100} | body), headers)
+    assert priority(parsed) == wanted
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("demo", "main"), ("demo-haiku", "background")])
 async def test_the_queue_and_the_engine_hear_of_it(name: str, wanted: str) -> None:
-    async with GatewayHarness() as stage:
-        job = await stage.gateway.prepare(make_request(model=name, session="s"), CALLER)
-    assert (job.lease_request().priority, job.engine_prompt(0).priority) == (wanted, wanted)
+    async with GatewayHarness() as harness:
+        prepared = await harness.gateway.prepare(make_request(model=name, session="s"), CALLER)
+    assert (prepared.lease_request().priority, prepared.engine_prompt(0).priority) == (wanted, wanted)
