@@ -78,7 +78,7 @@ class KeySettings(BaseModel):
         default=None,
         min_length=1,
         repr=False,
-        description="The key itself. It then stands in the file in plain text: prefer hash or env.",
+        description="The key itself, in plain text. Prefer hash or env.",
     )
     admin: bool = Field(default=False, description="Whether this key may also load, unload and inspect models.")
     allow_remote: bool = Field(

@@ -32,6 +32,10 @@ def count(value: float | None) -> str:
     return MISSING if value is None else f"{value:,.0f}".replace(",", "\u202f")
 
 
+def plural(number: int, noun: str) -> str:
+    return f"{count(number)} {noun}" + ("" if number == 1 else "s")
+
+
 def rate(value: float | None) -> str:
     if value is None:
         return MISSING

@@ -318,8 +318,8 @@ class UpdateBatch(LinkMessage, frozen=True, tag="frame"):
 
 
 class WorkerReply(LinkMessage, frozen=True, tag="done"):
-    """The reply to `ControlEngine`, `EmbedTokens`, `CountTokens`, `DropClient` and `FetchTokenizer`. `tokenizer` is the
-    hash of the files; `files` is empty if the client has them."""
+    """The reply to `ControlEngine`, `EmbedTokens`, `CountChatTokens`, `DropClient` and `FetchTokenizer`. `tokenizer` is
+    the hash of the files; `files` is empty if the client has them."""
 
     request_id: int
     error: ModelyardError | None = None

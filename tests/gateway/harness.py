@@ -95,7 +95,9 @@ class GatewayHarness:
     """`start_error` is raised by the engine, `model_fault` is the definition's; `changes` are made to the model."""
 
     def __init__(
-        self, *, slots: int = 4,
+        self,
+        *,
+        slots: int = 4,
         start_error: Exception | None = None,
         model_fault: ModelyardError | None = None,
         **changes: Any,

@@ -1,4 +1,4 @@
-"""A system prompt that changed and was not cached is a warning with its place, and counted; nothing else is."""
+"""A changed system prompt that was not cached is logged as a warning with its position and counted; nothing else is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def conversation(system: str | None, *more: str) -> tuple[Message, ...]:
 async def run(
     harness: GatewayHarness, messages: tuple[Message, ...], divergence: int | None, elsewhere: int = 0
 ) -> list[int]:
-    """The prompt's ids."""
+    """Returns the ids of the prompt."""
     index = len(harness.engine.generations)
     caller = Caller(trace=f"t{index}", endpoint="/v1/chat/completions")
     stream = harness.gateway.start(await harness.gateway.prepare(make_request(messages=messages), caller))
@@ -43,7 +43,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-async def test_a_changed_prompt_is_a_warning_with_token_and_message(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_changed_system_prompt_is_a_warning_with_token_and_message(caplog: pytest.LogCaptureFixture) -> None:
     one, two = conversation(LONG + "It is Monday.", "hi"), conversation(LONG + "It is Tuesday.", "hi")
     async with GatewayHarness() as harness:
         before = await run(harness, one, 0)
@@ -58,7 +58,7 @@ async def test_a_changed_prompt_is_a_warning_with_token_and_message(caplog: pyte
     assert re.search(r'system_prompt_changes_total\{cache="\w+"\} 1\.0', counted)
 
 
-async def test_what_another_sequence_had_and_was_not_copied_is_counted_as_that() -> None:
+async def test_a_prefix_of_another_sequence_that_was_not_copied_is_counted() -> None:
     async with GatewayHarness() as harness:
         ids = await run(harness, conversation(LONG * 4, "hi"), 0)
         await run(harness, conversation(LONG * 4, "hi"), 0, elsewhere=len(ids) - 1)
@@ -67,7 +67,7 @@ async def test_what_another_sequence_had_and_was_not_copied_is_counted_as_that()
     assert {cause: count for (_, cause), count in counted.items()} == {"new_session": 1, "not_copied": 1, "evicted": 1}
 
 
-async def test_a_prompt_that_stays_is_none_however_the_talk_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unchanged_system_prompt_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     async with GatewayHarness() as harness:
         await run(harness, conversation(LONG, "hi"), 0)
         await run(harness, conversation(LONG, "hi", "and now?"), 3)
@@ -75,16 +75,22 @@ async def test_a_prompt_that_stays_is_none_however_the_talk_goes_on(caplog: pyte
     assert warnings(caplog) == []
 
 
-async def test_a_changed_prompt_that_another_sequence_holds_is_none(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_changed_prompt_that_another_sequence_has_cached_is_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with GatewayHarness() as harness:
         await run(harness, conversation("Be kind.", "hi"), 0)
-        ids = (await harness.gateway.prepare(make_request(messages=conversation("Be brief.", "hi there")), CALLER)).prompts[0].ids
+        ids = (
+            (await harness.gateway.prepare(make_request(messages=conversation("Be brief.", "hi there")), CALLER))
+            .prompts[0]
+            .ids
+        )
         await run(harness, conversation("Be brief.", "hi there"), len(ids) - 1)
         await run(harness, conversation("Be kind.", "hi"), None)
     assert warnings(caplog) == []
 
 
-async def test_what_came_of_a_prompt_is_noted_with_it() -> None:
+async def test_the_output_tokens_are_recorded_with_the_prompt() -> None:
     async with GatewayHarness() as harness:
         await run(harness, conversation(LONG, "hi"), 0)
         await run(harness, conversation(LONG, "again"), 0)
@@ -92,7 +98,7 @@ async def test_what_came_of_a_prompt_is_noted_with_it() -> None:
     assert [one.output for one in prompts] == [len(ids("Hello."))] * 2
 
 
-async def test_keys_and_sessions_that_spell_the_same_together_do_not_meet() -> None:
+async def test_key_and_session_are_separate_parts_of_the_session_id() -> None:
     async with GatewayHarness() as harness:
         for index, (key, session) in enumerate((("ann", "b/c"), ("ann/b", "c"))):
             caller = Caller(trace=f"t{index}", endpoint="/v1/chat/completions", key=key)

@@ -1,4 +1,4 @@
-"""What a model can, and what is said to those who want more, by the definition alone and by the engine that answers."""
+"""Capabilities of a model, from its definition and its engine, and the errors for requests that need more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERYTHING = Capabilities(
 PICTURE = Message("user", (Text("see"), Image("data:image/png;base64,AAAA")))
 CONVERSATION = (Message("user", (Text("a"),)), Message("assistant", (Text("b"),)), Message("user", (Text("c"),)))
 
-# code → (what the model cannot, what is asked of it)
+# code → (missing capability, request that needs it)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "modality_unsupported": ({"modalities": ("text",)}, {"messages": (PICTURE,)}),
     "multi_turn_unsupported": ({"multi_turn": False}, {"messages": CONVERSATION}),
@@ -48,7 +48,7 @@ def check(can: Capabilities, request: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("code", CASES)
-def test_each_capability_is_a_coded_refusal(code: str) -> None:
+def test_each_missing_capability_has_an_error_code(code: str) -> None:
     cannot, request = CASES[code]
     check(EVERYTHING, request)
     with pytest.raises(Unsupported, match="'demo'") as caught:
@@ -57,14 +57,14 @@ def test_each_capability_is_a_coded_refusal(code: str) -> None:
     assert caught.value.param is not None or code == "structured_unsupported"
 
 
-def test_a_thinking_switch_that_is_only_a_wish_is_no_reason_to_refuse() -> None:
+def test_an_optional_thinking_switch_is_not_refused() -> None:
     check(Capabilities(), {"reasoning": Reasoning(enabled=True)})
 
 
 @pytest.mark.parametrize(
     ("kind", "param"), [("gbnf", "grammar"), ("regex", "regex"), ("lark", "lark"), ("json_schema", None)]
 )
-def test_a_refused_form_is_named_as_the_client_wrote_it(kind: Any, param: str | None) -> None:
+def test_a_refused_constraint_names_the_field_of_the_request(kind: Any, param: str | None) -> None:
     with pytest.raises(Unsupported) as caught:
         check(Capabilities(), {"constraint": Constraint(kind, "x")})
     assert caught.value.param == param
@@ -73,20 +73,20 @@ def test_a_refused_form_is_named_as_the_client_wrote_it(kind: Any, param: str | 
 # --- definition and engine together -----------------------------------------------------------------------------------
 
 
-def test_an_engine_that_is_not_up_is_not_thought_ill_of() -> None:
+def test_an_engine_that_is_not_loaded_is_assumed_capable() -> None:
     can = effective_capabilities(model())
     assert (can.structured, can.lora, can.streaming) == (True, True, True)
     assert can.modalities == ("text",)
     assert can.thinking_modes == ("default", "enabled", "disabled")
 
 
-def test_images_need_the_definition_and_the_engine() -> None:
+def test_images_need_support_in_the_definition_and_in_the_engine() -> None:
     vision_model = msgspec.structs.replace(model(), modalities=("text", "image"))
     assert effective_capabilities(vision_model, EVERYTHING).modalities == ("text", "image")
     assert effective_capabilities(vision_model, Capabilities()).modalities == ("text",)
 
 
-def test_where_the_engine_renders_it_knows_its_thinking_modes() -> None:
+def test_a_chat_engine_reports_its_thinking_modes() -> None:
     chat_model = msgspec.structs.replace(model(), text=None, kind="chat")
     assert effective_capabilities(chat_model, Capabilities(thinking_modes=("default", "disabled"))).thinking_modes == (
         "default",
@@ -94,12 +94,12 @@ def test_where_the_engine_renders_it_knows_its_thinking_modes() -> None:
     )
 
 
-def test_a_translating_model_has_one_turn_and_no_tools() -> None:
+def test_a_translation_model_has_one_turn_and_no_tools() -> None:
     can = effective_capabilities(msgspec.structs.replace(model(), translates=True), EVERYTHING)
     assert (can.multi_turn, can.tools) == (False, False)
 
 
-def test_abilities_follow_the_definition_and_the_engine() -> None:
+def test_cached_capabilities_follow_the_definition_and_the_engine() -> None:
     cache, first = CapabilityCache(), model()
     before = cache.effective(first, None)
     assert cache.effective(first, None) is before
@@ -108,17 +108,17 @@ def test_abilities_follow_the_definition_and_the_engine() -> None:
     assert not cache.effective(changed, Capabilities()).tools
 
 
-# --- in the life of a request -----------------------------------------------------------------------------------------
+# --- during a request -------------------------------------------------------------------------------------------------
 
 
-async def test_a_request_is_refused_before_it_queues_where_the_engine_is_up() -> None:
+async def test_a_request_is_refused_before_it_queues_if_the_engine_is_loaded() -> None:
     async with GatewayHarness() as harness:
         with pytest.raises(Unsupported) as caught:
             await harness.gateway.prepare(make_request(lora_adapter="law"), CALLER)
         assert caught.value.code == "lora_unsupported"
 
 
-async def test_an_engine_that_came_up_later_is_asked_before_it_is_given_the_job() -> None:
+async def test_capabilities_are_checked_again_if_the_engine_was_loaded_later() -> None:
     harness = GatewayHarness()
     prepared = await harness.gateway.prepare(make_request(lora_adapter="law"), CALLER)
     async with harness:

@@ -1,4 +1,4 @@
-"""Several answers on one lease: all at once where there is room, in turns where there is not, and one lease in all."""
+"""Several choices on one lease: in parallel with enough slots, otherwise one after the other."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.gateway.harness import GatewayHarness, wait_until
 
 
 async def by_choice(stream: Any) -> dict[int, list[Event]]:
-    events: dict[int, list[Event]] = defaultdict(list)
+    collected: dict[int, list[Event]] = defaultdict(list)
     async with asyncio.timeout(60):
         async for choice, events in stream:
-            events[choice] += events
-    return events
+            collected[choice] += events
+    return collected
 
 
-async def test_all_run_at_once_where_there_is_room_and_the_lease_goes_back_with_the_last() -> None:
+async def test_choices_run_in_parallel_and_the_last_one_releases_the_lease() -> None:
     async with GatewayHarness(slots=4) as harness:
         stream = await harness.start(n=3)
         assert harness.running == 3
@@ -38,7 +38,7 @@ async def test_all_run_at_once_where_there_is_room_and_the_lease_goes_back_with_
         await wait_until(lambda: harness.running == 0)
 
 
-async def test_on_a_narrower_lease_they_take_turns() -> None:
+async def test_choices_take_turns_on_a_lease_with_fewer_slots() -> None:
     async with GatewayHarness(slots=2) as harness:
         stream = await harness.start(n=5)
         assert harness.running == 2
@@ -54,7 +54,7 @@ async def test_on_a_narrower_lease_they_take_turns() -> None:
 
 
 @pytest.mark.parametrize("n", [3, 5, 9])
-async def test_cancelled_while_most_stand_in_line_each_ends_in_one_failure(n: int) -> None:
+async def test_a_cancel_ends_running_and_waiting_choices_with_one_failure_each(n: int) -> None:
     async with GatewayHarness(slots=2) as harness:
         stream = await harness.start(n=n)
         reading = asyncio.create_task(by_choice(stream))
@@ -65,12 +65,14 @@ async def test_cancelled_while_most_stand_in_line_each_ends_in_one_failure(n: in
             generation.end("cancelled")
         events = await reading
         assert sorted(events) == list(range(n))
-        assert all([type(e.error) for e in events if isinstance(e, Failed)] == [Cancelled] for events in events.values())
+        assert all(
+            [type(e.error) for e in events if isinstance(e, Failed)] == [Cancelled] for events in events.values()
+        )
         assert len(harness.engine.generations) == 2
         await wait_until(lambda: harness.running == 0)
 
 
-async def test_cancelled_in_the_queue_none_reaches_the_engine() -> None:
+async def test_choices_cancelled_in_the_queue_never_reach_the_engine() -> None:
     async with GatewayHarness(slots=1) as harness:
         holder, waiter = await harness.start(), await harness.start(n=3)
         reading = asyncio.create_task(by_choice(waiter))
@@ -81,7 +83,7 @@ async def test_cancelled_in_the_queue_none_reaches_the_engine() -> None:
         holder.close()
 
 
-async def test_one_that_fails_leaves_the_others_alone() -> None:
+async def test_a_failed_choice_does_not_affect_the_others() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start(n=2)
         reading = asyncio.create_task(by_choice(stream))
@@ -94,25 +96,25 @@ async def test_one_that_fails_leaves_the_others_alone() -> None:
         await wait_until(lambda: harness.running == 0)
 
 
-async def test_never_read_it_gives_its_lease_back() -> None:
+async def test_a_stream_that_is_never_read_releases_its_lease() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start(n=3)
         stream.close()
         assert harness.running == 0
 
 
-async def test_closed_before_its_tasks_began_it_gives_its_lease_back() -> None:
+async def test_a_stream_closed_before_its_tasks_run_releases_its_lease() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start(n=3)
         reading = stream.__anext__()
-        reading.send(None)  # the tasks are made, and none has had its turn
+        reading.send(None)  # the tasks exist, and none has run yet
         stream.close()
         reading.close()
         await wait_until(lambda: harness.running == 0)
         assert harness.engine.generations == []
 
 
-async def test_a_reader_that_leaves_in_mid_stream_frees_the_places_when_the_engine_has() -> None:
+async def test_closing_a_running_stream_frees_the_slots_when_the_engine_ends() -> None:
     async with GatewayHarness(slots=2) as harness:
         stream = await harness.start(n=3)
         reading = asyncio.create_task(anext(stream))
@@ -128,7 +130,7 @@ async def test_a_reader_that_leaves_in_mid_stream_frees_the_places_when_the_engi
         assert len(harness.engine.generations) == 2
 
 
-async def test_seeded_answers_differ() -> None:
+async def test_choices_have_different_seeds() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start(n=3, sampling=Sampling(seed=1))
         reading = asyncio.create_task(by_choice(stream))

@@ -1,4 +1,4 @@
-"""When an answer is held to a grammar, and to which."""
+"""Which constraint a request gets, and when."""
 
 from __future__ import annotations
 
@@ -22,39 +22,41 @@ MUST = ToolChoice("required")
 TAIL = "<|im_start|>assistant\n"
 
 
-def constraint_for(prompt: str = TAIL, format: str = "hermes", calls: bool = False, **request: Any) -> Constraint | None:
+def constraint_for(
+    prompt: str = TAIL, format: str = "hermes", calls: bool = False, **request: Any
+) -> Constraint | None:
     parts = msgspec.structs.replace(model().pipeline, format=load(format))
     changed = msgspec.structs.replace(model(), text=parts, constrain_calls=calls)
     return constrain(make_request(**{"tools": (LOOK, NOW)} | request), changed, prompt)[0]
 
 
-def test_a_call_that_must_come_is_a_grammar_from_the_first_token() -> None:
+def test_a_required_call_is_a_grammar_from_the_first_token() -> None:
     found = constraint_for(tool_choice=MUST)
     assert found
     assert (found.kind, found.trigger, found.tools) == ("lark", None, ("look_at", "now"))
     assert f"<[{model().pipeline.tokenizer.specials['<tool_call>']}]>" in found.text
 
 
-def test_a_named_tool_is_the_only_one() -> None:
+def test_a_named_tool_is_the_only_one_in_the_constraint() -> None:
     found = constraint_for(tool_choice=ToolChoice("named", "now"))
     assert found
     assert found.tools == ("now",)
 
 
-def test_a_call_that_may_come_is_free() -> None:
+def test_an_optional_call_is_unconstrained() -> None:
     assert constraint_for() is None
 
 
 @pytest.mark.parametrize(
-    "asks", [{"calls": True}, {"tools": (LOOK, Tool("now", strict=True))}, {"tools": (LOOK, APPLY_PATCH)}]
+    "fields", [{"calls": True}, {"tools": (LOOK, Tool("now", strict=True))}, {"tools": (LOOK, APPLY_PATCH)}]
 )
-def test_it_is_held_to_its_schema_where_somebody_wants_that(fields: dict[str, Any]) -> None:
+def test_an_optional_call_is_constrained_if_a_setting_or_tool_demands_it(fields: dict[str, Any]) -> None:
     found = constraint_for(**fields)
     assert found
     assert found.trigger == "<tool_call>"
 
 
-def test_a_custom_tools_grammar_that_cannot_be_held_to_is_said_and_leaves_the_call_free() -> None:
+def test_an_unsupported_grammar_of_a_custom_tool_is_a_warning() -> None:
     endless = Tool("brackets", kind="custom", grammar={"syntax": "lark", "definition": 'start: "(" start? ")"'})
     found, warnings = constrain(make_request(tools=(LOOK, endless)), model(), TAIL)
     assert (found, warnings) == (None, ["grammar_not_enforced: brackets: the rule 'start' refers to itself"])
@@ -63,36 +65,39 @@ def test_a_custom_tools_grammar_that_cannot_be_held_to_is_said_and_leaves_the_ca
     assert warnings == ["grammar_not_enforced: brackets: the rule 'start' refers to itself"]
 
 
-def test_the_clients_own_constraint_wins() -> None:
+def test_the_constraint_of_the_client_wins() -> None:
     own = Constraint("regex", "a+")
     assert constraint_for(tool_choice=MUST, constraint=own) is own
 
 
-def test_what_no_grammar_enforces_of_an_answers_schema_is_dropped_and_said() -> None:
+def test_unsupported_keywords_of_a_response_schema_are_dropped_with_a_warning() -> None:
     own = Constraint("json_schema", '{"type": "array", "uniqueItems": true}', name="pets")
     found, warnings = constrain(make_request(constraint=own), model(), TAIL)
     assert found == Constraint("json_schema", '{"type": "array"}', name="pets")
     assert warnings == ["schema keyword not enforced: pets/uniqueItems"]
 
 
-def test_a_schema_that_is_none_is_left_for_the_engine_to_refuse() -> None:
+def test_an_invalid_schema_is_left_for_the_engine_to_refuse() -> None:
     for text in ("{", "[1]", "true"):
         own = Constraint("json_schema", text)
         assert constrain(make_request(constraint=own), model(), TAIL) == (own, [])
 
 
-def test_without_tools_there_is_nothing_to_hold() -> None:
+def test_without_tools_there_is_no_constraint() -> None:
     assert constraint_for(tools=(), calls=True) is None
 
 
-def test_a_family_without_a_grammar_names_the_tools_that_must_be_called() -> None:
+def test_a_format_without_a_grammar_names_the_required_tools() -> None:
     found = constraint_for(format="think", tool_choice=MUST)
     assert found == Constraint("tools", tools=("look_at", "now"))
     assert constraint_for(format="think", calls=True) is None
 
 
-def test_reasoning_that_the_prompt_left_open_may_be_finished() -> None:
-    opened, closed = constraint_for(TAIL + "<think>\n", tool_choice=MUST), constraint_for(TAIL + "<think>\n</think>", tool_choice=MUST)
+def test_open_reasoning_in_the_prompt_can_be_finished() -> None:
+    opened, closed = (
+        constraint_for(TAIL + "<think>\n", tool_choice=MUST),
+        constraint_for(TAIL + "<think>\n</think>", tool_choice=MUST),
+    )
     assert opened
     assert closed
     assert opened.text.startswith("start: ANY")
@@ -100,8 +105,11 @@ def test_reasoning_that_the_prompt_left_open_may_be_finished() -> None:
 
 
 @pytest.mark.parametrize("own", [Constraint("json_object"), Constraint("json_schema", '{"type": "object"}', name="x")])
-def test_an_answers_schema_holds_from_where_open_reasoning_is_closed(own: Constraint) -> None:
-    opened, closed = constraint_for(TAIL + "<think>\n", constraint=own), constraint_for(TAIL + "<think>\n</think>", constraint=own)
+def test_a_response_schema_applies_after_open_reasoning(own: Constraint) -> None:
+    opened, closed = (
+        constraint_for(TAIL + "<think>\n", constraint=own),
+        constraint_for(TAIL + "<think>\n</think>", constraint=own),
+    )
     assert opened
     assert (opened.kind, opened.name, opened.trigger) == ("lark", own.name, None)
     assert '%json {"type": "object"' in opened.text
@@ -109,7 +117,7 @@ def test_an_answers_schema_holds_from_where_open_reasoning_is_closed(own: Constr
     assert closed == own
 
 
-def test_one_call_is_enough_where_the_client_says_so() -> None:
+def test_parallel_tool_calls_false_allows_one_call() -> None:
     one, many = constraint_for(tool_choice=MUST, parallel_tool_calls=False), constraint_for(tool_choice=MUST)
     assert one
     assert many
@@ -117,7 +125,7 @@ def test_one_call_is_enough_where_the_client_says_so() -> None:
     assert ")*" not in one.text
 
 
-async def test_what_cannot_be_enforced_is_counted_and_never_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unsupported_schema_keyword_is_logged_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
     harness = GatewayHarness()
     caplog.set_level("INFO", "modelyard.gateway")
     prepared = await harness.gateway.prepare(make_request(tools=(LOOK,), tool_choice=MUST), CALLER)
@@ -129,7 +137,7 @@ async def test_what_cannot_be_enforced_is_counted_and_never_refused(caplog: pyte
 
 @settings(max_examples=50, deadline=None)
 @given(requests(tools=False, constrained=False), st.sampled_from(["text", "chat"]), st.booleans())
-def test_without_a_form_and_without_tools_nothing_is_held_to_any(request: Request, kind: Any, structured: bool) -> None:
+def test_requests_without_constraint_and_tools_are_unconstrained(request: Request, kind: Any, structured: bool) -> None:
     changed = msgspec.structs.replace(model(), kind=kind, constrain_calls=True)
     assert (request.constraint, request.tools) == (None, ())
     assert constrain(request, changed, TAIL, structured=structured) == (None, ())

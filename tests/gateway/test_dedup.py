@@ -1,4 +1,4 @@
-"""An identical resend reads the answer that runs already; nobody's leaving costs another one anything."""
+"""Deduplication: an identical request reads the running reply, and a reader that leaves does not affect the others."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def text(events: list[Event]) -> str:
 
 
 class Readers:
-    """A stage, the readers that sit at it, and what each has heard."""
+    """A gateway and its clients: the stream of each, and a task that reads it."""
 
     def __init__(self, harness: GatewayHarness) -> None:
         self.harness = harness
         self.streams: list[ChoiceStream | MultiChoiceStream | SharedReader] = []
         self.tasks: list[asyncio.Task[list[Event]]] = []
 
-    async def ask(self, *, caller: Caller = CALLER, **fields: Any) -> int:
-        generation = await self.harness.gateway.prepare(make_request(**{"sampling": GREEDY} | fields), caller)
-        self.streams.append(stream := self.harness.gateway.start(generation))
+    async def send(self, *, caller: Caller = CALLER, **fields: Any) -> int:
+        prepared = await self.harness.gateway.prepare(make_request(**{"sampling": GREEDY} | fields), caller)
+        self.streams.append(stream := self.harness.gateway.start(prepared))
         self.tasks.append(asyncio.create_task(self._read(stream)))
         await asyncio.sleep(0)
         return len(self.streams) - 1
@@ -57,8 +57,8 @@ class Readers:
 
 
 @asynccontextmanager
-async def readers(**harness: Any) -> AsyncIterator[Readers]:
-    async with GatewayHarness(**harness) as harness:
+async def readers(**options: Any) -> AsyncIterator[Readers]:
+    async with GatewayHarness(**options) as harness:
         clients = Readers(harness)
         try:
             yield clients
@@ -71,10 +71,10 @@ async def readers(**harness: Any) -> AsyncIterator[Readers]:
                     generation.end()
 
 
-# --- who joins --------------------------------------------------------------------------------------------------------
+# --- joining -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_resend_reads_the_running_answer_from_its_start() -> None:
+async def test_a_resend_reads_the_running_reply_from_its_start() -> None:
     async with readers() as clients:
         await clients.send()
         generation = await clients.harness.generation()
@@ -90,7 +90,7 @@ async def test_a_resend_reads_the_running_answer_from_its_start() -> None:
     assert (clients.open, clients.harness.running) == (0, 0)
 
 
-async def test_a_resend_may_want_the_answer_whole() -> None:
+async def test_a_resend_can_be_unstreamed() -> None:
     async with readers() as clients:
         await clients.send(stream=True, include_usage=True)
         await clients.send(stream=False)
@@ -99,7 +99,7 @@ async def test_a_resend_may_want_the_answer_whole() -> None:
         assert clients.joined == 1
 
 
-async def test_a_resend_joins_in_the_queue() -> None:
+async def test_a_resend_joins_a_queued_request() -> None:
     async with readers(slots=1) as clients:
         await clients.send(text="something else")
         await clients.send()
@@ -110,7 +110,7 @@ async def test_a_resend_joins_in_the_queue() -> None:
         assert [text(await task) for task in clients.tasks] == ["Other.", "Hello.", "Hello."]
 
 
-async def test_several_choices_are_joined_as_one() -> None:
+async def test_a_resend_joins_a_request_with_several_choices() -> None:
     async with readers() as clients:
         await clients.send(n=2)
         await clients.send(n=2)
@@ -121,7 +121,7 @@ async def test_several_choices_are_joined_as_one() -> None:
     assert sorted(text(first)) == sorted("One.Two.")
 
 
-async def test_what_is_over_is_not_joined() -> None:
+async def test_a_finished_request_is_not_joined() -> None:
     async with readers() as clients:
         await clients.send()
         (await clients.harness.generation()).finish()
@@ -150,16 +150,16 @@ WARM = Sampling(temperature=0.8)
         ((ANN, {"sampling": Sampling(top_k=1)}), (ANN, {"sampling": Sampling(top_k=1)}), True),
         ((KEYED, {"sampling": WARM}), (KEYED, {"sampling": WARM}), True),
         ((KEYED, {}), (OTHER_KEY, {}), True),
-        # another user, however alike the words are
+        # another user
         ((ANN, {}), (BOB, {}), False),
         ((KEYED, {"sampling": WARM}), (replace(KEYED, key="bob"), {"sampling": WARM}), False),
-        # chance decides
+        # not deterministic
         ((ANN, {"sampling": WARM}), (ANN, {"sampling": WARM}), False),
         ((ANN, {"sampling": Sampling()}), (ANN, {"sampling": Sampling()}), False),
         ((KEYED, {"sampling": WARM}), (OTHER_KEY, {"sampling": WARM}), False),
         ((KEYED, {"sampling": WARM}), (ANN, {"sampling": WARM}), False),
         ((ANN, {"sampling": WARM}), (KEYED, {"sampling": WARM}), False),
-        # something else is asked
+        # a different request
         ((ANN, {}), (ANN, {"text": "ho"}), False),
         ((KEYED, {"text": "hi"}), (KEYED, {"text": "ho"}), False),
         ((ANN, {}), (ANN, {"max_tokens": 7}), False),
@@ -169,12 +169,12 @@ WARM = Sampling(temperature=0.8)
         ((ANN, {}), (ANN, {"model": "demo-haiku"}), False),
         ((ANN, {}), (ANN, {"sampling": Sampling(temperature=0, seed=1)}), False),
         ((ANN, {}), (ANN, {"messages": (Message("user", (Text("hi"),)), Message("user", ()))}), False),
-        # a deadline is one client's own
+        # a deadline belongs to one client
         ((replace(ANN, deadline=4e9), {}), (ANN, {}), False),
         ((ANN, {}), (replace(ANN, deadline=4e9), {}), False),
     ],
 )
-async def test_only_the_very_same_request_of_the_same_key_joins(
+async def test_only_an_identical_request_of_the_same_key_joins(
     first: tuple[Caller, Any], second: tuple[Caller, Any], joined: bool
 ) -> None:
     async with readers() as clients:
@@ -183,13 +183,13 @@ async def test_only_the_very_same_request_of_the_same_key_joins(
         assert clients.joined == joined
 
 
-async def test_two_prompts_that_look_alike_are_told_apart_by_more_than_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever finds the candidate, the whole is compared."""
+async def test_requests_with_the_same_hash_key_are_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key only finds a candidate; then the whole requests are compared."""
     monkeypatch.setattr("modelyard.gateway.dedup._key", lambda generation: ("all the same",))
     async with readers() as clients:
         for reply in ("hi", "ho", "hi"):
             await clients.send(text=reply)
-        assert clients.joined == 0  # the second has taken the first one's place at the door
+        assert clients.joined == 0  # the second replaced the first in the table
         assert clients.open == 1
         for number in range(3):
             (await clients.harness.generation(number)).finish()
@@ -197,11 +197,11 @@ async def test_two_prompts_that_look_alike_are_told_apart_by_more_than_a_key(mon
         assert clients.open == 0
 
 
-# --- who leaves -------------------------------------------------------------------------------------------------------
+# --- leaving -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-async def test_one_of_two_readers_leaves_and_the_other_reads_on(leaver: int) -> None:
+async def test_one_of_two_readers_cancels_and_the_other_reads_on(leaver: int) -> None:
     async with readers() as clients:
         await clients.send()
         generation = await clients.harness.generation()
@@ -219,7 +219,7 @@ async def test_one_of_two_readers_leaves_and_the_other_reads_on(leaver: int) -> 
     assert (clients.open, clients.harness.running) == (0, 0)
 
 
-async def test_a_reader_who_does_not_fetch_hears_at_once_that_it_left() -> None:
+async def test_a_reader_that_does_not_fetch_is_cancelled_at_once() -> None:
     async with readers() as clients:
         for _ in range(2):
             await clients.send()
@@ -230,7 +230,7 @@ async def test_a_reader_who_does_not_fetch_hears_at_once_that_it_left() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-async def test_the_work_is_cancelled_when_the_last_reader_leaves(order: tuple[int, int]) -> None:
+async def test_the_generation_is_cancelled_with_its_last_reader(order: tuple[int, int]) -> None:
     async with readers() as clients:
         for _ in range(2):
             await clients.send()
@@ -243,11 +243,11 @@ async def test_the_work_is_cancelled_when_the_last_reader_leaves(order: tuple[in
         generation.end("cancelled")
         assert [await _failed(task) for task in clients.tasks] == [True, True]
         await clients.send()
-        assert clients.joined == 1  # nobody joins what was cancelled
+        assert clients.joined == 1  # a cancelled reply is not joined
     assert clients.harness.running == 0
 
 
-async def test_a_task_that_is_cancelled_while_it_fetches_leaves_the_fetching_to_another() -> None:
+async def test_another_reader_fetches_if_the_fetching_task_is_cancelled() -> None:
     async with readers() as clients:
         for _ in range(3):
             await clients.send()
@@ -262,12 +262,12 @@ async def test_a_task_that_is_cancelled_while_it_fetches_leaves_the_fetching_to_
     assert clients.harness.running == 0
 
 
-async def test_a_reader_that_closes_while_one_that_left_still_fetches_ends_the_work() -> None:
+async def test_the_generation_is_cancelled_if_only_a_cancelled_reader_fetches() -> None:
     async with readers() as clients:
         for _ in range(2):
             await clients.send()
         generation = await clients.harness.generation()
-        clients.streams[0].cancel()  # it fetches, and stays until something comes
+        clients.streams[0].cancel()  # it fetches and stays until a batch arrives
         clients.tasks[1].cancel()
         await asyncio.wait([clients.tasks[1]])
         assert generation.is_cancelled
@@ -276,7 +276,7 @@ async def test_a_reader_that_closes_while_one_that_left_still_fetches_ends_the_w
     assert (clients.open, clients.harness.running) == (0, 0)
 
 
-async def test_waiting_readers_leave_the_queue_only_together() -> None:
+async def test_a_queued_request_is_removed_with_its_last_reader() -> None:
     async with readers(slots=1) as clients:
         await clients.send(text="something else")
         await clients.send()
@@ -288,7 +288,7 @@ async def test_waiting_readers_leave_the_queue_only_together() -> None:
         assert [await _failed(task) for task in clients.tasks[1:]] == [True, True]
 
 
-async def test_leaving_with_several_choices_is_told_for_each() -> None:
+async def test_cancelling_several_choices_gives_one_failure_each() -> None:
     async with readers() as clients:
         for _ in range(2):
             await clients.send(n=2)
@@ -297,10 +297,10 @@ async def test_leaving_with_several_choices_is_told_for_each() -> None:
     assert [type(event) for event in events] == [Failed, Failed]
 
 
-# --- how it ends ------------------------------------------------------------------------------------------------------
+# --- ending -------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_error_in_the_middle_reaches_every_reader() -> None:
+async def test_an_error_reaches_every_reader() -> None:
     async with readers() as clients:
         for _ in range(2):
             await clients.send()
@@ -315,7 +315,7 @@ async def test_an_error_in_the_middle_reaches_every_reader() -> None:
     assert clients.open == 0
 
 
-async def test_a_server_that_stops_tells_every_reader_why() -> None:
+async def test_stop_reaches_every_reader_with_its_reason() -> None:
     async with readers() as clients:
         for _ in range(2):
             await clients.send()
@@ -325,7 +325,7 @@ async def test_a_server_that_stops_tells_every_reader_why() -> None:
         assert [(await task)[-1] for task in clients.tasks] == [Failed(error), Failed(error)]
 
 
-async def test_an_answer_that_grew_too_long_is_not_joined_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reply_that_grew_too_long_is_neither_joined_nor_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelyard.gateway.dedup._MAX_BATCHES", 3)
     async with readers() as clients:
         await clients.send()
@@ -344,7 +344,7 @@ async def test_an_answer_that_grew_too_long_is_not_joined_and_not_kept(monkeypat
         assert text(await clients.tasks[0]) == "a b" * 6
 
 
-async def test_cancelling_and_closing_again_changes_nothing() -> None:
+async def test_cancel_and_close_are_idempotent() -> None:
     async with readers() as clients:
         for _ in range(2):
             await clients.send()
@@ -362,8 +362,8 @@ async def _failed(task: asyncio.Task[list[Event]]) -> bool:
     return isinstance(last, Failed) and isinstance(last.error, Cancelled)
 
 
-def test_a_table_that_nobody_opened_has_no_seat() -> None:
-    generation = PreparedRequest(
+def test_an_empty_deduplicator_finds_nothing() -> None:
+    prepared = PreparedRequest(
         request=make_request(),
         caller=CALLER,
         target=None,  # type: ignore[arg-type]
@@ -374,5 +374,9 @@ def test_a_table_that_nobody_opened_has_no_seat() -> None:
         created=0,
         tokenize_s=0.0,
     )
-    assert (generation.is_deterministic(), generation.is_shareable(), is_same_request(generation, generation)) == (True, True, True)
-    assert RequestDeduplicator().find(generation) is None
+    assert (prepared.is_deterministic(), prepared.is_shareable(), is_same_request(prepared, prepared)) == (
+        True,
+        True,
+        True,
+    )
+    assert RequestDeduplicator().find(prepared) is None

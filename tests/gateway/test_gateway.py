@@ -1,4 +1,4 @@
-"""What happens before a lease: names, consent, tools, images, windows; and the side roads that need none."""
+"""The life of a request in the gateway: checks before the lease, cancellation, retries, and engine output as events."""
 
 from __future__ import annotations
 
@@ -73,32 +73,34 @@ async def refusal(harness: GatewayHarness, kind: type[ModelyardError], caller: C
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 
-async def test_tools_are_offered() -> None:
+async def test_tools_are_in_the_prompt() -> None:
     prepared = await GatewayHarness().gateway.prepare(make_request(tools=(LOOK,)), CALLER)
     assert "look_at" in prepared.prompts[0].text
 
 
-async def test_tool_choice_none_hides_them() -> None:
+async def test_tool_choice_none_removes_the_tools() -> None:
     harness, none = GatewayHarness(), ToolChoice("none")
     prepared = await harness.gateway.prepare(make_request(tools=(LOOK,), tool_choice=none), CALLER)
     assert prepared.request.tools == ()
     assert prepared.prompts[0].ids == (await harness.gateway.prepare(make_request(), CALLER)).prompts[0].ids
 
 
-async def test_a_named_tool_must_be_on_offer() -> None:
+async def test_a_named_tool_must_be_in_the_request() -> None:
     error = await refusal(GatewayHarness(), InvalidRequest, tools=(LOOK,), tool_choice=ToolChoice("named", "other"))
     assert error.param == "tool_choice"
     assert "'other'" in error.message
 
 
 @pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice("named", "look_at")])
-async def test_a_call_that_must_come_is_a_constraint(choice: ToolChoice) -> None:
+async def test_a_required_call_is_a_constraint(choice: ToolChoice) -> None:
     harness = GatewayHarness()
-    assert (await harness.gateway.prepare(make_request(tools=(LOOK,), tool_choice=choice), CALLER)).constraint is not None
+    assert (
+        await harness.gateway.prepare(make_request(tools=(LOOK,), tool_choice=choice), CALLER)
+    ).constraint is not None
     assert (await harness.gateway.prepare(make_request(tools=(LOOK,)), CALLER)).constraint is None
 
 
-# --- consent, names, models that cannot -------------------------------------------------------------------------------
+# --- consent, names, broken models ------------------------------------------------------------------------------------
 
 
 async def test_a_remote_model_needs_consent() -> None:
@@ -111,7 +113,7 @@ async def test_a_remote_model_needs_consent() -> None:
     assert await harness.gateway.prepare(make_request(allow_remote=True), CALLER)
 
 
-async def test_a_route_may_consent_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_route_can_give_consent_for_all_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = GatewayHarness(remote=True)
     target = harness.gateway.router.resolve("demo", CALLER.endpoint)
     consenting = msgspec.structs.replace(target, allow_remote=True)
@@ -122,22 +124,22 @@ async def test_a_route_may_consent_for_everybody(monkeypatch: pytest.MonkeyPatch
 async def test_an_unknown_model_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = GatewayHarness()
     monkeypatch.setattr(harness.gateway.router, "_routes", ())
-    error = await refusal(harness, NotFound, model="nobody")
+    error = await refusal(harness, NotFound, model="unknown")
     assert "demo" in error.message
 
 
-async def test_a_model_that_could_not_be_defined_says_why() -> None:
+async def test_a_model_with_a_broken_definition_reports_the_reason() -> None:
     error = await refusal(GatewayHarness(model_fault=InvalidRequest("no tokenizer here")), Unavailable)
     assert "no tokenizer here" in error.message
 
 
-async def test_images_go_to_no_model_that_reads_only_text() -> None:
+async def test_a_text_only_model_refuses_images() -> None:
     message = Message("user", (Text("see"), Image("data:image/png;base64,AAAA")))
     error = await refusal(GatewayHarness(), Unsupported, messages=(message,))
     assert error.code == "modality_unsupported"
 
 
-async def test_a_tool_that_runs_on_its_makers_servers_is_left_out_and_the_log_says_which(
+async def test_server_side_tools_are_dropped_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tools = (Tool("now"), Tool("web_search", kind="server", type="web_search_20250305"))
@@ -147,8 +149,8 @@ async def test_a_tool_that_runs_on_its_makers_servers_is_left_out_and_the_log_sa
     assert "tool_left_out: web_search_20250305 is not run here" in caplog.text
 
 
-async def test_a_picture_that_a_tool_returned_is_a_word_to_a_model_that_reads_only_text() -> None:
-    """It stays in an agent's history: a refusal would be the end of the session."""
+async def test_an_image_in_a_tool_result_becomes_a_placeholder_for_a_text_only_model() -> None:
+    """It stays in an agent's history, so a refusal would end the session."""
     message = Message("tool", (ToolResult("c", (Text("here"), Image("data:image/png;base64,AAAA"))),))
     prepared = await GatewayHarness().gateway.prepare(make_request(messages=(message,)), CALLER)
     assert "here\n[image: this model reads text only]" in prepared.prompts[0].text
@@ -167,7 +169,7 @@ async def test_a_picture_that_a_tool_returned_is_a_word_to_a_model_that_reads_on
         ("gopher://example.com/", None),
     ],
 )
-async def test_an_unfit_image_is_refused_by_a_model_that_sees(url: str, code: str | None) -> None:
+async def test_a_vision_model_refuses_an_invalid_image(url: str, code: str | None) -> None:
     harness = GatewayHarness(modalities=("text", "image"))
     error = await refusal(harness, ModelyardError, messages=(Message("user", (Image(url),)),))
     assert error.kind in ("invalid", "forbidden")
@@ -177,7 +179,7 @@ async def test_an_unfit_image_is_refused_by_a_model_that_sees(url: str, code: st
 # --- windows and raw prompts ------------------------------------------------------------------------------------------
 
 
-async def test_a_long_prompt_overflows_before_anything_is_leased() -> None:
+async def test_a_long_prompt_overflows_before_a_lease_is_taken() -> None:
     harness = GatewayHarness()
     with pytest.raises(ContextOverflow) as caught:
         await harness.gateway.prepare(make_request("word " * 30_000), CALLER)
@@ -185,7 +187,7 @@ async def test_a_long_prompt_overflows_before_anything_is_leased() -> None:
     assert harness.running == 0
 
 
-async def test_long_and_many_are_rendered_aside_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_rendered_in_a_thread_have_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     harness, long = (
         GatewayHarness(),
         make_request(messages=tuple(Message("user", (Text(f"word {i}"),)) for i in range(100))),
@@ -199,7 +201,7 @@ async def test_long_and_many_are_rendered_aside_to_the_same_tokens(monkeypatch: 
 
 
 @pytest.mark.parametrize("id", [model().pipeline.tokenizer.size, 10**9])
-async def test_a_token_that_the_model_does_not_have_is_refused(id: int) -> None:
+async def test_a_token_id_outside_the_vocabulary_is_refused(id: int) -> None:
     harness = GatewayHarness()
     error = await refusal(harness, InvalidRequest, messages=(), prompts=((1, id),))
     assert (error.param, str(id) in error.message) == ("prompt", True)
@@ -208,19 +210,19 @@ async def test_a_token_that_the_model_does_not_have_is_refused(id: int) -> None:
     assert caught.value.param == "input"
 
 
-async def test_counting_needs_no_engine_and_agrees_with_what_is_sent() -> None:
+async def test_counting_needs_no_engine_and_matches_the_prompt() -> None:
     harness = GatewayHarness()
     assert harness.scheduler.status()["demo"].state == "stopped"
     prepared = await harness.gateway.prepare(make_request("one two three"), CALLER)
     assert await harness.gateway.count(make_request("one two three"), CALLER) == len(prepared.prompts[0].ids)
 
 
-async def test_an_engine_elsewhere_that_is_not_up_cannot_count() -> None:
+async def test_a_chat_engine_that_is_not_loaded_cannot_count() -> None:
     with pytest.raises(Unimplemented):
         await GatewayHarness(kind="chat", text=None).gateway.count(make_request(), CALLER)
 
 
-async def test_an_engine_without_embeddings_says_so_and_keeps_no_place() -> None:
+async def test_an_engine_without_embeddings_refuses_and_releases_its_slot() -> None:
     async with GatewayHarness() as harness:
         with pytest.raises(Unsupported) as caught:
             await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("ho")))), CALLER)
@@ -228,13 +230,13 @@ async def test_an_engine_without_embeddings_says_so_and_keeps_no_place() -> None
         assert harness.running == 0
 
 
-async def test_sampling_that_was_not_asked_for_is_the_models() -> None:
+async def test_sampling_defaults_come_from_the_model() -> None:
     harness = GatewayHarness(sampling=Sampling(temperature=0.1, top_k=5))
     prepared = await harness.gateway.prepare(make_request(sampling=Sampling(top_k=9)), CALLER)
     assert (prepared.sampling.temperature, prepared.sampling.top_k) == (0.1, 9)
 
 
-async def test_stopping_tells_everybody_why() -> None:
+async def test_stop_fails_running_and_queued_requests_with_its_reason() -> None:
     error = Unavailable("the server is shutting down")
     async with GatewayHarness(slots=1) as harness:
         holder, waiter = await harness.start(), await harness.start()
@@ -246,11 +248,11 @@ async def test_stopping_tells_everybody_why() -> None:
         assert (harness.running, harness.waiting) == (0, 0)
 
 
-# One answer: cancelled in every phase, tried again only where nobody noticed, and its lease given back once.
+# --- one choice: cancellation, retries, release of the lease ----------------------------------------------------------
 
 
 async def read_until_cancelled(stream: Any, generation: Any) -> list[Event]:
-    """What is read from here on while the engine lets go of a cancelled job."""
+    """The remaining events; the engine ends its generation after the cancel."""
     reading = asyncio.create_task(read_events(stream))
     await wait_until(lambda: generation.is_cancelled)
     generation.end("cancelled")
@@ -261,7 +263,7 @@ def failures(events: list[Event]) -> list[Any]:
     return [event.error for event in events if isinstance(event, Failed)]
 
 
-async def test_a_whole_answer_gives_its_place_back_when_it_is_closed() -> None:
+async def test_a_complete_reply_releases_its_slot_when_closed() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -275,7 +277,7 @@ async def test_a_whole_answer_gives_its_place_back_when_it_is_closed() -> None:
 # --- cancelled --------------------------------------------------------------------------------------------------------
 
 
-async def test_cancelled_in_the_queue_it_never_reaches_the_engine() -> None:
+async def test_a_request_cancelled_in_the_queue_never_reaches_the_engine() -> None:
     async with GatewayHarness(slots=1) as harness:
         holder, waiter = await harness.start(), await harness.start()
         reading = asyncio.create_task(read_events(waiter))
@@ -288,7 +290,7 @@ async def test_cancelled_in_the_queue_it_never_reaches_the_engine() -> None:
         assert harness.running == 0
 
 
-async def test_cancelled_before_it_was_read_it_never_reaches_the_engine() -> None:
+async def test_a_request_cancelled_before_it_is_read_never_reaches_the_engine() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         stream.cancel()
@@ -298,7 +300,7 @@ async def test_cancelled_before_it_was_read_it_never_reaches_the_engine() -> Non
         assert (harness.running, harness.engine.generations) == (0, [])
 
 
-async def test_cancelled_in_prefill_it_waits_for_the_engine_to_let_go() -> None:
+async def test_a_request_cancelled_in_prefill_keeps_its_slot_until_the_engine_ends() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(anext(stream))
@@ -313,7 +315,7 @@ async def test_cancelled_in_prefill_it_waits_for_the_engine_to_let_go() -> None:
         assert harness.running == 0
 
 
-async def test_cancelled_in_the_stream_it_ends_in_one_failure() -> None:
+async def test_a_request_cancelled_twice_in_the_stream_ends_with_one_failure() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(anext(stream))
@@ -328,7 +330,7 @@ async def test_cancelled_in_the_stream_it_ends_in_one_failure() -> None:
         assert harness.running == 0
 
 
-async def test_whoever_cancels_may_say_why() -> None:
+async def test_cancel_accepts_a_reason() -> None:
     error = Unavailable("the server is shutting down")
     async with GatewayHarness() as harness:
         stream = await harness.start()
@@ -340,7 +342,7 @@ async def test_whoever_cancels_may_say_why() -> None:
         stream.close()
 
 
-async def test_cancelled_after_its_end_nothing_more_is_said() -> None:
+async def test_a_cancel_after_the_end_adds_no_event() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -355,7 +357,7 @@ async def test_cancelled_after_its_end_nothing_more_is_said() -> None:
 # --- closed before its end --------------------------------------------------------------------------------------------
 
 
-async def test_a_reader_that_leaves_frees_the_place_when_the_engine_has() -> None:
+async def test_closing_a_stream_frees_the_slot_when_the_engine_ends() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(anext(stream))
@@ -370,7 +372,7 @@ async def test_a_reader_that_leaves_frees_the_place_when_the_engine_has() -> Non
         await wait_until(lambda: harness.running == 0)
 
 
-async def test_after_a_stop_string_the_place_is_free_when_the_engine_says_so() -> None:
+async def test_after_a_stop_string_the_slot_is_free_when_the_engine_ends() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start(stop=("STOP",))
         reading = asyncio.create_task(read_events(stream))
@@ -386,10 +388,10 @@ async def test_after_a_stop_string_the_place_is_free_when_the_engine_says_so() -
         await wait_until(lambda: harness.running == 0)
 
 
-# --- tried again ------------------------------------------------------------------------------------------------------
+# --- retries ----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_is_lost_before_content_is_asked_once_more() -> None:
+async def test_a_request_is_retried_once_if_the_engine_is_lost_before_content() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -405,7 +407,7 @@ async def test_an_engine_that_is_lost_before_content_is_asked_once_more() -> Non
         assert harness.running == 0
 
 
-async def test_an_engine_that_is_lost_twice_is_not_asked_a_third_time() -> None:
+async def test_a_request_is_not_retried_twice() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -416,7 +418,7 @@ async def test_an_engine_that_is_lost_twice_is_not_asked_a_third_time() -> None:
         assert (len(harness.engine.generations), harness.running) == (2, 0)
 
 
-async def test_after_content_nothing_is_tried_again() -> None:
+async def test_a_request_with_content_is_not_retried() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -430,7 +432,7 @@ async def test_after_content_nothing_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("error", [Internal("out of memory", id="x"), Overloaded("busy")])
-async def test_only_a_lost_engine_is_worth_a_second_try(error: Any) -> None:
+async def test_other_errors_are_not_retried(error: Any) -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -440,7 +442,7 @@ async def test_only_a_lost_engine_is_worth_a_second_try(error: Any) -> None:
         assert (len(harness.engine.generations), harness.running) == (1, 0)
 
 
-async def test_nobody_tries_again_for_a_client_that_left() -> None:
+async def test_a_cancelled_request_is_not_retried() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -452,11 +454,11 @@ async def test_nobody_tries_again_for_a_client_that_left() -> None:
         assert (len(harness.engine.generations), harness.running) == (1, 0)
 
 
-# --- engines that break their word ------------------------------------------------------------------------------------
+# --- engines that violate the contract --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", [False, True])
-async def test_a_stream_without_a_last_word_is_one_failure(content: bool) -> None:
+async def test_a_stream_without_an_end_is_one_failure(content: bool) -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -470,7 +472,7 @@ async def test_a_stream_without_a_last_word_is_one_failure(content: bool) -> Non
         await wait_until(lambda: harness.running == 0)
 
 
-async def test_an_engine_that_raises_is_one_failure_and_no_lost_place(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_raises_is_one_failure_and_leaks_no_slot(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     async with GatewayHarness(start_error=ZeroDivisionError("secret")) as harness:
         stream = await harness.start()
@@ -481,7 +483,7 @@ async def test_an_engine_that_raises_is_one_failure_and_no_lost_place(caplog: py
         assert harness.running == 0
 
 
-async def test_a_stream_that_raises_is_one_failure_and_no_lost_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_raises_is_one_failure_and_leaks_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -498,7 +500,7 @@ async def _breaks(_: object) -> None:
     raise ZeroDivisionError("secret")
 
 
-async def test_the_last_word_tells_what_every_part_of_the_way_took() -> None:
+async def test_the_last_event_has_the_timings() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()
         reading = asyncio.create_task(read_events(stream))
@@ -511,10 +513,10 @@ async def test_the_last_word_tells_what_every_part_of_the_way_took() -> None:
         assert times.backend is not None
         assert times.engine is not None
         assert 0 <= times.backend <= times.engine
-        assert times.total == times.engine, "nobody said when the request came in"
+        assert times.total == times.engine, "the arrival time is unknown"
 
 
-# What an engine says becomes what a client hears: started once, ended once, and nothing after the end.
+# --- engine output as events: one start, one end, nothing after the end ------------------------------------------------
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 
@@ -539,8 +541,8 @@ def text_output(limit: Any = "max_tokens", on_text: Any = None, **request: Any) 
     return TextOutput(prepared(make_request(**request), limit), 0, lambda: "call_1", on_text)
 
 
-def chunks(*chunks: str | Chunk) -> list[Chunk]:
-    return [Accepted(), *(Tokens(ids(chunk)) if isinstance(chunk, str) else chunk for chunk in chunks)]
+def chunks(*parts: str | Chunk) -> list[Chunk]:
+    return [Accepted(), *(Tokens(ids(part)) if isinstance(part, str) else part for part in parts)]
 
 
 def final_events(events: Iterable[Event]) -> list[Event]:
@@ -548,7 +550,7 @@ def final_events(events: Iterable[Event]) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("spoken", "end", "limit", "reason"),
+    ("generated", "end", "limit", "reason"),
     [
         ("Hello.", "stop", "max_tokens", "end"),
         ("Hello.", "stop", "window", "end"),
@@ -560,7 +562,7 @@ def final_events(events: Iterable[Event]) -> list[Event]:
         ("", "stop", "max_tokens", "end"),
     ],
 )
-def test_every_end_has_its_reason(generated: str, end: Any, limit: str, reason: str) -> None:
+def test_finish_reasons(generated: str, end: Any, limit: str, reason: str) -> None:
     output = text_output(limit, tools=(Tool("look"),))
     events = output.feed([*chunks(generated), End(end, timings=Timings(total=1.5))])
     assert [last.reason for last in final_events(events) if isinstance(last, Finished)] == [reason]
@@ -577,14 +579,14 @@ def test_every_end_has_its_reason(generated: str, end: Any, limit: str, reason: 
         (End("cancelled"), Cancelled("the request was cancelled")),
     ],
 )
-def test_a_bad_end_is_one_failure(end: End, error: ModelyardError) -> None:
+def test_an_error_end_is_one_failure(end: End, error: ModelyardError) -> None:
     output = text_output()
     events = output.feed([*chunks("Hel"), end])
     assert final_events(events) == [Failed(error)]
     assert (output.over, output.slot_free, output.has_output) == (True, True, True)
 
 
-def test_it_starts_once_under_our_own_id_with_what_was_cached() -> None:
+def test_started_is_sent_once_with_our_id_and_the_cached_tokens() -> None:
     output = text_output()
     first, again = output.feed([Accepted(cached_tokens=3)]), output.feed([Accepted(cached_tokens=9)])
     prompt = output.usage.prompt
@@ -599,7 +601,7 @@ def test_progress_is_not_content() -> None:
     assert output.has_output is False
 
 
-def test_a_stop_string_ends_it_while_the_engine_runs_ahead() -> None:
+def test_a_stop_string_ends_the_reply_while_the_engine_still_runs() -> None:
     output = text_output(stop=("STOP",))
     events = output.feed(chunks("one STOP two", " three"))
     assert collect_reply(events).text == "one "
@@ -612,7 +614,7 @@ def test_a_stop_string_ends_it_while_the_engine_runs_ahead() -> None:
     assert output.slot_free is True
 
 
-def test_tokens_after_the_verdict_are_not_counted() -> None:
+def test_tokens_after_a_stop_string_are_not_counted() -> None:
     output = text_output(stop=("STOP",))
     output.feed(chunks("one STOP"))
     counted = output.usage.output
@@ -620,7 +622,7 @@ def test_tokens_after_the_verdict_are_not_counted() -> None:
     assert output.usage.output == counted == len(ids("one STOP"))
 
 
-def test_reasoning_is_counted_apart_and_hidden_where_asked() -> None:
+def test_reasoning_is_counted_separately_and_can_be_hidden() -> None:
     thought = "<think>\nso\n</think>\n\nYes."
     shown, hidden = text_output(), text_output(reasoning=Reasoning(visible=False))
     replies = [collect_reply(output.feed([*chunks(thought), End("stop")])) for output in (shown, hidden)]
@@ -630,7 +632,7 @@ def test_reasoning_is_counted_apart_and_hidden_where_asked() -> None:
     assert replies[0].finished.usage.reasoning > 0
 
 
-def test_logprobs_stay_with_their_text() -> None:
+def test_logprobs_match_their_text() -> None:
     tokens = ids("Hello there.")
     logprobs = [IdLogprob(token, -0.5, ((token, -0.5), (tokens[0], -3.0))) for token in tokens]
     output = text_output(logprobs=2)
@@ -641,14 +643,14 @@ def test_logprobs_stay_with_their_text() -> None:
     assert [top.logprob for top in block.logprobs[0].top] == [-0.5, -3.0]
 
 
-def test_the_raw_text_is_told_to_whoever_keeps_it() -> None:
+def test_on_text_receives_the_raw_text() -> None:
     kept: list[str] = []
     output = text_output(on_text=kept.append, tools=(Tool("look"),))
     output.feed([*chunks(CALL), End("stop")])
     assert "".join(kept) == CALL
 
 
-def test_half_a_character_at_the_end_is_still_given() -> None:
+def test_an_incomplete_character_at_the_end_is_emitted() -> None:
     output = text_output()
     smile = ids("😀")
     assert len(smile) > 1
@@ -669,7 +671,7 @@ WORDS = ["Hello", " there", ".", "\n", " ", "<", CALL, "<think>\nso\n</think>\n\
     ),
     half=st.booleans(),
 )
-def test_an_answer_in_one_go_is_told_as_one_that_comes_bit_by_bit(
+def test_chunking_does_not_change_the_events(
     words: list[str], end: Any, limit: str, more: dict[str, Any], half: bool
 ) -> None:
     kept: tuple[list[str], list[str]] = ([], [])
@@ -678,13 +680,14 @@ def test_an_answer_in_one_go_is_told_as_one_that_comes_bit_by_bit(
     first, rest, last = Accepted(cached_tokens=2), Tokens(generated), End(end, Usage(9999), Timings(total=1.5))
     assert at_once.feed([first, rest, last]) == [*piecewise.feed([first]), *piecewise.feed([rest, last])]
     states = [
-        (one.usage, one.over, one.slot_free, one.has_output, one.ids, list(one.warnings)) for one in (at_once, piecewise)
+        (one.usage, one.over, one.slot_free, one.has_output, one.ids, list(one.warnings))
+        for one in (at_once, piecewise)
     ]
     assert states[0] == states[1]
     assert "".join(kept[0]) == "".join(kept[1])
 
 
-# --- engines that speak in events -------------------------------------------------------------------------------------
+# --- engines that produce events --------------------------------------------------------------------------------------
 
 CHAT_EVENTS: list[Event] = [
     Started("upstream-id", "gpt-x", 1, Usage(5)),
@@ -695,20 +698,20 @@ CHAT_EVENTS: list[Event] = [
 ]
 
 
-def test_an_engines_events_pass_under_our_own_id_and_name() -> None:
+def test_events_of_a_chat_engine_get_our_id_and_model_name() -> None:
     output = ChatOutput(prepared(make_request()))
     events = output.feed(CHAT_EVENTS)
     assert events == [Started("our-id", "demo", 7, Usage(5)), *CHAT_EVENTS[1:]]
     assert (output.over, output.slot_free, output.has_output, output.usage) == (True, True, True, Usage(5, 0, 1))
 
 
-def test_the_prompts_tokens_are_told_from_the_start_where_they_are_known_here() -> None:
+def test_started_has_the_prompt_tokens_if_the_prompt_is_tokenized_here() -> None:
     events = ChatOutput(counted := prepared(make_request())).feed([Started("x", "y", 1)])
     assert events == [Started("our-id", "demo", 7, Usage(len(counted.prompts[0].ids)))]
 
 
 @pytest.mark.parametrize(("limit", "reason"), [("window", "window"), ("max_tokens", "max_tokens")])
-def test_whose_limit_an_answer_met_is_known_from_its_room(limit: str, reason: str) -> None:
+def test_the_output_budget_decides_between_window_and_max_tokens(limit: str, reason: str) -> None:
     (last,) = ChatOutput(prepared(make_request(), limit)).feed([Finished("max_tokens", Usage())])
     assert last == Finished(reason, Usage())  # type: ignore[arg-type]
 
@@ -724,7 +727,7 @@ REASONING_EVENTS: list[Event] = [
 
 
 @pytest.mark.parametrize(("visible", "shown"), [(None, True), (True, True), (False, False)])
-def test_hidden_reasoning_is_left_out_and_still_counted(visible: bool | None, shown: bool) -> None:
+def test_hidden_reasoning_is_dropped_but_counted(visible: bool | None, shown: bool) -> None:
     output = ChatOutput(prepared(make_request(reasoning=Reasoning(visible=visible))))
     events = output.feed(REASONING_EVENTS)
     if shown:
@@ -736,7 +739,7 @@ def test_hidden_reasoning_is_left_out_and_still_counted(visible: bool | None, sh
         assert output.usage.reasoning == 1
 
 
-def test_a_second_beginning_is_not_told() -> None:
+def test_a_second_started_event_is_dropped() -> None:
     events = ChatOutput(prepared(make_request())).feed([CHAT_EVENTS[0], *CHAT_EVENTS])
     assert sum(isinstance(event, Started) for event in events) == 1
 
@@ -750,7 +753,7 @@ def test_nothing_follows_the_last_event(last: Event) -> None:
     assert output.feed([BlockDelta(0, "late")]) == []
 
 
-def test_what_pictures_take_of_the_prompt_the_engine_tells() -> None:
+def test_the_engine_reports_the_prompt_tokens_of_images() -> None:
     output = text_output()
     own = output.usage.prompt
     (last,) = final_events(output.feed([*chunks("Hello."), End("stop", Usage(prompt=own + 64))]))
@@ -758,7 +761,7 @@ def test_what_pictures_take_of_the_prompt_the_engine_tells() -> None:
     assert last.usage.prompt == own + 64
 
 
-def test_prompt_is_never_counted_as_less_than_it_was() -> None:
+def test_the_engine_cannot_lower_the_prompt_tokens() -> None:
     output = text_output()
     own = output.usage.prompt
     (last,) = final_events(output.feed([*chunks("Hello."), End("stop", Usage(prompt=0))]))

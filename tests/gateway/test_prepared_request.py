@@ -1,4 +1,4 @@
-"""A job is fitted to its window, scoped to its key, and gives each choice a prompt of its own."""
+"""A prepared request fits its window, is scoped to its key, and has one prompt per choice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prepare(request: Request, key: str = "", prompts: int = 1) -> PreparedReques
 
 
 @pytest.mark.parametrize(
-    ("prompt", "wanted", "strict", "room"),
+    ("prompt", "max_tokens", "strict", "budget"),
     [
         (10, None, False, OutputBudget(90, "window")),
         (10, 5, False, OutputBudget(5, "max_tokens")),
@@ -48,7 +48,7 @@ def prepare(request: Request, key: str = "", prompts: int = 1) -> PreparedReques
         (99, 32_000, False, OutputBudget(1, "window")),
     ],
 )
-def test_the_wanted_output_is_clamped_to_the_window(
+def test_max_tokens_is_clamped_to_the_window(
     prompt: int, max_tokens: int | None, strict: bool, budget: OutputBudget
 ) -> None:
     assert output_budget(prompt, max_tokens, 100, strict) == budget
@@ -56,20 +56,22 @@ def test_the_wanted_output_is_clamped_to_the_window(
 
 @pytest.mark.parametrize("prompt", [100, 101, 10**9])
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_prompt_that_leaves_no_room_overflows_with_true_numbers(prompt: int, strict: bool) -> None:
+def test_a_prompt_without_room_for_output_overflows_with_exact_numbers(prompt: int, strict: bool) -> None:
     with pytest.raises(ContextOverflow) as caught:
         output_budget(prompt, 1, 100, strict)
     assert (caught.value.prompt_tokens, caught.value.window) == (prompt, 100)
 
 
-def test_a_strict_window_refuses_what_it_would_have_to_clamp() -> None:
+def test_a_strict_window_refuses_instead_of_clamping() -> None:
     with pytest.raises(OutputOverflow) as caught:
         output_budget(10, 91, 100, strict=True)
     assert (caught.value.prompt_tokens, caught.value.max_tokens, caught.value.window) == (10, 91, 100)
 
 
 @given(st.integers(0, 200), st.none() | st.integers(1, 200), st.integers(1, 200))
-def test_what_fits_never_exceeds_the_window_or_the_wish(prompt: int, max_tokens: int | None, window: int) -> None:
+def test_the_output_budget_exceeds_neither_the_window_nor_max_tokens(
+    prompt: int, max_tokens: int | None, window: int
+) -> None:
     try:
         budget = output_budget(prompt, max_tokens, window, strict=False)
     except ContextOverflow:
@@ -80,20 +82,26 @@ def test_what_fits_never_exceeds_the_window_or_the_wish(prompt: int, max_tokens:
     assert (budget.limit == "max_tokens") == (budget.max_tokens == max_tokens)
 
 
-def test_a_demand_weighs_its_choices_and_counts_its_tokens() -> None:
+def test_a_lease_request_has_the_weight_of_its_choices_and_its_tokens() -> None:
     lease_request = prepare(make_request(n=3), key="ann", prompts=2).lease_request()
-    assert (lease_request.model, lease_request.cache, lease_request.weight, lease_request.tokens, lease_request.key) == ("demo", "main", 6, 6, "ann")
+    assert (
+        lease_request.model,
+        lease_request.cache,
+        lease_request.weight,
+        lease_request.tokens,
+        lease_request.key,
+    ) == ("demo", "main", 6, 6, "ann")
     assert (lease_request.priority, lease_request.trace) == ("main", "t")
 
 
-def test_two_keys_that_name_the_same_session_do_not_meet() -> None:
+def test_equal_session_names_of_two_keys_are_different_sessions() -> None:
     ann, bob = (prepare(make_request(session="s"), key=key) for key in ("ann", "bob"))
     assert ann.lease_request().session != bob.lease_request().session
     assert ann.engine_prompt(0).session == ann.lease_request().session
     assert prepare(make_request(), key="ann").lease_request().session is None
 
 
-def test_what_runs_in_the_background_of_a_session_does_not_take_its_conversations_place() -> None:
+def test_background_requests_of_a_session_have_a_different_session_key() -> None:
     main, side = (prepare(make_request(session="s", priority=how), key="ann") for how in ("main", "background"))
     assert main.session_key() == "ann/s"
     assert side.session_key() != main.session_key()
@@ -101,13 +109,13 @@ def test_what_runs_in_the_background_of_a_session_does_not_take_its_conversation
     assert (side.lease_request().priority, side.engine_prompt(0).priority) == ("background", "background")
 
 
-def test_choices_are_counted_prompt_by_prompt() -> None:
+def test_choices_are_numbered_prompt_by_prompt() -> None:
     two = prepare(make_request(n=2), prompts=2)
     assert two.choices == 4
     assert [two.engine_prompt(choice).ids[0] for choice in range(4)] == [0, 0, 1, 1]
 
 
-def test_the_answers_to_a_seeded_prompt_differ_and_repeat() -> None:
+def test_seeds_of_choices_differ_and_repeat_per_prompt() -> None:
     seeded = prepare(make_request(n=3, sampling=Sampling(seed=7, temperature=0.5)), prompts=2)
     assert [seeded.engine_prompt(choice).sampling.seed for choice in range(6)] == [7, 8, 9, 7, 8, 9]
     assert {seeded.engine_prompt(choice).sampling.temperature for choice in range(6)} == {0.5}
@@ -122,15 +130,17 @@ def test_the_answers_to_a_seeded_prompt_differ_and_repeat() -> None:
         ({"logprobs": 2}, "logprobs", 2),
     ],
 )
-def test_what_the_engine_must_know_reaches_its_prompt(request_fields: Any, prompt_field: str, value: object) -> None:
+def test_request_fields_reach_the_engine_prompt(request_fields: Any, prompt_field: str, value: object) -> None:
     prompt = prepare(make_request(**request_fields)).engine_prompt(0)
     assert getattr(prompt, prompt_field) == value
     assert (prompt.max_tokens, prompt.cache, prompt.stop_ids) == (5, "main", model().pipeline.stop_ids)
 
 
-def test_a_chat_engine_gets_one_answers_request_with_the_models_defaults_in_it() -> None:
+def test_a_chat_engine_gets_the_request_of_one_choice_with_the_defaults_of_the_model() -> None:
     request = make_request(n=3, stop=("END",), sampling=Sampling(seed=7))
-    settled = replace(prepare(request), model=replace(model(), stop=("STOP",), max_tokens=11), sampling=Sampling(seed=7))
+    settled = replace(
+        prepare(request), model=replace(model(), stop=("STOP",), max_tokens=11), sampling=Sampling(seed=7)
+    )
     first, second = settled.engine_request(0), settled.engine_request(1)
     assert (first.n, first.stop, first.max_tokens) == (1, ("STOP", "END"), 11)
     assert (first.sampling.seed, second.sampling.seed) == (7, 8)
@@ -146,7 +156,7 @@ PICTURE = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
 
 
 @pytest.mark.parametrize(("template", "shown"), [(SEEING, 1), ("{{ messages[0].content }}", 0)])
-def test_pictures_go_along_where_the_template_has_a_place_for_them(template: str, shown: int) -> None:
+def test_images_are_sent_if_the_template_has_a_placeholder(template: str, shown: int) -> None:
     loaded = load_config(env={}, overrides=demo_config(modalities=["text", "image"], chat_template=template)).config
     seeing = define_model(loaded.router().catalog.models["demo"], loaded.models["demo"]).model
     request = make_request(messages=(Message("user", (Text("look"), Image(PICTURE))),))
@@ -155,7 +165,7 @@ def test_pictures_go_along_where_the_template_has_a_place_for_them(template: str
     assert prepared.ids == [0, 0, 0]
 
 
-def test_pictures_are_kept_from_a_model_that_reads_text() -> None:
+def test_images_are_not_sent_to_a_text_only_model() -> None:
     prepared = prepare(make_request(messages=(Message("user", (Text("look"), Image(PICTURE))),))).engine_prompt(0)
     assert len(prepared.parts) == 1
 
@@ -171,8 +181,6 @@ def test_pictures_are_kept_from_a_model_that_reads_text() -> None:
         ({"temperature": 0}, {"deadline": 4e9}, None),
     ],
 )
-def test_only_what_would_be_answered_alike_is_shareable_by_another_gateway(
-    sampling: Any, caller: Any, name: str | None
-) -> None:
+def test_only_deterministic_requests_have_a_dedup_key(sampling: Any, caller: Any, name: str | None) -> None:
     prepared = prepare(make_request(n=2, sampling=Sampling(**sampling)), key="ann")
     assert replace(prepared, caller=replace(prepared.caller, **caller)).engine_prompt(1).dedup_key == name

@@ -1,4 +1,4 @@
-"""Side requests are told from conversations by their shape, as the real agents write them."""
+"""Background requests are distinguished from conversations by their shape, with bodies as real agents send them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ def messages(*turns: tuple[Any, str]) -> tuple[Message, ...]:
 
 def messages_with_tool_call() -> tuple[Message, ...]:
     called = Message("assistant", (ToolCall("c1", "Bash", "{}"),))
-    return (*messages(("user", "list")), called, Message("tool", (ToolResult("c1", (Text("a"),)),)), *messages(("user", "now")))
+    return (
+        *messages(("user", "list")),
+        called,
+        Message("tool", (ToolResult("c1", (Text("a"),)),)),
+        *messages(("user", "now")),
+    )
 
 
 def request(**fields: Any) -> Request:
@@ -50,7 +55,7 @@ def request(**fields: Any) -> Request:
         {"messages": ()},
     ],
 )
-def test_a_conversation_is_main(fields: dict[str, Any]) -> None:
+def test_conversations_have_main_priority(fields: dict[str, Any]) -> None:
     assert priority(request(**fields)) == "main"
 
 
@@ -70,21 +75,23 @@ def test_a_conversation_is_main(fields: dict[str, Any]) -> None:
         {"messages": messages(("developer", "Summarize the conversation."), ("user", "hi"))},
     ],
 )
-def test_a_side_request_is_background(fields: dict[str, Any]) -> None:
+def test_side_requests_have_background_priority(fields: dict[str, Any]) -> None:
     assert priority(request(**fields)) == "background"
 
 
-def test_errands_of_one_kind_share_a_mark_and_others_do_not() -> None:
+def test_background_tasks_of_one_kind_share_an_id() -> None:
     title, again, verdict = (
         request(messages=messages(("system", system), ("user", user)))
         for system, user in (("Title.", "a"), ("Title.", "b"), ("Block or not?", "a"))
     )
     assert background_task_id(title) == background_task_id(again) != background_task_id(verdict)
-    assert background_task_id(request(messages=messages(("user", "\udc80")))) == background_task_id(request(messages=()))
+    assert background_task_id(request(messages=messages(("user", "\udc80")))) == background_task_id(
+        request(messages=())
+    )
     assert background_task_id(request(messages=messages(("system", "\udc80")))) != background_task_id(request())
 
 
-# --- as the clients write them ----------------------------------------------------------------------------------------
+# --- bodies of real agents --------------------------------------------------------------------------------------------
 
 _TURN = [{"role": "user", "content": "fix the tests"}]
 _FORMAT = {"type": "json_schema", "name": "title", "schema": {"type": "object"}, "strict": True}
@@ -172,14 +179,14 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_agents_send_is_taken_for_what_it_is(name: str) -> None:
+def test_priority_of_requests_of_real_agents(name: str) -> None:
     protocol, headers, body, wanted = CASES[name]
     parsed = protocol.read_request(msgspec.json.encode({"model": "local", "max_tokens": 100} | body), headers)
     assert priority(parsed) == wanted
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("demo", "main"), ("demo-haiku", "background")])
-async def test_the_queue_and_the_engine_hear_of_it(name: str, wanted: str) -> None:
+async def test_priority_reaches_the_queue_and_the_engine(name: str, wanted: str) -> None:
     async with GatewayHarness() as harness:
         prepared = await harness.gateway.prepare(make_request(model=name, session="s"), CALLER)
     assert (prepared.lease_request().priority, prepared.engine_prompt(0).priority) == (wanted, wanted)

@@ -1,4 +1,4 @@
-"""What was generated for a call is put back next turn: for the same key only, within bounds, by any gateway."""
+"""Replay memory restores generated text in the next turn: for the same key only, within bounds, across gateways."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def restored_parts(memory: ReplayMemory, key: str = "me", **call: str) -> 
     return tuple(part.text if isinstance(part, Thinking) else part.arguments for part in message.parts)  # type: ignore[union-attr]
 
 
-async def test_the_models_words_come_back_for_the_same_key_only() -> None:
+async def test_generated_text_is_restored_for_the_same_key_only() -> None:
     memory = ReplayMemory()
     memory.keep(reply(), "me")
     assert await restored_parts(memory) == ("Why not.", GENERATED)
@@ -58,14 +58,14 @@ async def test_the_models_words_come_back_for_the_same_key_only() -> None:
     assert await restored_parts(memory, id="call_9") == (ECHOED,)
 
 
-async def test_a_request_that_nothing_is_known_of_is_the_same_object() -> None:
+async def test_a_request_with_unknown_calls_is_returned_unchanged() -> None:
     memory, request = ReplayMemory(), echo_request()
     assert await memory.restore(request, "me") is request
     memory.keep(reply("other"), "me")
     assert await memory.restore(request, "me") is request
 
 
-async def test_the_least_recently_used_words_leave_first() -> None:
+async def test_the_least_recently_used_entries_are_evicted_first() -> None:
     memory = ReplayMemory(max_chars=1500)
     for number in range(5):
         memory.keep(reply(f"call_{number}", f'{{"a": "{"x" * 100}"}}'), "me")
@@ -78,13 +78,13 @@ async def test_the_least_recently_used_words_leave_first() -> None:
     assert kept == ["call_0", "call_2", "call_3", "call_4"]
 
 
-async def test_what_is_larger_than_the_bound_is_not_kept() -> None:
+async def test_an_entry_larger_than_the_limit_is_not_kept() -> None:
     memory = ReplayMemory(max_chars=100)
     memory.keep(reply(), "me")
     assert await restored_parts(memory) == (ECHOED,)
 
 
-async def test_another_gateway_finds_it_in_the_store_that_they_share() -> None:
+async def test_another_gateway_finds_entries_in_the_shared_store() -> None:
     store = MemoryStore(10, 1 << 20, 60)
     restore_turn, other = ReplayMemory(store), ReplayMemory(store)
     await restore_turn.share(restore_turn.keep(reply(), "me"), "me")
@@ -100,7 +100,7 @@ class CountingStore(MemoryStore):
         return await super().get(scope, key)
 
 
-async def test_the_store_is_asked_twice_for_a_call_that_nobody_knows_and_then_no_more() -> None:
+async def test_the_store_is_read_at_most_twice_for_an_unknown_call() -> None:
     store, now = CountingStore(10, 1 << 20, 60), [0.0]
     memory = ReplayMemory(store, clock=lambda: now[0])
     for at, echo_request in ((0.0, 1), (0.1, 1), (60.0, 2), (600.0, 2)):
@@ -109,7 +109,7 @@ async def test_the_store_is_asked_twice_for_a_call_that_nobody_knows_and_then_no
         assert store.reads == echo_request
 
 
-async def test_words_that_reach_the_store_after_the_next_turn_are_found_by_the_one_after_it() -> None:
+async def test_an_entry_that_reaches_the_store_late_is_found_one_turn_later() -> None:
     store, now = CountingStore(10, 1 << 20, 60), [0.0]
     restore_turn, other = ReplayMemory(store), ReplayMemory(store, clock=lambda: now[0])
     generated = restore_turn.keep(reply(), "me")
@@ -123,16 +123,16 @@ async def test_words_that_reach_the_store_after_the_next_turn_are_found_by_the_o
 
 class UnavailableStore(MemoryStore):
     async def get(self, scope: str, key: str) -> Any:
-        raise Unavailable("the scheduler is away")
+        raise Unavailable("the scheduler is unavailable")
 
 
-async def test_a_store_that_cannot_be_asked_costs_words_and_not_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unavailable_store_does_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
     memory = ReplayMemory(UnavailableStore(10, 1 << 20, 60))
     assert await restored_parts(memory) == (ECHOED,)
-    assert "the scheduler is away" in caplog.text
+    assert "the scheduler is unavailable" in caplog.text
 
 
-async def test_it_is_blank_until_something_was_said_or_others_could_have() -> None:
+async def test_a_memory_is_empty_until_it_has_an_entry_or_a_shared_store() -> None:
     memory = ReplayMemory()
     assert memory.is_empty
     memory.keep(reply(), "me")
@@ -140,10 +140,12 @@ async def test_it_is_blank_until_something_was_said_or_others_could_have() -> No
     assert not ReplayMemory(MemoryStore(10, 1 << 20, 60)).is_empty
 
 
-# What was said is heard whole: with the reasoning that the client was not shown, and only where somebody listens.
+# --- recording a reply: complete, with hidden reasoning, and only for requests with tools ----------------------------
 
 LOOK = Tool("look", "Looks.", {"type": "object", "properties": {}})
-GENERATED_TEXT = '<think>\nWhy not.\n</think>\n\nLooking.\n<tool_call>\n{"name": "look", "arguments": {"b":1}}\n</tool_call>'
+GENERATED_TEXT = (
+    '<think>\nWhy not.\n</think>\n\nLooking.\n<tool_call>\n{"name": "look", "arguments": {"b":1}}\n</tool_call>'
+)
 
 
 async def generated(**request: Any) -> tuple[Any, ...] | None:
@@ -160,7 +162,7 @@ async def generated(**request: Any) -> tuple[Any, ...] | None:
 
 
 @pytest.mark.parametrize("visible", [True, False, None])
-async def test_reasoning_is_heard_whether_it_was_shown_or_not(visible: bool | None) -> None:
+async def test_reasoning_is_recorded_even_if_hidden(visible: bool | None) -> None:
     parts = await generated(tools=(LOOK,), reasoning=Reasoning(visible=visible))
     assert parts is not None
     thought, text, call = parts
@@ -169,11 +171,11 @@ async def test_reasoning_is_heard_whether_it_was_shown_or_not(visible: bool | No
     assert call.arguments == '{"b":1}'
 
 
-async def test_nobody_listens_to_an_answer_without_tools() -> None:
+async def test_a_reply_without_tools_is_not_recorded() -> None:
     assert await generated() is None
 
 
-# What a client has re-serialised, reordered or left out is told in the model's own words; what it changed is not.
+# --- restoring: reserialised, reordered or omitted parts become the generated text; changed parts stay ---------------
 
 VOCAB = HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level())
 GENERATED_ARGUMENTS = '{"timeout":5000.0,  "path": "a.txt"}'
@@ -205,7 +207,7 @@ def test_reasoning_is_kept_with_the_first_call_of_its_turn() -> None:
     )
 
 
-def test_a_call_that_was_cut_off_is_nothing_to_remember() -> None:
+def test_an_incomplete_call_is_not_recorded() -> None:
     cut = Reply(Started("r", "m", 0), (Block(call('{"pa'), complete=False),), Finished("max_tokens", Usage()))
     assert generated_calls(cut) == {}
 
@@ -213,24 +215,26 @@ def test_a_call_that_was_cut_off_is_nothing_to_remember() -> None:
 @pytest.mark.parametrize(
     "echo", [GENERATED_ARGUMENTS, '{"path": "a.txt", "timeout": 5000}', '{"path":"a.txt","timeout":5000.0}']
 )
-def test_arguments_that_mean_the_same_are_in_the_models_own_words(echo: str) -> None:
+def test_equal_arguments_become_the_generated_text(echo: str) -> None:
     found = restore_turn(Thinking("Look first.", "sealed"), Text("Looking."), call(echo))
     assert found.parts[2] == ToolCall("call_1", "read_file", GENERATED_ARGUMENTS, verbatim=True)
     assert found.parts[0] == Thinking("Look first.", "sealed")
 
 
 @pytest.mark.parametrize("echo", ['{"path": "b.txt", "timeout": 5000}', '{"path": "a.t', "{}", "[1]"])
-def test_arguments_that_mean_something_else_are_the_clients_word(echo: str) -> None:
+def test_changed_arguments_stay_as_the_client_sent_them(echo: str) -> None:
     assert restore_turn(Thinking("Mine."), call(echo)).parts[1] == call(echo)
 
 
-def test_reasoning_that_was_left_out_or_redacted_stands_in_front_again() -> None:
+def test_omitted_or_redacted_reasoning_is_restored() -> None:
     assert restore_turn("Looking.", call(GENERATED_ARGUMENTS)).parts[:2] == (Thinking("Look first."), Text("Looking."))
-    assert restore_turn(Thinking("", "foreign", redacted=True), call(GENERATED_ARGUMENTS)).parts[0] == Thinking("Look first.")
+    assert restore_turn(Thinking("", "foreign", redacted=True), call(GENERATED_ARGUMENTS)).parts[0] == Thinking(
+        "Look first."
+    )
     assert not [part for part in restore_turn(call("{}", "call_2")).parts if isinstance(part, Thinking)]
 
 
-def test_calls_of_others_and_other_roles_stay_as_they_are() -> None:
+def test_unknown_calls_and_other_roles_are_unchanged() -> None:
     talk = (say("user", "hi"), say("assistant", call(GENERATED_ARGUMENTS, "foreign")), say("assistant", "text"))
     assert restored(talk, GENERATED_CALLS) == talk
     assert list(call_ids(talk)) == ["foreign"]
@@ -247,18 +251,22 @@ def test_calls_of_others_and_other_roles_stay_as_they_are() -> None:
         ("Something else.<call>", "\n", ""),
     ],
 )
-def test_line_breaks_behind_a_text_are_told_but_for_the_templates_own(raw: str, separator: str, expected: str) -> None:
+def test_line_breaks_after_a_text_are_kept_except_those_of_the_template(
+    raw: str, separator: str, expected: str
+) -> None:
     assert with_line_breaks(make_reply(Text("Looking."), call("{}")), raw, separator) == expected
 
 
-def test_several_texts_or_none_are_told_as_they_are() -> None:
+def test_line_breaks_are_kept_only_for_a_single_text() -> None:
     assert with_line_breaks(make_reply(Text("a"), call("{}"), Text("b")), "a\n\n<call>b", "\n") == ""
     assert with_line_breaks(make_reply(call("{}")), "\n\n<call>", "\n") == ""
 
 
-def test_a_text_is_told_with_its_line_breaks_where_it_is_the_same_text() -> None:
+def test_line_breaks_are_restored_only_if_the_text_is_equal() -> None:
     generated = generated_calls(make_reply(Text("Looking."), call("{}")), "Looking.\n")
-    same, other = (restored([say("assistant", text, call("{}"))], generated)[0].parts[0] for text in ("Looking.", "No."))
+    same, other = (
+        restored([say("assistant", text, call("{}"))], generated)[0].parts[0] for text in ("Looking.", "No.")
+    )
     assert (same, other) == (Text("Looking.\n"), Text("No."))
 
 
@@ -272,15 +280,17 @@ def prompt(name: str, *echo: Any, kept: bool = True) -> str:
 
 
 @pytest.mark.parametrize("name", TALKING)
-def test_every_template_tells_a_reordered_call_as_it_tells_the_models_own(name: str) -> None:
+def test_every_template_renders_a_reordered_call_like_the_generated_one(name: str) -> None:
     own = prompt(name, Thinking("Look first."), "Looking.", call(GENERATED_ARGUMENTS))
     assert prompt(name, "Looking.", call('{"path": "a.txt", "timeout": 5000}')) == own
     assert prompt(name, "Looking.", call('{"path": "a.txt", "timeout": 5000}'), kept=False) != own
 
 
 @pytest.mark.parametrize("name", ["generic", "qwen3"])
-def test_where_calls_are_json_they_are_spelled_as_they_were_generated(name: str) -> None:
-    assert f'"arguments": {GENERATED_ARGUMENTS}}}' in prompt(name, "Looking.", call('{"path": "a.txt", "timeout": 5000}'))
+def test_templates_with_json_calls_render_the_generated_text(name: str) -> None:
+    assert f'"arguments": {GENERATED_ARGUMENTS}}}' in prompt(
+        name, "Looking.", call('{"path": "a.txt", "timeout": 5000}')
+    )
 
 
 VALUES = st.recursive(
@@ -292,9 +302,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.text(min_size=1, max_size=4), VALUES, max_size=4), st.booleans(), st.booleans())
-def test_whatever_the_arguments_an_echo_renders_as_what_was_said(
-    value: dict[str, Any], compact: bool, escaped: bool
-) -> None:
+def test_an_echoed_call_renders_like_the_generated_one(value: dict[str, Any], compact: bool, escaped: bool) -> None:
     own = json.dumps(value, separators=(",", ":") if compact else None, ensure_ascii=escaped)
     generated = generated_calls(make_reply(call(own)))
     echo = json.dumps(dict(reversed(value.items())), ensure_ascii=False)

@@ -23,6 +23,10 @@ def test_counts_rates_and_percentages() -> None:
     assert [fmt.percent(value) for value in (None, 0.0, 0.555)] == ["–", "0 %", "56 %"]
 
 
+def test_nouns_are_singular_for_one() -> None:
+    assert [fmt.plural(count, "slot") for count in (0, 1, 2048)] == ["0 slots", "1 slot", "2\u202f048 slots"]
+
+
 def test_a_time_in_the_future_is_now() -> None:
     times = {None: "never", 101.0: "just now", 99.0: "just now", 40.0: "60 s ago"}
     assert {then: fmt.ago(then, 100.0) for then in times} == times

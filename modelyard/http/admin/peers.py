@@ -1,6 +1,6 @@
-"""The other gateway processes of a fleet, asked for what each of them alone remembers: its requests and their texts.
+"""The other gateway processes behind the same port: each has its own request history and captured texts.
 
-Each has a second way in, a unix socket in a folder that only this user may enter. Whoever asks shows his own key there.
+Each listens on a unix socket in a folder that only this user can access. Requests are forwarded with the client's key.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 Json = dict[str, Any]
 
-_PATIENCE_S = 10.0  # one that is only busy is waited for: without it the list would not be whole
-_SHOWN = ("authorization", "x-api-key")  # what says who asks
+_TIMEOUT_S = 10.0  # long enough for a busy peer
+_FORWARDED = ("authorization", "x-api-key")
 
 
 class PeerGateways:
-    """`own` is this process's own socket; those of the others lie beside it. Empty: there are no others."""
+    """`own` is this process's socket; the others' are in the same folder. Empty: there are no others."""
 
     def __init__(self, own: str = "") -> None:
         self._own = Path(own) if own else None
@@ -29,23 +29,25 @@ class PeerGateways:
     def _others(self) -> list[Path]:
         if self._own is None:
             return []
-        alike = self._own.name.rpartition("-")[0]
-        return sorted(each for each in self._own.parent.glob(f"{alike}-*") if each != self._own)
+        prefix = self._own.name.rpartition("-")[0]
+        return sorted(each for each in self._own.parent.glob(f"{prefix}-*") if each != self._own)
 
-    async def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> list[Json]:
-        """Of each that answers, and has something to say; one that is just being started again has nothing."""
-        shown = {name: headers[name] for name in _SHOWN if name in headers}
+    async def request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None
+    ) -> list[Json]:
+        """The replies of all peers that answer; one that is being restarted does not."""
+        forwarded = {name: headers[name] for name in _FORWARDED if name in headers}
         others = await asyncio.to_thread(self._others) if self._own is not None else []
-        told = await asyncio.gather(*(self._one(other, method, path, shown, body) for other in others))
-        return [each for each in told if each is not None]
+        replies = await asyncio.gather(*(self._request_one(other, method, path, forwarded, body) for other in others))
+        return [each for each in replies if each is not None]
 
-    async def _one(
+    async def _request_one(
         self, other: Path, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> Json | None:
-        url = f"/v1/admin/{path}{'&' if '?' in path else '?'}own=true"  # so that nobody asks us in turn
-        told = {"content-type": "application/json", **headers}
+        url = f"/v1/admin/{path}{'&' if '?' in path else '?'}own=true"  # the peer must not ask us in turn
+        sent = {"content-type": "application/json", **headers}
         try:
-            reply = await self._client(other).request(method, url, headers=told, content=body)
+            reply = await self._client(other).request(method, url, headers=sent, content=body)
             return msgspec.json.decode(reply.content, type=Json) if reply.status_code == 200 else None
         except (httpx.HTTPError, msgspec.DecodeError):
             return None
@@ -54,7 +56,7 @@ class PeerGateways:
         if other not in self._clients:
             transport = httpx.AsyncHTTPTransport(uds=str(other), verify=False)
             self._clients[other] = httpx.AsyncClient(
-                transport=transport, base_url="http://localhost", timeout=_PATIENCE_S, trust_env=False
+                transport=transport, base_url="http://localhost", timeout=_TIMEOUT_S, trust_env=False
             )
         return self._clients[other]
 
@@ -65,7 +67,7 @@ class PeerGateways:
 
 
 def merge_requests(own: Json, others: list[Json], limit: int) -> Json:
-    """Everybody's requests as one list. Those that run are known to each of them where they have one scheduler."""
+    """The requests of all gateways as one list. With a shared scheduler each gateway knows all live ones."""
     live = {one["id"]: one for each in (*others, own) for one in each["live"]}
     ended = sorted((one for each in (own, *others) for one in each["ended"]), key=lambda one: -one["at"])
     return {"live": list(live.values()), "ended": ended[:limit]}

@@ -43,101 +43,101 @@ class AdminRoutes:
     def endpoints(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]:
         return (
             ("GET", "/models", self.models, "Every configured model: state, queue, replicas, memory, definition"),
-            ("GET", "/models/{name:path}/log", self.log, "The last lines of a managed engine's own output"),
+            ("GET", "/models/{name:path}/log", self.log, "The last lines of a managed engine's output"),
             ("POST", "/models/{name:path}/load", self.load, "Load a model, with overrides for this load only"),
             (
                 "POST",
                 "/models/{name:path}/unload",
                 self.unload,
-                "Unload a model when its requests are done, or at once",
+                "Unload a model after its requests, or at once",
             ),
-            ("POST", "/models/{name:path}/drain", self.drain, "Take no new requests for a model"),
+            ("POST", "/models/{name:path}/drain", self.drain, "Accept no new requests for a model"),
             ("POST", "/models/{name:path}/replicas", self.scale, "Set the number of loaded replicas"),
-            ("POST", "/models/{name:path}/estimate", self.estimate, "What a load with these overrides would take"),
+            ("POST", "/models/{name:path}/estimate", self.estimate, "The memory of a load with these overrides"),
             ("GET", "/models/{name:path}", self.model, "One configured model"),
-            ("GET", "/gpu-memory", self.memory, "GPU memory and RAM in use, and what each model takes"),
+            ("GET", "/gpu-memory", self.memory, "GPU memory and RAM in use, by model"),
             ("GET", "/caches", self.caches, "Each cache's sequences, occupancy and reuse"),
-            ("GET", "/requests", self.requests, "Requests that run or wait, and those that ended lately"),
-            ("GET", "/requests/{id}", self.request, "One request: its timeline, tokens and texts"),
-            ("POST", "/requests/{id}/cancel", self.cancel, "End a request that runs or waits"),
+            ("GET", "/requests", self.requests, "Running and waiting requests, and recent ones"),
+            ("GET", "/requests/{id}", self.request, "One request: timeline, tokens and texts"),
+            ("POST", "/requests/{id}/cancel", self.cancel, "Cancel a running or waiting request"),
             ("GET", "/history", self.history, "The last hour in slices of ten seconds"),
             ("POST", "/history", self.keep, "Whether the texts of requests are kept in memory"),
-            ("GET", "/route", self.route, "Which route, cache and model a name would take"),
+            ("GET", "/route", self.route, "Which route, cache and model a name resolves to"),
             ("GET", "/events", self.events, "Changes of the pool as server-sent events"),
             ("GET", "/tune", self.tune, "Results of the optimizer"),
-            ("POST", "/reload", self.reload, "Read the configuration anew, without dropping requests"),
+            ("POST", "/reload", self.reload, "Reload the configuration without dropping requests"),
         )
 
     async def refresh(self) -> None:
-        """A pool in another process is asked how it stands before anything is told of it."""
-        ask: Callable[[], Awaitable[None]] | None = getattr(self._context.pool, "refresh", None)
-        if ask is not None:
-            await ask()
+        """Update the snapshot of a pool in another process."""
+        refresh: Callable[[], Awaitable[None]] | None = getattr(self._context.pool, "refresh", None)
+        if refresh is not None:
+            await refresh()
 
     # --- models -------------------------------------------------------------------------------------------------------
 
     async def models(self) -> Response:
-        return _json(self._listed())
+        return _json(self._list())
 
-    def _listed(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._shown(m) for m in self._context.pool.snapshot().models.values()]}
+    def _list(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._describe(m) for m in self._context.pool.snapshot().models.values()]}
 
     async def model(self, name: str) -> Response:
-        return _json(self._shown(self._seen(name)))
+        return _json(self._describe(self._snapshot(name)))
 
     async def log(self, name: str) -> Response:
-        return _json({"id": self._seen(name).name, "lines": self._said(name)})
+        return _json({"id": self._snapshot(name).name, "lines": self._log_tail(name)})
 
-    def _said(self, name: str) -> list[str]:
-        """Only an engine that is a process of its own has such lines."""
+    def _log_tail(self, name: str) -> list[str]:
+        """Only an engine with its own process has log lines."""
         engines = self._context.pool.engines(name)
         return [line for engine in engines for line in getattr(engine, "log_tail", list)()]
 
     async def load(self, name: str, overrides: Overrides = None, wait: bool = True) -> Response:
-        """Answered when the model is ready, or with the reason why it is not. `wait=false` answers at once."""
+        """Answer when the model is ready, or with the reason why it is not. `wait=false` answers at once."""
         changes = overrides or {}
         if isinstance(changes.get("overrides"), dict) and len(changes) == 1:
             changes = changes["overrides"]
-        return await self._ordered(name, self._context.pool.load(name, changes or None), wait)
+        return await self._run_command(name, self._context.pool.load(name, changes or None), wait)
 
     async def unload(self, name: str, force: bool = False, wait: bool = True) -> Response:
-        return await self._ordered(name, self._context.pool.unload(name, force), wait)
+        return await self._run_command(name, self._context.pool.unload(name, force), wait)
 
     async def drain(self, name: str, wait: bool = False) -> Response:
-        return await self._ordered(name, self._context.pool.drain(name), wait)
+        return await self._run_command(name, self._context.pool.drain(name), wait)
 
     async def scale(self, name: str, body: Overrides = None, wait: bool = True) -> Response:
         replicas = (body or {}).get("replicas")
         if not isinstance(replicas, int) or isinstance(replicas, bool):
             raise InvalidRequest('the body is {"replicas": N}, with a whole number', param="replicas")
-        return await self._ordered(name, self._context.pool.scale(name, replicas), wait)
+        return await self._run_command(name, self._context.pool.scale(name, replicas), wait)
 
     async def estimate(self, name: str, overrides: Overrides = None) -> Response:
-        """Nothing is loaded; an override that a load would refuse is refused here, too."""
-        self._seen(name)
+        """Nothing is loaded. An override that a load would refuse is refused here too."""
+        self._snapshot(name)
         service = self._context.service
         return _json(schemas.estimate(name, await service.estimate(name, overrides or {}), await service.memory()))
 
-    async def _ordered(self, name: str, order: asyncio.Future[None], wait: bool) -> Response:
-        """Shielded: the work goes on when the one who asked for it leaves."""
+    async def _run_command(self, name: str, command: asyncio.Future[None], wait: bool) -> Response:
+        """The command continues if its client disconnects."""
         if wait:
-            await _done(name, order)
+            await _wait_for(name, command)
         else:
-            order.add_done_callback(_heard)
-        return _json(self._shown(self._seen(name)), 200 if wait else 202)
+            command.add_done_callback(_retrieve)
+        return _json(self._describe(self._snapshot(name)), 200 if wait else 202)
 
-    def _seen(self, name: str) -> ModelSnapshot:
+    def _snapshot(self, name: str) -> ModelSnapshot:
         found = self._context.pool.snapshot().models.get(name)
         if found is None:
             raise NotFound(f"no model {name!r} is configured", code="model_not_found")
         return found
 
-    def _shown(self, seen: ModelSnapshot) -> dict[str, Any]:
+    def _describe(self, snapshot: ModelSnapshot) -> dict[str, Any]:
         gateway, service = self._context.gateway, self._context.service
-        up = self._context.pool.engines(seen.name)
-        told = up[0].info.capabilities if up else None
-        can = gateway.capabilities.effective(gateway.models[seen.name], told)
-        return schemas.model(seen, service.details(seen.name), can, self._said(seen.name))
+        engines = self._context.pool.engines(snapshot.name)
+        loaded = engines[0].info.capabilities if engines else None
+        can = gateway.capabilities.effective(gateway.models[snapshot.name], loaded)
+        return schemas.model(snapshot, service.details(snapshot.name), can, self._log_tail(snapshot.name))
 
     async def memory(self) -> Response:
         return _json(schemas.memory(await self._context.service.memory(), self._context.pool.snapshot()))
@@ -151,57 +151,59 @@ class AdminRoutes:
 
     async def requests(
         self,
-        asked: StarletteRequest,
+        request: StarletteRequest,
         limit: Annotated[int, Query(ge=0, le=_MAX_REQUESTS)] = 100,
         since: float = 0.0,
         own: bool = False,
     ) -> Response:
-        """`since` is the unix time of the newest one that the reader knows: those that ended before are left out."""
+        """`since` (unix time): requests that ended before it are left out."""
         live = [schemas.live(one) for one in self._context.pool.requests()]
         recent = takewhile(lambda one: one.at >= since, self._context.gateway.history.recent(limit))
         ended = [schemas.finished(one) for one in recent]
         here: dict[str, Any] = {"live": live, "ended": ended}
         path = f"requests?limit={limit}&since={since!r}"
-        others = [] if own else await self._context.peers.ask("GET", path, asked.headers)
+        others = [] if own else await self._context.peers.request("GET", path, request.headers)
         return _json(merge_requests(msgspec.to_builtins(here), others, limit) if others else here)
 
-    async def request(self, asked: StarletteRequest, id: str, own: bool = False) -> Response:
+    async def request(self, request: StarletteRequest, id: str, own: bool = False) -> Response:
         trace, context = id.removeprefix("req_"), self._context
         live = [schemas.live(one) for one in context.pool.requests() if one.trace == trace]
         ended = [schemas.finished(one) for one in context.gateway.history.find(trace)]
         texts = schemas.captured(context.captures.find(trace))
         if not ended and not own:
-            told = await context.peers.ask("GET", f"requests/req_{trace}", asked.headers)
-            if known := next((one for one in told if one["ended"] or one["texts"]), None):
+            answers = await context.peers.request("GET", f"requests/req_{trace}", request.headers)
+            if known := next((one for one in answers if one["ended"] or one["texts"]), None):
                 return _json(known)
         if not live and not ended:
-            raise NotFound(f"no request {id!r} runs, and none of the remembered ones has this id")
+            raise NotFound(f"no request {id!r} runs, and the history has none with this id")
         return _json({"id": f"req_{trace}", "live": live, "ended": ended, "texts": texts})
 
-    async def cancel(self, asked: StarletteRequest, id: str, own: bool = False) -> Response:
+    async def cancel(self, request: StarletteRequest, id: str, own: bool = False) -> Response:
         ended = self._context.pool.cancel(id.removeprefix("req_"))
         if not ended and not own:
-            told = await self._context.peers.ask("POST", f"requests/{quote(id, safe='')}/cancel", asked.headers)
-            ended = sum(one["cancelled"] for one in told)
+            answers = await self._context.peers.request(
+                "POST", f"requests/{quote(id, safe='')}/cancel", request.headers
+            )
+            ended = sum(one["cancelled"] for one in answers)
         if not ended:
             raise NotFound(f"no request {id!r} runs or waits")
         return _json({"id": id, "cancelled": ended})
 
     async def history(self) -> Response:
         context = self._context
-        told = schemas.history(context.gateway.history.intervals(context.clock()))
-        return _json({**told, "texts": context.captures.enabled})
+        slices = schemas.history(context.gateway.history.intervals(context.clock()))
+        return _json({**slices, "texts": context.captures.enabled})
 
-    async def keep(self, asked: StarletteRequest, body: Overrides = None, own: bool = False) -> Response:
+    async def keep(self, request: StarletteRequest, body: Overrides = None, own: bool = False) -> Response:
         on = (body or {}).get("texts")
         if not isinstance(on, bool):
             raise InvalidRequest('the body is {"texts": true} or {"texts": false}', param="texts")
         self._context.captures.set_enabled(on)
         if not own:
-            await self._context.peers.ask("POST", "history", asked.headers, msgspec.json.encode({"texts": on}))
+            await self._context.peers.request("POST", "history", request.headers, msgspec.json.encode({"texts": on}))
         return _json({"texts": on})
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
+    # --- routes, events, reload -----------------------------------------------------------------------------------------------------
 
     async def route(self, model: str, endpoint: str = "/v1/chat/completions") -> Response:
         gateway = self._context.gateway
@@ -209,7 +211,7 @@ class AdminRoutes:
         return _json(schemas.route(model, endpoint, target, self._context.service.details(found.name).backend))
 
     async def events(self) -> Response:
-        stream = pool_events(self._context.pool, self._listed(), self._keepalive_s)
+        stream = pool_events(self._context.pool, self._list(), self._keepalive_s)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def tune(self) -> Response:
@@ -219,19 +221,19 @@ class AdminRoutes:
         return _json(await self._context.service.reload())
 
 
-async def _done(name: str, order: asyncio.Future[None]) -> None:
-    """What went wrong inside is not the administrator's mistake, whatever the engine calls it."""
+async def _wait_for(name: str, command: asyncio.Future[None]) -> None:
+    """An InvalidRequest of the engine is not the administrator's: report it as Unavailable."""
     try:
-        await asyncio.shield(order)
+        await asyncio.shield(command)
     except (InvalidRequest, NotFound) as error:
-        told = f"the model {name!r} could not be loaded: {error.message}"
-        raise Unavailable(told, code=error.code or "model_failed") from error
+        message = f"the model {name!r} could not be loaded: {error.message}"
+        raise Unavailable(message, code=error.code or "model_failed") from error
 
 
-def _heard(order: asyncio.Future[None]) -> None:
-    """The model's record says what went wrong; nobody awaits it here."""
-    if not order.cancelled():
-        order.exception()
+def _retrieve(command: asyncio.Future[None]) -> None:
+    """Mark the exception as retrieved: the model's snapshot reports what went wrong."""
+    if not command.cancelled():
+        command.exception()
 
 
 def _json(value: Any, status: int = 200) -> Response:

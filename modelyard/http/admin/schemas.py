@@ -162,9 +162,9 @@ def caches(name: str, windows: Mapping[str, Any], engines: Iterable[Engine]) -> 
             "replica": replica,
             "window": info.window,
             "parallel": info.parallel,
-            **_reuse(told.get(cache)),
+            **_reuse(caches.get(cache)),
         }
-        for replica, told in stats or [(None, {})]
+        for replica, caches in stats or [(None, {})]
         for cache, info in windows.items()
     ]
 

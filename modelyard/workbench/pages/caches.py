@@ -68,7 +68,7 @@ class CacheCard:
         with self._sequences:
             if not row["sequences"]:
                 state = "not loaded" if row["replica"] is None else "empty"
-                text = f"{row['parallel']} slots of {fmt.count(self._window)} tokens; {state}"
+                text = f"{fmt.plural(row['parallel'], 'slot')} of {fmt.count(self._window)} tokens; {state}"
                 ui.label(text).classes("muted small")
             for sequence in row["sequences"]:
                 self._show_sequence(sequence, now)

@@ -141,7 +141,7 @@ class ModelPanel:
 
     async def _unload(self) -> None:
         running = self._record["queue"]["running"]
-        text = f"{self._name} unloads" + (f" when its {running} running requests end" if running else "")
+        text = f"{self._name} unloads" + (f" after {fmt.plural(running, 'running request')}" if running else "")
         await self._session.perform(self._session.client.unload(self._name), text)
 
     async def _drain(self) -> None:
@@ -150,7 +150,7 @@ class ModelPanel:
 
     async def _scale(self, step: int) -> None:
         replicas = self._record["replicas"]["wanted"] + step
-        text = f"{self._name}: {replicas} replicas"
+        text = f"{self._name}: {fmt.plural(replicas, 'replica')}"
         await self._session.perform(self._session.client.scale(self._name, replicas), text)
 
     def _open_chat(self) -> None:
@@ -183,7 +183,7 @@ def detail_lines(record: Json) -> Iterator[str]:
     for field, value in record["overrides"].items():
         yield f"override {field} = {value}"
     if record["load_s"] is not None:
-        yield f"last load took {fmt.duration(record['load_s'])}; loaded {record['loads']} times"
+        yield f"last load took {fmt.duration(record['load_s'])}; loaded {fmt.plural(record['loads'], 'time')}"
     for replica in record["replicas"]["items"]:
         pid = f", process {replica['pid']}" if replica["pid"] else ""
         yield f"replica {replica['id']}: {replica['state']}, {replica['running']} running{pid}"

@@ -51,9 +51,9 @@ def test_lists_are_joined_newest_first_and_nobody_twice() -> None:
 async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
     alone, bereaved = PeerGateways(), PeerGateways(str(tmp_path / "workbench-0"))
     try:
-        assert await alone.ask("GET", "requests", {}) == []
+        assert await alone.request("GET", "requests", {}) == []
         (tmp_path / "workbench-1").touch()  # left by one that was killed
-        assert await bereaved.ask("GET", "requests", {}) == []
+        assert await bereaved.request("GET", "requests", {}) == []
     finally:
         await bereaved.close()
 
