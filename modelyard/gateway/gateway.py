@@ -9,7 +9,7 @@
     ChatOutput            events → events                               (an engine that speaks a chat protocol)
 
 `http` reads the body, calls the first three and iterates over the stream; the protocol writes its events.
-`read` and `prepare` need no engine and raise before a byte is sent. Every stream ends in exactly one Finished or Failed.
+`read` and `prepare` need no engine and raise before a byte is sent. Every stream ends in one Finished or Failed.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ def _is_single_exchange(request: Request) -> bool:
 def _is_small_task(request: Request) -> bool:
     if request.constraint is not None and request.constraint.kind == "json_schema":
         return True
-    if request.stop and request.max_tokens is not None and not request.stream:
-        if request.max_tokens <= _SHORT_ANSWER_TOKENS:
-            return True
+    is_short = request.max_tokens is not None and request.max_tokens <= _SHORT_ANSWER_TOKENS
+    if request.stop and is_short and not request.stream:
+        return True
     return _SIDE_TASK.search(_instructions(request)[:_TASK_CHARS]) is not None
 
 

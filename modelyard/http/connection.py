@@ -20,7 +20,7 @@ from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.http.errors import write_error
 from modelyard.http.request_context import RequestContext
 
-# Write coalescing: everything written to a connection in one iteration of the event loop is one system call.
+# --- write coalescing: everything written in one iteration of the event loop is one system call ----------------------
 
 
 class WriteCoalescer:
@@ -75,10 +75,10 @@ class CoalescingTransport:
         self._transport.close()
 
 
-# Client disconnects: work is cancelled the moment its connection is lost.
+# --- disconnects: work is cancelled the moment its connection is lost -------------------------------------------------
 #
-# Our connection class (`connection.py`) puts its disconnect callbacks into the request's scope. Under another ASGI server
-# a task waits for `http.disconnect` instead.
+# Our connection puts its callbacks into the request's scope. Under another ASGI server a task waits for
+# `http.disconnect` instead.
 
 _SCOPE_KEY = "modelyard.on_disconnect"
 

@@ -138,7 +138,7 @@ class GatewayHarness:
 
 
 async def wait_until(condition: Any) -> None:
-    """Run the loop until `condition` holds. All pending work completes within a few iterations; no clock is involved."""
+    """Run the loop until `condition` holds. Pending work completes within a few iterations, without a clock."""
     for _ in range(1000):
         if condition():
             return

@@ -71,7 +71,7 @@ async def readers(**options: Any) -> AsyncIterator[Readers]:
                     generation.end()
 
 
-# --- joining -----------------------------------------------------------------------------------------------------------
+# --- joining ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_resend_reads_the_running_reply_from_its_start() -> None:
@@ -197,7 +197,7 @@ async def test_requests_with_the_same_hash_key_are_compared_in_full(monkeypatch:
         assert clients.open == 0
 
 
-# --- leaving -----------------------------------------------------------------------------------------------------------
+# --- leaving ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -297,7 +297,7 @@ async def test_cancelling_several_choices_gives_one_failure_each() -> None:
     assert [type(event) for event in events] == [Failed, Failed]
 
 
-# --- ending -------------------------------------------------------------------------------------------------------------
+# --- ending -----------------------------------------------------------------------------------------------------------
 
 
 async def test_an_error_reaches_every_reader() -> None:

@@ -516,7 +516,7 @@ async def test_the_last_event_has_the_timings() -> None:
         assert times.total == times.engine, "the arrival time is unknown"
 
 
-# --- engine output as events: one start, one end, nothing after the end ------------------------------------------------
+# --- engine output as events: one start, one end, nothing after the end -----------------------------------------------
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 

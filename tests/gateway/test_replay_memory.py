@@ -93,7 +93,7 @@ async def test_another_gateway_finds_entries_in_the_shared_store() -> None:
 
 
 class CountingStore(MemoryStore):
-    echo_request = 0
+    reads = 0
 
     async def get(self, scope: str, key: str) -> bytes | None:
         self.reads += 1
@@ -103,10 +103,10 @@ class CountingStore(MemoryStore):
 async def test_the_store_is_read_at_most_twice_for_an_unknown_call() -> None:
     store, now = CountingStore(10, 1 << 20, 60), [0.0]
     memory = ReplayMemory(store, clock=lambda: now[0])
-    for at, echo_request in ((0.0, 1), (0.1, 1), (60.0, 2), (600.0, 2)):
-        now[0] = at
+    for time, reads in ((0.0, 1), (0.1, 1), (60.0, 2), (600.0, 2)):
+        now[0] = time
         assert await restored_parts(memory) == (ECHOED,)
-        assert store.reads == echo_request
+        assert store.reads == reads
 
 
 async def test_an_entry_that_reaches_the_store_late_is_found_one_turn_later() -> None:
@@ -140,7 +140,7 @@ async def test_a_memory_is_empty_until_it_has_an_entry_or_a_shared_store() -> No
     assert not ReplayMemory(MemoryStore(10, 1 << 20, 60)).is_empty
 
 
-# --- recording a reply: complete, with hidden reasoning, and only for requests with tools ----------------------------
+# --- recording a reply: complete, with hidden reasoning, and only for requests with tools -----------------------------
 
 LOOK = Tool("look", "Looks.", {"type": "object", "properties": {}})
 GENERATED_TEXT = (
@@ -175,7 +175,7 @@ async def test_a_reply_without_tools_is_not_recorded() -> None:
     assert await generated() is None
 
 
-# --- restoring: reserialised, reordered or omitted parts become the generated text; changed parts stay ---------------
+# --- restoring: reserialised, reordered or omitted parts become the generated text; changed parts stay ----------------
 
 VOCAB = HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level())
 GENERATED_ARGUMENTS = '{"timeout":5000.0,  "path": "a.txt"}'

@@ -203,7 +203,7 @@ class AdminRoutes:
             await self._context.peers.request("POST", "history", request.headers, msgspec.json.encode({"texts": on}))
         return _json({"texts": on})
 
-    # --- routes, events, reload -----------------------------------------------------------------------------------------------------
+    # --- routes, events, reload ---------------------------------------------------------------------------------------
 
     async def route(self, model: str, endpoint: str = "/v1/chat/completions") -> Response:
         gateway = self._context.gateway
