@@ -86,8 +86,8 @@ async def test_an_entry_larger_than_the_limit_is_not_kept() -> None:
 
 async def test_another_gateway_finds_entries_in_the_shared_store() -> None:
     store = MemoryStore(10, 1 << 20, 60)
-    restore_turn, other = ReplayMemory(store), ReplayMemory(store)
-    await restore_turn.share(restore_turn.keep(reply(), "me"), "me")
+    first, other = ReplayMemory(store), ReplayMemory(store)
+    await first.share(first.keep(reply(), "me"), "me")
     assert await restored_parts(other) == ("Why not.", GENERATED)
     assert await restored_parts(other, key="you") == (ECHOED,)
 
@@ -111,10 +111,10 @@ async def test_the_store_is_read_at_most_twice_for_an_unknown_call() -> None:
 
 async def test_an_entry_that_reaches_the_store_late_is_found_one_turn_later() -> None:
     store, now = CountingStore(10, 1 << 20, 60), [0.0]
-    restore_turn, other = ReplayMemory(store), ReplayMemory(store, clock=lambda: now[0])
-    generated = restore_turn.keep(reply(), "me")
+    first, other = ReplayMemory(store), ReplayMemory(store, clock=lambda: now[0])
+    generated = first.keep(reply(), "me")
     assert await restored_parts(other) == (ECHOED,)
-    await restore_turn.share(generated, "me")
+    await first.share(generated, "me")
     now[0] = 60.0
     assert await restored_parts(other) == ("Why not.", GENERATED)
     assert await restored_parts(other) == ("Why not.", GENERATED)
