@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from modelyard.workbench.conversation import PROTOCOLS, PlaygroundConversation
 from tests.live_server import LiveServer, demo_config, live_server
 
 KEYS = [{"name": "owner", "key": "secret", "admin": True}]
-SCRIPT = [
+SCRIPT: list[dict[str, Any]] = [
     {"when": "^endless", "steps": [{"text": "so far"}, {"hang": True}]},
     {"steps": [{"text": "Hello there."}]},
 ]
