@@ -75,7 +75,7 @@ def _claude(work: Path) -> list[Rule]:
 
 def _claude_search(_: Path) -> list[Rule]:
     search = {"call": {"name": "ToolSearch", "arguments": {"query": "select:CronList"}}}
-    rules = chain([_bash(n) for n in range(4)], "never said")
+    rules = chain([_bash(n) for n in range(4)], "no such text")
     return [
         *rules[:-1],
         {**tool_step(0, _bash(0)), "result": "(?i)no scheduled"},

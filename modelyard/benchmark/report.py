@@ -68,8 +68,8 @@ def _comparison_table(pairings: list[Pairing]) -> Table:
         what = f"{pairing.target.label} over {pairing.first.label}"
         sides = [_mean(side, found.unit) for side in (found.second, found.first)]
         style = _STYLES.get(found.verdict)
-        said = f"[{style}]{pairing.target.label} is {found.verdict}[/{style}]" if style else found.verdict
-        table.add_row(what, str(found.streams), found.figure, *sides, _ratio(pairing), said)
+        verdict = f"[{style}]{pairing.target.label} is {found.verdict}[/{style}]" if style else found.verdict
+        table.add_row(what, str(found.streams), found.figure, *sides, _ratio(pairing), verdict)
     return table
 
 

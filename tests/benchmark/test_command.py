@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from modelyard.benchmark.workload import conversation, get_workload
 from modelyard.cli import app
 from tests import cli_process
-from tests.e2e.servers import wait_until
+from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
 
 QUICK = ("--prompt-tokens", "20", "--output-tokens", "5", "--rounds", "2", "--seed", "1")

@@ -19,7 +19,7 @@ from modelyard.cli.chat import ChatScreen, ChatSession
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
 from modelyard.core.request import Message, Text
 from tests import cli_process
-from tests.e2e.servers import wait_until
+from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
 
 SCRIPT: list[dict[str, Any]] = [

@@ -23,7 +23,7 @@ from modelyard.launch.agents import get_agent
 from modelyard.launch.launch import write_files
 from modelyard.launch.plan import LaunchTarget
 from modelyard.launch.server import TargetServer
-from tests.e2e.servers import wait_until
+from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, live_server
 
 DEADLINE = 240.0  # seconds, for a busy machine: an agent that is well needs a few

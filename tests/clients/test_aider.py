@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.bench import DEADLINE, Bench, rule, says, texts
-from tests.e2e.servers import wait_until_idle
+from tests.e2e.helpers import wait_until_idle
 
 MESSAGE = ("--yes-always", "--no-git", "--no-auto-commits", "--no-pretty", "--message")
 EDIT = "Here it is.\n\nnote.txt\n```\nforty-two\n```\n"

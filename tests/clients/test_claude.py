@@ -21,7 +21,7 @@ from tests.clients.bench import (
     thoughts,
 )
 from tests.clients.pictures import png
-from tests.e2e.servers import wait_until_idle
+from tests.e2e.helpers import wait_until_idle
 
 ALLOWED = "--dangerously-skip-permissions"
 

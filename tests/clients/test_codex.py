@@ -12,7 +12,7 @@ from modelyard.scanner.custom_grammar import input_pattern
 from tests.clients.bench import DEADLINE, Bench, called, calls, parts, pictures, results, rule, says, texts, thoughts
 from tests.clients.conversation import Conversation
 from tests.clients.pictures import png
-from tests.e2e.servers import wait_until_idle
+from tests.e2e.helpers import wait_until_idle
 
 EXEC = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 

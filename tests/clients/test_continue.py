@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.bench import DEADLINE, Bench, called, calls, results, rule, says, texts
-from tests.e2e.servers import wait_until_idle
+from tests.e2e.helpers import wait_until_idle
 
 PRINT = ("--auto", "-p")
 

@@ -9,7 +9,7 @@ import pytest
 from modelyard.gateway.priority import priority
 from tests.clients.bench import DEADLINE, Bench, called, calls, pictures, results, rule, says, texts, thoughts
 from tests.clients.pictures import png
-from tests.e2e.servers import wait_until_idle
+from tests.e2e.helpers import wait_until_idle
 
 RUN = ("run", "--auto")
 

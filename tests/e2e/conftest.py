@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.e2e.servers import config
-from tests.e2e.wires import PROTOCOLS, Protocol
+from tests.e2e.helpers import config
+from tests.e2e.protocols import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, live_server
 
 

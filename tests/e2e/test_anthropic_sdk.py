@@ -11,8 +11,8 @@ from anthropic import Anthropic, AsyncAnthropic
 from anthropic.types import MessageParam, ToolParam
 from pydantic import BaseModel
 
-from tests.e2e.servers import config, raw_request, single_slot_config, wait_until_idle
-from tests.e2e.wires import PROTOCOLS, TOOLS
+from tests.e2e.helpers import config, raw_request, single_slot_config, wait_until_idle
+from tests.e2e.protocols import PROTOCOLS, TOOLS
 from tests.live_server import LiveServer, live_server
 
 MODEL = "demo"

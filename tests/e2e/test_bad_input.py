@@ -14,7 +14,7 @@ import pytest
 from modelyard.prompt.render import Renderer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.prefix_cache import TokenCache
-from tests.e2e.shapes import VALID_BODIES, check_error
+from tests.e2e.protocols import VALID_BODIES, check_error
 from tests.live_server import LiveServer, demo_config, live_server
 
 HI = [{"role": "user", "content": "hi"}]

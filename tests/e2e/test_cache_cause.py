@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from modelyard.library import default_model
-from tests.e2e.servers import wait_until
+from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.e2e.frames import event_names, parse_events
-from tests.e2e.servers import config, wait_for_running, wait_until_idle
-from tests.e2e.wires import PROTOCOLS, Protocol
+from tests.e2e.helpers import config, wait_for_running, wait_until_idle
+from tests.e2e.protocols import PROTOCOLS, Protocol, event_names, parse_events
 from tests.live_server import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()

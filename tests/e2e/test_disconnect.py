@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.e2e.servers import (
+from tests.e2e.helpers import (
     engine_stats,
     raw_request,
     single_slot_config,
@@ -15,7 +15,7 @@ from tests.e2e.servers import (
     wait_for_running,
     wait_until_idle,
 )
-from tests.e2e.wires import PROTOCOLS, Protocol
+from tests.e2e.protocols import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, live_server
 
 CHAT = PROTOCOLS["chat"]

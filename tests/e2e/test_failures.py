@@ -7,10 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import event_names, parse_events
-from tests.e2e.servers import config, wait_until
-from tests.e2e.shapes import VALID_BODIES
-from tests.e2e.wires import PROTOCOLS, Protocol
+from tests.e2e.helpers import config, wait_until
+from tests.e2e.protocols import PROTOCOLS, VALID_BODIES, Protocol, event_names, parse_events
 from tests.live_server import demo_config, live_server
 
 MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests import cli_process
-from tests.e2e.servers import wait_until
+from tests.e2e.helpers import wait_until
 from tests.telemetry.prometheus_text import sample_values
 
 CONFIG = """

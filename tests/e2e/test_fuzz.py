@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.e2e.shapes import VALID_BODIES, check_error
+from tests.e2e.protocols import VALID_BODIES, check_error
 from tests.live_server import demo_config, live_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

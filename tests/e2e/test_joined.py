@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.servers import raw_request, single_slot_config, wait_for_queued, wait_for_running, wait_until_idle
-from tests.e2e.wires import PROTOCOLS, Protocol
+from tests.e2e.helpers import raw_request, single_slot_config, wait_for_queued, wait_for_running, wait_until_idle
+from tests.e2e.protocols import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, live_server
 
 GREEDY: dict[str, Any] = {"temperature": 0}

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests import cli_process
-from tests.e2e.servers import config, wait_until
-from tests.e2e.wires import PROTOCOLS, Protocol
+from tests.e2e.helpers import config, wait_until
+from tests.e2e.protocols import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, demo_config, live_server
 
 NAMES = ("1-client-request.json", "2-prompt.txt", "3-model-output.txt")

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.frames import ServerSentEvent, event_names
-from tests.e2e.servers import raw_request, single_slot_config, stream_events, wait_for_queued, wait_until_idle
-from tests.e2e.wires import PROTOCOLS, Protocol
+from tests.e2e.helpers import raw_request, single_slot_config, stream_events, wait_for_queued, wait_until_idle
+from tests.e2e.protocols import PROTOCOLS, Protocol, ServerSentEvent, event_names
 from tests.live_server import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()

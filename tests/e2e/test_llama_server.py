@@ -12,10 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import ServerSentEvent, parse_events
-from tests.e2e.servers import stream_events, wait_until, wait_until_idle
+from tests.e2e.helpers import stream_events, wait_until, wait_until_idle
+from tests.e2e.protocols import PROTOCOLS, Protocol, ServerSentEvent, parse_events
 from tests.e2e.test_matrix import ask
-from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.engines.llama_server import helpers
 from tests.live_server import LiveServer, live_server
 

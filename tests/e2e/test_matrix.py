@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import parse_events
-from tests.e2e.servers import config
-from tests.e2e.wires import PROTOCOLS, ParsedReply, Protocol
+from tests.e2e.helpers import config
+from tests.e2e.protocols import PROTOCOLS, ParsedReply, Protocol, parse_events
 from tests.live_server import live_server
 
 ROME = ("get_weather", {"city": "Rome"})

@@ -9,10 +9,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.frames import parse_events
-from tests.e2e.servers import config as scripted
-from tests.e2e.servers import raw_request, single_slot_config, wait_for_queued, wait_for_running, wait_until
-from tests.e2e.wires import PROTOCOLS, Protocol, Usage
+from tests.e2e.helpers import config as scripted
+from tests.e2e.helpers import raw_request, single_slot_config, wait_for_queued, wait_for_running, wait_until
+from tests.e2e.protocols import PROTOCOLS, Protocol, Usage, parse_events
 from tests.live_server import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 

@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 from openai.types.responses import FunctionToolParam
 from pydantic import BaseModel
 
-from tests.e2e.servers import config, raw_request, single_slot_config, wait_until_idle
-from tests.e2e.wires import PROTOCOLS, TOOLS
+from tests.e2e.helpers import config, raw_request, single_slot_config, wait_until_idle
+from tests.e2e.protocols import PROTOCOLS, TOOLS
 from tests.live_server import LiveServer, live_server
 
 MODEL = "demo"

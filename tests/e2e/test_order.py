@@ -6,8 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.frames import DONE, ServerSentEvent, event_names, parse_events
-from tests.e2e.wires import PROTOCOLS
+from tests.e2e.protocols import DONE, PROTOCOLS, ServerSentEvent, event_names, parse_events
 
 MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 

@@ -11,8 +11,7 @@ import httpx
 
 from modelyard.core.errors import Unavailable
 from modelyard.core.pool import RequestSnapshot
-from tests.e2e.frames import parse_events
-from tests.e2e.servers import (
+from tests.e2e.helpers import (
     config,
     raw_request,
     single_slot_config,
@@ -21,7 +20,7 @@ from tests.e2e.servers import (
     wait_until,
     wait_until_idle,
 )
-from tests.e2e.wires import PROTOCOLS, Protocol
+from tests.e2e.protocols import PROTOCOLS, Protocol, parse_events
 from tests.live_server import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()

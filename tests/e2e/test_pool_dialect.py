@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from modelyard.library import default_model
-from tests.e2e.frames import ServerSentEvent, event_names, parse_events
+from tests.e2e.protocols import ServerSentEvent, event_names, parse_events
 from tests.live_server import LiveServer, demo_config, live_server
 
 METRICS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import httpx
 
-from tests.e2e.servers import raw_request, single_slot_config, wait_for_queued, wait_until_idle
-from tests.e2e.wires import PROTOCOLS, Protocol
+from tests.e2e.helpers import raw_request, single_slot_config, wait_for_queued, wait_until_idle
+from tests.e2e.protocols import PROTOCOLS, Protocol
 from tests.live_server import LiveServer, live_server
 
 MESSAGES, CHAT, _ = PROTOCOLS.values()

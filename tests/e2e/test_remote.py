@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import parse_events
-from tests.e2e.servers import RawClient, config, wait_for_running, wait_until_idle
+from tests.e2e.helpers import RawClient, config, wait_for_running, wait_until_idle
+from tests.e2e.protocols import PROTOCOLS, Protocol, parse_events
 from tests.e2e.test_matrix import CASES, WORD, ask
-from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 from tests.live_server import LiveServer, live_server
 

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import ServerSentEvent, parse_events
-from tests.e2e.wires import PROTOCOLS, ParsedReply, Protocol
+from tests.e2e.protocols import PROTOCOLS, ParsedReply, Protocol, ServerSentEvent, parse_events
 from tests.live_server import LiveServer, demo_config, live_server
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'

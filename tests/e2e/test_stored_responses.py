@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import parse_events
-from tests.e2e.servers import SCRIPT, config
+from tests.e2e.helpers import SCRIPT, config
+from tests.e2e.protocols import parse_events
 from tests.live_server import LiveServer, demo_config, live_server
 
 PATH = "/v1/responses"

@@ -12,11 +12,10 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.e2e.frames import parse_events
-from tests.e2e.servers import stream_events, wait_until
+from tests.e2e.helpers import stream_events, wait_until
+from tests.e2e.protocols import PROTOCOLS, Protocol, parse_events
 from tests.e2e.test_llama_server import ENDLESS, count, is_content, serving_well
 from tests.e2e.test_matrix import ask
-from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.engines.vllm_serve.real_server import TOOLS_TEMPLATE, fields
 from tests.live_server import LiveServer
 

@@ -11,11 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.frames import parse_events
-from tests.e2e.servers import stream_events, wait_until, wait_until_idle
+from tests.e2e.helpers import stream_events, wait_until, wait_until_idle
+from tests.e2e.protocols import PROTOCOLS, Protocol, parse_events
 from tests.e2e.test_llama_server import count, is_content, kill, serving_well
 from tests.e2e.test_matrix import ask
-from tests.e2e.wires import PROTOCOLS, Protocol
 from tests.engines.vllm_serve.helpers import behaviour, fake_vllm, recorded
 from tests.live_server import LiveServer
 

@@ -16,7 +16,7 @@ from modelyard.engines import fake
 from modelyard.tokenizer import open_tokenizer
 from modelyard.workers.tokenizer_files import cached_tokenizers, read_tokenizer_files, store_tokenizer, tokenizer_hash
 from tests import cli_process
-from tests.e2e.servers import wait_until
+from tests.e2e.helpers import wait_until
 from tests.engines.llama_cpp.helpers import model_file
 from tests.workers.harness import connected, open_fake, running_worker, short_folder
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests import cli_process
-from tests.e2e.servers import wait_until
+from tests.e2e.helpers import wait_until
 from tests.engines.llama_cpp.helpers import model_file
 
 CHAT = "/v1/chat/completions"

@@ -12,7 +12,7 @@ import pytest
 
 from modelyard.http.admin.peers import PeerGateways, merge_requests
 from tests import cli_process
-from tests.e2e.servers import wait_until
+from tests.e2e.helpers import wait_until
 
 KEY = "the-key-of-the-house"
 HEADERS = {"authorization": f"Bearer {KEY}"}

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.servers import wait_until
+from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.frames import ServerSentEvent, iter_events
+from tests.e2e.protocols import ServerSentEvent, iter_events
 from tests.live_server import LiveServer, demo_config
 
 SCRIPT: list[dict[str, Any]] = [

@@ -1,13 +1,56 @@
-"""The three protocols as a client sees them: how each asks, and what its answers say in common terms."""
+"""A stream of server-sent events cut into frames, whole or as it arrives."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tests.e2e.frames import DONE, ServerSentEvent
+import httpx
+
+DONE = "[DONE]"
+
+
+class ServerSentEvent(NamedTuple):
+    """One event: the name of its `event:` line ("" without one, ":" for a comment) and its data, decoded if JSON."""
+
+    event: str
+    data: Any
+
+
+def parse_events(text: str) -> list[ServerSentEvent]:
+    return list(iter_events([text]))
+
+
+def iter_events(pieces: Iterable[str]) -> Iterator[ServerSentEvent]:
+    """Frames as they become complete. Anything behind the last blank line would be a frame that was cut off."""
+    rest = ""
+    for piece in pieces:
+        *blocks, rest = (rest + piece).split("\n\n")
+        yield from (_frame(block) for block in blocks if block)
+    assert rest == "", f"the stream ended within a frame: {rest!r}"
+
+
+def _frame(block: str) -> ServerSentEvent:
+    event, data = "", ""
+    for line in block.split("\n"):
+        name, _, value = line.partition(": ")
+        if line.startswith(":"):
+            return ServerSentEvent(":", line)
+        if name == "event":
+            event = value
+        else:
+            assert name == "data", f"neither event nor data: {line!r}"
+            data = value
+    return ServerSentEvent(event, data if data == DONE else json.loads(data))
+
+
+def event_names(stream: Iterable[ServerSentEvent]) -> list[str]:
+    return [frame.event for frame in stream]
+
+
+# The three protocols as a client sees them: how each asks, and what its answers say in common terms.
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
@@ -179,3 +222,40 @@ class Responses:
 
 Protocol = Messages | Chat | Responses
 PROTOCOLS: dict[str, Protocol] = {"messages": Messages(), "chat": Chat(), "responses": Responses()}
+
+
+# A good body for every endpoint, and the shape that each one's refusals must have.
+
+_HI = [{"role": "user", "content": "hi"}]
+
+VALID_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"model": "demo", "max_tokens": 16, "messages": _HI},
+    "/v1/messages/count_tokens": {"model": "demo", "messages": _HI},
+    "/v1/chat/completions": {"model": "demo", "messages": _HI},
+    "/v1/responses": {"model": "demo", "input": "hi"},
+    "/v1/responses/input_tokens": {"model": "demo", "input": "hi"},
+    "/v1/completions": {"model": "demo", "prompt": "hi"},
+    "/v1/embeddings": {"model": "demo", "input": "hi"},
+    "/tokenize": {"model": "demo", "content": "hi"},
+    "/detokenize": {"model": "demo", "tokens": [1, 2]},
+    "/apply-template": {"model": "demo", "messages": _HI},
+}
+
+
+def check_error(reply: httpx.Response, path: str, status: int) -> dict[str, Any]:
+    """The error of a reply that is a refusal to the letter; `code` and `param` are there on both wires."""
+    assert reply.status_code == status, reply.text[:500]
+    assert reply.headers["content-type"].startswith("application/json")
+    assert reply.headers["x-request-id"] == reply.headers["request-id"]
+    told = reply.json()
+    error = told["error"]
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    if path.startswith("/v1/messages"):
+        assert told["type"] == "error"
+        assert told["request_id"] == reply.headers["request-id"]
+        return {"code": None, "param": None} | error
+    assert set(told) == {"error"}
+    assert {"message", "type", "param", "code"} <= set(error)
+    return dict(error)
