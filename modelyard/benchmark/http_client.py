@@ -62,7 +62,10 @@ class HttpConnection(asyncio.Protocol):
         self.response, self._has_length = response, False
         self._done = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
-        self._transport.write(request)
+        if self.is_open:
+            self._transport.write(request)
+        else:
+            self._finish("the connection broke before the request was sent")
         await self._done
 
     def close(self) -> None:

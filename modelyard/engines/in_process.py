@@ -160,7 +160,7 @@ class InProcessEngine(ABC, Generic[J]):
     # --- opening and closing ------------------------------------------------------------------------------------------
 
     async def open(self, progress: OnProgress) -> None:
-        """Loads in a task of its own: if the caller stops waiting, `close` waits for the load instead."""
+        """Loads in a separate task: if the caller stops waiting, `close` waits for the load instead."""
         self._opening = asyncio.create_task(self._open(progress))
         await asyncio.shield(self._opening)
         progress(1.0, _LOADING)

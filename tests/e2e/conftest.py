@@ -13,19 +13,19 @@ from tests.live_server import LiveServer, live_server
 
 
 @pytest.fixture(scope="package")
-def served() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     with live_server(config()) as running:
         yield running
 
 
 @pytest.fixture(scope="package")
-def client(served: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url) as client:
+def client(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as client:
         yield client
 
 
 @pytest.fixture(params=list(PROTOCOLS))
-def wire(request: pytest.FixtureRequest) -> Protocol:
+def protocol(request: pytest.FixtureRequest) -> Protocol:
     return PROTOCOLS[request.param]
 
 

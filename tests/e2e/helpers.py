@@ -59,68 +59,68 @@ def single_slot_config(**more: Any) -> dict[str, Any]:
     )
 
 
-def wait_until(true: Callable[[], object], what: str, patience_s: float = 180.0) -> None:
+def wait_until(condition: Callable[[], object], description: str, timeout_s: float = 180.0) -> None:
     """Wait for something that happens in the server's own thread."""
-    deadline = time.monotonic() + patience_s
-    while not true():
-        assert time.monotonic() < deadline, f"it did not happen: {what}"
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen: {description}"
         time.sleep(0.001)
 
 
-def wait_for_running(served: LiveServer, count: int) -> None:
-    wait_until(lambda: served.status("demo").running == count, f"{count} running")
+def wait_for_running(server: LiveServer, count: int) -> None:
+    wait_until(lambda: server.status("demo").running == count, f"{count} running")
 
 
-def wait_for_queued(served: LiveServer, count: int) -> None:
-    wait_until(lambda: served.status("demo").waiting == count, f"{count} waiting")
+def wait_for_queued(server: LiveServer, count: int) -> None:
+    wait_until(lambda: server.status("demo").waiting == count, f"{count} waiting")
 
 
-def wait_until_idle(served: LiveServer) -> None:
+def wait_until_idle(server: LiveServer) -> None:
     """No lease, nobody queued, no job in the engine, and no request that the edge still works on."""
-    status = lambda: served.status("demo")  # noqa: E731
+    status = lambda: server.status("demo")  # noqa: E731
     wait_until(lambda: (status().running, status().waiting) == (0, 0), "all places free")
-    wait_until(lambda: engine_stats(served).running == 0, "no job in the engine")
-    wait_until(lambda: httpx.get(served.url + "/health").json()["active_requests"] == 0, "no request in the gateway")
+    wait_until(lambda: engine_stats(server).running == 0, "no job in the engine")
+    wait_until(lambda: httpx.get(server.url + "/health").json()["active_requests"] == 0, "no request in the gateway")
 
 
-def engine_stats(served: LiveServer) -> Any:
-    engine: Any = served.app.scheduler.engine("demo")
+def engine_stats(server: LiveServer) -> Any:
+    engine: Any = server.app.scheduler.engine("demo")
     return engine.stats()
 
 
 class RawClient:
     """A client on a raw socket: it can leave at any moment, and leaving is a closed connection and nothing else."""
 
-    def __init__(self, served: LiveServer, path: str, body: dict[str, Any]) -> None:
-        host, port = served.url.removeprefix("http://").split(":")
+    def __init__(self, server: LiveServer, path: str, body: dict[str, Any]) -> None:
+        host, port = server.url.removeprefix("http://").split(":")
         self._socket = socket.create_connection((host, int(port)), timeout=180)
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
         self._socket.sendall(head.encode() + b"\r\n\r\n" + data)
 
-    def reads(self, wanted: bytes) -> None:
-        got, deadline = b"", time.monotonic() + 180
-        while wanted not in got:
-            assert time.monotonic() < deadline, f"{wanted!r} did not come, only {got[-1000:]!r}"
+    def read_until(self, expected: bytes) -> None:
+        received, deadline = b"", time.monotonic() + 180
+        while expected not in received:
+            assert time.monotonic() < deadline, f"{expected!r} did not come, only {received[-1000:]!r}"
             piece = self._socket.recv(65536)
-            assert piece, f"the server closed the connection after {got!r}"
-            got += piece
+            assert piece, f"the server closed the connection after {received!r}"
+            received += piece
 
-    def leaves(self) -> None:
+    def close(self) -> None:
         self._socket.close()
 
 
 @contextmanager
-def raw_request(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[RawClient]:
-    caller = RawClient(served, path, body)
+def raw_request(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[RawClient]:
+    caller = RawClient(server, path, body)
     try:
         yield caller
     finally:
-        caller.leaves()
+        caller.close()
 
 
 @contextmanager
-def stream_events(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[ServerSentEvent]]:
+def stream_events(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[ServerSentEvent]]:
     """The frames of a streamed answer as they arrive."""
-    with httpx.Client(timeout=180) as client, client.stream("POST", served.url + path, json=body) as response:
+    with httpx.Client(timeout=180) as client, client.stream("POST", server.url + path, json=body) as response:
         yield iter_events(response.iter_text())

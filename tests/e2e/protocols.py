@@ -28,11 +28,11 @@ def iter_events(pieces: Iterable[str]) -> Iterator[ServerSentEvent]:
     rest = ""
     for piece in pieces:
         *blocks, rest = (rest + piece).split("\n\n")
-        yield from (_frame(block) for block in blocks if block)
+        yield from (_parse_event(block) for block in blocks if block)
     assert rest == "", f"the stream ended within a frame: {rest!r}"
 
 
-def _frame(block: str) -> ServerSentEvent:
+def _parse_event(block: str) -> ServerSentEvent:
     event, data = "", ""
     for line in block.split("\n"):
         name, _, value = line.partition(": ")
@@ -47,7 +47,7 @@ def _frame(block: str) -> ServerSentEvent:
 
 
 def event_names(stream: Iterable[ServerSentEvent]) -> list[str]:
-    return [frame.event for frame in stream]
+    return [event.event for event in stream]
 
 
 # The three protocols as a client sees them: how each asks, and what its answers say in common terms.
@@ -83,51 +83,51 @@ class Messages:
     path = "/v1/messages"
 
     def body(self, text: str, *, tools: bool = False, limit: int = 200, stop: str = "", **more: Any) -> dict[str, Any]:
-        offered = [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()] if tools else []
-        asked = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": limit, **more}
-        return asked | ({"tools": offered} if tools else {}) | ({"stop_sequences": [stop]} if stop else {})
+        tool_list = [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()] if tools else []
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": limit, **more}
+        return body | ({"tools": tool_list} if tools else {}) | ({"stop_sequences": [stop]} if stop else {})
 
-    def whole(self, reply: dict[str, Any]) -> ParsedReply:
-        seen = ParsedReply(stop=self._stop(reply), usage=self._usage(reply["usage"]))
+    def parse_reply(self, reply: dict[str, Any]) -> ParsedReply:
+        parsed = ParsedReply(stop=self._stop(reply), usage=self._usage(reply["usage"]))
         for block in reply["content"]:
-            self._add(seen, block)
-        return seen
+            self._add(parsed, block)
+        return parsed
 
-    def streamed(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
+    def parse_stream(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
         blocks: list[dict[str, Any]] = []
         for _, data in stream:
             if data["type"] == "content_block_start":
                 blocks.append(dict(data["content_block"]) | {"json": ""})
             elif data["type"] == "content_block_delta":
-                self._grow(blocks[-1], data["delta"])
+                self._append(blocks[-1], data["delta"])
             elif data["type"] == "message_delta":
                 ended = data
-        seen = ParsedReply(stop=self._stop(ended["delta"]), usage=self._usage(ended["usage"]))
+        parsed = ParsedReply(stop=self._stop(ended["delta"]), usage=self._usage(ended["usage"]))
         for block in blocks:
-            self._add(seen, block | ({"input": json.loads(block["json"])} if block["json"] else {}))
-        return seen
+            self._add(parsed, block | ({"input": json.loads(block["json"])} if block["json"] else {}))
+        return parsed
 
     def _grow(self, block: dict[str, Any], delta: dict[str, Any]) -> None:
         for name, value in delta.items():
             if name != "type":
                 block["json" if name == "partial_json" else name] += value
 
-    def _add(self, seen: ParsedReply, block: dict[str, Any]) -> None:
+    def _add(self, parsed: ParsedReply, block: dict[str, Any]) -> None:
         if block["type"] == "tool_use":
-            seen.calls.append((block["name"], block["input"]))
+            parsed.calls.append((block["name"], block["input"]))
         else:
-            seen.text += block.get("text", "")
-            seen.thinking += block.get("thinking", "")
+            parsed.text += block.get("text", "")
+            parsed.thinking += block.get("thinking", "")
 
-    def _stop(self, told: dict[str, Any]) -> str:
+    def _stop(self, data: dict[str, Any]) -> str:
         """Both keys are always there."""
-        which = told["stop_sequence"]
-        return told["stop_reason"] + (f" {which}" if which is not None else "")
+        stop_sequence = data["stop_sequence"]
+        return data["stop_reason"] + (f" {stop_sequence}" if stop_sequence is not None else "")
 
-    def _usage(self, told: dict[str, Any]) -> Usage:
-        cached = told["cache_read_input_tokens"]
-        prompt = told["input_tokens"] + cached + told["cache_creation_input_tokens"]
-        return Usage(prompt, cached, told["output_tokens"], told["output_tokens_details"]["thinking_tokens"])
+    def _usage(self, data: dict[str, Any]) -> Usage:
+        cached = data["cache_read_input_tokens"]
+        prompt = data["input_tokens"] + cached + data["cache_creation_input_tokens"]
+        return Usage(prompt, cached, data["output_tokens"], data["output_tokens_details"]["thinking_tokens"])
 
 
 class Chat:
@@ -135,28 +135,28 @@ class Chat:
 
     def body(self, text: str, *, tools: bool = False, limit: int = 200, stop: str = "", **more: Any) -> dict[str, Any]:
         functions = [{"name": name, "parameters": schema} for name, schema in TOOLS.items()] if tools else []
-        asked = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": limit, **more}
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": limit, **more}
         if more.get("stream"):
-            asked["stream_options"] = {"include_usage": True}
-        offered = [{"type": "function", "function": function} for function in functions]
-        return asked | ({"tools": offered} if tools else {}) | ({"stop": [stop]} if stop else {})
+            body["stream_options"] = {"include_usage": True}
+        tool_list = [{"type": "function", "function": function} for function in functions]
+        return body | ({"tools": tool_list} if tools else {}) | ({"stop": [stop]} if stop else {})
 
-    def whole(self, reply: dict[str, Any]) -> ParsedReply:
+    def parse_reply(self, reply: dict[str, Any]) -> ParsedReply:
         (choice,) = reply["choices"]
-        return self._seen(choice["message"], choice["finish_reason"], reply["usage"])
+        return self._parse(choice["message"], choice["finish_reason"], reply["usage"])
 
-    def streamed(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
+    def parse_stream(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
         message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
-        *chunks, last, done = [frame.data for frame in stream]
+        *chunks, last, done = [event.data for event in stream]
         assert done == DONE
         for chunk in chunks:
             (choice,) = chunk["choices"]
             for name, value in choice["delta"].items():
                 if name == "tool_calls":
-                    self._grow(message["tool_calls"], value[0])
+                    self._append(message["tool_calls"], value[0])
                 elif name != "role":
                     message[name] += value
-        return self._seen(message, choice["finish_reason"], last["usage"])
+        return self._parse(message, choice["finish_reason"], last["usage"])
 
     def _grow(self, calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
         if delta["index"] == len(calls):
@@ -171,10 +171,10 @@ class Chat:
             message["content"] or "", message.get("reasoning_content") or "", calls, stop, self._usage(usage)
         )
 
-    def _usage(self, told: dict[str, Any]) -> Usage:
-        prompt, output = told["prompt_tokens"], told["completion_tokens"]
-        assert told["total_tokens"] == prompt + output
-        cached, reasoning = told["prompt_tokens_details"], told["completion_tokens_details"]
+    def _usage(self, data: dict[str, Any]) -> Usage:
+        prompt, output = data["prompt_tokens"], data["completion_tokens"]
+        assert data["total_tokens"] == prompt + output
+        cached, reasoning = data["prompt_tokens_details"], data["completion_tokens_details"]
         return Usage(prompt, cached["cached_tokens"], output, reasoning["reasoning_tokens"])
 
 
@@ -182,41 +182,41 @@ class Responses:
     path = "/v1/responses"
 
     def body(self, text: str, *, tools: bool = False, limit: int = 200, stop: str = "", **more: Any) -> dict[str, Any]:
-        asked = {"model": "demo", "input": text, "max_output_tokens": limit, **more}
-        offered = [{"type": "function", "name": name, "parameters": schema} for name, schema in TOOLS.items()]
-        return asked | ({"tools": offered} if tools else {}) | ({"stop": [stop]} if stop else {})
+        body = {"model": "demo", "input": text, "max_output_tokens": limit, **more}
+        tool_list = [{"type": "function", "name": name, "parameters": schema} for name, schema in TOOLS.items()]
+        return body | ({"tools": tool_list} if tools else {}) | ({"stop": [stop]} if stop else {})
 
-    def whole(self, reply: dict[str, Any]) -> ParsedReply:
+    def parse_reply(self, reply: dict[str, Any]) -> ParsedReply:
         details = reply["incomplete_details"]
         stop = reply["status"] + (f" {details['reason']}" if details else "")
-        seen = ParsedReply(stop=stop, usage=self._usage(reply["usage"]))
+        parsed = ParsedReply(stop=stop, usage=self._usage(reply["usage"]))
         for item in reply["output"]:
             if item["type"] == "function_call":
-                seen.calls.append((item["name"], json.loads(item["arguments"])))
+                parsed.calls.append((item["name"], json.loads(item["arguments"])))
             elif item["type"] == "reasoning":
-                seen.thinking += "".join(part["text"] for part in item["content"])
+                parsed.thinking += "".join(part["text"] for part in item["content"])
             else:
-                seen.text += "".join(part["text"] for part in item["content"])
-        return seen
+                parsed.text += "".join(part["text"] for part in item["content"])
+        return parsed
 
-    def streamed(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
+    def parse_stream(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
         """What the finished response says must also be what the items and the deltas said on the way."""
         last = stream[-1].data
         items = [data["item"] for event, data in stream if event == "response.output_item.done"]
         assert items == last["response"]["output"]
-        seen = self.whole(last["response"])
-        assert seen.text == self._joined(stream, "response.output_text.delta")
-        assert seen.thinking == self._joined(stream, "response.reasoning_text.delta")
+        parsed = self.parse_reply(last["response"])
+        assert parsed.text == self._joined(stream, "response.output_text.delta")
+        assert parsed.thinking == self._joined(stream, "response.reasoning_text.delta")
         assert last["type"] == f"response.{last['response']['status']}"
-        return seen
+        return parsed
 
     def _joined(self, stream: Sequence[ServerSentEvent], event: str) -> str:
         return "".join(data["delta"] for name, data in stream if name == event)
 
-    def _usage(self, told: dict[str, Any]) -> Usage:
-        prompt, output = told["input_tokens"], told["output_tokens"]
-        assert told["total_tokens"] == prompt + output
-        cached, reasoning = told["input_tokens_details"], told["output_tokens_details"]
+    def _usage(self, data: dict[str, Any]) -> Usage:
+        prompt, output = data["input_tokens"], data["output_tokens"]
+        assert data["total_tokens"] == prompt + output
+        cached, reasoning = data["input_tokens_details"], data["output_tokens_details"]
         return Usage(prompt, cached["cached_tokens"], output, reasoning["reasoning_tokens"])
 
 
@@ -247,15 +247,15 @@ def check_error(reply: httpx.Response, path: str, status: int) -> dict[str, Any]
     assert reply.status_code == status, reply.text[:500]
     assert reply.headers["content-type"].startswith("application/json")
     assert reply.headers["x-request-id"] == reply.headers["request-id"]
-    told = reply.json()
-    error = told["error"]
+    data = reply.json()
+    error = data["error"]
     assert isinstance(error["message"], str)
     assert error["message"]
     assert isinstance(error["type"], str)
     if path.startswith("/v1/messages"):
-        assert told["type"] == "error"
-        assert told["request_id"] == reply.headers["request-id"]
+        assert data["type"] == "error"
+        assert data["request_id"] == reply.headers["request-id"]
         return {"code": None, "param": None} | error
-    assert set(told) == {"error"}
+    assert set(data) == {"error"}
     assert {"message", "type", "param", "code"} <= set(error)
     return dict(error)

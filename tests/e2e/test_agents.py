@@ -17,11 +17,11 @@ SYSTEM = [
     {"type": "text", "text": "You are a coding agent. Be brief and exact. " * 10},
 ]
 TITLE = {"format": {"type": "json_schema", "schema": {"type": "object", "properties": {"t": {"const": "Fix"}}}}}
-ASKED = {"role": "user", "content": "Fix the tests."}
+QUESTION = {"role": "user", "content": "Fix the tests."}
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     default_model.fetch()
     caches = {"main": {"n_ctx": 1024, "parallel": 1}, "fast": {"n_ctx": 256, "parallel": 1}}
     with pytest.MonkeyPatch.context() as patch:
@@ -33,10 +33,10 @@ def real() -> Iterator[LiveServer]:
             yield running
 
 
-def ask(served: LiveServer, agent: str | None = None, **body: Any) -> dict[str, Any]:
+def send(server: LiveServer, agent: str | None = None, **body: Any) -> dict[str, Any]:
     headers = {"x-claude-code-session-id": "s1"} | ({"x-claude-code-agent-id": agent} if agent else {})
-    whole = {"model": "smollm2", "max_tokens": 8, "temperature": 0, "messages": [ASKED]} | body
-    reply = httpx.post(served.url + "/v1/messages", json=whole, headers=headers, timeout=120)
+    full = {"model": "smollm2", "max_tokens": 8, "temperature": 0, "messages": [QUESTION]} | body
+    reply = httpx.post(server.url + "/v1/messages", json=full, headers=headers, timeout=120)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 
@@ -45,13 +45,13 @@ def prompt_tokens(usage: dict[str, int]) -> int:
     return usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
 
 
-def test_the_next_turn_reads_only_what_is_new(real: LiveServer) -> None:
-    first = ask(real, system=SYSTEM, tools=TOOLS)
-    ask(real, system="Explore the code.", tools=TOOLS, agent="a1")
-    ask(real, output_config=TITLE, max_tokens=32)
-    ask(real, system="Block or not? " * 40, stop_sequences=["</block>"], thinking={"type": "disabled"})
-    ask(real, system="Explore more.", tools=TOOLS, agent="a2")
-    history = [ASKED, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And now?"}]
+def test_the_next_turn_reads_only_what_is_new(server: LiveServer) -> None:
+    first = send(server, system=SYSTEM, tools=TOOLS)
+    send(server, system="Explore the code.", tools=TOOLS, agent="a1")
+    send(server, output_config=TITLE, max_tokens=32)
+    send(server, system="Block or not? " * 40, stop_sequences=["</block>"], thinking={"type": "disabled"})
+    send(server, system="Explore more.", tools=TOOLS, agent="a2")
+    history = [QUESTION, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And now?"}]
     changed = [SYSTEM[0] | {"text": "x-anthropic-billing-header: cc_version=1; cch=11111;"}, SYSTEM[1]]
-    second = ask(real, system=changed, tools=TOOLS, messages=history)
+    second = send(server, system=changed, tools=TOOLS, messages=history)
     assert second["usage"]["cache_read_input_tokens"] >= prompt_tokens(first["usage"])

@@ -17,7 +17,7 @@ from tests.live_server import LiveServer, live_server
 
 MODEL = "demo"
 TEXT = "Hello there, friend."
-OFFERED: list[ToolParam] = [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()]
+TOOL_PARAMS: list[ToolParam] = [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()]
 
 
 class City(BaseModel):
@@ -29,24 +29,24 @@ def user(text: str) -> list[MessageParam]:
     return [{"role": "user", "content": text}]
 
 
-def asked(text: str, **more: Any) -> Any:
+def params(text: str, **more: Any) -> Any:
     return {"model": MODEL, "max_tokens": 200, "messages": user(text), **more}
 
 
 @pytest.fixture(scope="module")
-def sdk(served: LiveServer) -> Iterator[Anthropic]:
-    with Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+def sdk(server: LiveServer) -> Iterator[Anthropic]:
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-async def async_sdk(served: LiveServer) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+async def async_sdk(server: LiveServer) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
 
 def test_a_message(sdk: Anthropic) -> None:
-    reply = sdk.messages.create(**asked("text"))
+    reply = sdk.messages.create(**params("text"))
     (block,) = reply.content
     assert block.type == "text"
     assert (block.text, reply.stop_reason, reply.role, reply.model) == (TEXT, "end_turn", "assistant", MODEL)
@@ -54,7 +54,7 @@ def test_a_message(sdk: Anthropic) -> None:
 
 
 def test_a_message_with_thinking(sdk: Anthropic) -> None:
-    thinking, text = sdk.messages.create(**asked("thinking", thinking={"type": "adaptive"})).content
+    thinking, text = sdk.messages.create(**params("thinking", thinking={"type": "adaptive"})).content
     assert thinking.type == "thinking"
     assert (thinking.thinking, text.to_dict()["text"]) == ("Let me see.", "Forty-two.")
     assert thinking.signature
@@ -62,7 +62,7 @@ def test_a_message_with_thinking(sdk: Anthropic) -> None:
 
 def test_a_tool_is_called_and_its_result_used(sdk: Anthropic) -> None:
     messages = user("one tool")
-    first = sdk.messages.create(**asked("one tool", tools=OFFERED))
+    first = sdk.messages.create(**params("one tool", tools=TOOL_PARAMS))
     assert first.stop_reason == "tool_use"
     call = first.content[-1]
     assert call.type == "tool_use"
@@ -70,26 +70,26 @@ def test_a_tool_is_called_and_its_result_used(sdk: Anthropic) -> None:
     messages.append({"role": "assistant", "content": first.content})
     result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
     messages.append({"role": "user", "content": [result]})
-    second = sdk.messages.create(model=MODEL, max_tokens=200, messages=messages, tools=OFFERED)
+    second = sdk.messages.create(model=MODEL, max_tokens=200, messages=messages, tools=TOOL_PARAMS)
     assert second.content[0].to_dict()["text"] == "Take a hat: it is sunny."
 
 
 def test_thinking_comes_back_with_its_signature(sdk: Anthropic) -> None:
     """A client echoes the blocks as they are; the next turn must accept them."""
     messages = user("thinking")
-    messages.append({"role": "assistant", "content": sdk.messages.create(**asked("thinking")).content})
+    messages.append({"role": "assistant", "content": sdk.messages.create(**params("thinking")).content})
     messages += user("text")
     reply = sdk.messages.create(model=MODEL, max_tokens=200, messages=messages)
     assert reply.content[0].to_dict()["text"] == TEXT
 
 
 def test_a_streamed_message(sdk: Anthropic) -> None:
-    events = list(sdk.messages.create(**asked("text", stream=True)))
+    events = list(sdk.messages.create(**params("text", stream=True)))
     assert (events[0].type, events[-1].type) == ("message_start", "message_stop")
 
 
 def test_the_text_of_a_stream(sdk: Anthropic) -> None:
-    with sdk.messages.stream(**asked("text")) as stream:
+    with sdk.messages.stream(**params("text")) as stream:
         assert "".join(stream.text_stream) == TEXT
         final = stream.get_final_message()
     assert final.stop_reason == "end_turn"
@@ -98,7 +98,7 @@ def test_the_text_of_a_stream(sdk: Anthropic) -> None:
 
 
 def test_the_thinking_of_a_stream(sdk: Anthropic) -> None:
-    with sdk.messages.stream(**asked("thinking")) as stream:
+    with sdk.messages.stream(**params("thinking")) as stream:
         events = list(stream)
         thinking, text = stream.get_final_message().content
     assert "".join(event.thinking for event in events if event.type == "thinking") == "Let me see."
@@ -107,7 +107,7 @@ def test_the_thinking_of_a_stream(sdk: Anthropic) -> None:
 
 
 def test_the_tool_input_of_a_stream(sdk: Anthropic) -> None:
-    with sdk.messages.stream(**asked("parallel tools", tools=OFFERED)) as stream:
+    with sdk.messages.stream(**params("parallel tools", tools=TOOL_PARAMS)) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         final = stream.get_final_message()
     assert "".join(pieces) == '{"city": "Rome"}{"zone": "CET"}'
@@ -117,24 +117,24 @@ def test_the_tool_input_of_a_stream(sdk: Anthropic) -> None:
 
 
 def test_a_stop_sequence_is_named(sdk: Anthropic) -> None:
-    reply = sdk.messages.create(**asked("stop string", stop_sequences=["STOP"]))
+    reply = sdk.messages.create(**params("stop string", stop_sequences=["STOP"]))
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "STOP")
 
 
 def test_a_parsed_message(sdk: Anthropic) -> None:
-    assert isinstance(sdk.messages.parse(**asked("Rome", output_format=City)).parsed_output, City)
+    assert isinstance(sdk.messages.parse(**params("Rome", output_format=City)).parsed_output, City)
 
 
 def test_tokens_are_counted_as_a_message_would(sdk: Anthropic) -> None:
-    counted = sdk.messages.count_tokens(model=MODEL, messages=user("text"), tools=OFFERED, system="Be kind.")
-    usage = sdk.messages.create(**asked("text", tools=OFFERED, system="Be kind.")).usage
+    counted = sdk.messages.count_tokens(model=MODEL, messages=user("text"), tools=TOOL_PARAMS, system="Be kind.")
+    usage = sdk.messages.create(**params("text", tools=TOOL_PARAMS, system="Be kind.")).usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
 def test_models_are_listed_page_by_page_and_found() -> None:
     settings = config()
     settings["models"]["demo"]["aliases"] = ["team/demo"]
-    with live_server(settings) as served, Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
+    with live_server(settings) as server, Anthropic(base_url=server.url, api_key="none", max_retries=0) as sdk:
         page = sdk.models.list(limit=1)
         assert (len(page.data), page.has_more) == (1, True)
         assert {model.id for model in page} == {"demo", "team/demo"}
@@ -150,52 +150,52 @@ def test_an_overflow_is_a_bad_request_with_true_numbers(sdk: Anthropic, stream: 
     text = "word " * 5000
     counted = sdk.messages.count_tokens(model=MODEL, messages=user(text)).input_tokens
     with pytest.raises(anthropic.BadRequestError) as caught:
-        sdk.messages.create(**asked(text, stream=stream))
+        sdk.messages.create(**params(text, stream=stream))
     body: Any = caught.value.body
     assert body["error"]["message"] == f"prompt is too long: {counted} tokens > 4096 maximum"
     assert caught.value.request_id == body["request_id"]
 
 
 def test_a_failure_in_mid_stream_is_raised(sdk: Anthropic) -> None:
-    with sdk.messages.stream(**asked("error during")) as stream, pytest.raises(anthropic.APIStatusError) as caught:
+    with sdk.messages.stream(**params("error during")) as stream, pytest.raises(anthropic.APIStatusError) as caught:
         list(stream)
     assert "out of memory" in str(caught.value)
 
 
 def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
     settings = config(routes=[{"match": "demo", "cache": "main"}])
-    with live_server(settings) as served, Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
+    with live_server(settings) as server, Anthropic(base_url=server.url, api_key="none", max_retries=0) as sdk:
         for stream in (False, True):
             with pytest.raises(anthropic.NotFoundError, match="demo"):
-                sdk.messages.create(**asked("text", stream=stream) | {"model": "claude-9"})
+                sdk.messages.create(**params("text", stream=stream) | {"model": "claude-9"})
 
 
 def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> None:
-    with live_server(config(keys=[{"name": "ada", "key": "sk-right"}])) as served:
-        with Anthropic(base_url=served.url, api_key="sk-wrong", max_retries=0) as sdk:
+    with live_server(config(keys=[{"name": "ada", "key": "sk-right"}])) as server:
+        with Anthropic(base_url=server.url, api_key="sk-wrong", max_retries=0) as sdk:
             with pytest.raises(anthropic.AuthenticationError) as caught:
-                sdk.messages.create(**asked("text"))
+                sdk.messages.create(**params("text"))
             assert isinstance(caught.value.body, dict)
             assert caught.value.body["error"]["type"] == "authentication_error"
         for right in ({"api_key": "sk-right"}, {"auth_token": "sk-right"}):
-            with Anthropic(base_url=served.url, max_retries=0, **right) as sdk:
-                assert sdk.messages.create(**asked("text")).stop_reason == "end_turn"
+            with Anthropic(base_url=server.url, max_retries=0, **right) as sdk:
+                assert sdk.messages.create(**params("text")).stop_reason == "end_turn"
         for header in ({"x-api-key": "sk-right"}, {"Authorization": "Bearer sk-right"}):
-            with Anthropic(base_url=served.url, api_key="sk-wrong", default_headers=header, max_retries=0) as sdk:
-                assert sdk.messages.create(**asked("text")).stop_reason == "end_turn"
+            with Anthropic(base_url=server.url, api_key="sk-wrong", default_headers=header, max_retries=0) as sdk:
+                assert sdk.messages.create(**params("text")).stop_reason == "end_turn"
 
 
 def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
     chat = PROTOCOLS["chat"]
-    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as served:
-        with raw_request(served, chat.path, chat.body("endless stream", stream=True)) as holder:
-            holder.reads(b"so far")
-            sdk = Anthropic(base_url=served.url, api_key="none", max_retries=0)
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
+        with raw_request(server, chat.path, chat.body("endless stream", stream=True)) as holder:
+            holder.read_until(b"so far")
+            sdk = Anthropic(base_url=server.url, api_key="none", max_retries=0)
             with sdk, pytest.raises(anthropic.APIStatusError) as caught:
-                sdk.messages.create(**asked("text"))
+                sdk.messages.create(**params("text"))
         assert caught.value.status_code == 529
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        wait_until_idle(served)
+        wait_until_idle(server)
 
 
 # --- async ----------------------------------------------------------------------------------------------------------
@@ -203,13 +203,13 @@ def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
 
 async def test_async_messages_whole_streamed_and_parsed(async_sdk: AsyncAnthropic) -> None:
     messages = async_sdk.messages
-    assert (await messages.create(**asked("text"))).content[0].to_dict()["text"] == TEXT
-    events = [event.type async for event in await messages.create(**asked("text", stream=True))]
+    assert (await messages.create(**params("text"))).content[0].to_dict()["text"] == TEXT
+    events = [event.type async for event in await messages.create(**params("text", stream=True))]
     assert events[-1] == "message_stop"
-    async with messages.stream(**asked("text")) as stream:
+    async with messages.stream(**params("text")) as stream:
         assert "".join([text async for text in stream.text_stream]) == TEXT
         assert (await stream.get_final_message()).stop_reason == "end_turn"
-    assert isinstance((await messages.parse(**asked("Rome", output_format=City))).parsed_output, City)
+    assert isinstance((await messages.parse(**params("Rome", output_format=City))).parsed_output, City)
 
 
 async def test_async_counting_models_and_errors(async_sdk: AsyncAnthropic) -> None:
@@ -217,4 +217,4 @@ async def test_async_counting_models_and_errors(async_sdk: AsyncAnthropic) -> No
     assert "demo" in [model.id async for model in async_sdk.models.list()]
     assert (await async_sdk.models.retrieve("demo")).id == "demo"
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4096 maximum"):
-        await async_sdk.messages.create(**asked("word " * 5000))
+        await async_sdk.messages.create(**params("word " * 5000))

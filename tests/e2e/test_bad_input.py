@@ -24,7 +24,7 @@ GENERATES = (MESSAGES, CHAT, RESPONSES, "/v1/completions")
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     config = demo_config()
     config["models"]["seer"] = config["models"]["demo"] | {"modalities": ["text", "image"]}
     config["routes"] = [{"match": "*haiku*", "cache": "fast"}]
@@ -34,20 +34,20 @@ def served() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def client(served: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=60) as made:
-        yield made
+def client(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
 
 
-def refused(client: httpx.Client, path: str, body: Any, status: int = 400, **headers: str) -> dict[str, Any]:
+def expect_error(client: httpx.Client, path: str, body: Any, status: int = 400, **headers: str) -> dict[str, Any]:
     """The refusal of this body, after which the same connection answers as ever."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    told = check_error(client.post(path, content=content, headers=headers), path, status)
+    error = check_error(client.post(path, content=content, headers=headers), path, status)
     assert client.post(path, json=VALID_BODIES[path]).status_code == 200, "it no longer answers"
-    return told
+    return error
 
 
-def spelled(path: str, more: bytes) -> bytes:
+def body_with(path: str, more: bytes) -> bytes:
     """A good body with something added that no JSON library would write."""
     return json.dumps(VALID_BODIES[path]).encode()[:-1] + b"," + more + b"}"
 
@@ -59,7 +59,7 @@ def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
 
 # --- bodies that are no request at all --------------------------------------------------------------------------------
 
-NO_JSON = {
+INVALID_JSON = {
     "words": (b"hello", "not valid JSON"),
     "nothing": (b"", "it is empty"),
     "blanks": (b" \n ", "it is empty"),
@@ -77,55 +77,55 @@ NO_JSON = {
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-@pytest.mark.parametrize("name", NO_JSON)
+@pytest.mark.parametrize("name", INVALID_JSON)
 def test_what_is_no_json_is_said_to_be_none(client: httpx.Client, path: str, name: str) -> None:
-    body, words = NO_JSON[name]
-    told = refused(client, path, body)
-    assert told["code"] == "invalid_json"
-    assert words in told["message"]
+    body, words = INVALID_JSON[name]
+    error = expect_error(client, path, body)
+    assert error["code"] == "invalid_json"
+    assert words in error["message"]
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("body", [b"[]", b"null", b"1", b'"hi"', b"true", b"[{}]"])
 def test_a_body_that_is_no_object_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
-    assert "Expected `object`" in refused(client, path, body)["message"]
+    assert "Expected `object`" in expect_error(client, path, body)["message"]
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"01", b"1.", b"+1", b"0x10"])
 def test_numbers_that_json_does_not_have_are_refused(client: httpx.Client, path: str, number: bytes) -> None:
-    assert refused(client, path, spelled(path, b'"temperature":' + number))["code"] == "invalid_json"
+    assert expect_error(client, path, body_with(path, b'"temperature":' + number))["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-@pytest.mark.parametrize("half", [b"\\ud800", b"\\udfff", b"\\ud800\\ud800", b"\\ud800x"])
-def test_half_a_surrogate_pair_is_named(client: httpx.Client, path: str, half: bytes) -> None:
-    told = refused(client, path, spelled(path, b'"model":"' + half + b'"'))
-    assert told["code"] == "invalid_json"
-    assert "surrogate" in told["message"]
+@pytest.mark.parametrize("surrogate", [b"\\ud800", b"\\udfff", b"\\ud800\\ud800", b"\\ud800x"])
+def test_half_a_surrogate_pair_is_named(client: httpx.Client, path: str, surrogate: bytes) -> None:
+    error = expect_error(client, path, body_with(path, b'"model":"' + surrogate + b'"'))
+    assert error["code"] == "invalid_json"
+    assert "surrogate" in error["message"]
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 def test_a_deep_field_is_refused_and_a_shallow_one_is_not(client: httpx.Client, path: str) -> None:
     deep = b'"novel":' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000
-    assert "levels deep" in refused(client, path, spelled(path, deep))["message"]
-    assert client.post(path, content=spelled(path, b'"novel":' + b"[" * 60 + b"]" * 60)).status_code == 200
+    assert "levels deep" in expect_error(client, path, body_with(path, deep))["message"]
+    assert client.post(path, content=body_with(path, b'"novel":' + b"[" * 60 + b"]" * 60)).status_code == 200
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 def test_a_packed_body_is_refused(client: httpx.Client, path: str) -> None:
-    assert "compressed" in refused(client, path, VALID_BODIES[path], **{"content-encoding": "gzip"})["message"]
+    assert "compressed" in expect_error(client, path, VALID_BODIES[path], **{"content-encoding": "gzip"})["message"]
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 def test_of_two_equal_keys_the_last_one_counts(client: httpx.Client, path: str) -> None:
-    twice = b'{"model":"nobody",' + json.dumps(VALID_BODIES[path]).encode()[1:]
-    assert client.post(path, content=twice).status_code == 200
+    duplicated = b'{"model":"nobody",' + json.dumps(VALID_BODIES[path]).encode()[1:]
+    assert client.post(path, content=duplicated).status_code == 200
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 def test_fields_that_nobody_knows_yet_are_no_error(client: httpx.Client, path: str) -> None:
-    novel = spelled(path, b'"novel":{"a":[1e308,"\\u0000\\u001b",' + b"9" * 400 + b"]}")
+    novel = body_with(path, b'"novel":{"a":[1e308,"\\u0000\\u001b",' + b"9" * 400 + b"]}")
     assert client.post(path, content=novel).status_code == 200
 
 
@@ -137,23 +137,23 @@ def test_fields_that_nobody_knows_yet_are_no_error(client: httpx.Client, path: s
     "name", ["nobody", "x" * 1_000_000, "../../etc/passwd", "demo\x00", "\n\r\x1b[31m", "模型", "*"]
 )
 def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(client: httpx.Client, path: str, name: str) -> None:
-    told = refused(client, path, VALID_BODIES[path] | {"model": name}, 404)
-    assert (told["code"], told["param"]) == ("model_not_found", "model")
-    assert "demo" in told["message"]
-    assert len(told["message"]) < 2000
+    error = expect_error(client, path, VALID_BODIES[path] | {"model": name}, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "demo" in error["message"]
+    assert len(error["message"]) < 2000
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("name", [5, [], {}, True, 1.5])
 def test_a_model_that_is_no_name_is_refused(client: httpx.Client, path: str, name: Any) -> None:
-    assert refused(client, path, VALID_BODIES[path] | {"model": name})["param"] == "model"
+    assert expect_error(client, path, VALID_BODIES[path] | {"model": name})["param"] == "model"
 
 
 @pytest.mark.parametrize("path", [path for path in VALID_BODIES if path.startswith("/v1/")])
 @pytest.mark.parametrize("change", [{"model": ""}, {"model": None}, {}])
 def test_a_model_must_be_named(client: httpx.Client, path: str, change: dict[str, Any]) -> None:
     body = {name: value for name, value in VALID_BODIES[path].items() if name != "model"} | change
-    assert refused(client, path, body)["param"] == "model"
+    assert expect_error(client, path, body)["param"] == "model"
 
 
 # --- fields of the wrong kind -----------------------------------------------------------------------------------------
@@ -217,23 +217,23 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "change", "param"), FIELDS, ids=lambda value: str(value)[:50])
 def test_a_wrong_field_is_named(client: httpx.Client, path: str, change: dict[str, Any], param: str) -> None:
-    told = refused(client, path, VALID_BODIES[path] | change)
-    assert told["param"] == param
-    assert param.partition("[")[0].partition(".")[0] in told["message"]
-    assert len(told["message"]) < 500
+    error = expect_error(client, path, VALID_BODIES[path] | change)
+    assert error["param"] == param
+    assert param.partition("[")[0].partition(".")[0] in error["message"]
+    assert len(error["message"]) < 500
 
 
 @pytest.mark.parametrize("path", GENERATES)
 @pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"9" * 5000])
 def test_numbers_out_of_range_are_named(client: httpx.Client, path: str, number: bytes) -> None:
-    assert refused(client, path, spelled(path, b'"temperature":' + number))["param"] == "temperature"
+    assert expect_error(client, path, body_with(path, b'"temperature":' + number))["param"] == "temperature"
 
 
 @pytest.mark.parametrize("path", [MESSAGES, CHAT, RESPONSES])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_is_the_same_for_a_stream(client: httpx.Client, path: str, stream: bool) -> None:
-    refused(client, path, VALID_BODIES[path] | {"stream": stream, "temperature": -1})
-    refused(client, path, VALID_BODIES[path] | {"stream": stream, "model": "nobody"}, 404)
+    expect_error(client, path, VALID_BODIES[path] | {"stream": stream, "temperature": -1})
+    expect_error(client, path, VALID_BODIES[path] | {"stream": stream, "model": "nobody"}, 404)
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
@@ -249,81 +249,81 @@ def tools(path: str, count: int) -> list[dict[str, Any]]:
     return [{"type": "function", "name": name, "parameters": schema} for name in names]
 
 
-NAMED = {
+TOOL_CHOICES = {
     MESSAGES: {"type": "tool", "name": "tool_7"},
     CHAT: {"type": "function", "function": {"name": "tool_7"}},
     RESPONSES: {"type": "function", "name": "tool_7"},
 }
 
 
-@pytest.mark.parametrize("path", NAMED)
+@pytest.mark.parametrize("path", TOOL_CHOICES)
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_tool_that_is_not_offered_cannot_be_chosen(client: httpx.Client, path: str, count: int) -> None:
-    told = refused(client, path, VALID_BODIES[path] | {"tools": tools(path, count), "tool_choice": NAMED[path]})
-    assert told["param"] == "tool_choice"
-    assert "tool_7" in told["message"]
-    offered = client.post(path, json=VALID_BODIES[path] | {"tools": tools(path, 8), "tool_choice": NAMED[path]})
+    error = expect_error(client, path, VALID_BODIES[path] | {"tools": tools(path, count), "tool_choice": TOOL_CHOICES[path]})
+    assert error["param"] == "tool_choice"
+    assert "tool_7" in error["message"]
+    offered = client.post(path, json=VALID_BODIES[path] | {"tools": tools(path, 8), "tool_choice": TOOL_CHOICES[path]})
     assert offered.status_code == 200
 
 
-@pytest.mark.parametrize("path", NAMED)
+@pytest.mark.parametrize("path", TOOL_CHOICES)
 def test_ten_thousand_tools_do_not_fit_and_hold_nobody_up(
-    client: httpx.Client, path: str, served: LiveServer, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, path: str, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worked = long_work(monkeypatch)
-    refused(client, path, json.dumps(VALID_BODIES[path] | {"tools": tools(path, 10_000)}).encode())
-    assert worked, "nobody saw the tools"
-    assert loop_thread(served) not in worked
+    threads = record_threads_of_large_work(monkeypatch)
+    expect_error(client, path, json.dumps(VALID_BODIES[path] | {"tools": tools(path, 10_000)}).encode())
+    assert threads, "nobody saw the tools"
+    assert loop_thread(server) not in threads
 
 
 @pytest.mark.parametrize("path", [MESSAGES, "/v1/completions", "/tokenize", "/v1/embeddings"])
 def test_a_text_of_a_megabyte_holds_nobody_up(
-    client: httpx.Client, path: str, served: LiveServer, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, path: str, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worked = long_work(monkeypatch)
+    threads = record_threads_of_large_work(monkeypatch)
     field = {MESSAGES: "messages", "/v1/completions": "prompt", "/tokenize": "content", "/v1/embeddings": "input"}[path]
     text = f"{path} and so on " * 25_000
     client.post(
         path, json=VALID_BODIES[path] | {field: [{"role": "user", "content": text}] if field == "messages" else text}
     )
-    assert worked, "nobody saw the text"
-    assert loop_thread(served) not in worked
+    assert threads, "nobody saw the text"
+    assert loop_thread(server) not in threads
 
 
-def long_work(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+def record_threads_of_large_work(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The threads in which, from now on, much is rendered or much is tokenized."""
     threads: set[int] = set()
 
-    def watched(work: Any, size: Any) -> Any:
-        def note(self: Any, given: Any) -> Any:
-            if size(given) > 20_000:
+    def recording(method: Any, size: Any) -> Any:
+        def recorded(self: Any, argument: Any) -> Any:
+            if size(argument) > 20_000:
                 threads.add(threading.get_ident())
-            return work(self, given)
+            return method(self, argument)
 
-        return note
+        return recorded
 
-    many = watched(Renderer.text, lambda request: 100 * len(request.tools))
+    many = recording(Renderer.text, lambda request: 100 * len(request.tools))
     monkeypatch.setattr(Renderer, "text", many)
     for owner, name in (
         (TokenCache, "encode"),
         (HuggingFaceTokenizer, "encode"),
         (HuggingFaceTokenizer, "encode_plain"),
     ):
-        monkeypatch.setattr(owner, name, watched(getattr(owner, name), len))
+        monkeypatch.setattr(owner, name, recording(getattr(owner, name), len))
     return threads
 
 
-def loop_thread(served: LiveServer) -> int:
+def loop_thread(server: LiveServer) -> int:
     async def ident() -> int:
         return threading.get_ident()
 
-    return asyncio.run_coroutine_threadsafe(ident(), served.loop).result(60)
+    return asyncio.run_coroutine_threadsafe(ident(), server.loop).result(60)
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
-def seeing(path: str, url: str, model: str) -> dict[str, Any]:
+def image_body(path: str, url: str, model: str) -> dict[str, Any]:
     if path == CHAT:
         part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
     elif path == RESPONSES:
@@ -352,23 +352,23 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize("path", NAMED)
+@pytest.mark.parametrize("path", TOOL_CHOICES)
 @pytest.mark.parametrize("url", IMAGES, ids=lambda url: url[:30])
 def test_an_unfit_image_is_refused(client: httpx.Client, path: str, url: str) -> None:
-    assert refused(client, path, seeing(path, url, "seer"))["code"] == IMAGES[url]
+    assert expect_error(client, path, image_body(path, url, "seer"))["code"] == IMAGES[url]
 
 
-@pytest.mark.parametrize("path", NAMED)
+@pytest.mark.parametrize("path", TOOL_CHOICES)
 def test_an_image_for_a_model_that_reads_only_text_is_refused(client: httpx.Client, path: str) -> None:
-    told = refused(client, path, seeing(path, "data:image/png;base64,AAAA", "demo"))
-    assert told["code"] == "modality_unsupported"
-    assert client.post(path, json=seeing(path, "data:image/png;base64,AAAA", "seer")).status_code == 200
+    error = expect_error(client, path, image_body(path, "data:image/png;base64,AAAA", "demo"))
+    assert error["code"] == "modality_unsupported"
+    assert client.post(path, json=image_body(path, "data:image/png;base64,AAAA", "seer")).status_code == 200
 
 
 # --- size -------------------------------------------------------------------------------------------------------------
 
 
-class Flood:
+class LargeBody:
     """A hundred megabytes, one at a time; `sent` tells how many were asked for."""
 
     def __init__(self) -> None:
@@ -383,12 +383,12 @@ class Flood:
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("headers", [{"content-length": "100000000"}, {}], ids=["announced", "chunked"])
 def test_a_hundred_megabytes_are_not_taken(client: httpx.Client, path: str, headers: dict[str, str]) -> None:
-    flood = Flood()
-    reply = client.post(path, content=iter(flood), headers=headers)
-    told = check_error(reply, path, 413)
-    assert "http.max_body_bytes" in told["message"]
+    body = LargeBody()
+    reply = client.post(path, content=iter(body), headers=headers)
+    error = check_error(reply, path, 413)
+    assert "http.max_body_bytes" in error["message"]
     assert reply.headers["connection"] == "close"
-    assert flood.sent < 70, "it was read to its end"
+    assert body.sent < 70, "it was read to its end"
     assert client.post(path, json=VALID_BODIES[path]).status_code == 200
 
 
@@ -412,15 +412,15 @@ def test_an_unknown_path_is_not_found(client: httpx.Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-def test_a_missing_and_a_wrong_key_are_refused_before_the_body_is_looked_at(path: str, keyed: httpx.Client) -> None:
+def test_a_missing_and_a_wrong_key_are_refused_before_the_body_is_looked_at(path: str, client_with_keys: httpx.Client) -> None:
     for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer wrong"}, {"authorization": "Basic x"}):
-        told = check_error(keyed.post(path, content=b"not json", headers=headers), path, 401)
-        assert told["code"] == "invalid_api_key"
-    assert keyed.post(path, json=VALID_BODIES[path], headers={"x-api-key": "right"}).status_code == 200
+        error = check_error(client_with_keys.post(path, content=b"not json", headers=headers), path, 401)
+        assert error["code"] == "invalid_api_key"
+    assert client_with_keys.post(path, json=VALID_BODIES[path], headers={"x-api-key": "right"}).status_code == 200
 
 
 @pytest.fixture(scope="module")
-def keyed() -> Iterator[httpx.Client]:
+def client_with_keys() -> Iterator[httpx.Client]:
     config = demo_config() | {"keys": [{"name": "ann", "key": "right"}]}
-    with live_server(config) as running, httpx.Client(base_url=running.url, timeout=60) as made:
-        yield made
+    with live_server(config) as running, httpx.Client(base_url=running.url, timeout=60) as client:
+        yield client

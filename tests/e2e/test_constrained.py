@@ -28,11 +28,11 @@ WEATHER = {
 }
 NOW = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
 SCHEMAS = {"get_weather": WEATHER, "now": NOW}
-TOOLS: Any = [
+CHAT_TOOLS: Any = [
     {"type": "function", "function": {"name": name, "description": name, "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
-ASKED: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
+QUESTION: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
 
 
 class Pet(BaseModel):
@@ -42,7 +42,7 @@ class Pet(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     default_model.fetch()
     small = {"main": {"n_ctx": 1024, "parallel": 2}, "fast": {"n_ctx": 512, "parallel": 1}}
     with live_server({"models": {"smollm2": {"n_threads": 1}}, "caches": small}) as running:
@@ -50,8 +50,8 @@ def real() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def sdk(real: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0) as client:
+def sdk(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -71,108 +71,108 @@ def test_a_parsed_answer_is_an_instance(sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize("name", [None, *SCHEMAS])
 def test_a_call_that_must_come_fits_its_schema(sdk: openai.OpenAI, name: str | None, stream: bool) -> None:
     choice: Any = {"type": "function", "function": {"name": name}} if name else "required"
-    asked: Any = {
+    params: Any = {
         "model": "smollm2",
-        "messages": ASKED,
-        "tools": TOOLS,
+        "messages": QUESTION,
+        "tools": CHAT_TOOLS,
         "tool_choice": choice,
         "parallel_tool_calls": False,
         "max_tokens": 96,
         "temperature": 0,
     }
     if stream:
-        with sdk.chat.completions.stream(**asked) as events:
-            got = events.get_final_completion().choices[0]
+        with sdk.chat.completions.stream(**params) as events:
+            reply = events.get_final_completion().choices[0]
     else:
-        got = sdk.chat.completions.create(**asked).choices[0]
-    assert got.finish_reason == "tool_calls"
-    (call,) = got.message.tool_calls or ()
+        reply = sdk.chat.completions.create(**params).choices[0]
+    assert reply.finish_reason == "tool_calls"
+    (call,) = reply.message.tool_calls or ()
     assert call.type == "function"
     assert call.function.name == (name or call.function.name)
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-def ask(real: LiveServer, **fields: Any) -> httpx.Response:
-    body = {"model": "smollm2", "messages": ASKED, "max_tokens": 48, "temperature": 0, **fields}
-    return httpx.post(real.url + "/v1/chat/completions", json=body, timeout=60)
+def complete(server: LiveServer, **fields: Any) -> httpx.Response:
+    body = {"model": "smollm2", "messages": QUESTION, "max_tokens": 48, "temperature": 0, **fields}
+    return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "allowed"),
     [
         ({"grammar": 'root ::= "sunny" | "rainy"'}, ("sunny", "rainy")),
         ({"regex": "(warm|cold) in Rome"}, ("warm in Rome", "cold in Rome")),
         ({"lark": 'start: "2" ("0" | "1")'}, ("20", "21")),
     ],
 )
-def test_grammars_come_as_extension_fields(real: LiveServer, fields: dict[str, str], said: tuple[str, ...]) -> None:
-    assert ask(real, **fields).json()["choices"][0]["message"]["content"] in said
+def test_grammars_come_as_extension_fields(server: LiveServer, fields: dict[str, str], allowed: tuple[str, ...]) -> None:
+    assert complete(server, **fields).json()["choices"][0]["message"]["content"] in allowed
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("fields", [{"grammar": "root ::= ("}, {"regex": "(a"}, {"lark": "start: other"}])
-def test_a_bad_grammar_is_a_400_that_names_the_field(real: LiveServer, fields: dict[str, str], stream: bool) -> None:
-    refused = ask(real, stream=stream, **fields)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["code"] == "bad_grammar"
-    assert refused.json()["error"]["param"] in fields
+def test_a_bad_grammar_is_a_400_that_names_the_field(server: LiveServer, fields: dict[str, str], stream: bool) -> None:
+    reply = complete(server, stream=stream, **fields)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "bad_grammar"
+    assert reply.json()["error"]["param"] in fields
 
 
-def test_a_schema_that_nothing_fits_is_a_400(real: LiveServer) -> None:
+def test_a_schema_that_nothing_fits_is_a_400(server: LiveServer) -> None:
     schema = {"type": "object", "properties": {"a": False}, "required": ["a"]}
-    refused = ask(real, response_format={"type": "json_schema", "json_schema": {"name": "none", "schema": schema}})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+    reply = complete(server, response_format={"type": "json_schema", "json_schema": {"name": "none", "schema": schema}})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
 
 
-def test_keywords_that_no_grammar_enforces_do_not_fail_the_request(real: LiveServer) -> None:
+def test_keywords_that_no_grammar_enforces_do_not_fail_the_request(server: LiveServer) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 2, "maxItems": 2}
-    got = ask(real, response_format={"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}})
-    assert len(json.loads(got.json()["choices"][0]["message"]["content"])) == 2
+    reply = complete(server, response_format={"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}})
+    assert len(json.loads(reply.json()["choices"][0]["message"]["content"])) == 2
 
 
 # --- custom tools with a grammar, as Codex offers them ----------------------------------------------------------------
 
 # The same language with an end to each of its parts: even a small model comes to it.
-SHORT = GRAMMAR.replace("/(.+)/", "/.{1,6}/").replace("/(.*)/", "/.{0,6}/").replace("hunk+", "hunk")
-SHORT = SHORT.replace("line+", "line~1..2").replace("(context | changed)+", "(context | changed)~1..2")
+SHORT_GRAMMAR = GRAMMAR.replace("/(.+)/", "/.{1,6}/").replace("/(.*)/", "/.{0,6}/").replace("hunk+", "hunk")
+SHORT_GRAMMAR = SHORT_GRAMMAR.replace("line+", "line~1..2").replace("(context | changed)+", "(context | changed)~1..2")
 
 
-def patch(real: LiveServer, grammar: str, choice: Any, **fields: Any) -> dict[str, Any]:
+def call_apply_patch(server: LiveServer, grammar: str, choice: Any, **fields: Any) -> dict[str, Any]:
     shape = {"type": "grammar", "syntax": "lark", "definition": grammar}
     tools = [{"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": shape}]
     body = {"model": "smollm2", "input": "Write hello to a.py.", "tools": tools, "tool_choice": choice}
-    got = httpx.post(real.url + "/v1/responses", json=body | {"max_output_tokens": 160} | fields, timeout=120)
-    assert got.status_code == 200, got.text
-    return dict(got.json())
+    reply = httpx.post(server.url + "/v1/responses", json=body | {"max_output_tokens": 160} | fields, timeout=120)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
 
 
 @pytest.mark.parametrize("choice", [{"type": "custom", "name": "apply_patch"}, "required"])
-def test_a_custom_tools_input_is_of_its_grammar(real: LiveServer, choice: Any) -> None:
-    reply = patch(real, SHORT, choice, parallel_tool_calls=False, temperature=0)
+def test_a_custom_tools_input_is_of_its_grammar(server: LiveServer, choice: Any) -> None:
+    reply = call_apply_patch(server, SHORT_GRAMMAR, choice, parallel_tool_calls=False, temperature=0)
     (call,) = reply["output"]
     assert (reply["status"], call["type"], call["name"]) == ("completed", "custom_tool_call", "apply_patch")
     assert is_patch(call["input"]), call
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_however_it_is_drawn_nothing_but_patches_is_called(real: LiveServer, seed: int) -> None:
-    reply = patch(real, SHORT, "required", temperature=1.5, seed=seed)
+def test_however_it_is_drawn_nothing_but_patches_is_called(server: LiveServer, seed: int) -> None:
+    reply = call_apply_patch(server, SHORT_GRAMMAR, "required", temperature=1.5, seed=seed)
     assert all(is_patch(item["input"]) for item in reply["output"] if item["type"] == "custom_tool_call")
 
 
-def test_a_patch_without_an_end_is_cut_and_never_called(real: LiveServer) -> None:
+def test_a_patch_without_an_end_is_cut_and_never_called(server: LiveServer) -> None:
     """The grammar as it is has room for any number of lines: what is complete fits it, and nothing else is called."""
-    reply = patch(real, GRAMMAR, "required", max_output_tokens=12, temperature=0)
+    reply = call_apply_patch(server, GRAMMAR, "required", max_output_tokens=12, temperature=0)
     assert reply["status"] == "incomplete"
     assert "custom_tool_call" not in [item["type"] for item in reply["output"]]
 
 
-def test_a_free_choice_among_custom_tools_still_answers(real: LiveServer) -> None:
-    reply = patch(real, GRAMMAR, "auto", max_output_tokens=24, temperature=0)
+def test_a_free_choice_among_custom_tools_still_answers(server: LiveServer) -> None:
+    reply = call_apply_patch(server, GRAMMAR, "auto", max_output_tokens=24, temperature=0)
     assert reply["output"]
     assert all(is_patch(item["input"]) for item in reply["output"] if item["type"] == "custom_tool_call")
 
 
-def test_a_grammar_that_cannot_be_held_to_never_fails_the_request(real: LiveServer) -> None:
-    reply = patch(real, 'start: "(" start? ")"', "auto", max_output_tokens=8, temperature=0)
+def test_a_grammar_that_cannot_be_held_to_never_fails_the_request(server: LiveServer) -> None:
+    reply = call_apply_patch(server, 'start: "(" start? ")"', "auto", max_output_tokens=8, temperature=0)
     assert reply["output"]

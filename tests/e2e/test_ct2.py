@@ -16,69 +16,69 @@ CAPITAL = {"role": "user", "content": "What is the capital of France?"}
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[LiveServer]:
-    own = {"device": "cpu", "compute_type": "float32", "intra_threads": 1, "decoding": {"temperature": 0}}
-    model = {"path": str(model_folder()), "n_ctx": 512, "parallel": 2, **own}
-    with live_server({"models": {"smollm2-ct2": model}}) as served:
-        yield served
+def server() -> Iterator[LiveServer]:
+    options = {"device": "cpu", "compute_type": "float32", "intra_threads": 1, "decoding": {"temperature": 0}}
+    model = {"path": str(model_folder()), "n_ctx": 512, "parallel": 2, **options}
+    with live_server({"models": {"smollm2-ct2": model}}) as server:
+        yield server
 
 
-def post(served: LiveServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(served.url + path, json={"model": "smollm2-ct2", **body}, timeout=120)
+def post(server: LiveServer, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json={"model": "smollm2-ct2", **body}, timeout=120)
 
 
-def chat(served: LiveServer, *messages: dict[str, str], **fields: Any) -> httpx.Response:
-    return post(served, "/v1/chat/completions", messages=list(messages), **{"max_tokens": 24} | fields)
+def chat(server: LiveServer, *messages: dict[str, str], **fields: Any) -> httpx.Response:
+    return post(server, "/v1/chat/completions", messages=list(messages), **{"max_tokens": 24} | fields)
 
 
-def test_answer_ends_where_the_model_ends_it(served: LiveServer):
-    (choice,) = chat(served, CAPITAL).json()["choices"]
+def test_answer_ends_where_the_model_ends_it(server: LiveServer):
+    (choice,) = chat(server, CAPITAL).json()["choices"]
     assert "Paris" in choice["message"]["content"]
     assert choice["finish_reason"] == "stop"
 
 
-def test_several_turns_are_read_through_the_folders_template(served: LiveServer):
-    asked = {"role": "user", "content": "Repeat the name of that city."}
-    answer = chat(served, CAPITAL, {"role": "assistant", "content": "It is Paris."}, asked).json()
-    assert "Paris" in answer["choices"][0]["message"]["content"]
+def test_several_turns_are_read_through_the_folders_template(server: LiveServer):
+    question = {"role": "user", "content": "Repeat the name of that city."}
+    reply = chat(server, CAPITAL, {"role": "assistant", "content": "It is Paris."}, question).json()
+    assert "Paris" in reply["choices"][0]["message"]["content"]
 
 
-def test_stream_says_what_the_whole_answer_says(served: LiveServer):
-    whole = chat(served, CAPITAL).json()["choices"][0]["message"]["content"]
-    lines = chat(served, CAPITAL, stream=True).text.splitlines()
+def test_stream_says_what_the_whole_answer_says(server: LiveServer):
+    whole = chat(server, CAPITAL).json()["choices"][0]["message"]["content"]
+    lines = chat(server, CAPITAL, stream=True).text.splitlines()
     parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     pieces = [part["choices"][0]["delta"].get("content") or "" for part in parts if part["choices"]]
     assert "".join(pieces) == whole
     assert sum(map(bool, pieces)) > 1
 
 
-def test_logprobs_come_with_their_alternatives(served: LiveServer):
-    first = chat(served, CAPITAL, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"][0]
+def test_logprobs_come_with_their_alternatives(server: LiveServer):
+    first = chat(server, CAPITAL, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"][0]
     assert len(first["top_logprobs"]) == 3
     assert first["top_logprobs"][0]["token"] == first["token"]
 
 
-def test_a_schema_is_refused_with_its_code(served: LiveServer):
-    answer = chat(served, CAPITAL, response_format={"type": "json_object"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "structured_unsupported")
+def test_a_schema_is_refused_with_its_code(server: LiveServer):
+    reply = chat(server, CAPITAL, response_format={"type": "json_object"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "structured_unsupported")
 
 
-def test_beam_search_is_asked_for_in_decoding(served: LiveServer):
-    answer = post(served, "/v1/responses", input=CAPITAL["content"], decoding={"beam_size": 2, "max_new_tokens": 24})
-    assert answer.status_code == 200
-    assert "Paris" in answer.text
+def test_beam_search_is_asked_for_in_decoding(server: LiveServer):
+    reply = post(server, "/v1/responses", input=CAPITAL["content"], decoding={"beam_size": 2, "max_new_tokens": 24})
+    assert reply.status_code == 200
+    assert "Paris" in reply.text
 
 
-def test_prompt_beyond_the_window_is_refused_by_the_gateway(served: LiveServer):
-    answer = chat(served, {"role": "user", "content": "word " * 600})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+def test_prompt_beyond_the_window_is_refused_by_the_gateway(server: LiveServer):
+    reply = chat(server, {"role": "user", "content": "word " * 600})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_a_call_that_is_demanded_is_refused_and_one_that_is_wished_for_is_not(served: LiveServer):
+def test_a_call_that_is_demanded_is_refused_and_one_that_is_wished_for_is_not(server: LiveServer):
     function = {"name": "now", "strict": True, "parameters": {"type": "object", "properties": {}}}
-    demanded, wished = [
-        chat(served, CAPITAL, tools=[{"type": "function", "function": function}], tool_choice=choice)
+    required, optional = [
+        chat(server, CAPITAL, tools=[{"type": "function", "function": function}], tool_choice=choice)
         for choice in ("required", "auto")
     ]
-    assert (demanded.status_code, demanded.json()["error"]["code"]) == (400, "structured_unsupported")
-    assert wished.status_code == 200
+    assert (required.status_code, required.json()["error"]["code"]) == (400, "structured_unsupported")
+    assert optional.status_code == 200

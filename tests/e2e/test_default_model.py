@@ -36,7 +36,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     default_model.fetch()
     with live_server(
         {
@@ -48,19 +48,19 @@ def served() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def sdk(served: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="sk-dummy", max_retries=0) as client:
+def sdk(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="sk-dummy", max_retries=0) as client:
         yield client
 
 
 def test_the_overflow_example_says_how_much_was_asked_and_how_much_there_is(
-    served: LiveServer, capsys: pytest.CaptureFixture[str]
+    server: LiveServer, capsys: pytest.CaptureFixture[str]
 ):
-    exec(compile(EXAMPLE.replace("http://localhost:8000", served.url), "example", "exec"), {})
-    said = capsys.readouterr().out
-    assert said.startswith("Context Overflow: Error code: 400")
-    assert "maximum context length is 1024 tokens" in said
-    assert "resulted in 1905 tokens" in said
+    exec(compile(EXAMPLE.replace("http://localhost:8000", server.url), "example", "exec"), {})
+    output = capsys.readouterr().out
+    assert output.startswith("Context Overflow: Error code: 400")
+    assert "maximum context length is 1024 tokens" in output
+    assert "resulted in 1905 tokens" in output
 
 
 def test_after_an_overflow_the_server_answers_as_before(sdk: openai.OpenAI):
@@ -82,8 +82,8 @@ def test_any_name_is_answered_and_haiku_has_the_small_window(sdk: openai.OpenAI,
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_background_requests_leave_the_conversations_cache_alone(served: LiveServer, sdk: openai.OpenAI):
-    talk = [{"role": "user", "content": "Count from one to twenty in words, please. " * 8}]
+def test_background_requests_leave_the_conversations_cache_alone(server: LiveServer, sdk: openai.OpenAI):
+    messages = [{"role": "user", "content": "Count from one to twenty in words, please. " * 8}]
 
     def cached(model: str, content: list[dict[str, str]]) -> int:
         reply = sdk.chat.completions.create(model=model, messages=content, max_tokens=1)  # type: ignore[arg-type]
@@ -91,37 +91,37 @@ def test_background_requests_leave_the_conversations_cache_alone(served: LiveSer
         assert reply.usage.prompt_tokens_details is not None
         return reply.usage.prompt_tokens_details.cached_tokens or 0
 
-    cached("claude-sonnet-5", talk)
+    cached("claude-sonnet-5", messages)
     for number in range(3):
         cached("claude-haiku-4-5", [{"role": "user", "content": f"{number} is another title to be found. " * 8}])
-    assert cached("claude-sonnet-5", talk) > 60
+    assert cached("claude-sonnet-5", messages) > 60
 
 
 def test_embeddings_of_alike_sentences_are_nearer_than_others(sdk: openai.OpenAI):
-    said = ["A cat sleeps on the sofa.", "A kitten naps on the couch.", "The court rejected the tax appeal."]
-    made = sdk.embeddings.create(model="smollm2", input=[*said, said[0]])
-    cat, kitten, law, again = (entry.embedding for entry in made.data)
+    output = ["A cat sleeps on the sofa.", "A kitten naps on the couch.", "The court rejected the tax appeal."]
+    embeddings = sdk.embeddings.create(model="smollm2", input=[*output, output[0]])
+    cat, kitten, law, again = (entry.embedding for entry in embeddings.data)
     assert len(cat) == 576
     assert cat == again
     assert cosine(cat, kitten) > cosine(cat, law)
-    assert made.usage.prompt_tokens > 20
-    assert sdk.embeddings.create(model="smollm2", input=said[0]).data[0].embedding == pytest.approx(cat, abs=0.02)
+    assert embeddings.usage.prompt_tokens > 20
+    assert sdk.embeddings.create(model="smollm2", input=output[0]).data[0].embedding == pytest.approx(cat, abs=0.02)
 
 
 def cosine(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def test_a_changed_system_prompt_is_counted(served: LiveServer, sdk: openai.OpenAI):
+def test_a_changed_system_prompt_is_counted(server: LiveServer, sdk: openai.OpenAI):
     for day in ("Monday", "Tuesday"):
-        talk = [{"role": "system", "content": f"Be kind. It is {day}."}, {"role": "user", "content": "Hi."}]
-        sdk.chat.completions.create(model="smollm2", messages=talk, max_tokens=1)  # type: ignore[arg-type]
-    metrics = httpx.get(served.url + "/metrics").text
+        messages = [{"role": "system", "content": f"Be kind. It is {day}."}, {"role": "user", "content": "Hi."}]
+        sdk.chat.completions.create(model="smollm2", messages=messages, max_tokens=1)  # type: ignore[arg-type]
+    metrics = httpx.get(server.url + "/metrics").text
     assert 'system_prompt_changes_total{cache="main"} 1.0' in metrics
 
 
-def test_the_model_and_its_caches_are_healthy(served: LiveServer):
-    health = httpx.get(served.url + "/health").json()
+def test_the_model_and_its_caches_are_healthy(server: LiveServer):
+    health = httpx.get(server.url + "/health").json()
     assert health["models"]["smollm2"]["state"] == "ready"
 
 

@@ -22,80 +22,80 @@ CHAT = PROTOCOLS["chat"]
 
 
 @pytest.fixture(scope="module")
-def one_place() -> Iterator[LiveServer]:
+def single_slot_server() -> Iterator[LiveServer]:
     with live_server(single_slot_config()) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
-def _goes_on(one_place: LiveServer) -> Iterator[None]:
+def _server_keeps_working(single_slot_server: LiveServer) -> Iterator[None]:
     """Whatever a test did, the only place is free afterwards and the next client is answered."""
     yield
-    wait_until_idle(one_place)
-    reply = httpx.post(one_place.url + CHAT.path, json=CHAT.body("text"))
-    assert CHAT.whole(reply.json()).text == "Hello there, friend."
+    wait_until_idle(single_slot_server)
+    reply = httpx.post(single_slot_server.url + CHAT.path, json=CHAT.body("text"))
+    assert CHAT.parse_reply(reply.json()).text == "Hello there, friend."
 
 
-def test_in_the_queue(one_place: LiveServer, wire: Protocol, stream: bool) -> None:
-    with raw_request(one_place, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
-        holder.reads(b"so far")
-        begun = engine_stats(one_place).evaluated_tokens + engine_stats(one_place).reused_tokens
-        with raw_request(one_place, wire.path, wire.body("text of one who waits", stream=stream)):
-            wait_for_queued(one_place, 1)
-        wait_for_queued(one_place, 0)
-        wait_for_running(one_place, 1)
-    wait_until_idle(one_place)
+def test_in_the_queue(single_slot_server: LiveServer, protocol: Protocol, stream: bool) -> None:
+    with raw_request(single_slot_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+        holder.read_until(b"so far")
+        prompt_tokens = engine_stats(single_slot_server).evaluated_tokens + engine_stats(single_slot_server).reused_tokens
+        with raw_request(single_slot_server, protocol.path, protocol.body("text of one who waits", stream=stream)):
+            wait_for_queued(single_slot_server, 1)
+        wait_for_queued(single_slot_server, 0)
+        wait_for_running(single_slot_server, 1)
+    wait_until_idle(single_slot_server)
     # The place came free with nobody in line: a waiter that was still there would have been read by the engine.
-    assert engine_stats(one_place).evaluated_tokens + engine_stats(one_place).reused_tokens == begun
+    assert engine_stats(single_slot_server).evaluated_tokens + engine_stats(single_slot_server).reused_tokens == prompt_tokens
 
 
-def test_in_prefill(one_place: LiveServer, wire: Protocol, stream: bool) -> None:
-    with raw_request(one_place, wire.path, wire.body("endless prefill", stream=stream)):
-        wait_for_running(one_place, 1)
+def test_in_prefill(single_slot_server: LiveServer, protocol: Protocol, stream: bool) -> None:
+    with raw_request(single_slot_server, protocol.path, protocol.body("endless prefill", stream=stream)):
+        wait_for_running(single_slot_server, 1)
 
 
-def test_in_the_stream(one_place: LiveServer, wire: Protocol) -> None:
-    with raw_request(one_place, wire.path, wire.body("endless stream", stream=True)) as caller:
-        caller.reads(b"so far")
-        assert engine_stats(one_place).running == 1
+def test_in_the_stream(single_slot_server: LiveServer, protocol: Protocol) -> None:
+    with raw_request(single_slot_server, protocol.path, protocol.body("endless stream", stream=True)) as caller:
+        caller.read_until(b"so far")
+        assert engine_stats(single_slot_server).running == 1
 
 
-def test_while_a_whole_reply_is_made(one_place: LiveServer, wire: Protocol) -> None:
-    with raw_request(one_place, wire.path, wire.body("endless stream")):
-        wait_for_running(one_place, 1)
+def test_while_a_whole_reply_is_made(single_slot_server: LiveServer, protocol: Protocol) -> None:
+    with raw_request(single_slot_server, protocol.path, protocol.body("endless stream")):
+        wait_for_running(single_slot_server, 1)
 
 
-def test_those_behind_it_move_up(one_place: LiveServer, wire: Protocol) -> None:
+def test_those_behind_it_move_up(single_slot_server: LiveServer, protocol: Protocol) -> None:
     with (
-        raw_request(one_place, CHAT.path, CHAT.body("endless stream", stream=True)) as holder,
-        raw_request(one_place, wire.path, wire.body("endless prefill")) as first,
-        raw_request(one_place, wire.path, wire.body("text")) as second,
+        raw_request(single_slot_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder,
+        raw_request(single_slot_server, protocol.path, protocol.body("endless prefill")) as first,
+        raw_request(single_slot_server, protocol.path, protocol.body("text")) as second,
     ):
-        wait_for_queued(one_place, 2)
-        first.leaves()
-        wait_for_queued(one_place, 1)
-        holder.leaves()
-        second.reads(b"Hello there, friend.")
+        wait_for_queued(single_slot_server, 2)
+        first.close()
+        wait_for_queued(single_slot_server, 1)
+        holder.close()
+        second.read_until(b"Hello there, friend.")
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_with_several_answers_on_one_place(one_place: LiveServer, stream: bool, n: int) -> None:
+def test_with_several_answers_on_one_place(single_slot_server: LiveServer, stream: bool, n: int) -> None:
     """They take turns: some run and some wait for their turn when the client leaves."""
-    with raw_request(one_place, CHAT.path, CHAT.body("endless stream", n=n, stream=stream)) as caller:
+    with raw_request(single_slot_server, CHAT.path, CHAT.body("endless stream", n=n, stream=stream)) as caller:
         if stream:
-            caller.reads(b"so far")
-        wait_for_running(one_place, 1)
+            caller.read_until(b"so far")
+        wait_for_running(single_slot_server, 1)
 
 
-def test_with_several_answers_in_the_queue(one_place: LiveServer, stream: bool) -> None:
-    with raw_request(one_place, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
-        holder.reads(b"so far")
-        with raw_request(one_place, CHAT.path, CHAT.body("text", n=2, stream=stream)):
-            wait_for_queued(one_place, 1)
-        wait_for_queued(one_place, 0)
+def test_with_several_answers_in_the_queue(single_slot_server: LiveServer, stream: bool) -> None:
+    with raw_request(single_slot_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+        holder.read_until(b"so far")
+        with raw_request(single_slot_server, CHAT.path, CHAT.body("text", n=2, stream=stream)):
+            wait_for_queued(single_slot_server, 1)
+        wait_for_queued(single_slot_server, 0)
 
 
-def test_of_the_legacy_endpoint(one_place: LiveServer, stream: bool) -> None:
+def test_of_the_legacy_endpoint(single_slot_server: LiveServer, stream: bool) -> None:
     body = {"model": "demo", "prompt": "endless stream", "stream": stream}
-    with raw_request(one_place, "/v1/completions", body):
-        wait_for_running(one_place, 1)
+    with raw_request(single_slot_server, "/v1/completions", body):
+        wait_for_running(single_slot_server, 1)

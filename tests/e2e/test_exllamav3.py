@@ -17,7 +17,7 @@ from tests.live_server import LiveServer, live_server
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     model = {
         "backend": "exllamav3",
         "path": str(write_model(tmp_path_factory.mktemp("exl3") / "tiny")),
@@ -29,55 +29,55 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exllamav3, "verify", lambda: None)
         patch.setattr(exllamav3, "create", lambda spec: ExllamaEngine(spec, FakeLibrary().load))
-        with live_server({"models": {"tiny": model}}) as made:
-            yield made
+        with live_server({"models": {"tiny": model}}) as running:
+            yield running
 
 
-def ask(served: LiveServer, **fields: Any) -> httpx.Response:
+def complete(server: LiveServer, **fields: Any) -> httpx.Response:
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "Hello there"}],
         "max_tokens": 8,
         "temperature": 0,
     }
-    return httpx.post(served.url + "/v1/chat/completions", json=body | fields, timeout=60)
+    return httpx.post(server.url + "/v1/chat/completions", json=body | fields, timeout=60)
 
 
-def test_answer_counts_its_tokens_and_those_it_found_in_the_cache(served: LiveServer) -> None:
-    first, second = (ask(served).json() for _ in range(2))
+def test_answer_counts_its_tokens_and_those_it_found_in_the_cache(server: LiveServer) -> None:
+    first, second = (complete(server).json() for _ in range(2))
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
     usage = second["usage"]
     assert usage["completion_tokens"] == 8
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
-def test_answer_has_the_form_that_was_asked_for(served: LiveServer) -> None:
+def test_answer_has_the_form_that_was_asked_for(server: LiveServer) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},
         "required": ["ok"],
         "additionalProperties": False,
     }
-    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
-    told = ask(served, response_format=form, max_tokens=30).json()["choices"][0]
-    assert json.loads(told["message"]["content"])["ok"] in (True, False)
-    assert told["finish_reason"] == "stop"
+    response_format = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+    choice = complete(server, response_format=response_format, max_tokens=30).json()["choices"][0]
+    assert json.loads(choice["message"]["content"])["ok"] in (True, False)
+    assert choice["finish_reason"] == "stop"
 
 
-def test_prompt_that_is_too_long_is_refused(served: LiveServer) -> None:
-    answer = ask(served, messages=[{"role": "user", "content": "word " * 2000}])
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+def test_prompt_that_is_too_long_is_refused(server: LiveServer) -> None:
+    reply = complete(server, messages=[{"role": "user", "content": "word " * 2000}])
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_stream_ends_as_its_protocol_says(served: LiveServer) -> None:
+def test_stream_ends_as_its_protocol_says(server: LiveServer) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
-    with httpx.stream("POST", served.url + "/v1/messages", json=body, timeout=60) as answer:
-        events = [line.removeprefix("event: ") for line in answer.iter_lines() if line.startswith("event: ")]
+    with httpx.stream("POST", server.url + "/v1/messages", json=body, timeout=60) as reply:
+        events = [line.removeprefix("event: ") for line in reply.iter_lines() if line.startswith("event: ")]
     assert (events[0], events[-1]) == ("message_start", "message_stop")
 
 
-def test_memory_of_the_model_is_told_as_a_gpus(served: LiveServer) -> None:
-    (told,) = httpx.get(served.url + "/v1/admin/gpu-memory", timeout=60).json()["models"]
-    assert told["estimate"]["device"] == "gpu"
-    assert told["estimate"]["kv"] > 0
+def test_memory_of_the_model_is_told_as_a_gpus(server: LiveServer) -> None:
+    (choice,) = httpx.get(server.url + "/v1/admin/gpu-memory", timeout=60).json()["models"]
+    assert choice["estimate"]["device"] == "gpu"
+    assert choice["estimate"]["kv"] > 0

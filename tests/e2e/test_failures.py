@@ -14,43 +14,43 @@ from tests.live_server import demo_config, live_server
 MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
-def openai(message: str, code: str, type: str = "server_error") -> dict[str, Any]:
+def openai_error(message: str, code: str, type: str = "server_error") -> dict[str, Any]:
     return {"error": {"message": message, "type": type, "param": None, "code": code}}
 
 
-def anthropic(message: str, type: str, code: str, reply: httpx.Response) -> dict[str, Any]:
+def anthropic_error(message: str, type: str, code: str, reply: httpx.Response) -> dict[str, Any]:
     error = {"type": type, "message": message, "code": code}
     return {"type": "error", "error": error, "request_id": reply.headers["request-id"]}
 
 
-def post(client: httpx.Client, wire: Protocol, text: str, **asked: Any) -> httpx.Response:
-    return client.post(wire.path, json=wire.body(text, **asked))
+def post(client: httpx.Client, protocol: Protocol, text: str, **fields: Any) -> httpx.Response:
+    return client.post(protocol.path, json=protocol.body(text, **fields))
 
 
 # --- before the first byte ------------------------------------------------------------------------------------------
 
 
-def test_a_failure_before_the_first_byte_is_an_http_error(client: httpx.Client, wire: Protocol, stream: bool) -> None:
-    reply = post(client, wire, "error before", stream=stream)
+def test_a_failure_before_the_first_byte_is_an_http_error(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+    reply = post(client, protocol, "error before", stream=stream)
     assert (reply.status_code, reply.headers["content-type"]) == (500, "application/json")
-    expected = openai("out of memory", "internal_error")
-    if wire is MESSAGES:
-        expected = anthropic("out of memory", "api_error", "internal_error", reply)
+    expected = openai_error("out of memory", "internal_error")
+    if protocol is MESSAGES:
+        expected = anthropic_error("out of memory", "api_error", "internal_error", reply)
     assert reply.json() == expected
 
 
-def test_a_lost_engine_says_when_to_come_back(client: httpx.Client, wire: Protocol, stream: bool) -> None:
-    reply = post(client, wire, "busy before", stream=stream)
-    assert reply.status_code == (529 if wire is MESSAGES else 503)
+def test_a_lost_engine_says_when_to_come_back(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+    reply = post(client, protocol, "busy before", stream=stream)
+    assert reply.status_code == (529 if protocol is MESSAGES else 503)
     assert int(reply.headers["retry-after"]) >= 1
-    expected = openai("the worker is gone", "engine_unavailable")
-    if wire is MESSAGES:
-        expected = anthropic("the worker is gone", "overloaded_error", "engine_unavailable", reply)
+    expected = openai_error("the worker is gone", "engine_unavailable")
+    if protocol is MESSAGES:
+        expected = anthropic_error("the worker is gone", "overloaded_error", "engine_unavailable", reply)
     assert reply.json() == expected
 
 
-def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client, wire: Protocol) -> None:
-    reply = post(client, wire, "error during")
+def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client, protocol: Protocol) -> None:
+    reply = post(client, protocol, "error during")
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == "out of memory"
 
@@ -60,71 +60,71 @@ def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client
 
 def test_messages_fails_in_a_stream_with_an_error_event(client: httpx.Client) -> None:
     reply = post(client, MESSAGES, "error during", stream=True)
-    got = parse_events(reply.text)
-    assert event_names(got) == ["message_start", "ping", "content_block_start", "content_block_delta", "error"]
-    assert got[-1].data == anthropic("out of memory", "api_error", "internal_error", reply)
+    events = parse_events(reply.text)
+    assert event_names(events) == ["message_start", "ping", "content_block_start", "content_block_delta", "error"]
+    assert events[-1].data == anthropic_error("out of memory", "api_error", "internal_error", reply)
 
 
 def test_chat_fails_in_a_stream_with_an_error_chunk_and_no_done(client: httpx.Client) -> None:
-    got = parse_events(post(client, CHAT, "error during", stream=True).text)
-    assert got[1].data["choices"][0]["delta"] == {"content": "Half an"}
-    assert [frame.data for frame in got[2:]] == [openai("out of memory", "internal_error")]
+    events = parse_events(post(client, CHAT, "error during", stream=True).text)
+    assert events[1].data["choices"][0]["delta"] == {"content": "Half an"}
+    assert [event.data for event in events[2:]] == [openai_error("out of memory", "internal_error")]
 
 
 def test_responses_fails_in_a_stream_with_response_failed(client: httpx.Client) -> None:
-    got = parse_events(post(client, RESPONSES, "error during", stream=True).text)
-    assert event_names(got)[-2:] == ["response.output_text.delta", "response.failed"]
-    failed = got[-1].data["response"]
-    assert (failed["status"], failed["id"]) == ("failed", got[0].data["response"]["id"])
+    events = parse_events(post(client, RESPONSES, "error during", stream=True).text)
+    assert event_names(events)[-2:] == ["response.output_text.delta", "response.failed"]
+    failed = events[-1].data["response"]
+    assert (failed["status"], failed["id"]) == ("failed", events[0].data["response"]["id"])
     assert failed["error"] == {"code": "server_error", "message": "out of memory"}
-    assert [frame.data["sequence_number"] for frame in got] == list(range(len(got)))
+    assert [event.data["sequence_number"] for event in events] == list(range(len(events)))
 
 
 # --- overflow: three dialects, both numbers true --------------------------------------------------------------------
 
-LONG = "text " + "word " * 5000
+LONG_TEXT = "text " + "word " * 5000
 
 
 @pytest.fixture(scope="module")
-def counted(client: httpx.Client) -> int:
-    count: int = client.post("/v1/messages/count_tokens", json=MESSAGES.body(LONG)).json()["input_tokens"]
+def prompt_tokens(client: httpx.Client) -> int:
+    count: int = client.post("/v1/messages/count_tokens", json=MESSAGES.body(LONG_TEXT)).json()["input_tokens"]
     assert count > 4096
     return count
 
 
 def test_messages_overflows_in_the_words_that_claude_code_knows(
-    client: httpx.Client, counted: int, stream: bool
+    client: httpx.Client, prompt_tokens: int, stream: bool
 ) -> None:
-    reply = post(client, MESSAGES, LONG, stream=stream)
+    reply = post(client, MESSAGES, LONG_TEXT, stream=stream)
     assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
-    told = reply.json()
-    assert (told["type"], told["request_id"]) == ("error", reply.headers["request-id"])
-    assert told["request_id"].startswith("req_")
-    assert told["error"]["type"] == "invalid_request_error"
-    assert told["error"]["message"] == f"prompt is too long: {counted} tokens > 4096 maximum"
+    body = reply.json()
+    assert (body["type"], body["request_id"]) == ("error", reply.headers["request-id"])
+    assert body["request_id"].startswith("req_")
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["message"] == f"prompt is too long: {prompt_tokens} tokens > 4096 maximum"
 
 
-def overflow(counted: int, param: str) -> dict[str, Any]:
+def overflow_error(prompt_tokens: int, param: str) -> dict[str, Any]:
     message = (
-        f"This model's maximum context length is 4096 tokens. However, your messages resulted in {counted} tokens. "
+        f"This model's maximum context length is 4096 tokens. However, your messages resulted in {prompt_tokens} tokens. "
         "Please reduce the length of the messages."
     )
     error = {"message": message, "type": "invalid_request_error", "param": param, "code": "context_length_exceeded"}
-    return {"error": error | {"n_prompt_tokens": counted, "n_ctx": 4096}}
+    return {"error": error | {"n_prompt_tokens": prompt_tokens, "n_ctx": 4096}}
 
 
-def test_chat_overflows_with_a_code_and_both_numbers(client: httpx.Client, counted: int, stream: bool) -> None:
-    reply = post(client, CHAT, LONG, stream=stream)
-    assert (reply.status_code, reply.json()) == (400, overflow(counted, "messages"))
+def test_chat_overflows_with_a_code_and_both_numbers(client: httpx.Client, prompt_tokens: int, stream: bool) -> None:
+    reply = post(client, CHAT, LONG_TEXT, stream=stream)
+    assert (reply.status_code, reply.json()) == (400, overflow_error(prompt_tokens, "messages"))
 
 
-def test_responses_overflows_as_chat_does_where_nothing_is_streamed(client: httpx.Client, counted: int) -> None:
-    reply = post(client, RESPONSES, LONG)
-    assert (reply.status_code, reply.json()) == (400, overflow(counted, "input"))
+def test_responses_overflows_as_chat_does_where_nothing_is_streamed(client: httpx.Client, prompt_tokens: int) -> None:
+    reply = post(client, RESPONSES, LONG_TEXT)
+    assert (reply.status_code, reply.json()) == (400, overflow_error(prompt_tokens, "input"))
 
 
 def test_responses_overflows_in_a_stream_as_a_failed_response(client: httpx.Client) -> None:
-    reply = post(client, RESPONSES, LONG, stream=True)
+    reply = post(client, RESPONSES, LONG_TEXT, stream=True)
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith("text/event-stream")
     created, failed = parse_events(reply.text)
@@ -149,23 +149,23 @@ def test_a_prompt_as_long_as_the_window_overflows_and_one_token_less_does_not(cl
 def test_a_strict_cache_refuses_an_answer_that_would_not_fit() -> None:
     strict = {"model": "demo", "n_ctx": 4096, "parallel": 4, "overflow": "strict"}
     with (
-        live_server(config(caches={"main": strict, "fast": strict})) as served,
-        httpx.Client(base_url=served.url) as client,
+        live_server(config(caches={"main": strict, "fast": strict})) as server,
+        httpx.Client(base_url=server.url) as client,
     ):
-        counted = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
-        told = [post(client, wire, "text", limit=4096) for wire in PROTOCOLS.values()]
-        assert [reply.status_code for reply in told] == [400, 400, 400]
-        assert told[0].json()["error"]["message"] == (
-            f"input length and `max_tokens` exceed context limit: {counted} + 4096 > 4096, decrease input length or "
+        prompt_tokens = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
+        body = [post(client, protocol, "text", limit=4096) for protocol in PROTOCOLS.values()]
+        assert [reply.status_code for reply in body] == [400, 400, 400]
+        assert body[0].json()["error"]["message"] == (
+            f"input length and `max_tokens` exceed context limit: {prompt_tokens} + 4096 > 4096, decrease input length or "
             "`max_tokens` and try again"
         )
-        assert [reply.json()["error"]["code"] for reply in told[1:]] == ["context_length_exceeded"] * 2
-        assert post(client, MESSAGES, "text", limit=4096 - counted).status_code == 200
+        assert [reply.json()["error"]["code"] for reply in body[1:]] == ["context_length_exceeded"] * 2
+        assert post(client, MESSAGES, "text", limit=4096 - prompt_tokens).status_code == 200
 
 
-def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, wire: Protocol) -> None:
-    post(client, wire, "error before")
-    assert wire.whole(post(client, wire, "text").json()).text == "Hello there, friend."
+def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, protocol: Protocol) -> None:
+    post(client, protocol, "error before")
+    assert protocol.parse_reply(post(client, protocol, "text").json()).text == "Hello there, friend."
 
 
 # --- a client that sets a deadline ------------------------------------------------------------------------------------
@@ -173,16 +173,16 @@ def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, wire
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
 def test_a_deadline_ends_an_answer_that_takes_too_long(path: str) -> None:
-    with live_server(demo_config([{"steps": [{"hang": True}]}])) as served:
-        reply = httpx.post(served.url + path, json=VALID_BODIES[path], headers={"x-modelyard-timeout": "0.05"})
+    with live_server(demo_config([{"steps": [{"hang": True}]}])) as server:
+        reply = httpx.post(server.url + path, json=VALID_BODIES[path], headers={"x-modelyard-timeout": "0.05"})
         assert reply.status_code == 504
-        wait_until(lambda: served.status("demo").running == 0, "its place is free")
+        wait_until(lambda: server.status("demo").running == 0, "its place is free")
 
 
-@pytest.mark.parametrize("told", ["soon", "0", "-1", "nan", "1e9"])
-def test_a_deadline_that_is_none_is_refused(told: str) -> None:
-    with live_server(demo_config()) as served:
+@pytest.mark.parametrize("body", ["soon", "0", "-1", "nan", "1e9"])
+def test_a_deadline_that_is_none_is_refused(body: str) -> None:
+    with live_server(demo_config()) as server:
         body = VALID_BODIES["/v1/chat/completions"]
-        reply = httpx.post(served.url + "/v1/chat/completions", json=body, headers={"x-modelyard-timeout": told})
+        reply = httpx.post(server.url + "/v1/chat/completions", json=body, headers={"x-modelyard-timeout": body})
         assert reply.status_code == 400
         assert "x-modelyard-timeout" in reply.json()["error"]["message"]

@@ -21,10 +21,10 @@ SAMPLING: dict[str, Any] = {
     "chat_template_kwargs": {"enable_thinking": True}, "documents": [{"title": "t", "text": "x"}], "priority": "main",
     "dry_sequence_breakers": ["\n"], "lora_adapter": None, "user": "ann", "metadata": {"user_id": "u"},
 }  # fmt: skip
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
 
 # Every endpoint with as many of its fields as a client could send at once.
-RICH: dict[str, dict[str, Any]] = {
+FULL_BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": VALID_BODIES["/v1/messages"] | SAMPLING | {
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [
@@ -50,7 +50,7 @@ RICH: dict[str, dict[str, Any]] = {
         "messages": [
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "Weather?"}], "name": "ann"},
-            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [TOOL_CALL]},
             {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
         ],
         "tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}],
@@ -88,66 +88,66 @@ RICH: dict[str, dict[str, Any]] = {
     "/tokenize": {"model": "demo", "content": "one", "with_pieces": True, "add_special": True},
     "/detokenize": {"model": "demo", "tokens": [1, 2, 3]},
 }  # fmt: skip
-RICH["/v1/messages/count_tokens"] = RICH["/v1/messages"]
-RICH["/v1/responses/input_tokens"] = RICH["/v1/responses"]
-RICH["/apply-template"] = RICH["/v1/chat/completions"]
+FULL_BODIES["/v1/messages/count_tokens"] = FULL_BODIES["/v1/messages"]
+FULL_BODIES["/v1/responses/input_tokens"] = FULL_BODIES["/v1/responses"]
+FULL_BODIES["/apply-template"] = FULL_BODIES["/v1/chat/completions"]
 
-WORDS = st.sampled_from(
+STRINGS = st.sampled_from(
     ["", "demo", "user", "assistant", "tool", "text", "function", "auto", "c1", "<|im_end|>", "\x00", "é😀"]
 )
-ATOMS = st.one_of(
+SCALARS = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-3, 300),
     st.sampled_from([2**31, 2**63, -(2**64), 10**40]),
     st.floats(allow_nan=False, allow_infinity=False),
-    WORDS,
+    STRINGS,
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
 )
 VALUES = st.recursive(
-    ATOMS,
+    SCALARS,
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(WORDS | st.sampled_from(["type", "role"]), inner, max_size=3)
+        st.lists(inner, max_size=3) | st.dictionaries(STRINGS | st.sampled_from(["type", "role"]), inner, max_size=3)
     ),
     max_leaves=6,
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def json_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in a body that could hold something else."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
         yield (*path, key)
-        yield from places(each, (*path, key))
+        yield from json_paths(each, (*path, key))
 
 
 @st.composite
-def mutants(draw: st.DrawFn, path: str) -> dict[str, Any]:
-    body = copy.deepcopy(RICH[path])
+def mutated_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    body = copy.deepcopy(FULL_BODIES[path])
     for _ in range(draw(st.integers(1, 3))):
         if not body:
             break
-        *way, last = draw(st.sampled_from(sorted(places(body), key=repr)))
-        holder: Any = body
-        for step in way:
-            holder = holder[step]
+        *parents, last = draw(st.sampled_from(sorted(json_paths(body), key=repr)))
+        container: Any = body
+        for step in parents:
+            container = container[step]
         if draw(st.booleans()):
-            holder[last] = draw(VALUES)
+            container[last] = draw(VALUES)
         else:
-            del holder[last]
+            del container[last]
     return body
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
+def vision_client() -> Iterator[httpx.Client]:
     config = demo_config()
     config["models"]["demo"]["modalities"] = ["text", "image"]
-    with live_server(config) as running, httpx.Client(base_url=running.url, timeout=60) as made:
-        yield made
+    with live_server(config) as running, httpx.Client(base_url=running.url, timeout=60) as client:
+        yield client
 
 
-def check(client: httpx.Client, path: str, body: Any) -> None:
-    reply = client.post(path, content=json.dumps(body).encode())
+def check_reply(vision_client: httpx.Client, path: str, body: Any) -> None:
+    reply = vision_client.post(path, content=json.dumps(body).encode())
     if reply.status_code != 200:
         assert 400 <= reply.status_code < 500, reply.text
         check_error(reply, path, reply.status_code)
@@ -157,32 +157,32 @@ def check(client: httpx.Client, path: str, body: Any) -> None:
         assert isinstance(reply.json(), dict)
 
 
-MANY = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ_SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("path", RICH)
-def test_the_rich_bodies_are_good(client: httpx.Client, path: str) -> None:
-    reply = client.post(path, json=RICH[path])
+@pytest.mark.parametrize("path", FULL_BODIES)
+def test_the_rich_bodies_are_good(vision_client: httpx.Client, path: str) -> None:
+    reply = vision_client.post(path, json=FULL_BODIES[path])
     assert reply.status_code == 200, reply.text
 
 
-@pytest.mark.parametrize("path", RICH)
-def test_a_good_body_with_something_wrong_in_it_is_answered_in_shape(client: httpx.Client, path: str) -> None:
-    @MANY
-    @given(mutants(path))
-    def holds(body: dict[str, Any]) -> None:
-        check(client, path, body)
+@pytest.mark.parametrize("path", FULL_BODIES)
+def test_a_good_body_with_something_wrong_in_it_is_answered_in_shape(vision_client: httpx.Client, path: str) -> None:
+    @FUZZ_SETTINGS
+    @given(mutated_bodies(path))
+    def run(body: dict[str, Any]) -> None:
+        check_reply(vision_client, path, body)
 
-    holds()
+    run()
 
 
-@pytest.mark.parametrize("path", RICH)
-def test_any_json_at_all_is_answered_in_shape(client: httpx.Client, path: str) -> None:
-    fields = st.sampled_from(sorted(RICH[path]))
+@pytest.mark.parametrize("path", FULL_BODIES)
+def test_any_json_at_all_is_answered_in_shape(vision_client: httpx.Client, path: str) -> None:
+    fields = st.sampled_from(sorted(FULL_BODIES[path]))
 
-    @MANY
+    @FUZZ_SETTINGS
     @given(VALUES | st.dictionaries(fields, VALUES).map(lambda body: {"model": "demo"} | body))
-    def holds(body: Any) -> None:
-        check(client, path, body)
+    def run(body: Any) -> None:
+        check_reply(vision_client, path, body)
 
-    holds()
+    run()

@@ -11,76 +11,76 @@ from tests.e2e.protocols import PROTOCOLS, Protocol, ServerSentEvent, event_name
 from tests.live_server import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
-SIGN = {"messages": "ping", "chat": ":", "responses": "response.in_progress"}
+KEEPALIVE_EVENTS = {"messages": "ping", "chat": ":", "responses": "response.in_progress"}
 
 
 @pytest.fixture(scope="module")
-def quick() -> Iterator[LiveServer]:
+def keepalive_server() -> Iterator[LiveServer]:
     with live_server(single_slot_config(http={"keepalive_s": 0.05})) as running:
         yield running
         wait_until_idle(running)
 
 
-def waited_in_the_queue(quick: LiveServer, wire: Protocol, sign: str) -> list[ServerSentEvent]:
+def events_after_queueing(keepalive_server: LiveServer, protocol: Protocol, keepalive: str) -> list[ServerSentEvent]:
     """A stream whose place came free only after it had been pinged three times."""
-    got: list[ServerSentEvent] = []
-    with raw_request(quick, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
-        holder.reads(b"so far")
-        with stream_events(quick, wire.path, wire.body("text", stream=True)) as stream:
-            wait_for_queued(quick, 1)
-            for frame in stream:
-                got.append(frame)
-                if event_names(got).count(sign) == 3:
-                    holder.leaves()
-    return got
+    events: list[ServerSentEvent] = []
+    with raw_request(keepalive_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+        holder.read_until(b"so far")
+        with stream_events(keepalive_server, protocol.path, protocol.body("text", stream=True)) as stream:
+            wait_for_queued(keepalive_server, 1)
+            for event in stream:
+                events.append(event)
+                if event_names(events).count(keepalive) == 3:
+                    holder.close()
+    return events
 
 
-def test_messages_pings_even_before_the_message_starts(quick: LiveServer) -> None:
-    got = waited_in_the_queue(quick, MESSAGES, "ping")
-    assert event_names(got)[:3] == ["ping", "ping", "ping"]
-    assert {str(frame.data) for frame in got if frame.event == "ping"} == {"{'type': 'ping'}"}
-    rest = [frame for frame in got if frame.event != "ping"]
+def test_messages_pings_even_before_the_message_starts(keepalive_server: LiveServer) -> None:
+    events = events_after_queueing(keepalive_server, MESSAGES, "ping")
+    assert event_names(events)[:3] == ["ping", "ping", "ping"]
+    assert {str(event.data) for event in events if event.event == "ping"} == {"{'type': 'ping'}"}
+    rest = [event for event in events if event.event != "ping"]
     assert rest[0].event == "message_start"
-    assert MESSAGES.streamed(rest).text == "Hello there, friend."
+    assert MESSAGES.parse_stream(rest).text == "Hello there, friend."
 
 
-def test_chat_sends_comments_before_its_first_chunk(quick: LiveServer) -> None:
-    got = waited_in_the_queue(quick, CHAT, ":")
-    assert event_names(got)[:3] == [":", ":", ":"]
-    assert CHAT.streamed([frame for frame in got if frame.event != ":"]).text == "Hello there, friend."
+def test_chat_sends_comments_before_its_first_chunk(keepalive_server: LiveServer) -> None:
+    events = events_after_queueing(keepalive_server, CHAT, ":")
+    assert event_names(events)[:3] == [":", ":", ":"]
+    assert CHAT.parse_stream([event for event in events if event.event != ":"]).text == "Hello there, friend."
 
 
-def test_responses_repeats_that_it_is_in_progress(quick: LiveServer) -> None:
-    got = waited_in_the_queue(quick, RESPONSES, "response.in_progress")
-    assert event_names(got)[:4] == ["response.created", *["response.in_progress"] * 3]
-    assert event_names(got).count("response.created") == 1
-    assert [frame.data["sequence_number"] for frame in got] == list(range(len(got)))
-    assert len({frame.data["response"]["id"] for frame in got if "response" in frame.data}) == 1
-    assert RESPONSES.streamed(got).text == "Hello there, friend."
+def test_responses_repeats_that_it_is_in_progress(keepalive_server: LiveServer) -> None:
+    events = events_after_queueing(keepalive_server, RESPONSES, "response.in_progress")
+    assert event_names(events)[:4] == ["response.created", *["response.in_progress"] * 3]
+    assert event_names(events).count("response.created") == 1
+    assert [event.data["sequence_number"] for event in events] == list(range(len(events)))
+    assert len({event.data["response"]["id"] for event in events if "response" in event.data}) == 1
+    assert RESPONSES.parse_stream(events).text == "Hello there, friend."
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_prefill_is_not_silent(quick: LiveServer, name: str) -> None:
+def test_prefill_is_not_silent(keepalive_server: LiveServer, name: str) -> None:
     """Behind the event that opens the answer nothing else is said; before it, only where the machine is slow."""
-    wire, got, sign = PROTOCOLS[name], list[ServerSentEvent](), SIGN[name]
-    with stream_events(quick, wire.path, wire.body("endless prefill", stream=True)) as stream:
-        for frame in stream:
-            got.append(frame)
-            if len(_behind_the_opening(got, sign)) == 4:
+    protocol, events, keepalive = PROTOCOLS[name], list[ServerSentEvent](), KEEPALIVE_EVENTS[name]
+    with stream_events(keepalive_server, protocol.path, protocol.body("endless prefill", stream=True)) as stream:
+        for event in stream:
+            events.append(event)
+            if len(_after_the_first(events, keepalive)) == 4:
                 break
-    assert _behind_the_opening(got, sign) == [sign] * 4
+    assert _after_the_first(events, keepalive) == [keepalive] * 4
 
 
-def _behind_the_opening(got: list[ServerSentEvent], sign: str) -> list[str]:
-    opened = next((number for number, name in enumerate(event_names(got), 1) if name != sign), len(got))
-    return event_names(got)[opened:]
+def _after_the_first(events: list[ServerSentEvent], keepalive: str) -> list[str]:
+    first = next((number for number, name in enumerate(event_names(events), 1) if name != keepalive), len(events))
+    return event_names(events)[first:]
 
 
-def test_a_refusal_after_the_first_sign_of_life_is_told_in_the_stream(quick: LiveServer, wire: Protocol) -> None:
+def test_a_refusal_after_the_first_sign_of_life_is_told_in_the_stream(keepalive_server: LiveServer, protocol: Protocol) -> None:
     """The status is out: only an event can still say it."""
-    with raw_request(quick, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
-        holder.reads(b"so far")
-        with raw_request(quick, wire.path, wire.body("error before", stream=True)) as caller:
-            caller.reads(b"ping" if wire is MESSAGES else b"in_progress" if wire is RESPONSES else b": keep-alive")
-            holder.leaves()
-            caller.reads(b"out of memory")
+    with raw_request(keepalive_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+        holder.read_until(b"so far")
+        with raw_request(keepalive_server, protocol.path, protocol.body("error before", stream=True)) as caller:
+            caller.read_until(b"ping" if protocol is MESSAGES else b"in_progress" if protocol is RESPONSES else b": keep-alive")
+            holder.close()
+            caller.read_until(b"out of memory")

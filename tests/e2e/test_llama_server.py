@@ -14,16 +14,16 @@ import pytest
 
 from tests.e2e.helpers import stream_events, wait_until, wait_until_idle
 from tests.e2e.protocols import PROTOCOLS, Protocol, ServerSentEvent, parse_events
-from tests.e2e.test_matrix import ask
+from tests.e2e.test_matrix import send
 from tests.engines.llama_server import helpers
 from tests.live_server import LiveServer, live_server
 
 WINDOW = 256
-ENDLESS = {"0": -100, "2": -100}  # the tokens that would end its turn
+NO_END_TOKENS = {"0": -100, "2": -100}  # the tokens that would end its turn
 MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
-def config(window: int = WINDOW, **more: Any) -> dict[str, Any]:
+def llama_server_config(window: int = WINDOW, **more: Any) -> dict[str, Any]:
     options = helpers.options()
     model = {
         "backend": "llama_server",
@@ -38,7 +38,7 @@ def config(window: int = WINDOW, **more: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def serving_well(settings: dict[str, Any]) -> Iterator[LiveServer]:
+def managed_server(settings: dict[str, Any]) -> Iterator[LiveServer]:
     """Stops its engines before the server: one that is dropped is ended by its tether, not by us."""
     with live_server(settings) as running:
         try:
@@ -48,18 +48,18 @@ def serving_well(settings: dict[str, Any]) -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[LiveServer]:
-    with serving_well(config()) as running:
+def server() -> Iterator[LiveServer]:
+    with managed_server(llama_server_config()) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(served: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=60) as client:
+def client(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
-def count(url: str, text: str) -> int:
+def count_tokens(url: str, text: str) -> int:
     reply = httpx.post(url + "/v1/messages/count_tokens", json=MESSAGES.body(text))
     assert reply.status_code == 200, reply.text
     counted: int = reply.json()["input_tokens"]
@@ -67,31 +67,31 @@ def count(url: str, text: str) -> int:
 
 
 def test_it_answers_in_every_protocol_and_counts_as_we_do(
-    served: LiveServer, client: httpx.Client, wire: Protocol, stream: bool
+    server: LiveServer, client: httpx.Client, protocol: Protocol, stream: bool
 ) -> None:
-    seen = ask(client, wire, stream, "What is the capital of France?", limit=6)
-    assert seen.text
-    assert seen.usage.prompt == count(served.url, "What is the capital of France?")
-    assert 1 <= seen.usage.output <= 6
+    parsed = send(client, protocol, stream, "What is the capital of France?", limit=6)
+    assert parsed.text
+    assert parsed.usage.prompt == count_tokens(server.url, "What is the capital of France?")
+    assert 1 <= parsed.usage.output <= 6
 
 
 def test_the_prompt_is_counted_before_it_is_read(client: httpx.Client) -> None:
-    got = parse_events(client.post("/v1/messages", json=MESSAGES.body("Hi.", limit=2, stream=True)).text)
-    usage = got[0].data["message"]["usage"]
-    assert usage["input_tokens"] == ask(client, MESSAGES, False, "Hi.", limit=2).usage.prompt
+    events = parse_events(client.post("/v1/messages", json=MESSAGES.body("Hi.", limit=2, stream=True)).text)
+    usage = events[0].data["message"]["usage"]
+    assert usage["input_tokens"] == send(client, MESSAGES, False, "Hi.", limit=2).usage.prompt
 
 
-def test_tokens_are_counted_while_it_is_not_loaded(served: LiveServer) -> None:
-    with serving_well(config(enabled=False)) as stopped:
-        assert count(stopped.url, "Hello!") == count(served.url, "Hello!")
+def test_tokens_are_counted_while_it_is_not_loaded(server: LiveServer) -> None:
+    with managed_server(llama_server_config(enabled=False)) as stopped:
+        assert count_tokens(stopped.url, "Hello!") == count_tokens(server.url, "Hello!")
         assert stopped.status("demo").state == "stopped"
 
 
-def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(served: LiveServer, client: httpx.Client) -> None:
+def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(server: LiveServer, client: httpx.Client) -> None:
     long = "word " * 300
-    tokens = count(served.url, long)
-    told = client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]
-    assert told == f"prompt is too long: {tokens} tokens > {WINDOW} maximum"
+    tokens = count_tokens(server.url, long)
+    message = client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]
+    assert message == f"prompt is too long: {tokens} tokens > {WINDOW} maximum"
     error = client.post("/v1/chat/completions", json=CHAT.body(long, stream=True)).json()["error"]
     assert (error["code"], error["n_prompt_tokens"]) == ("context_length_exceeded", tokens)
     failed = parse_events(client.post("/v1/responses", json=RESPONSES.body(long, stream=True)).text)[-1]
@@ -99,60 +99,60 @@ def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(served: LiveS
 
 
 def test_an_answer_that_fills_the_window_says_so(client: httpx.Client) -> None:
-    seen = ask(client, MESSAGES, True, "count " * 180, limit=32000, logit_bias=ENDLESS)
-    assert seen.stop == "model_context_window_exceeded"
-    assert seen.usage.prompt + seen.usage.output >= WINDOW - 1
+    parsed = send(client, MESSAGES, True, "count " * 180, limit=32000, logit_bias=NO_END_TOKENS)
+    assert parsed.stop == "model_context_window_exceeded"
+    assert parsed.usage.prompt + parsed.usage.output >= WINDOW - 1
 
 
 # --- death ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def mortal() -> Iterator[LiveServer]:
-    with serving_well(config(2048)) as running:
+def long_server() -> Iterator[LiveServer]:
+    with managed_server(llama_server_config(2048)) as running:
         yield running
 
 
-def kill(served: LiveServer) -> None:
-    engine: Any = served.app.scheduler.engine("demo")
+def kill_engine(server: LiveServer) -> None:
+    engine: Any = server.app.scheduler.engine("demo")
     os.kill(engine.pid, signal.SIGKILL)
 
 
-def is_content(frame: ServerSentEvent) -> bool:
-    choices = frame.data.get("choices")
-    return bool(choices[0]["delta"].get("content")) if choices else "delta" in frame.event
+def is_content(event: ServerSentEvent) -> bool:
+    choices = event.data.get("choices")
+    return bool(choices[0]["delta"].get("content")) if choices else "delta" in event.event
 
 
-def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(mortal: LiveServer, wire: Protocol) -> None:
-    body = wire.body("Count.", limit=1900, logit_bias=ENDLESS, stream=True)
-    with stream_events(mortal, wire.path, body) as arriving:
-        seen = [next(frame for frame in arriving if is_content(frame))]
-        kill(mortal)
-        seen += arriving
-    last = seen[-1]
-    told = str(last.data)
-    assert "was killed by SIGKILL" in told
-    if wire is MESSAGES:
+def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(long_server: LiveServer, protocol: Protocol) -> None:
+    body = protocol.body("Count.", limit=1900, logit_bias=NO_END_TOKENS, stream=True)
+    with stream_events(long_server, protocol.path, body) as incoming:
+        parsed = [next(event for event in incoming if is_content(event))]
+        kill_engine(long_server)
+        parsed += incoming
+    last = parsed[-1]
+    message = str(last.data)
+    assert "was killed by SIGKILL" in message
+    if protocol is MESSAGES:
         assert (last.event, last.data["error"]["type"]) == ("error", "overloaded_error")
-    elif wire is CHAT:
+    elif protocol is CHAT:
         assert last.data["error"]["code"] == "engine_unavailable"
     else:
         assert (last.event, last.data["response"]["error"]["code"]) == ("response.failed", "server_error")
-    with httpx.Client(base_url=mortal.url, timeout=60) as client:
-        assert ask(client, wire, False, "Hello!", limit=4).text
-    wait_until_idle(mortal)
+    with httpx.Client(base_url=long_server.url, timeout=60) as client:
+        assert send(client, protocol, False, "Hello!", limit=4).text
+    wait_until_idle(long_server)
 
 
-def test_a_kill_before_the_first_word_is_not_noticed_by_the_client(mortal: LiveServer) -> None:
-    kill(mortal)
-    with httpx.Client(base_url=mortal.url, timeout=60) as client:
-        assert ask(client, CHAT, False, "Hello!", limit=4).text
+def test_a_kill_before_the_first_word_is_not_noticed_by_the_client(long_server: LiveServer) -> None:
+    kill_engine(long_server)
+    with httpx.Client(base_url=long_server.url, timeout=60) as client:
+        assert send(client, CHAT, False, "Hello!", limit=4).text
 
 
 def test_a_model_that_cannot_be_loaded_fails_alone_with_the_programs_reason() -> None:
-    broken = config(llama_server_extra_args=["--nonsense"])
-    with serving_well(broken) as served:
-        wait_until(lambda: served.status("demo").state == "failed", "the load has failed")
-        reply = httpx.post(served.url + "/v1/chat/completions", json=CHAT.body("Hello!"))
+    broken = llama_server_config(llama_server_extra_args=["--nonsense"])
+    with managed_server(broken) as server:
+        wait_until(lambda: server.status("demo").state == "failed", "the load has failed")
+        reply = httpx.post(server.url + "/v1/chat/completions", json=CHAT.body("Hello!"))
         assert reply.status_code == 503
         assert "invalid argument: --nonsense" in reply.json()["error"]["message"]

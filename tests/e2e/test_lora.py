@@ -18,13 +18,13 @@ def sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     file = write_lora(tmp_path_factory.mktemp("lora") / "law.gguf", width=576, layers=30, seed=3, strength=0.2)
     models = {"smollm2": {"n_threads": 1, "lora": {"law": str(file)}}}
     with (
-        live_server({"models": models, "caches": {"main": {"n_ctx": 512}, "fast": {"n_ctx": 512}}}) as served,
-        openai.OpenAI(base_url=served.url + "/v1", api_key="sk-dummy", max_retries=0) as client,
+        live_server({"models": models, "caches": {"main": {"n_ctx": 512}, "fast": {"n_ctx": 512}}}) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="sk-dummy", max_retries=0) as client,
     ):
         yield client
 
 
-def say(sdk: openai.OpenAI, adapter: str | None) -> str | None:
+def complete(sdk: openai.OpenAI, adapter: str | None) -> str | None:
     reply = sdk.chat.completions.create(
         model="smollm2",
         messages=[{"role": "user", "content": "Name three colours."}],
@@ -36,19 +36,19 @@ def say(sdk: openai.OpenAI, adapter: str | None) -> str | None:
 
 
 def test_an_adapter_changes_the_answer_of_its_request_alone(sdk: openai.OpenAI):
-    before, adapted, after = say(sdk, None), say(sdk, "law"), say(sdk, None)
+    before, adapted, after = complete(sdk, None), complete(sdk, "law"), complete(sdk, None)
     assert adapted != before
     assert after == before
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_unknown_adapter_is_a_400_that_names_the_known(sdk: openai.OpenAI, stream: bool):
-    with pytest.raises(openai.BadRequestError, match="unknown adapter 'poet'; use one of 'law'") as refused:
+    with pytest.raises(openai.BadRequestError, match="unknown adapter 'poet'; use one of 'law'") as caught:
         sdk.chat.completions.create(
             model="smollm2",
             messages=[{"role": "user", "content": "hi"}],
             stream=stream,
             extra_body={"lora_adapter": "poet"},
         )
-    assert refused.value.code == "adapter_unknown"
-    assert refused.value.param == "lora_adapter"
+    assert caught.value.code == "adapter_unknown"
+    assert caught.value.param == "lora_adapter"

@@ -31,58 +31,58 @@ CASES: dict[str, tuple[dict[str, Any], str, str, list[Any], tuple[str, str, str]
     "stop string": ({"stop": "STOP"}, "one two ", "", [], ("stop_sequence STOP", "stop", "completed")),
     "nothing": ({}, "", "", [], ("end_turn", "stop", "completed")),
 }
-WORD = {name: place for place, name in enumerate(PROTOCOLS)}
+PROTOCOL_INDEX = {name: place for place, name in enumerate(PROTOCOLS)}
 
 
-def ask(client: httpx.Client, wire: Protocol, stream: bool, text: str, **asked: Any) -> ParsedReply:
-    reply = client.post(wire.path, json=wire.body(text, stream=stream, **asked))
+def send(client: httpx.Client, protocol: Protocol, stream: bool, text: str, **fields: Any) -> ParsedReply:
+    reply = client.post(protocol.path, json=protocol.body(text, stream=stream, **fields))
     assert reply.status_code == 200, reply.text
     assert reply.headers["request-id"] == reply.headers["x-request-id"]
     if not stream:
         assert reply.headers["content-type"] == "application/json"
-        return wire.whole(reply.json())
+        return protocol.parse_reply(reply.json())
     assert reply.headers["content-type"].startswith("text/event-stream")
-    return wire.streamed(parse_events(reply.text))
+    return protocol.parse_stream(parse_events(reply.text))
 
 
 @pytest.fixture(scope="module", params=["text", "chat"])
-def either(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+def engine_kind_client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """The two kinds of engine must not be told apart by what a client sees."""
     settings = config()
     settings["models"]["demo"]["kind"] = request.param
-    with live_server(settings) as served, httpx.Client(base_url=served.url) as client:
+    with live_server(settings) as server, httpx.Client(base_url=server.url) as client:
         yield client
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_an_answer_arrives_as_the_model_gave_it(either: httpx.Client, name: str, case: str, stream: bool) -> None:
-    asked, text, thinking, calls, stops = CASES[case]
-    seen = ask(either, PROTOCOLS[name], stream, case, **asked)
-    assert (seen.text, seen.thinking, seen.calls, seen.stop) == (text, thinking, calls, stops[WORD[name]])
+def test_an_answer_arrives_as_the_model_gave_it(engine_kind_client: httpx.Client, name: str, case: str, stream: bool) -> None:
+    fields, text, thinking, calls, stops = CASES[case]
+    parsed = send(engine_kind_client, PROTOCOLS[name], stream, case, **fields)
+    assert (parsed.text, parsed.thinking, parsed.calls, parsed.stop) == (text, thinking, calls, stops[PROTOCOL_INDEX[name]])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_protocol_counts_the_same_tokens(client: httpx.Client, case: str) -> None:
-    seen = [ask(client, w, s, case, **CASES[case][0]).usage for w in PROTOCOLS.values() for s in (False, True)]
-    assert len({(usage.prompt, usage.output, usage.reasoning) for usage in seen}) == 1
+    parsed = [send(client, w, s, case, **CASES[case][0]).usage for w in PROTOCOLS.values() for s in (False, True)]
+    assert len({(usage.prompt, usage.output, usage.reasoning) for usage in parsed}) == 1
 
 
-def test_usage_counts_what_was_really_asked_and_said(client: httpx.Client, wire: Protocol, stream: bool) -> None:
-    said = client.post("/tokenize", json={"content": "Hello there, friend."}).json()["count"]
-    asked = client.post("/v1/messages/count_tokens", json=PROTOCOLS["messages"].body("text")).json()["input_tokens"]
-    usage = ask(client, wire, stream, "text").usage
-    assert (usage.prompt, usage.output, usage.reasoning) == (asked, said, 0)
+def test_usage_counts_what_was_really_asked_and_said(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+    output = client.post("/tokenize", json={"content": "Hello there, friend."}).json()["count"]
+    fields = client.post("/v1/messages/count_tokens", json=PROTOCOLS["messages"].body("text")).json()["input_tokens"]
+    usage = send(client, protocol, stream, "text").usage
+    assert (usage.prompt, usage.output, usage.reasoning) == (fields, output, 0)
 
 
-def test_reasoning_is_counted_within_the_output(client: httpx.Client, wire: Protocol, stream: bool) -> None:
-    usage = ask(client, wire, stream, "thinking").usage
+def test_reasoning_is_counted_within_the_output(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+    usage = send(client, protocol, stream, "thinking").usage
     assert 0 < usage.reasoning < usage.output
 
 
-def test_a_prompt_that_was_just_sent_is_read_from_the_cache(client: httpx.Client, wire: Protocol, stream: bool) -> None:
-    first = ask(client, wire, stream, "text that comes twice").usage
-    again = ask(client, wire, stream, "text that comes twice").usage
+def test_a_prompt_that_was_just_sent_is_read_from_the_cache(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+    first = send(client, protocol, stream, "text that comes twice").usage
+    again = send(client, protocol, stream, "text that comes twice").usage
     assert again.prompt == first.prompt
     assert again.cached == first.prompt - 1  # the last token is always evaluated
 
@@ -91,19 +91,19 @@ def test_an_answer_longer_than_the_window_is_cut_where_it_is_full(client: httpx.
     """Agents ask for 32k tokens by default: that is clamped, not refused."""
     words = {"messages": "model_context_window_exceeded", "chat": "length", "responses": "incomplete max_output_tokens"}
     text = "length " + "a b " * 2020
-    for name, wire in PROTOCOLS.items():
-        seen = ask(client, wire, stream, text, limit=32_000)
-        assert seen.stop == words[name]
-        assert seen.usage.prompt + seen.usage.output == 4096
+    for name, protocol in PROTOCOLS.items():
+        parsed = send(client, protocol, stream, text, limit=32_000)
+        assert parsed.stop == words[name]
+        assert parsed.usage.prompt + parsed.usage.output == 4096
 
 
-LIMITS = ("max_tokens", "length", "incomplete max_output_tokens")
+LIMIT_REASONS = ("max_tokens", "length", "incomplete max_output_tokens")
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_a_call_that_was_whole_when_the_limit_came_counts(client: httpx.Client, name: str, stream: bool) -> None:
-    seen = ask(client, PROTOCOLS[name], stream, "one tool", tools=True, limit=23)
-    assert (seen.calls, seen.stop) == ([ROME], LIMITS[WORD[name]])
+    parsed = send(client, PROTOCOLS[name], stream, "one tool", tools=True, limit=23)
+    assert (parsed.calls, parsed.stop) == ([ROME], LIMIT_REASONS[PROTOCOL_INDEX[name]])
 
 
 def test_a_call_cut_off_by_the_limit_is_no_call(client: httpx.Client) -> None:
@@ -118,16 +118,16 @@ def test_a_call_cut_off_by_the_limit_is_no_call(client: httpx.Client) -> None:
 
 
 def test_a_streamed_call_that_is_cut_off_cannot_be_parsed(client: httpx.Client) -> None:
-    whole = '{"city": "Rome"}'
-    for wire in PROTOCOLS.values():
-        reply = client.post(wire.path, json=wire.body("one tool", tools=True, limit=18, stream=True))
-        arguments = "".join(_arguments(data) for _, data in parse_events(reply.text) if isinstance(data, dict))
-        assert whole.startswith(arguments)
-        assert 0 < len(arguments) < len(whole)
+    complete = '{"city": "Rome"}'
+    for protocol in PROTOCOLS.values():
+        reply = client.post(protocol.path, json=protocol.body("one tool", tools=True, limit=18, stream=True))
+        arguments = "".join(_argument_delta(data) for _, data in parse_events(reply.text) if isinstance(data, dict))
+        assert complete.startswith(arguments)
+        assert 0 < len(arguments) < len(complete)
         assert "function_call_arguments.done" not in reply.text
 
 
-def _arguments(data: dict[str, Any]) -> str:
+def _argument_delta(data: dict[str, Any]) -> str:
     """The piece of a call's arguments in this event of any wire."""
     if data.get("type") == "content_block_delta":
         return str(data["delta"].get("partial_json", ""))

@@ -15,7 +15,7 @@ from tests.e2e.protocols import PROTOCOLS, Protocol, Usage, parse_events
 from tests.live_server import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 
-PROMISED = {
+METRIC_TYPES = {
     "http_requests": "counter",
     "http_request_duration_seconds": "histogram",
     "active_requests_current": "gauge",
@@ -40,8 +40,8 @@ DEMO = ("demo",)
 
 
 class Scrape:
-    def __init__(self, served: LiveServer) -> None:
-        reply = httpx.get(served.url + "/metrics")
+    def __init__(self, server: LiveServer) -> None:
+        reply = httpx.get(server.url + "/metrics")
         assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
         self.text = reply.content
 
@@ -50,33 +50,33 @@ class Scrape:
 
 
 @pytest.fixture
-def fresh() -> Iterator[LiveServer]:
+def new_server() -> Iterator[LiveServer]:
     """A server of its own, so that every number is this test's."""
-    with live_server(scripted()) as served:
-        yield served
+    with live_server(scripted()) as server:
+        yield server
 
 
-def ask(served: LiveServer, wire: Protocol, said: str, *, stream: bool = False, **more: Any) -> Usage:
-    reply = httpx.post(served.url + wire.path, json=wire.body(said, stream=stream, **more))
+def post(server: LiveServer, protocol: Protocol, text: str, *, stream: bool = False, **more: Any) -> Usage:
+    reply = httpx.post(server.url + protocol.path, json=protocol.body(text, stream=stream, **more))
     assert reply.status_code == 200, reply.text
-    return (wire.streamed(parse_events(reply.text)) if stream else wire.whole(reply.json())).usage
+    return (protocol.parse_stream(parse_events(reply.text)) if stream else protocol.parse_reply(reply.json())).usage
 
 
-def test_every_promised_name_is_there_with_its_type(fresh: LiveServer):
-    families = {family.name: family for family in text_string_to_metric_families(Scrape(fresh).text.decode())}
-    assert {name: families[name].type for name in PROMISED} == PROMISED
+def test_every_promised_name_is_there_with_its_type(new_server: LiveServer):
+    families = {family.name: family for family in text_string_to_metric_families(Scrape(new_server).text.decode())}
+    assert {name: families[name].type for name in METRIC_TYPES} == METRIC_TYPES
     assert all(family.documentation for family in families.values())
 
 
-def test_tokens_are_those_that_the_clients_were_told(fresh: LiveServer):
-    told = [
-        ask(fresh, wire, said, stream=stream)
-        for wire in PROTOCOLS.values()
-        for said in ("text", "thinking", "length")
+def test_tokens_are_those_that_the_clients_were_told(new_server: LiveServer):
+    usages = [
+        post(new_server, protocol, text, stream=stream)
+        for protocol in PROTOCOLS.values()
+        for text in ("text", "thinking", "length")
         for stream in (False, True)
     ]
-    scrape, count = Scrape(fresh), len(told)
-    prompt, cached, output = (sum(getattr(usage, name) for usage in told) for name in ("prompt", "cached", "output"))
+    scrape, count = Scrape(new_server), len(usages)
+    prompt, cached, output = (sum(getattr(usage, name) for usage in usages) for name in ("prompt", "cached", "output"))
     assert cached > 0
     assert scrape("prompt_tokens_total", *DEMO) == prompt
     assert scrape("cached_tokens_total", *DEMO) == cached
@@ -89,25 +89,25 @@ def test_tokens_are_those_that_the_clients_were_told(fresh: LiveServer):
     assert scrape("finish_reasons_total", "end") == count
 
 
-def test_several_answers_to_one_prompt_count_it_once(fresh: LiveServer):
-    reply = httpx.post(fresh.url + "/v1/chat/completions", json=PROTOCOLS["chat"].body("text", n=3)).json()
-    scrape = Scrape(fresh)
+def test_several_answers_to_one_prompt_count_it_once(new_server: LiveServer):
+    reply = httpx.post(new_server.url + "/v1/chat/completions", json=PROTOCOLS["chat"].body("text", n=3)).json()
+    scrape = Scrape(new_server)
     assert len(reply["choices"]) == 3
     assert scrape("prompt_tokens_total", *DEMO) == reply["usage"]["prompt_tokens"]
     assert scrape("output_tokens_total", *DEMO) == reply["usage"]["completion_tokens"]
     assert scrape("request_prompt_tokens_count", *DEMO) == 1
 
 
-def test_requests_are_counted_by_route_method_and_status(fresh: LiveServer):
-    for wire in PROTOCOLS.values():
-        ask(fresh, wire, "text")
-    httpx.post(fresh.url + "/v1/messages", content=b"{")
-    httpx.get(fresh.url + "/v1/models/some/odd/name")
-    httpx.get(fresh.url + "/no/such/path")
-    httpx.get(fresh.url + "/v1/messages")
-    scrape = Scrape(fresh)
-    for wire in PROTOCOLS.values():
-        assert scrape("http_requests_total", wire.path, "POST", "200") == 1
+def test_requests_are_counted_by_route_method_and_status(new_server: LiveServer):
+    for protocol in PROTOCOLS.values():
+        post(new_server, protocol, "text")
+    httpx.post(new_server.url + "/v1/messages", content=b"{")
+    httpx.get(new_server.url + "/v1/models/some/odd/name")
+    httpx.get(new_server.url + "/no/such/path")
+    httpx.get(new_server.url + "/v1/messages")
+    scrape = Scrape(new_server)
+    for protocol in PROTOCOLS.values():
+        assert scrape("http_requests_total", protocol.path, "POST", "200") == 1
     assert scrape("http_requests_total", "/v1/messages", "POST", "400") == 1
     assert scrape("http_requests_total", "/v1/models/{id}", "GET", "200") == 1
     assert scrape("http_requests_total", "other", "GET", "404") == 1
@@ -116,24 +116,24 @@ def test_requests_are_counted_by_route_method_and_status(fresh: LiveServer):
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/embeddings", "/responses"])
-def test_a_path_without_its_prefix_is_the_same_route(fresh: LiveServer, path: str):
-    httpx.post(fresh.url + path, content=b"{")
-    assert Scrape(fresh)("http_requests_total", "/v1" + path, "POST", "400") == 1
+def test_a_path_without_its_prefix_is_the_same_route(new_server: LiveServer, path: str):
+    httpx.post(new_server.url + path, content=b"{")
+    assert Scrape(new_server)("http_requests_total", "/v1" + path, "POST", "400") == 1
 
 
-def test_every_failed_request_is_counted_once_under_its_code(fresh: LiveServer):
-    for wire in PROTOCOLS.values():
+def test_every_failed_request_is_counted_once_under_its_code(new_server: LiveServer):
+    for protocol in PROTOCOLS.values():
         for stream in (False, True):
-            for said in ("error before", "error during"):
-                httpx.post(fresh.url + wire.path, json=wire.body(said, stream=stream))
-        httpx.post(fresh.url + wire.path, content=b"{")
-        httpx.post(fresh.url + wire.path, json=wire.body("x " * 5000))
-    httpx.post(fresh.url + "/v1/chat/completions", json=PROTOCOLS["chat"].body("error before", n=3))
-    httpx.post(fresh.url + "/tokenize", json={})
-    httpx.get(fresh.url + "/no/such/path")
-    httpx.get(fresh.url + "/v1/responses/resp_none")
-    httpx.get(fresh.url + "/health", headers={"host": "evil.example"})
-    errors = sample_values(Scrape(fresh).text, "errors_total")
+            for text in ("error before", "error during"):
+                httpx.post(new_server.url + protocol.path, json=protocol.body(text, stream=stream))
+        httpx.post(new_server.url + protocol.path, content=b"{")
+        httpx.post(new_server.url + protocol.path, json=protocol.body("x " * 5000))
+    httpx.post(new_server.url + "/v1/chat/completions", json=PROTOCOLS["chat"].body("error before", n=3))
+    httpx.post(new_server.url + "/tokenize", json={})
+    httpx.get(new_server.url + "/no/such/path")
+    httpx.get(new_server.url + "/v1/responses/resp_none")
+    httpx.get(new_server.url + "/health", headers={"host": "evil.example"})
+    errors = sample_values(Scrape(new_server).text, "errors_total")
     assert errors.pop(("internal_error",)) == 13
     assert errors.pop(("context_length_exceeded",)) == 3
     assert errors.pop(("path_not_found",)) == 1
@@ -142,52 +142,52 @@ def test_every_failed_request_is_counted_once_under_its_code(fresh: LiveServer):
     assert sum(errors.values()) == 4, errors
 
 
-def test_a_client_that_leaves_is_counted_as_cancelled(fresh: LiveServer):
-    with raw_request(fresh, "/v1/messages", PROTOCOLS["messages"].body("endless stream", stream=True)) as caller:
-        caller.reads(b"so far")
-    wait_until(lambda: Scrape(fresh)("errors_total", "cancelled") == 1, "it is counted")
+def test_a_client_that_leaves_is_counted_as_cancelled(new_server: LiveServer):
+    with raw_request(new_server, "/v1/messages", PROTOCOLS["messages"].body("endless stream", stream=True)) as caller:
+        caller.read_until(b"so far")
+    wait_until(lambda: Scrape(new_server)("errors_total", "cancelled") == 1, "it is counted")
 
 
 def test_the_first_token_and_the_time_between_tokens_are_measured():
-    with live_server(demo_config([{"steps": [{"prefill": 0.2}, {"tokens": 20}]}], token_delay=0.002)) as served:
-        told = [ask(served, PROTOCOLS["chat"], "go", stream=stream) for stream in (False, True)]
-        scrape = Scrape(served)
+    with live_server(demo_config([{"steps": [{"prefill": 0.2}, {"tokens": 20}]}], token_delay=0.002)) as server:
+        usages = [post(server, PROTOCOLS["chat"], "go", stream=stream) for stream in (False, True)]
+        scrape = Scrape(server)
     assert scrape("time_to_first_token_seconds_count", *DEMO) == 2
     assert scrape("time_to_first_token_seconds_sum", *DEMO) >= 0.4, "prefill is part of it"
     assert scrape("time_to_first_token_seconds_bucket", "0.1", *DEMO) == 0
     between = scrape("inter_token_seconds_count", *DEMO)
-    assert 0 < between <= sum(usage.output for usage in told) - 2, "the first token of an answer follows none"
+    assert 0 < between <= sum(usage.output for usage in usages) - 2, "the first token of an answer follows none"
     assert scrape("inter_token_seconds_sum", *DEMO) > 0
 
 
 def test_the_queue_is_seen_while_it_stands_and_measured_when_it_moves():
-    with live_server(single_slot_config()) as served:
+    with live_server(single_slot_config()) as server:
         endless = PROTOCOLS["chat"].body("endless stream", stream=True)
-        with raw_request(served, "/v1/chat/completions", endless) as first:
-            first.reads(b"so far")
-            with raw_request(served, "/v1/chat/completions", PROTOCOLS["chat"].body("text", stream=True)) as second:
-                wait_for_queued(served, 1)
-                standing = Scrape(served)
-                first.leaves()
-                second.reads(b"[DONE]")
-        wait_for_running(served, 0)
-        moved = Scrape(served)
-    assert standing("queue_waiting", *DEMO) == 1
-    assert standing("active_requests_current") == 2
-    assert standing("queue_wait_seconds_count", *DEMO) == 1
-    assert standing("queue_wait_seconds_sum", *DEMO) == 0, "the first did not wait"
-    assert moved("queue_waiting", *DEMO) == 0
-    assert moved("queue_wait_seconds_count", *DEMO) == 2
-    assert moved("queue_wait_seconds_sum", *DEMO) > 0
+        with raw_request(server, "/v1/chat/completions", endless) as first:
+            first.read_until(b"so far")
+            with raw_request(server, "/v1/chat/completions", PROTOCOLS["chat"].body("text", stream=True)) as second:
+                wait_for_queued(server, 1)
+                queued = Scrape(server)
+                first.close()
+                second.read_until(b"[DONE]")
+        wait_for_running(server, 0)
+        finished = Scrape(server)
+    assert queued("queue_waiting", *DEMO) == 1
+    assert queued("active_requests_current") == 2
+    assert queued("queue_wait_seconds_count", *DEMO) == 1
+    assert queued("queue_wait_seconds_sum", *DEMO) == 0, "the first did not wait"
+    assert finished("queue_waiting", *DEMO) == 0
+    assert finished("queue_wait_seconds_count", *DEMO) == 2
+    assert finished("queue_wait_seconds_sum", *DEMO) > 0
 
 
-def test_nothing_is_active_when_nobody_asks(fresh: LiveServer):
-    ask(fresh, PROTOCOLS["chat"], "text")
-    wait_until(lambda: Scrape(fresh)("active_requests_current") == 0, "all is over")
+def test_nothing_is_active_when_nobody_asks(new_server: LiveServer):
+    post(new_server, PROTOCOLS["chat"], "text")
+    wait_until(lambda: Scrape(new_server)("active_requests_current") == 0, "all is over")
 
 
-def test_the_machine_is_looked_at(fresh: LiveServer):
-    scrape = Scrape(fresh)
+def test_the_machine_is_looked_at(new_server: LiveServer):
+    scrape = Scrape(new_server)
     assert scrape("memory_usage_bytes") > 10_000_000
     assert scrape("cpu_usage_percent") >= 0
     assert scrape("process_start_time_seconds") > 1_700_000_000

@@ -38,14 +38,14 @@ def user(text: str) -> list[ChatCompletionMessageParam]:
 
 
 @pytest.fixture(scope="module")
-def sdk(served: LiveServer) -> Iterator[OpenAI]:
-    with OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+def sdk(server: LiveServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-async def async_sdk(served: LiveServer) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+async def async_sdk(server: LiveServer) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -91,18 +91,18 @@ def test_a_parsed_completion_that_was_cut_off_is_no_result(sdk: OpenAI) -> None:
 
 def test_a_tool_is_called_and_its_result_used(sdk: OpenAI) -> None:
     messages = user("one tool")
-    asked = sdk.chat.completions.create(model=MODEL, messages=messages, tools=CHAT_TOOLS).choices[0].message
-    assert asked.tool_calls is not None
-    messages.append(asked.to_dict())  # type: ignore[arg-type]
-    messages.append({"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "sunny"})
+    message = sdk.chat.completions.create(model=MODEL, messages=messages, tools=CHAT_TOOLS).choices[0].message
+    assert message.tool_calls is not None
+    messages.append(message.to_dict())  # type: ignore[arg-type]
+    messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"})
     answer = sdk.chat.completions.create(model=MODEL, messages=messages, tools=CHAT_TOOLS)
     assert answer.choices[0].message.content == "Take a hat: it is sunny."
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
 def test_a_tool_choice_is_honoured(sdk: OpenAI, choice: Any) -> None:
-    asked = user("just talking")
-    reply = sdk.chat.completions.create(model=MODEL, messages=asked, tools=CHAT_TOOLS, tool_choice=choice)
+    message = user("just talking")
+    reply = sdk.chat.completions.create(model=MODEL, messages=message, tools=CHAT_TOOLS, tool_choice=choice)
     (call,) = reply.choices[0].message.tool_calls or ()
     assert call.type == "function"
     assert call.function.name == ("get_weather" if choice == "required" else "get_time")
@@ -113,11 +113,11 @@ def test_several_answers(sdk: OpenAI) -> None:
     reply = sdk.chat.completions.create(model=MODEL, messages=user("text"), n=2)
     assert [(c.index, c.message.content) for c in reply.choices] == [(0, TEXT), (1, TEXT)]
     stream = sdk.chat.completions.create(model=MODEL, messages=user("text"), n=2, stream=True)
-    said = {0: "", 1: ""}
+    texts = {0: "", 1: ""}
     for chunk in stream:
         for choice in chunk.choices:
-            said[choice.index] += choice.delta.content or ""
-    assert said == {0: TEXT, 1: TEXT}
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == {0: TEXT, 1: TEXT}
 
 
 def test_logprobs_of_every_visible_token(sdk: OpenAI) -> None:
@@ -225,7 +225,7 @@ def test_embeddings_as_numbers_and_as_base64(sdk: OpenAI) -> None:
 def test_models_are_listed_and_found_even_with_a_slash() -> None:
     settings = config()
     settings["models"]["demo"]["aliases"] = ["team/demo"]
-    with live_server(settings) as served, OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as sdk:
+    with live_server(settings) as server, OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as sdk:
         assert {"demo", "team/demo"} <= {model.id for model in sdk.models.list()}
         found = sdk.models.retrieve("team/demo")
         assert (found.id, found.object) == ("team/demo", "model")
@@ -260,8 +260,8 @@ def test_a_failure_in_mid_stream_is_raised(sdk: OpenAI) -> None:
 
 
 def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> None:
-    with live_server(config(keys=[{"name": "ada", "key": "sk-right"}])) as served:
-        url = served.url + "/v1"
+    with live_server(config(keys=[{"name": "ada", "key": "sk-right"}])) as server:
+        url = server.url + "/v1"
         with OpenAI(base_url=url, api_key="sk-wrong", max_retries=0) as sdk, pytest.raises(openai.AuthenticationError):
             sdk.models.list()
         with OpenAI(base_url=url, api_key="sk-right", max_retries=0) as sdk:
@@ -273,7 +273,7 @@ def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> Non
 
 def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
     settings = config(routes=[{"match": "demo", "cache": "main"}])
-    with live_server(settings) as served, OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as sdk:
+    with live_server(settings) as server, OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as sdk:
         with pytest.raises(openai.NotFoundError, match="demo"):
             sdk.chat.completions.create(model="gpt-9", messages=user("text"))
         with pytest.raises(openai.NotFoundError, match="demo"):
@@ -282,15 +282,15 @@ def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
 
 def test_a_full_queue_is_an_internal_server_error_that_says_when_to_come_back() -> None:
     chat = PROTOCOLS["chat"]
-    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as served:
-        with raw_request(served, chat.path, chat.body("endless stream", stream=True)) as holder:
-            holder.reads(b"so far")
-            sdk = OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
+        with raw_request(server, chat.path, chat.body("endless stream", stream=True)) as holder:
+            holder.read_until(b"so far")
+            sdk = OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
             with sdk, pytest.raises(openai.InternalServerError) as caught:
                 sdk.responses.create(model=MODEL, input="text")
         assert (caught.value.status_code, caught.value.code) == (503, "server_is_overloaded")
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        wait_until_idle(served)
+        wait_until_idle(server)
 
 
 # --- async ----------------------------------------------------------------------------------------------------------

@@ -11,20 +11,20 @@ from tests.e2e.protocols import DONE, PROTOCOLS, ServerSentEvent, event_names, p
 MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
-def stream(client: httpx.Client, name: str, text: str, **asked: Any) -> list[ServerSentEvent]:
-    wire = PROTOCOLS[name]
-    return parse_events(client.post(wire.path, json=wire.body(text, stream=True, **asked)).text)
+def stream_of(client: httpx.Client, name: str, text: str, **fields: Any) -> list[ServerSentEvent]:
+    protocol = PROTOCOLS[name]
+    return parse_events(client.post(protocol.path, json=protocol.body(text, stream_of=True, **fields)).text)
 
 
 # --- Messages -------------------------------------------------------------------------------------------------------
 
 
-def block(deltas: int = 1) -> list[str]:
+def block_events(deltas: int = 1) -> list[str]:
     return ["content_block_start", *["content_block_delta"] * deltas, "content_block_stop"]
 
 
 def test_messages_opens_with_the_whole_message_and_a_ping(client: httpx.Client) -> None:
-    start, ping, *_ = stream(client, "messages", "text")
+    start, ping, *_ = stream_of(client, "messages", "text")
     message = start.data["message"]
     assert (start.event, ping) == ("message_start", ServerSentEvent("ping", {"type": "ping"}))
     assert message["id"].startswith("msg_")
@@ -35,55 +35,55 @@ def test_messages_opens_with_the_whole_message_and_a_ping(client: httpx.Client) 
 
 
 def test_messages_names_every_event_as_its_data_does(client: httpx.Client) -> None:
-    for frame in stream(client, "messages", "one tool", tools=True):
-        assert frame.event == frame.data["type"]
+    for event in stream_of(client, "messages", "one tool", tools=True):
+        assert event.event == event.data["type"]
 
 
 def test_messages_closes_each_block_before_the_next_and_counts_them(client: httpx.Client) -> None:
-    got = stream(client, "messages", "one tool", tools=True)
+    events = stream_of(client, "messages", "one tool", tools=True)
     tail = ["message_delta", "message_stop"]
-    assert event_names(got) == ["message_start", "ping", *block(), *block(), *tail]
-    assert [frame.data["index"] for frame in got if "index" in frame.data] == [0, 0, 0, 1, 1, 1]
-    opened = [frame.data["content_block"] for frame in got if frame.event == "content_block_start"]
+    assert event_names(events) == ["message_start", "ping", *block_events(), *block_events(), *tail]
+    assert [event.data["index"] for event in events if "index" in event.data] == [0, 0, 0, 1, 1, 1]
+    opened = [event.data["content_block"] for event in events if event.event == "content_block_start"]
     call_id = opened[1].pop("id")
     assert opened == [{"type": "text", "text": ""}, {"type": "tool_use", "name": "get_weather", "input": {}}]
     assert call_id
 
 
 def test_messages_signs_thinking_once_at_its_end(client: httpx.Client) -> None:
-    got = stream(client, "messages", "thinking")
-    assert got[2].data["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
-    deltas = [frame.data["delta"] for frame in got if frame.event == "content_block_delta"]
+    events = stream_of(client, "messages", "thinking")
+    assert events[2].data["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    deltas = [event.data["delta"] for event in events if event.event == "content_block_delta"]
     assert [delta["type"] for delta in deltas] == ["thinking_delta", "signature_delta", "text_delta"]
     assert deltas[1]["signature"]
 
 
 def test_messages_gives_parallel_calls_ids_of_their_own(client: httpx.Client) -> None:
-    got = stream(client, "messages", "parallel tools", tools=True)
-    opened = [frame.data["content_block"] for frame in got if frame.event == "content_block_start"]
+    events = stream_of(client, "messages", "parallel tools", tools=True)
+    opened = [event.data["content_block"] for event in events if event.event == "content_block_start"]
     assert [call["name"] for call in opened] == ["get_weather", "get_time"]
     assert opened[0]["id"] != opened[1]["id"]
 
 
 def test_messages_ends_with_the_reason_and_the_cumulative_usage(client: httpx.Client) -> None:
-    delta, stop = stream(client, "messages", "stop string", stop="STOP")[-2:]
+    delta, stop = stream_of(client, "messages", "stop string", stop="STOP")[-2:]
     assert delta.data["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "STOP"}
     assert delta.data["usage"]["output_tokens"] > 0
     assert stop == ServerSentEvent("message_stop", {"type": "message_stop"})
 
 
 def test_messages_says_an_empty_reply_as_one_empty_text(client: httpx.Client) -> None:
-    got = stream(client, "messages", "nothing")
-    assert event_names(got)[2:-2] == block(deltas=0)
-    whole = client.post(MESSAGES.path, json=MESSAGES.body("nothing")).json()
-    assert whole["content"] == [{"type": "text", "text": ""}]
+    events = stream_of(client, "messages", "nothing")
+    assert event_names(events)[2:-2] == block_events(deltas=0)
+    reply = client.post(MESSAGES.path, json=MESSAGES.body("nothing")).json()
+    assert reply["content"] == [{"type": "text", "text": ""}]
 
 
 # --- Chat -----------------------------------------------------------------------------------------------------------
 
 
 def test_chat_keeps_one_id_and_time_and_says_the_role_once(client: httpx.Client) -> None:
-    *chunks, done = stream(client, "chat", "thinking")
+    *chunks, done = stream_of(client, "chat", "thinking")
     assert done.data == DONE
     assert {(c.event, c.data["object"]) for c in chunks} == {("", "chat.completion.chunk")}
     assert len({(c.data["id"], c.data["created"], c.data["model"]) for c in chunks}) == 1
@@ -92,7 +92,7 @@ def test_chat_keeps_one_id_and_time_and_says_the_role_once(client: httpx.Client)
 
 
 def test_chat_finishes_in_a_chunk_of_its_own_before_the_usage(client: httpx.Client) -> None:
-    *chunks, finish, usage, _ = [frame.data for frame in stream(client, "chat", "text")]
+    *chunks, finish, usage, _ = [event.data for event in stream_of(client, "chat", "text")]
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
     assert (finish["choices"][0]["delta"], finish["choices"][0]["finish_reason"]) == ({}, "stop")
     assert usage["choices"] == []
@@ -100,23 +100,23 @@ def test_chat_finishes_in_a_chunk_of_its_own_before_the_usage(client: httpx.Clie
 
 
 def test_chat_sends_usage_only_where_it_was_asked_for(client: httpx.Client) -> None:
-    body = CHAT.body("text", stream=True) | {"stream_options": None}
-    got = parse_events(client.post(CHAT.path, json=body).text)
-    assert got[-1].data == DONE
-    assert all("usage" not in frame.data for frame in got[:-1])
+    body = CHAT.body("text", stream_of=True) | {"stream_options": None}
+    events = parse_events(client.post(CHAT.path, json=body).text)
+    assert events[-1].data == DONE
+    assert all("usage" not in event.data for event in events[:-1])
 
 
 def test_chat_streams_calls_by_index_with_id_and_name_first(client: httpx.Client) -> None:
-    got = stream(client, "chat", "parallel tools", tools=True)
-    deltas = [d for f in got[:-2] for d in f.data["choices"][0]["delta"].get("tool_calls", ())]
+    events = stream_of(client, "chat", "parallel tools", tools=True)
+    deltas = [d for f in events[:-2] for d in f.data["choices"][0]["delta"].get("tool_calls", ())]
     heads = [(d["index"], d["type"], d["function"]["name"], d["function"]["arguments"]) for d in deltas if "id" in d]
     assert heads == [(0, "function", "get_weather", ""), (1, "function", "get_time", "")]
     assert [d["index"] for d in deltas] == sorted(d["index"] for d in deltas)
 
 
 def test_chat_has_no_content_beside_calls_alone(client: httpx.Client) -> None:
-    whole = client.post(CHAT.path, json=CHAT.body("parallel tools", tools=True)).json()
-    assert whole["choices"][0]["message"]["content"] is None
+    reply = client.post(CHAT.path, json=CHAT.body("parallel tools", tools=True)).json()
+    assert reply["choices"][0]["message"]["content"] is None
 
 
 # --- Responses ------------------------------------------------------------------------------------------------------
@@ -126,37 +126,37 @@ REASONING = ["output_item.added", "content_part.added", "reasoning_text.delta", 
 CALL = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
 
 
-def events(*inner: str, end: str = "completed") -> list[str]:
+def response_events(*inner: str, end: str = "completed") -> list[str]:
     return [f"response.{name}" for name in ("created", "in_progress", *inner, end)]
 
 
 def test_responses_opens_and_closes_every_item_in_order(client: httpx.Client) -> None:
-    assert event_names(stream(client, "responses", "text")) == events(*MESSAGE, "output_item.done")
+    assert event_names(stream_of(client, "responses", "text")) == response_events(*MESSAGE, "output_item.done")
     thinking = (*REASONING, "content_part.done", "output_item.done", *MESSAGE, "output_item.done")
-    assert event_names(stream(client, "responses", "thinking")) == events(*thinking)
-    assert event_names(stream(client, "responses", "parallel tools", tools=True)) == events(*CALL, *CALL)
-    cut = event_names(stream(client, "responses", "length", limit=5))
-    assert cut == events(*MESSAGE, "output_item.done", end="incomplete")
+    assert event_names(stream_of(client, "responses", "thinking")) == response_events(*thinking)
+    assert event_names(stream_of(client, "responses", "parallel tools", tools=True)) == response_events(*CALL, *CALL)
+    cut = event_names(stream_of(client, "responses", "length", limit=5))
+    assert cut == response_events(*MESSAGE, "output_item.done", end="incomplete")
 
 
 def test_responses_numbers_every_event_and_names_it_as_its_data_does(client: httpx.Client) -> None:
-    got = stream(client, "responses", "one tool", tools=True)
-    assert [frame.data["sequence_number"] for frame in got] == list(range(len(got)))
-    assert [frame.data["type"] for frame in got] == event_names(got)
+    events = stream_of(client, "responses", "one tool", tools=True)
+    assert [event.data["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event.data["type"] for event in events] == event_names(events)
 
 
 def test_responses_says_where_each_event_belongs(client: httpx.Client) -> None:
-    got = [frame.data for frame in stream(client, "responses", "one tool", tools=True)][2:-1]
-    assert [data["output_index"] for data in got] == [0] * 6 + [1] * 4
-    parts = [data for data in got if "part" in data or "output_text" in data["type"]]
-    assert {(data["item_id"], data["content_index"]) for data in parts} == {(got[0]["item"]["id"], 0)}
-    calls = [data for data in got if "function_call_arguments" in data["type"]]
-    assert {data["item_id"] for data in calls} == {got[-1]["item"]["id"]}
+    events = [event.data for event in stream_of(client, "responses", "one tool", tools=True)][2:-1]
+    assert [data["output_index"] for data in events] == [0] * 6 + [1] * 4
+    parts = [data for data in events if "part" in data or "output_text" in data["type"]]
+    assert {(data["item_id"], data["content_index"]) for data in parts} == {(events[0]["item"]["id"], 0)}
+    calls = [data for data in events if "function_call_arguments" in data["type"]]
+    assert {data["item_id"] for data in calls} == {events[-1]["item"]["id"]}
 
 
 def test_responses_carries_a_complete_object_from_the_first_event(client: httpx.Client) -> None:
-    got = stream(client, "responses", "text", temperature=0.5, metadata={"a": "b"})
-    lifecycle = [frame.data["response"] for frame in got if "response" in frame.data]
+    events = stream_of(client, "responses", "text", temperature=0.5, metadata={"a": "b"})
+    lifecycle = [event.data["response"] for event in events if "response" in event.data]
     assert len({(r["id"], r["created_at"], r["model"]) for r in lifecycle}) == 1
     first = lifecycle[0]
     assert (first["object"], first["status"], first["output"], first["usage"]) == ("response", "in_progress", [], None)
@@ -165,21 +165,21 @@ def test_responses_carries_a_complete_object_from_the_first_event(client: httpx.
 
 
 def test_responses_adds_items_empty_and_finishes_them_full(client: httpx.Client) -> None:
-    got = [frame.data for frame in stream(client, "responses", "text")]
-    assert (got[2]["item"]["content"], got[2]["item"]["status"]) == ([], "in_progress")
+    events = [event.data for event in stream_of(client, "responses", "text")]
+    assert (events[2]["item"]["content"], events[2]["item"]["status"]) == ([], "in_progress")
     part = {"type": "output_text", "text": "Hello there, friend.", "annotations": [], "logprobs": []}
-    assert (got[-2]["item"]["content"], got[-2]["item"]["status"]) == ([part], "completed")
-    assert got[4]["logprobs"] == []
+    assert (events[-2]["item"]["content"], events[-2]["item"]["status"]) == ([part], "completed")
+    assert events[4]["logprobs"] == []
 
 
 def test_responses_summarises_and_seals_reasoning_where_asked(client: httpx.Client) -> None:
-    asked = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
-    got = stream(client, "responses", "thinking", **asked)
-    item = got[-1].data["response"]["output"][0]
+    fields = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    events = stream_of(client, "responses", "thinking", **fields)
+    item = events[-1].data["response"]["output"][0]
     assert item["summary"] == [{"type": "summary_text", "text": "Let me see."}]
     assert item["encrypted_content"]
-    assert "response.reasoning_summary_text.done" in event_names(got)
+    assert "response.reasoning_summary_text.done" in event_names(events)
 
 
 def test_responses_has_no_done_line(client: httpx.Client) -> None:
-    assert DONE not in client.post(RESPONSES.path, json=RESPONSES.body("text", stream=True)).text
+    assert DONE not in client.post(RESPONSES.path, json=RESPONSES.body("text", stream_of=True)).text

@@ -81,7 +81,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-def config() -> dict[str, Any]:
+def pool_config() -> dict[str, Any]:
     """The guide's model ids on the default model; where a picture is shown, on a scripted one."""
     small = {"backend": "llama_cpp", "model_path": default_model.DEFAULT_MODEL.path, "gguf_n_ctx": 512, "n_threads": 1}
     small |= {"n_ubatch": 64, "enabled": True}
@@ -99,44 +99,44 @@ def config() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     default_model.fetch()
-    with live_server(config()) as running:
+    with live_server(pool_config()) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(served: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=120) as client:
+def client(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
 
 
-def ask(client: httpx.Client, body: dict[str, Any]) -> Any:
+def create(client: httpx.Client, body: dict[str, Any]) -> Any:
     reply = client.post("/v1/responses", json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-def check_shape(told: Any, model: str) -> None:
-    assert set(told) == {"id", "object", "model", "output", "output_text", "metrics"}
-    assert told["id"].startswith("resp_")
-    assert (told["object"], told["model"]) == ("response", model)
-    assert told["output"] == [{"type": "output_text", "text": told["output_text"]}]
-    assert set(told["metrics"]) == METRICS
+def check_shape(reply: Any, model: str) -> None:
+    assert set(reply) == {"id", "object", "model", "output", "output_text", "metrics"}
+    assert reply["id"].startswith("resp_")
+    assert (reply["object"], reply["model"]) == ("response", model)
+    assert reply["output"] == [{"type": "output_text", "text": reply["output_text"]}]
+    assert set(reply["metrics"]) == METRICS
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_request_of_the_guide_is_answered_in_its_shape(client: httpx.Client, example: str) -> None:
     body = EXAMPLES[example]
-    told = ask(client, body)
-    check_shape(told, body["model"])
-    assert told["output_text"] or body["model"] == TRANSLATOR  # this model never learnt the other one's prompts
+    reply = create(client, body)
+    check_shape(reply, body["model"])
+    assert reply["output_text"] or body["model"] == TRANSLATOR  # this model never learnt the other one's prompts
     limit = body.get("decoding", {}).get("max_tokens", 16)
-    assert 0 <= told["metrics"]["engine_output_tokens"] <= limit
+    assert 0 <= reply["metrics"]["engine_output_tokens"] <= limit
 
 
 def test_the_timers_are_nested(client: httpx.Client) -> None:
-    metrics = ask(client, EXAMPLES["several turns"])["metrics"]
+    metrics = create(client, EXAMPLES["several turns"])["metrics"]
     assert None not in metrics.values()
     assert metrics["gpu_generate_total_ms"] <= metrics["backend_inference_wall_ms"]
     assert metrics["backend_inference_wall_ms"] <= metrics["engine_total_wall_ms"] <= metrics["pool_total_wall_ms"]
@@ -145,7 +145,7 @@ def test_the_timers_are_nested(client: httpx.Client) -> None:
 
 def test_what_decoding_leaves_out_comes_from_the_settings(client: httpx.Client) -> None:
     body = EXAMPLES["several turns"] | {"decoding": {"stop": ["\x00"]}}
-    assert ask(client, body)["metrics"]["engine_output_tokens"] <= 16
+    assert create(client, body)["metrics"]["engine_output_tokens"] <= 16
 
 
 def test_a_stream_has_four_kinds_of_events_and_the_same_answer(client: httpx.Client) -> None:
@@ -159,12 +159,12 @@ def test_a_stream_has_four_kinds_of_events_and_the_same_answer(client: httpx.Cli
     ]
     last = stream[-1].data["response"]
     check_shape(last, body["model"])
-    assert last["output_text"] == joined(stream) == ask(client, body)["output_text"]
+    assert last["output_text"] == delta_text(stream) == create(client, body)["output_text"]
     assert stream[0].data["response"]["id"] == last["id"]
     assert stream[-2].data["metrics"] == last["metrics"]
 
 
-def joined(stream: list[ServerSentEvent]) -> str:
+def delta_text(stream: list[ServerSentEvent]) -> str:
     return "".join(data["delta"] for name, data in stream if name == "response.output_text.delta")
 
 
@@ -196,14 +196,14 @@ def test_a_refusal_is_chats_body_with_a_code(
 def test_the_tokens_of_a_request_can_be_counted_in_advance(client: httpx.Client) -> None:
     body = EXAMPLES["several turns"]
     counted = client.post("/v1/responses/input_tokens", json=body).json()["input_tokens"]
-    assert counted == ask(client, body)["metrics"]["engine_prompt_tokens"]
+    assert counted == create(client, body)["metrics"]["engine_prompt_tokens"]
 
 
 def test_other_bodies_on_the_path_get_openais_shape_with_the_metrics(client: httpx.Client) -> None:
-    told = ask(client, {"model": "qwen2.5-vl-3b", "input": "Say one word.", "max_output_tokens": 4})
-    assert told["status"] in ("completed", "incomplete")
-    assert told["output_text"] == "".join(part["text"] for item in told["output"] for part in item["content"])
-    assert set(told["metrics"]) == METRICS
+    reply = create(client, {"model": "qwen2.5-vl-3b", "input": "Say one word.", "max_output_tokens": 4})
+    assert reply["status"] in ("completed", "incomplete")
+    assert reply["output_text"] == "".join(part["text"] for item in reply["output"] for part in item["content"])
+    assert set(reply["metrics"]) == METRICS
 
 
 # --- models elsewhere -------------------------------------------------------------------------------------------------
@@ -212,8 +212,8 @@ def test_other_bodies_on_the_path_get_openais_shape_with_the_metrics(client: htt
 @pytest.fixture(scope="module")
 def remote() -> Iterator[httpx.Client]:
     """A pool whose model runs on another server."""
-    far = live_server(demo_config([{"steps": [{"text": "From afar."}]}]))
-    with far as upstream, pytest.MonkeyPatch.context() as patch:
+    remote_server = live_server(demo_config([{"steps": [{"text": "From afar."}]}]))
+    with remote_server as upstream, pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXAMPLE_API_KEY", "secret")
         model = {
             "backend": "openai_remote",
@@ -225,23 +225,23 @@ def remote() -> Iterator[httpx.Client]:
             "remote_health_check": "config_only",
             "enabled": True,
         }
-        near = live_server({"engine": {"models": {"frontier-large": model}}})
-        with near as here, httpx.Client(base_url=here.url, timeout=60) as client:
+        local_server = live_server({"engine": {"models": {"frontier-large": model}}})
+        with local_server as local, httpx.Client(base_url=local.url, timeout=60) as client:
             yield client
 
 
-@pytest.mark.parametrize("allow", [None, False])
-def test_a_remote_model_is_asked_only_with_consent(remote: httpx.Client, allow: bool | None) -> None:
-    body = {"model": "frontier-large", "input": "Hello", "decoding": {}, "allow_remote": allow}
+@pytest.mark.parametrize("allow_remote", [None, False])
+def test_a_remote_model_is_asked_only_with_consent(remote: httpx.Client, allow_remote: bool | None) -> None:
+    body = {"model": "frontier-large", "input": "Hello", "decoding": {}, "allow_remote": allow_remote}
     reply = remote.post("/v1/responses", json=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "remote_not_allowed")
 
 
 def test_with_consent_it_answers_in_the_same_shape(remote: httpx.Client) -> None:
     body = {"model": "frontier-large", "input": "Hello", "decoding": {"max_tokens": 8}, "allow_remote": True}
-    told = ask(remote, body)
-    check_shape(told, "frontier-large")
-    assert told["output_text"] == "From afar."
+    reply = create(remote, body)
+    check_shape(reply, "frontier-large")
+    assert reply["output_text"] == "From afar."
 
 
 def test_outside_the_dialect_the_field_is_no_consent(remote: httpx.Client) -> None:

@@ -11,12 +11,12 @@ from tests.live_server import LiveServer, live_server
 MESSAGES, CHAT, _ = PROTOCOLS.values()
 
 
-def refused(served: LiveServer, wire: Protocol, stream: bool, position: int) -> None:
-    reply = httpx.post(served.url + wire.path, json=wire.body("text", stream=stream))
+def expect_queue_full(server: LiveServer, protocol: Protocol, stream: bool, position: int) -> None:
+    reply = httpx.post(server.url + protocol.path, json=protocol.body("text", stream=stream))
     assert (reply.headers["content-type"], reply.headers["x-queue-position"]) == ("application/json", str(position))
     assert int(reply.headers["retry-after"]) >= 1
     error = reply.json()["error"]
-    if wire is MESSAGES:
+    if protocol is MESSAGES:
         assert (reply.status_code, error["type"]) == (529, "overloaded_error")
         assert reply.json()["type"] == "error"
     else:
@@ -26,48 +26,48 @@ def refused(served: LiveServer, wire: Protocol, stream: bool, position: int) -> 
 
 
 def test_nobody_may_wait_where_the_queue_has_no_room() -> None:
-    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as served:
-        with raw_request(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
-            holder.reads(b"so far")
-            for wire in PROTOCOLS.values():
-                refused(served, wire, stream=False, position=1)
-                refused(served, wire, stream=True, position=1)
-        wait_until_idle(served)
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
+        with raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running:
+            running.read_until(b"so far")
+            for protocol in PROTOCOLS.values():
+                expect_queue_full(server, protocol, stream=False, position=1)
+                expect_queue_full(server, protocol, stream=True, position=1)
+        wait_until_idle(server)
 
 
 def test_the_one_who_waits_is_served_and_the_one_behind_is_refused() -> None:
-    with live_server(single_slot_config(scheduler={"max_waiting": 1})) as served:
-        for wire in PROTOCOLS.values():
+    with live_server(single_slot_config(scheduler={"max_waiting": 1})) as server:
+        for protocol in PROTOCOLS.values():
             with (
-                raw_request(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder,
-                raw_request(served, wire.path, wire.body("text")) as waiter,
+                raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running,
+                raw_request(server, protocol.path, protocol.body("text")) as queued,
             ):
-                wait_for_queued(served, 1)
-                refused(served, wire, stream=False, position=2)
-                refused(served, wire, stream=True, position=2)
-                holder.leaves()
-                waiter.reads(b"Hello there, friend.")
-            wait_until_idle(served)
+                wait_for_queued(server, 1)
+                expect_queue_full(server, protocol, stream=False, position=2)
+                expect_queue_full(server, protocol, stream=True, position=2)
+                running.close()
+                queued.read_until(b"Hello there, friend.")
+            wait_until_idle(server)
 
 
 def test_waiting_prompts_are_bounded_by_their_tokens_too() -> None:
-    with live_server(single_slot_config(scheduler={"max_waiting_tokens": 20})) as served:
-        with raw_request(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
-            holder.reads(b"so far")
-            reply = httpx.post(served.url + CHAT.path, json=CHAT.body("text " * 50))
+    with live_server(single_slot_config(scheduler={"max_waiting_tokens": 20})) as server:
+        with raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running:
+            running.read_until(b"so far")
+            reply = httpx.post(server.url + CHAT.path, json=CHAT.body("text " * 50))
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "server_is_overloaded")
-            with raw_request(served, CHAT.path, CHAT.body("text")):
-                wait_for_queued(served, 1)
-        wait_until_idle(served)
+            with raw_request(server, CHAT.path, CHAT.body("text")):
+                wait_for_queued(server, 1)
+        wait_until_idle(server)
 
 
 def test_counting_does_not_queue() -> None:
-    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as served:
-        with raw_request(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
-            holder.reads(b"so far")
-            for path, wire in (
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
+        with raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running:
+            running.read_until(b"so far")
+            for path, protocol in (
                 ("/v1/messages/count_tokens", MESSAGES),
                 ("/v1/responses/input_tokens", PROTOCOLS["responses"]),
             ):
-                assert httpx.post(served.url + path, json=wire.body("text")).json()["input_tokens"] > 0
-        wait_until_idle(served)
+                assert httpx.post(server.url + path, json=protocol.body("text")).json()["input_tokens"] > 0
+        wait_until_idle(server)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.helpers import RawClient, config, wait_for_running, wait_until_idle
 from tests.e2e.protocols import PROTOCOLS, Protocol, parse_events
-from tests.e2e.test_matrix import CASES, WORD, ask
+from tests.e2e.test_matrix import CASES, WORD, send
 from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 from tests.live_server import LiveServer, live_server
 
@@ -21,95 +21,95 @@ CONSENT = {"x-modelyard-allow-remote": "true"}
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
-def front(url: str, kind: str = "chat_completions", **more: Any) -> dict[str, Any]:
+def remote_config(url: str, kind: str = "chat_completions", **more: Any) -> dict[str, Any]:
     remote = {"backend": "openai_remote", "remote_base_url": url, "remote_model": "demo", "remote_api_kind": kind}
     return {"models": {"demo": {**remote, "parallel": 4, **more}}}
 
 
 @pytest.fixture(scope="module")
-def behind() -> Iterator[LiveServer]:
+def upstream() -> Iterator[LiveServer]:
     with live_server(config()) as running:
         yield running
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def before(behind: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
-    settings = front(behind.url + "/v1", request.param, remote_extensions=True)
-    with live_server(settings) as served, httpx.Client(base_url=served.url, headers=CONSENT) as client:
+def gateway_client(upstream: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    settings = remote_config(upstream.url + "/v1", request.param, remote_extensions=True)
+    with live_server(settings) as server, httpx.Client(base_url=server.url, headers=CONSENT) as client:
         yield client
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_an_answer_arrives_as_the_upstream_gave_it(before: httpx.Client, name: str, case: str, stream: bool) -> None:
-    asked, text, thinking, calls, stops = CASES[case]
-    seen = ask(before, PROTOCOLS[name], stream, case, **asked)
-    assert (seen.text, seen.thinking, seen.calls) == (text, thinking, calls)
+def test_an_answer_arrives_as_the_upstream_gave_it(gateway_client: httpx.Client, name: str, case: str, stream: bool) -> None:
+    fields, text, thinking, calls, stops = CASES[case]
+    parsed = send(gateway_client, PROTOCOLS[name], stream, case, **fields)
+    assert (parsed.text, parsed.thinking, parsed.calls) == (text, thinking, calls)
     # Only one of the three upstream wires tells which stop string it was.
-    assert seen.stop == stops[WORD[name]] or (case, seen.stop) == ("stop string", "end_turn")
+    assert parsed.stop == stops[WORD[name]] or (case, parsed.stop) == ("stop string", "end_turn")
 
 
-def test_usage_is_the_upstreams(before: httpx.Client, behind: LiveServer, wire: Protocol, stream: bool) -> None:
-    through = ask(before, wire, stream, "thinking").usage
-    with httpx.Client(base_url=behind.url) as direct:
-        straight = ask(direct, wire, stream, "thinking").usage
-    assert (through.prompt, through.output) == (straight.prompt, straight.output)
+def test_usage_is_the_upstreams(gateway_client: httpx.Client, upstream: LiveServer, protocol: Protocol, stream: bool) -> None:
+    usage = send(gateway_client, protocol, stream, "thinking").usage
+    with httpx.Client(base_url=upstream.url) as direct:
+        direct_usage = send(direct, protocol, stream, "thinking").usage
+    assert (usage.prompt, usage.output) == (direct_usage.prompt, direct_usage.output)
 
 
-def test_a_result_of_a_tool_reaches_the_upstream(before: httpx.Client) -> None:
+def test_a_result_of_a_tool_reaches_the_upstream(gateway_client: httpx.Client) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
     messages = [
         {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
-    reply = before.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("") | {"messages": messages})
+    reply = gateway_client.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("") | {"messages": messages})
     assert reply.json()["choices"][0]["message"]["content"] == "Take a hat: it is sunny."
 
 
-def test_the_upstreams_counter_counts(behind: LiveServer) -> None:
+def test_the_upstreams_counter_counts(upstream: LiveServer) -> None:
     body = PROTOCOLS["messages"].body("How many tokens is this?")
-    here = httpx.post(behind.url + "/v1/messages/count_tokens", json=body).json()["input_tokens"]
+    counted = httpx.post(upstream.url + "/v1/messages/count_tokens", json=body).json()["input_tokens"]
     for kind in KINDS[1:]:
-        with live_server(front(behind.url + "/v1", kind)) as served:
-            reply = httpx.post(served.url + "/v1/messages/count_tokens", json=body, headers=CONSENT)
-            assert reply.json()["input_tokens"] == here
-    with live_server(front(behind.url + "/v1")) as served:
-        assert httpx.post(served.url + "/v1/messages/count_tokens", json=body, headers=CONSENT).status_code == 501
+        with live_server(remote_config(upstream.url + "/v1", kind)) as server:
+            reply = httpx.post(server.url + "/v1/messages/count_tokens", json=body, headers=CONSENT)
+            assert reply.json()["input_tokens"] == counted
+    with live_server(remote_config(upstream.url + "/v1")) as server:
+        assert httpx.post(server.url + "/v1/messages/count_tokens", json=body, headers=CONSENT).status_code == 501
 
 
-def test_nothing_leaves_without_consent(behind: LiveServer, wire: Protocol, stream: bool) -> None:
-    with live_server(front(behind.url + "/v1")) as served:
-        reply = httpx.post(served.url + wire.path, json=wire.body("text", stream=stream))
+def test_nothing_leaves_without_consent(upstream: LiveServer, protocol: Protocol, stream: bool) -> None:
+    with live_server(remote_config(upstream.url + "/v1")) as server:
+        reply = httpx.post(server.url + protocol.path, json=protocol.body("text", stream=stream))
         assert reply.status_code == 403
         assert reply.json()["error"]["code"] == "remote_not_allowed"
-        wait_until_idle(behind)
+        wait_until_idle(upstream)
 
 
-def test_a_client_that_leaves_frees_the_upstream(behind: LiveServer) -> None:
-    settings = front(behind.url + "/v1") | {"routes": [{"match": "*", "model": "demo", "allow_remote": True}]}
-    with live_server(settings) as served:
-        caller = RawClient(served, "/v1/chat/completions", PROTOCOLS["chat"].body("endless stream", stream=True))
-        caller.reads(b"so far")
-        wait_for_running(behind, 1)
-        caller.leaves()
-        wait_until_idle(behind)
-        wait_until_idle(served)
+def test_a_client_that_leaves_frees_the_upstream(upstream: LiveServer) -> None:
+    settings = remote_config(upstream.url + "/v1") | {"routes": [{"match": "*", "model": "demo", "allow_remote": True}]}
+    with live_server(settings) as server:
+        client = RawClient(server, "/v1/chat/completions", PROTOCOLS["chat"].body("endless stream", stream=True))
+        client.read_until(b"so far")
+        wait_for_running(upstream, 1)
+        client.close()
+        wait_until_idle(upstream)
+        wait_until_idle(server)
 
 
 # --- an upstream that answers as it is told ---------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def gateway(at: FakeUpstream, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
-    settings = front(at.url, **more)
-    serving_it = live_server(settings)
-    served = await asyncio.to_thread(serving_it.__enter__)
+async def gateway_for(fake: FakeUpstream, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+    settings = remote_config(fake.url, **more)
+    context = live_server(settings)
+    server = await asyncio.to_thread(context.__enter__)
     try:
-        async with httpx.AsyncClient(base_url=served.url, headers=CONSENT, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, headers=CONSENT, timeout=60) as client:
             yield client
     finally:
-        await asyncio.to_thread(serving_it.__exit__, None, None, None)
+        await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 OVERFLOW = error_answer(
@@ -120,8 +120,8 @@ OVERFLOW = error_answer(
 
 
 async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
-    async with fake_upstream(OVERFLOW) as up, gateway(up) as client:
-        replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in PROTOCOLS.values()]
+    async with fake_upstream(OVERFLOW) as fake, gateway_for(fake) as client:
+        replies = [await client.post(protocol.path, json=protocol.body("text", stream=True)) for protocol in PROTOCOLS.values()]
     messages, chat_, responses = replies
     assert messages.json()["error"]["message"] == "prompt is too long: 123 tokens > 100 maximum"
     assert chat_.json()["error"] | {"n_prompt_tokens": 123, "n_ctx": 100} == chat_.json()["error"]
@@ -146,21 +146,21 @@ async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
 async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
     answer: Answer, statuses: tuple[int, ...], retry_after: str | None
 ) -> None:
-    async with fake_upstream(answer) as up, gateway(up) as client:
-        replies = [await client.post(wire.path, json=wire.body("text")) for wire in PROTOCOLS.values()]
+    async with fake_upstream(answer) as fake, gateway_for(fake) as client:
+        replies = [await client.post(protocol.path, json=protocol.body("text")) for protocol in PROTOCOLS.values()]
     assert tuple(reply.status_code for reply in replies) == statuses
     assert {reply.headers.get("retry-after") for reply in replies} == {retry_after}
-    assert len(up.requests) == 3
+    assert len(fake.requests) == 3
 
 
 async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> None:
-    async with fake_upstream(Answer(body=chat_stream("Half an")[:1], breaks=True)) as up, gateway(up) as client:
-        replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in PROTOCOLS.values()]
+    async with fake_upstream(Answer(body=chat_stream("Half an")[:1], breaks=True)) as fake, gateway_for(fake) as client:
+        replies = [await client.post(protocol.path, json=protocol.body("text", stream=True)) for protocol in PROTOCOLS.values()]
     messages, chat_, responses = (parse_events(reply.text) for reply in replies)
     assert messages[-1].event == "error"
     assert "error" in chat_[-1].data
     assert responses[-1].event == "response.failed"
-    assert len(up.requests) == 3
+    assert len(fake.requests) == 3
 
 
 async def test_an_image_arrives_as_data() -> None:
@@ -168,24 +168,24 @@ async def test_an_image_arrives_as_data() -> None:
     content = [{"type": "text", "text": "Look"}, {"type": "image_url", "image_url": {"url": url}}]
     body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
     async with (
-        fake_upstream(Answer(body=chat_stream("A dot."))) as up,
-        gateway(up, modalities=["text", "image"]) as client,
+        fake_upstream(Answer(body=chat_stream("A dot."))) as fake,
+        gateway_for(fake, modalities=["text", "image"]) as client,
     ):
         reply = await client.post("/v1/chat/completions", json=body)
         assert reply.json()["choices"][0]["message"]["content"] == "A dot."
-    assert up.requests[0].body["messages"][0]["content"] == content
+    assert fake.requests[0].body["messages"][0]["content"] == content
 
 
 async def test_only_what_somebody_chose_is_sampled_with() -> None:
     """An upstream has its own defaults: ours for local models are not forced upon it."""
-    async with fake_upstream(Answer(body=chat_stream("Hi"))) as up, gateway(up, decoding={"top_p": 0.5}) as client:
+    async with fake_upstream(Answer(body=chat_stream("Hi"))) as fake, gateway_for(fake, decoding={"top_p": 0.5}) as client:
         await client.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("text"))
-    assert "temperature" not in up.requests[0].body
-    assert up.requests[0].body["top_p"] == 0.5
+    assert "temperature" not in fake.requests[0].body
+    assert fake.requests[0].body["top_p"] == 0.5
 
 
 async def test_several_answers_are_several_requests() -> None:
-    async with fake_upstream(Answer(body=chat_stream("Hi"))) as up, gateway(up) as client:
+    async with fake_upstream(Answer(body=chat_stream("Hi"))) as fake, gateway_for(fake) as client:
         reply = await client.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("text", n=2))
     assert [choice["message"]["content"] for choice in reply.json()["choices"]] == ["Hi", "Hi"]
-    assert ["n" in asked.body for asked in up.requests] == [False, False]
+    assert ["n" in fields.body for fields in fake.requests] == [False, False]

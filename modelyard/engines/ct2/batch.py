@@ -50,7 +50,7 @@ def next_batch(waiting: Sequence[Ct2Job], slack: int) -> list[Ct2Job]:
 
 
 class Ct2Batch:
-    """Runs in a thread of its own and ends its jobs one by one. Any thread may set `error` to stop it.
+    """Runs in a worker thread and ends its jobs one by one. Any thread may set `error` to stop it.
 
     Tokens are flushed once per step, after the last row: if the event loop woke earlier, it would hold the GIL against
     the callbacks that are still to come. While CTranslate2 computes the next step, the loop has the GIL for itself.

@@ -1,4 +1,4 @@
-"""vLLM in process: continuous batching on GPUs, token ids in and out, by default in a process of its own."""
+"""vLLM in process: continuous batching on GPUs, token ids in and out, by default in a separate process."""
 
 from __future__ import annotations
 

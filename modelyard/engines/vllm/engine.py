@@ -1,4 +1,4 @@
-"""vLLM in process: its AsyncLLM runs in a thread of its own; token ids go in, deltas come out.
+"""vLLM in process: its AsyncLLM runs in a separate thread; token ids go in, deltas come out.
 
     generate ─→ VllmJob ─→ AsyncLlmRunner on vLLM's loop: one task per job reads `AsyncLLM.generate`
                         ─→ TokenDispatch: one wake-up of the gateway's loop per step ─→ GenerationQueue

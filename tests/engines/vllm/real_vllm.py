@@ -39,7 +39,7 @@ _START_S = 120.0
 
 def python() -> str:
     if not vllm_env.is_ready():
-        pytest.skip("there is no environment with vLLM for the CPU here: make vllm-env builds it")
+        pytest.skip("no environment with vLLM for the CPU: build it with make vllm-env")
     return str(vllm_env.python())
 
 

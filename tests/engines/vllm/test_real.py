@@ -31,7 +31,7 @@ from tests.live_server import LiveServer, live_server
 
 pytestmark = pytest.mark.vllm
 WAIT_S, LOAD_S = 120.0, 600.0
-MODEL = "tiny"  # not the name of the default model, which has caches of its own
+MODEL = "tiny"  # not the name of the default model, which has its own caches
 WEATHER = {
     "type": "function",
     "function": {

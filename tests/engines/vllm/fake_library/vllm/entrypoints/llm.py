@@ -22,7 +22,7 @@ class LLM:
 
     def __init__(self, model: str, *, kv_cache_dtype: str = "auto", **arguments: Any) -> None:
         if kv_cache_dtype not in _ERROR:
-            raise ValueError(f"{kv_cache_dtype} is no number format of this machine")
+            raise ValueError(f"{kv_cache_dtype} is not a supported number format")
         self._error, self._most = _ERROR[kv_cache_dtype], arguments["max_logprobs"]
 
     def generate(
