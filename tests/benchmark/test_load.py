@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -511,6 +513,31 @@ async def test_a_server_without_a_list_of_models_needs_a_name() -> None:
     async with responding(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}") as url:
         with pytest.raises(NotFound, match="lists no models; name one with --model"):
             await measured(url)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return cert, key
+
+
+async def test_tls_connections_are_reused_and_certificates_are_verified(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = certificate
+    with live_server(demo_config(SCRIPT) | {"http": {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}}) as secure:
+        async with UrlTarget(secure.url, "demo") as target:
+            refused, _ = await target.chat([{"role": "user", "content": "hi"}], 5)
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        async with UrlTarget(secure.url, "demo") as target:
+            for _ in range(2):
+                sample, _ = await target.chat([{"role": "user", "content": "hi"}], 5)
+                assert (sample.error, sample.output_tokens) == (None, 5)
+            assert len(target._client._idle) == 1
+    assert "CERTIFICATE_VERIFY_FAILED" in (refused.error or "")
 
 
 # --- one prepared request, many times ---------------------------------------------------------------------------------

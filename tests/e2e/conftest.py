@@ -1,4 +1,4 @@
-"""One server for every test that leaves it as it was."""
+"""One shared server for tests that do not change its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The servers that the end-to-end tests talk to, and how the tests wait for what happens in them."""
+"""Configurations of the end-to-end tests, clients on raw sockets, and functions that wait for the state of a server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def config(**more: Any) -> dict[str, Any]:
 
 
 def single_slot_config(**more: Any) -> dict[str, Any]:
-    """One place only: whoever comes second waits."""
+    """One slot: a second request queues."""
     return config(
         caches={"main": {"model": "demo", "n_ctx": 4096, "parallel": 1}},
         routes=[{"match": "*", "cache": "main"}],
@@ -60,10 +60,10 @@ def single_slot_config(**more: Any) -> dict[str, Any]:
 
 
 def wait_until(condition: Callable[[], object], description: str, timeout_s: float = 180.0) -> None:
-    """Wait for something that happens in the server's own thread."""
+    """Wait for an event in the thread of the server."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"it did not happen: {description}"
+        assert time.monotonic() < deadline, f"timed out: {description}"
         time.sleep(0.001)
 
 
@@ -76,10 +76,10 @@ def wait_for_queued(server: LiveServer, count: int) -> None:
 
 
 def wait_until_idle(server: LiveServer) -> None:
-    """No lease, nobody queued, no job in the engine, and no request that the edge still works on."""
+    """No lease, no queued request, no generation in the engine, no active HTTP request."""
     status = lambda: server.status("demo")  # noqa: E731
-    wait_until(lambda: (status().running, status().waiting) == (0, 0), "all places free")
-    wait_until(lambda: engine_stats(server).running == 0, "no job in the engine")
+    wait_until(lambda: (status().running, status().waiting) == (0, 0), "all slots free")
+    wait_until(lambda: engine_stats(server).running == 0, "no generation in the engine")
     wait_until(lambda: httpx.get(server.url + "/health").json()["active_requests"] == 0, "no request in the gateway")
 
 
@@ -89,7 +89,7 @@ def engine_stats(server: LiveServer) -> Any:
 
 
 class RawClient:
-    """A client on a raw socket: it can leave at any moment, and leaving is a closed connection and nothing else."""
+    """A client on a raw socket that can disconnect at any moment."""
 
     def __init__(self, server: LiveServer, path: str, body: dict[str, Any]) -> None:
         host, port = server.url.removeprefix("http://").split(":")
@@ -121,6 +121,6 @@ def raw_request(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator
 
 @contextmanager
 def stream_events(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[ServerSentEvent]]:
-    """The frames of a streamed answer as they arrive."""
+    """The events of a stream as they arrive."""
     with httpx.Client(timeout=180) as client, client.stream("POST", server.url + path, json=body) as response:
         yield iter_events(response.iter_text())

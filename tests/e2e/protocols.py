@@ -1,4 +1,4 @@
-"""A stream of server-sent events cut into frames, whole or as it arrives."""
+"""The three chat protocols as clients: request bodies, parsed replies and streams, and the form of errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DONE = "[DONE]"
 
 
 class ServerSentEvent(NamedTuple):
-    """One event: the name of its `event:` line ("" without one, ":" for a comment) and its data, decoded if JSON."""
+    """`event` is the name in the `event:` line: "" without one, ":" for a comment. `data` is decoded if it is JSON."""
 
     event: str
     data: Any
@@ -24,12 +24,12 @@ def parse_events(text: str) -> list[ServerSentEvent]:
 
 
 def iter_events(pieces: Iterable[str]) -> Iterator[ServerSentEvent]:
-    """Frames as they become complete. Anything behind the last blank line would be a frame that was cut off."""
+    """Events as they become complete."""
     rest = ""
     for piece in pieces:
         *blocks, rest = (rest + piece).split("\n\n")
         yield from (_parse_event(block) for block in blocks if block)
-    assert rest == "", f"the stream ended within a frame: {rest!r}"
+    assert rest == "", f"the stream ended within an event: {rest!r}"
 
 
 def _parse_event(block: str) -> ServerSentEvent:
@@ -50,7 +50,7 @@ def event_names(stream: Iterable[ServerSentEvent]) -> list[str]:
     return [event.event for event in stream]
 
 
-# The three protocols as a client sees them: how each asks, and what its answers say in common terms.
+# --- protocols --------------------------------------------------------------------------------------------------------
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
@@ -70,7 +70,7 @@ NO_USAGE = Usage(0, 0, 0, 0)
 
 @dataclass
 class ParsedReply:
-    """An answer in common terms; `stop` is the wire's own word for why it ended."""
+    """A reply independent of the protocol, except for `stop`: the finish reason in the words of the protocol."""
 
     text: str = ""
     thinking: str = ""
@@ -120,7 +120,7 @@ class Messages:
             parsed.thinking += block.get("thinking", "")
 
     def _stop(self, data: dict[str, Any]) -> str:
-        """Both keys are always there."""
+        """Both keys are always present."""
         stop_sequence = data["stop_sequence"]
         return data["stop_reason"] + (f" {stop_sequence}" if stop_sequence is not None else "")
 
@@ -200,7 +200,7 @@ class Responses:
         return parsed
 
     def parse_stream(self, stream: Sequence[ServerSentEvent]) -> ParsedReply:
-        """What the finished response says must also be what the items and the deltas said on the way."""
+        """Checks that the final response equals its items and deltas."""
         last = stream[-1].data
         items = [data["item"] for event, data in stream if event == "response.output_item.done"]
         assert items == last["response"]["output"]
@@ -221,10 +221,11 @@ class Responses:
 
 
 Protocol = Messages | Chat | Responses
-PROTOCOLS: dict[str, Protocol] = {"messages": Messages(), "chat": Chat(), "responses": Responses()}
+MESSAGES, CHAT, RESPONSES = Messages(), Chat(), Responses()
+PROTOCOLS: dict[str, Protocol] = {"messages": MESSAGES, "chat": CHAT, "responses": RESPONSES}
 
 
-# A good body for every endpoint, and the shape that each one's refusals must have.
+# --- valid bodies and the form of errors ------------------------------------------------------------------------------
 
 _HI = [{"role": "user", "content": "hi"}]
 
@@ -243,7 +244,7 @@ VALID_BODIES: dict[str, dict[str, Any]] = {
 
 
 def check_error(reply: httpx.Response, path: str, status: int) -> dict[str, Any]:
-    """The error of a reply that is a refusal to the letter; `code` and `param` are there on both wires."""
+    """The error object of a reply, after checks of its form; it has `code` and `param` in every protocol."""
     assert reply.status_code == status, reply.text[:500]
     assert reply.headers["content-type"].startswith("application/json")
     assert reply.headers["x-request-id"] == reply.headers["request-id"]
@@ -259,3 +260,14 @@ def check_error(reply: httpx.Response, path: str, status: int) -> dict[str, Any]
     assert set(data) == {"error"}
     assert {"message", "type", "param", "code"} <= set(error)
     return dict(error)
+
+
+def send(client: httpx.Client, protocol: Protocol, stream: bool, text: str, **fields: Any) -> ParsedReply:
+    reply = client.post(protocol.path, json=protocol.body(text, stream=stream, **fields))
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
+    if not stream:
+        assert reply.headers["content-type"] == "application/json"
+        return protocol.parse_reply(reply.json())
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    return protocol.parse_stream(parse_events(reply.text))

@@ -12,7 +12,7 @@ from anthropic.types import MessageParam, ToolParam
 from pydantic import BaseModel
 
 from tests.e2e.helpers import config, raw_request, single_slot_config, wait_until_idle
-from tests.e2e.protocols import PROTOCOLS, TOOLS
+from tests.e2e.protocols import CHAT, TOOLS
 from tests.live_server import LiveServer, live_server
 
 MODEL = "demo"
@@ -186,7 +186,7 @@ def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> Non
 
 
 def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
-    chat = PROTOCOLS["chat"]
+    chat = CHAT
     with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
         with raw_request(server, chat.path, chat.body("endless stream", stream=True)) as holder:
             holder.read_until(b"so far")

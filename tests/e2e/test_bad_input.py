@@ -259,7 +259,9 @@ TOOL_CHOICES = {
 @pytest.mark.parametrize("path", TOOL_CHOICES)
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_tool_that_is_not_offered_cannot_be_chosen(client: httpx.Client, path: str, count: int) -> None:
-    error = expect_error(client, path, VALID_BODIES[path] | {"tools": tools(path, count), "tool_choice": TOOL_CHOICES[path]})
+    error = expect_error(
+        client, path, VALID_BODIES[path] | {"tools": tools(path, count), "tool_choice": TOOL_CHOICES[path]}
+    )
     assert error["param"] == "tool_choice"
     assert "tool_7" in error["message"]
     offered = client.post(path, json=VALID_BODIES[path] | {"tools": tools(path, 8), "tool_choice": TOOL_CHOICES[path]})
@@ -412,7 +414,9 @@ def test_an_unknown_path_is_not_found(client: httpx.Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-def test_a_missing_and_a_wrong_key_are_refused_before_the_body_is_looked_at(path: str, client_with_keys: httpx.Client) -> None:
+def test_a_missing_and_a_wrong_key_are_refused_before_the_body_is_looked_at(
+    path: str, client_with_keys: httpx.Client
+) -> None:
     for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer wrong"}, {"authorization": "Basic x"}):
         error = check_error(client_with_keys.post(path, content=b"not json", headers=headers), path, 401)
         assert error["code"] == "invalid_api_key"

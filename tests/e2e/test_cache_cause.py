@@ -30,8 +30,14 @@ SCRIPT: list[dict[str, Any]] = [
         ],
     },
 ]
-SCRIPT_WITHOUT_REASONING = [{**rule, "steps": [step for step in rule["steps"] if "think" not in step]} for rule in SCRIPT]
-ECHOED_ARGUMENTS = {"path": "a.txt", "n": 5000, "why": "because it was asked for"}  # as a client tells it: in another order
+SCRIPT_WITHOUT_REASONING = [
+    {**rule, "steps": [step for step in rule["steps"] if "think" not in step]} for rule in SCRIPT
+]
+ECHOED_ARGUMENTS = {
+    "path": "a.txt",
+    "n": 5000,
+    "why": "because it was asked for",
+}  # as a client tells it: in another order
 
 
 class Conversation:

@@ -105,7 +105,9 @@ def complete(server: LiveServer, **fields: Any) -> httpx.Response:
         ({"lark": 'start: "2" ("0" | "1")'}, ("20", "21")),
     ],
 )
-def test_grammars_come_as_extension_fields(server: LiveServer, fields: dict[str, str], allowed: tuple[str, ...]) -> None:
+def test_grammars_come_as_extension_fields(
+    server: LiveServer, fields: dict[str, str], allowed: tuple[str, ...]
+) -> None:
     assert complete(server, **fields).json()["choices"][0]["message"]["content"] in allowed
 
 

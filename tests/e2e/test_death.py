@@ -9,10 +9,8 @@ import httpx
 import pytest
 
 from tests.e2e.helpers import config, wait_for_running, wait_until_idle
-from tests.e2e.protocols import PROTOCOLS, Protocol, event_names, parse_events
+from tests.e2e.protocols import CHAT, MESSAGES, RESPONSES, Protocol, event_names, parse_events
 from tests.live_server import LiveServer, live_server
-
-MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +55,9 @@ def test_the_next_request_is_answered_by_the_engine_that_came_back(
     wait_until_idle(crashing_server)
 
 
-def test_a_request_that_had_no_word_yet_starts_again_unseen(crashing_server: LiveServer, protocol: Protocol, stream: bool) -> None:
+def test_a_request_that_had_no_word_yet_starts_again_unseen(
+    crashing_server: LiveServer, protocol: Protocol, stream: bool
+) -> None:
     with ThreadPoolExecutor(1) as executor:
         body = protocol.body("slow prefill", stream=stream)
         pending = executor.submit(httpx.post, crashing_server.url + protocol.path, json=body, timeout=60)

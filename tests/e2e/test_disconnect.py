@@ -15,10 +15,8 @@ from tests.e2e.helpers import (
     wait_for_running,
     wait_until_idle,
 )
-from tests.e2e.protocols import PROTOCOLS, Protocol
+from tests.e2e.protocols import CHAT, Protocol
 from tests.live_server import LiveServer, live_server
-
-CHAT = PROTOCOLS["chat"]
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +37,19 @@ def _server_keeps_working(single_slot_server: LiveServer) -> Iterator[None]:
 def test_in_the_queue(single_slot_server: LiveServer, protocol: Protocol, stream: bool) -> None:
     with raw_request(single_slot_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
         holder.read_until(b"so far")
-        prompt_tokens = engine_stats(single_slot_server).evaluated_tokens + engine_stats(single_slot_server).reused_tokens
+        prompt_tokens = (
+            engine_stats(single_slot_server).evaluated_tokens + engine_stats(single_slot_server).reused_tokens
+        )
         with raw_request(single_slot_server, protocol.path, protocol.body("text of one who waits", stream=stream)):
             wait_for_queued(single_slot_server, 1)
         wait_for_queued(single_slot_server, 0)
         wait_for_running(single_slot_server, 1)
     wait_until_idle(single_slot_server)
     # The place came free with nobody in line: a waiter that was still there would have been read by the engine.
-    assert engine_stats(single_slot_server).evaluated_tokens + engine_stats(single_slot_server).reused_tokens == prompt_tokens
+    assert (
+        engine_stats(single_slot_server).evaluated_tokens + engine_stats(single_slot_server).reused_tokens
+        == prompt_tokens
+    )
 
 
 def test_in_prefill(single_slot_server: LiveServer, protocol: Protocol, stream: bool) -> None:

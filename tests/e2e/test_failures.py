@@ -8,10 +8,8 @@ import httpx
 import pytest
 
 from tests.e2e.helpers import config, wait_until
-from tests.e2e.protocols import PROTOCOLS, VALID_BODIES, Protocol, event_names, parse_events
+from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, RESPONSES, VALID_BODIES, Protocol, event_names, parse_events
 from tests.live_server import demo_config, live_server
-
-MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def openai_error(message: str, code: str, type: str = "server_error") -> dict[str, Any]:
@@ -30,7 +28,9 @@ def post(client: httpx.Client, protocol: Protocol, text: str, **fields: Any) -> 
 # --- before the first byte ------------------------------------------------------------------------------------------
 
 
-def test_a_failure_before_the_first_byte_is_an_http_error(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+def test_a_failure_before_the_first_byte_is_an_http_error(
+    client: httpx.Client, protocol: Protocol, stream: bool
+) -> None:
     reply = post(client, protocol, "error before", stream=stream)
     assert (reply.status_code, reply.headers["content-type"]) == (500, "application/json")
     expected = openai_error("out of memory", "internal_error")

@@ -56,7 +56,9 @@ class MultiProcessServer:
 
     def wait_for_processes(self, count: int) -> None:
         wait_until(
-            lambda: len(self.processes_with_socket(psutil.CONN_LISTEN)) == count, f"{count} processes listen", cli_process.DEADLINE
+            lambda: len(self.processes_with_socket(psutil.CONN_LISTEN)) == count,
+            f"{count} processes listen",
+            cli_process.DEADLINE,
         )
 
     def processes_with_socket(self, status: str) -> set[int]:
@@ -113,7 +115,9 @@ def test_a_killed_process_is_replaced_and_takes_no_count_with_it(cluster: MultiP
     before = cluster.request_count()
     killed = cluster.children()[0]
     os.kill(killed.pid, signal.SIGKILL)
-    wait_until(lambda: killed.pid not in {child.pid for child in cluster.children()}, "it is gone", cli_process.DEADLINE)
+    wait_until(
+        lambda: killed.pid not in {child.pid for child in cluster.children()}, "it is gone", cli_process.DEADLINE
+    )
     assert cluster.post().status_code == 200, "the other process answers meanwhile"
     cluster.wait_for_processes(2)
     assert cluster.request_count() == before + 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.helpers import raw_request, single_slot_config, wait_for_queued, wait_for_running, wait_until_idle
-from tests.e2e.protocols import PROTOCOLS, Protocol
+from tests.e2e.protocols import CHAT, Protocol
 from tests.live_server import LiveServer, live_server
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -25,7 +25,9 @@ def joined_requests(server: LiveServer) -> float:
     return sum(server.app.gateway.metrics._joined.values())
 
 
-def test_a_resend_hears_all_of_it_and_outlives_the_first_client(single_slot_server: LiveServer, protocol: Protocol) -> None:
+def test_a_resend_hears_all_of_it_and_outlives_the_first_client(
+    single_slot_server: LiveServer, protocol: Protocol
+) -> None:
     body = protocol.body("endless stream", stream=True) | GREEDY
     before = joined_requests(single_slot_server)
     with raw_request(single_slot_server, protocol.path, body) as second:
@@ -35,14 +37,16 @@ def test_a_resend_hears_all_of_it_and_outlives_the_first_client(single_slot_serv
             assert joined_requests(single_slot_server) == before + 1
             wait_for_running(single_slot_server, 1)
         wait_for_running(single_slot_server, 1)
-        with raw_request(single_slot_server, protocol.path, body) as third:  # the answer goes on, and can still be joined
+        with raw_request(
+            single_slot_server, protocol.path, body
+        ) as third:  # the answer goes on, and can still be joined
             third.read_until(b"so far")
             assert joined_requests(single_slot_server) == before + 2
     wait_until_idle(single_slot_server)
 
 
 def test_requests_that_are_left_to_chance_do_not_join(single_slot_server: LiveServer) -> None:
-    chat, before = PROTOCOLS["chat"], joined_requests(single_slot_server)
+    chat, before = CHAT, joined_requests(single_slot_server)
     body = chat.body("endless stream", stream=True) | {"temperature": 0.8}
     with raw_request(single_slot_server, chat.path, body) as first:
         first.read_until(b"so far")

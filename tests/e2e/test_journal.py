@@ -12,7 +12,7 @@ import pytest
 
 from tests import cli_process
 from tests.e2e.helpers import config, wait_until
-from tests.e2e.protocols import PROTOCOLS, Protocol
+from tests.e2e.protocols import CHAT, MESSAGES, Protocol
 from tests.live_server import LiveServer, demo_config, live_server
 
 FILE_NAMES = ("1-client-request.json", "2-prompt.txt", "3-model-output.txt")
@@ -82,7 +82,9 @@ def test_a_refused_request_leaves_its_four_files_too(capture: CaptureFolder, pro
 
 
 @pytest.mark.parametrize("text", ["error before", "error during"])
-def test_a_failure_leaves_what_there_was_until_then(capture: CaptureFolder, protocol: Protocol, stream: bool, text: str):
+def test_a_failure_leaves_what_there_was_until_then(
+    capture: CaptureFolder, protocol: Protocol, stream: bool, text: str
+):
     reply, files = capture.post(protocol.path, json.dumps(protocol.body(text, stream=stream)).encode())
     (response,) = set(files) - set(FILE_NAMES)
     assert len(files) == 4
@@ -96,7 +98,7 @@ def test_no_key_is_ever_written(tmp_path: Path):
     settings: dict[str, Any] = {"log": {"debug_dir": str(tmp_path)}}
     env = {"MODELYARD_API_KEY": "sk-very-secret"}
     with live_server(demo_config() | settings, env) as server:
-        body = json.dumps(PROTOCOLS["messages"].body("hi")).encode()
+        body = json.dumps(MESSAGES.body("hi")).encode()
         _, files = CaptureFolder(tmp_path, server).post("/v1/messages", body, **{"x-api-key": "sk-very-secret"})
     assert len(files) == 4
     assert not [name for name, data in files.items() if b"sk-very-secret" in data]
@@ -106,7 +108,7 @@ def test_only_the_last_requests_are_kept(tmp_path: Path):
     settings: dict[str, Any] = {"log": {"debug_dir": str(tmp_path), "debug_max_requests": 2}}
     with live_server(demo_config() | settings) as server:
         capture = CaptureFolder(tmp_path, server)
-        bodies = [json.dumps(PROTOCOLS["chat"].body(f"number {n}")).encode() for n in range(5)]
+        bodies = [json.dumps(CHAT.body(f"number {n}")).encode() for n in range(5)]
         for body in bodies:
             capture.post("/v1/chat/completions", body)
         wait_until(lambda: len(list(tmp_path.iterdir())) == 8, "the older ones are gone")
@@ -116,9 +118,7 @@ def test_only_the_last_requests_are_kept(tmp_path: Path):
 
 def test_the_option_of_the_command_line_keeps_them_in_the_current_folder(tmp_path: Path):
     with cli_process.serve(tmp_path, "--debug", *cli_process.DEMO) as server:
-        reply = httpx.post(
-            server.url + "/v1/messages", json=PROTOCOLS["messages"].body("hi"), timeout=cli_process.DEADLINE
-        )
+        reply = httpx.post(server.url + "/v1/messages", json=MESSAGES.body("hi"), timeout=cli_process.DEADLINE)
         assert server.stop() == 0
     files = list((tmp_path / "debug").iterdir())
     assert reply.status_code == 200

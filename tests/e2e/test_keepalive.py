@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.helpers import raw_request, single_slot_config, stream_events, wait_for_queued, wait_until_idle
-from tests.e2e.protocols import PROTOCOLS, Protocol, ServerSentEvent, event_names
+from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, RESPONSES, Protocol, ServerSentEvent, event_names
 from tests.live_server import LiveServer, live_server
 
-MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 KEEPALIVE_EVENTS = {"messages": "ping", "chat": ":", "responses": "response.in_progress"}
 
 
@@ -76,11 +75,15 @@ def _after_the_first(events: list[ServerSentEvent], keepalive: str) -> list[str]
     return event_names(events)[first:]
 
 
-def test_a_refusal_after_the_first_sign_of_life_is_told_in_the_stream(keepalive_server: LiveServer, protocol: Protocol) -> None:
+def test_a_refusal_after_the_first_sign_of_life_is_told_in_the_stream(
+    keepalive_server: LiveServer, protocol: Protocol
+) -> None:
     """The status is out: only an event can still say it."""
     with raw_request(keepalive_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
         holder.read_until(b"so far")
         with raw_request(keepalive_server, protocol.path, protocol.body("error before", stream=True)) as caller:
-            caller.read_until(b"ping" if protocol is MESSAGES else b"in_progress" if protocol is RESPONSES else b": keep-alive")
+            caller.read_until(
+                b"ping" if protocol is MESSAGES else b"in_progress" if protocol is RESPONSES else b": keep-alive"
+            )
             holder.close()
             caller.read_until(b"out of memory")

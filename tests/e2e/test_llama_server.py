@@ -13,14 +13,12 @@ import httpx
 import pytest
 
 from tests.e2e.helpers import stream_events, wait_until, wait_until_idle
-from tests.e2e.protocols import PROTOCOLS, Protocol, ServerSentEvent, parse_events
-from tests.e2e.test_matrix import send
+from tests.e2e.protocols import CHAT, MESSAGES, RESPONSES, Protocol, ServerSentEvent, parse_events, send
 from tests.engines.llama_server import helpers
 from tests.live_server import LiveServer, live_server
 
 WINDOW = 256
 NO_END_TOKENS = {"0": -100, "2": -100}  # the tokens that would end its turn
-MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def llama_server_config(window: int = WINDOW, **more: Any) -> dict[str, Any]:
@@ -123,7 +121,9 @@ def is_content(event: ServerSentEvent) -> bool:
     return bool(choices[0]["delta"].get("content")) if choices else "delta" in event.event
 
 
-def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(long_server: LiveServer, protocol: Protocol) -> None:
+def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(
+    long_server: LiveServer, protocol: Protocol
+) -> None:
     body = protocol.body("Count.", limit=1900, logit_bias=NO_END_TOKENS, stream=True)
     with stream_events(long_server, protocol.path, body) as incoming:
         parsed = [next(event for event in incoming if is_content(event))]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.helpers import config
-from tests.e2e.protocols import PROTOCOLS, ParsedReply, Protocol, parse_events
+from tests.e2e.protocols import MESSAGES, PROTOCOLS, Protocol, parse_events, send
 from tests.live_server import live_server
 
 ROME = ("get_weather", {"city": "Rome"})
@@ -34,17 +34,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str, list[Any], tuple[str, str, str]
 PROTOCOL_INDEX = {name: place for place, name in enumerate(PROTOCOLS)}
 
 
-def send(client: httpx.Client, protocol: Protocol, stream: bool, text: str, **fields: Any) -> ParsedReply:
-    reply = client.post(protocol.path, json=protocol.body(text, stream=stream, **fields))
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["request-id"] == reply.headers["x-request-id"]
-    if not stream:
-        assert reply.headers["content-type"] == "application/json"
-        return protocol.parse_reply(reply.json())
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    return protocol.parse_stream(parse_events(reply.text))
-
-
 @pytest.fixture(scope="module", params=["text", "chat"])
 def engine_kind_client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """The two kinds of engine must not be told apart by what a client sees."""
@@ -56,10 +45,17 @@ def engine_kind_client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_an_answer_arrives_as_the_model_gave_it(engine_kind_client: httpx.Client, name: str, case: str, stream: bool) -> None:
+def test_an_answer_arrives_as_the_model_gave_it(
+    engine_kind_client: httpx.Client, name: str, case: str, stream: bool
+) -> None:
     fields, text, thinking, calls, stops = CASES[case]
     parsed = send(engine_kind_client, PROTOCOLS[name], stream, case, **fields)
-    assert (parsed.text, parsed.thinking, parsed.calls, parsed.stop) == (text, thinking, calls, stops[PROTOCOL_INDEX[name]])
+    assert (parsed.text, parsed.thinking, parsed.calls, parsed.stop) == (
+        text,
+        thinking,
+        calls,
+        stops[PROTOCOL_INDEX[name]],
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,7 +66,7 @@ def test_every_protocol_counts_the_same_tokens(client: httpx.Client, case: str) 
 
 def test_usage_counts_what_was_really_asked_and_said(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
     output = client.post("/tokenize", json={"content": "Hello there, friend."}).json()["count"]
-    fields = client.post("/v1/messages/count_tokens", json=PROTOCOLS["messages"].body("text")).json()["input_tokens"]
+    fields = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
     usage = send(client, protocol, stream, "text").usage
     assert (usage.prompt, usage.output, usage.reasoning) == (fields, output, 0)
 
@@ -80,7 +76,9 @@ def test_reasoning_is_counted_within_the_output(client: httpx.Client, protocol: 
     assert 0 < usage.reasoning < usage.output
 
 
-def test_a_prompt_that_was_just_sent_is_read_from_the_cache(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+def test_a_prompt_that_was_just_sent_is_read_from_the_cache(
+    client: httpx.Client, protocol: Protocol, stream: bool
+) -> None:
     first = send(client, protocol, stream, "text that comes twice").usage
     again = send(client, protocol, stream, "text that comes twice").usage
     assert again.prompt == first.prompt

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.helpers import config as scripted
 from tests.e2e.helpers import raw_request, single_slot_config, wait_for_queued, wait_for_running, wait_until
-from tests.e2e.protocols import PROTOCOLS, Protocol, Usage, parse_events
+from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, Protocol, Usage, parse_events
 from tests.live_server import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 
@@ -90,7 +90,7 @@ def test_tokens_are_those_that_the_clients_were_told(new_server: LiveServer):
 
 
 def test_several_answers_to_one_prompt_count_it_once(new_server: LiveServer):
-    reply = httpx.post(new_server.url + "/v1/chat/completions", json=PROTOCOLS["chat"].body("text", n=3)).json()
+    reply = httpx.post(new_server.url + "/v1/chat/completions", json=CHAT.body("text", n=3)).json()
     scrape = Scrape(new_server)
     assert len(reply["choices"]) == 3
     assert scrape("prompt_tokens_total", *DEMO) == reply["usage"]["prompt_tokens"]
@@ -128,7 +128,7 @@ def test_every_failed_request_is_counted_once_under_its_code(new_server: LiveSer
                 httpx.post(new_server.url + protocol.path, json=protocol.body(text, stream=stream))
         httpx.post(new_server.url + protocol.path, content=b"{")
         httpx.post(new_server.url + protocol.path, json=protocol.body("x " * 5000))
-    httpx.post(new_server.url + "/v1/chat/completions", json=PROTOCOLS["chat"].body("error before", n=3))
+    httpx.post(new_server.url + "/v1/chat/completions", json=CHAT.body("error before", n=3))
     httpx.post(new_server.url + "/tokenize", json={})
     httpx.get(new_server.url + "/no/such/path")
     httpx.get(new_server.url + "/v1/responses/resp_none")
@@ -143,14 +143,14 @@ def test_every_failed_request_is_counted_once_under_its_code(new_server: LiveSer
 
 
 def test_a_client_that_leaves_is_counted_as_cancelled(new_server: LiveServer):
-    with raw_request(new_server, "/v1/messages", PROTOCOLS["messages"].body("endless stream", stream=True)) as caller:
+    with raw_request(new_server, "/v1/messages", MESSAGES.body("endless stream", stream=True)) as caller:
         caller.read_until(b"so far")
     wait_until(lambda: Scrape(new_server)("errors_total", "cancelled") == 1, "it is counted")
 
 
 def test_the_first_token_and_the_time_between_tokens_are_measured():
     with live_server(demo_config([{"steps": [{"prefill": 0.2}, {"tokens": 20}]}], token_delay=0.002)) as server:
-        usages = [post(server, PROTOCOLS["chat"], "go", stream=stream) for stream in (False, True)]
+        usages = [post(server, CHAT, "go", stream=stream) for stream in (False, True)]
         scrape = Scrape(server)
     assert scrape("time_to_first_token_seconds_count", *DEMO) == 2
     assert scrape("time_to_first_token_seconds_sum", *DEMO) >= 0.4, "prefill is part of it"
@@ -162,10 +162,10 @@ def test_the_first_token_and_the_time_between_tokens_are_measured():
 
 def test_the_queue_is_seen_while_it_stands_and_measured_when_it_moves():
     with live_server(single_slot_config()) as server:
-        endless = PROTOCOLS["chat"].body("endless stream", stream=True)
+        endless = CHAT.body("endless stream", stream=True)
         with raw_request(server, "/v1/chat/completions", endless) as first:
             first.read_until(b"so far")
-            with raw_request(server, "/v1/chat/completions", PROTOCOLS["chat"].body("text", stream=True)) as second:
+            with raw_request(server, "/v1/chat/completions", CHAT.body("text", stream=True)) as second:
                 wait_for_queued(server, 1)
                 queued = Scrape(server)
                 first.close()
@@ -182,7 +182,7 @@ def test_the_queue_is_seen_while_it_stands_and_measured_when_it_moves():
 
 
 def test_nothing_is_active_when_nobody_asks(new_server: LiveServer):
-    post(new_server, PROTOCOLS["chat"], "text")
+    post(new_server, CHAT, "text")
     wait_until(lambda: Scrape(new_server)("active_requests_current") == 0, "all is over")
 
 

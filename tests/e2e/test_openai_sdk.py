@@ -14,7 +14,7 @@ from openai.types.responses import FunctionToolParam
 from pydantic import BaseModel
 
 from tests.e2e.helpers import config, raw_request, single_slot_config, wait_until_idle
-from tests.e2e.protocols import PROTOCOLS, TOOLS
+from tests.e2e.protocols import CHAT, TOOLS
 from tests.live_server import LiveServer, live_server
 
 MODEL = "demo"
@@ -281,7 +281,7 @@ def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
 
 
 def test_a_full_queue_is_an_internal_server_error_that_says_when_to_come_back() -> None:
-    chat = PROTOCOLS["chat"]
+    chat = CHAT
     with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
         with raw_request(server, chat.path, chat.body("endless stream", stream=True)) as holder:
             holder.read_until(b"so far")

@@ -6,9 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.protocols import DONE, PROTOCOLS, ServerSentEvent, event_names, parse_events
-
-MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
+from tests.e2e.protocols import CHAT, DONE, MESSAGES, PROTOCOLS, RESPONSES, ServerSentEvent, event_names, parse_events
 
 
 def stream_of(client: httpx.Client, name: str, text: str, **fields: Any) -> list[ServerSentEvent]:

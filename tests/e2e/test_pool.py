@@ -20,10 +20,8 @@ from tests.e2e.helpers import (
     wait_until,
     wait_until_idle,
 )
-from tests.e2e.protocols import PROTOCOLS, Protocol, parse_events
+from tests.e2e.protocols import CHAT, RESPONSES, Protocol, parse_events
 from tests.live_server import LiveServer, live_server
-
-MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def call_in_loop(server: LiveServer, action: Callable[[], Any]) -> None:
@@ -119,6 +117,9 @@ def test_a_request_whose_replica_dies_before_its_first_word_goes_to_the_other() 
             wait_until(lambda: sum(engine.stats().running for engine in scheduler.engines("demo")) == 1, "it has begun")
             (busy,) = [engine for engine in scheduler.engines("demo") if engine.stats().running]
             server.loop.call_soon_threadsafe(busy.die, Unavailable("killed"))
-            wait_until(lambda: [request.replica for request in running_requests(server)] not in ([before.replica], []), "it has moved")
+            wait_until(
+                lambda: [request.replica for request in running_requests(server)] not in ([before.replica], []),
+                "it has moved",
+            )
             assert [request.trace for request in running_requests(server)] == [before.trace]
         wait_until(lambda: server.status("demo").running == 0, "all places free")

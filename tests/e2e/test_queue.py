@@ -5,10 +5,8 @@ from __future__ import annotations
 import httpx
 
 from tests.e2e.helpers import raw_request, single_slot_config, wait_for_queued, wait_until_idle
-from tests.e2e.protocols import PROTOCOLS, Protocol
+from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, RESPONSES, Protocol
 from tests.live_server import LiveServer, live_server
-
-MESSAGES, CHAT, _ = PROTOCOLS.values()
 
 
 def expect_queue_full(server: LiveServer, protocol: Protocol, stream: bool, position: int) -> None:
@@ -67,7 +65,7 @@ def test_counting_does_not_queue() -> None:
             running.read_until(b"so far")
             for path, protocol in (
                 ("/v1/messages/count_tokens", MESSAGES),
-                ("/v1/responses/input_tokens", PROTOCOLS["responses"]),
+                ("/v1/responses/input_tokens", RESPONSES),
             ):
                 assert httpx.post(server.url + path, json=protocol.body("text")).json()["input_tokens"] > 0
         wait_until_idle(server)

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.e2e.helpers import RawClient, config, wait_for_running, wait_until_idle
-from tests.e2e.protocols import PROTOCOLS, Protocol, parse_events
-from tests.e2e.test_matrix import CASES, WORD, send
+from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, Protocol, parse_events, send
+from tests.e2e.test_matrix import CASES, PROTOCOL_INDEX
 from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 from tests.live_server import LiveServer, live_server
 
@@ -41,15 +41,19 @@ def gateway_client(upstream: LiveServer, request: pytest.FixtureRequest) -> Iter
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_an_answer_arrives_as_the_upstream_gave_it(gateway_client: httpx.Client, name: str, case: str, stream: bool) -> None:
+def test_an_answer_arrives_as_the_upstream_gave_it(
+    gateway_client: httpx.Client, name: str, case: str, stream: bool
+) -> None:
     fields, text, thinking, calls, stops = CASES[case]
     parsed = send(gateway_client, PROTOCOLS[name], stream, case, **fields)
     assert (parsed.text, parsed.thinking, parsed.calls) == (text, thinking, calls)
     # Only one of the three upstream wires tells which stop string it was.
-    assert parsed.stop == stops[WORD[name]] or (case, parsed.stop) == ("stop string", "end_turn")
+    assert parsed.stop == stops[PROTOCOL_INDEX[name]] or (case, parsed.stop) == ("stop string", "end_turn")
 
 
-def test_usage_is_the_upstreams(gateway_client: httpx.Client, upstream: LiveServer, protocol: Protocol, stream: bool) -> None:
+def test_usage_is_the_upstreams(
+    gateway_client: httpx.Client, upstream: LiveServer, protocol: Protocol, stream: bool
+) -> None:
     usage = send(gateway_client, protocol, stream, "thinking").usage
     with httpx.Client(base_url=upstream.url) as direct:
         direct_usage = send(direct, protocol, stream, "thinking").usage
@@ -63,12 +67,12 @@ def test_a_result_of_a_tool_reaches_the_upstream(gateway_client: httpx.Client) -
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
-    reply = gateway_client.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("") | {"messages": messages})
+    reply = gateway_client.post("/v1/chat/completions", json=CHAT.body("") | {"messages": messages})
     assert reply.json()["choices"][0]["message"]["content"] == "Take a hat: it is sunny."
 
 
 def test_the_upstreams_counter_counts(upstream: LiveServer) -> None:
-    body = PROTOCOLS["messages"].body("How many tokens is this?")
+    body = MESSAGES.body("How many tokens is this?")
     counted = httpx.post(upstream.url + "/v1/messages/count_tokens", json=body).json()["input_tokens"]
     for kind in KINDS[1:]:
         with live_server(remote_config(upstream.url + "/v1", kind)) as server:
@@ -89,7 +93,7 @@ def test_nothing_leaves_without_consent(upstream: LiveServer, protocol: Protocol
 def test_a_client_that_leaves_frees_the_upstream(upstream: LiveServer) -> None:
     settings = remote_config(upstream.url + "/v1") | {"routes": [{"match": "*", "model": "demo", "allow_remote": True}]}
     with live_server(settings) as server:
-        client = RawClient(server, "/v1/chat/completions", PROTOCOLS["chat"].body("endless stream", stream=True))
+        client = RawClient(server, "/v1/chat/completions", CHAT.body("endless stream", stream=True))
         client.read_until(b"so far")
         wait_for_running(upstream, 1)
         client.close()
@@ -121,7 +125,9 @@ OVERFLOW = error_answer(
 
 async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
     async with fake_upstream(OVERFLOW) as fake, gateway_for(fake) as client:
-        replies = [await client.post(protocol.path, json=protocol.body("text", stream=True)) for protocol in PROTOCOLS.values()]
+        replies = [
+            await client.post(protocol.path, json=protocol.body("text", stream=True)) for protocol in PROTOCOLS.values()
+        ]
     messages, chat_, responses = replies
     assert messages.json()["error"]["message"] == "prompt is too long: 123 tokens > 100 maximum"
     assert chat_.json()["error"] | {"n_prompt_tokens": 123, "n_ctx": 100} == chat_.json()["error"]
@@ -155,7 +161,9 @@ async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
 
 async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> None:
     async with fake_upstream(Answer(body=chat_stream("Half an")[:1], breaks=True)) as fake, gateway_for(fake) as client:
-        replies = [await client.post(protocol.path, json=protocol.body("text", stream=True)) for protocol in PROTOCOLS.values()]
+        replies = [
+            await client.post(protocol.path, json=protocol.body("text", stream=True)) for protocol in PROTOCOLS.values()
+        ]
     messages, chat_, responses = (parse_events(reply.text) for reply in replies)
     assert messages[-1].event == "error"
     assert "error" in chat_[-1].data
@@ -178,14 +186,17 @@ async def test_an_image_arrives_as_data() -> None:
 
 async def test_only_what_somebody_chose_is_sampled_with() -> None:
     """An upstream has its own defaults: ours for local models are not forced upon it."""
-    async with fake_upstream(Answer(body=chat_stream("Hi"))) as fake, gateway_for(fake, decoding={"top_p": 0.5}) as client:
-        await client.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("text"))
+    async with (
+        fake_upstream(Answer(body=chat_stream("Hi"))) as fake,
+        gateway_for(fake, decoding={"top_p": 0.5}) as client,
+    ):
+        await client.post("/v1/chat/completions", json=CHAT.body("text"))
     assert "temperature" not in fake.requests[0].body
     assert fake.requests[0].body["top_p"] == 0.5
 
 
 async def test_several_answers_are_several_requests() -> None:
     async with fake_upstream(Answer(body=chat_stream("Hi"))) as fake, gateway_for(fake) as client:
-        reply = await client.post("/v1/chat/completions", json=PROTOCOLS["chat"].body("text", n=2))
+        reply = await client.post("/v1/chat/completions", json=CHAT.body("text", n=2))
     assert [choice["message"]["content"] for choice in reply.json()["choices"]] == ["Hi", "Hi"]
     assert ["n" in fields.body for fields in fake.requests] == [False, False]

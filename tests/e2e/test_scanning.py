@@ -9,7 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.protocols import PROTOCOLS, ParsedReply, Protocol, ServerSentEvent, parse_events
+from tests.e2e.protocols import (
+    CHAT,
+    MESSAGES,
+    PROTOCOLS,
+    RESPONSES,
+    ParsedReply,
+    Protocol,
+    ServerSentEvent,
+    parse_events,
+    send,
+)
 from tests.live_server import LiveServer, demo_config, live_server
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
@@ -45,12 +55,6 @@ def server() -> Iterator[LiveServer]:
 def client(server: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url) as client:
         yield client
-
-
-def send(client: httpx.Client, protocol: Protocol, stream: bool, text: str, **fields: Any) -> ParsedReply:
-    reply = client.post(protocol.path, json=protocol.body(text, stream=stream, **fields))
-    assert reply.status_code == 200, reply.text
-    return protocol.parse_stream(parse_events(reply.text)) if stream else protocol.parse_reply(reply.json())
 
 
 # --- control tokens ---------------------------------------------------------------------------------------------------
@@ -94,10 +98,10 @@ def test_user_text_never_becomes_a_control_token(
 
 def _arguments(protocol: Protocol, stream: list[ServerSentEvent]) -> list[str]:
     """Each piece of arguments that a client got."""
-    if protocol is PROTOCOLS["chat"]:
+    if protocol is CHAT:
         deltas = [c["delta"].get("tool_calls") for _, d in stream if isinstance(d, dict) for c in d["choices"]]
         pieces = [delta[0]["function"].get("arguments", "") for delta in deltas if delta]
-    elif protocol is PROTOCOLS["messages"]:
+    elif protocol is MESSAGES:
         pieces = [d["delta"].get("partial_json", "") for name, d in stream if name == "content_block_delta"]
     else:
         pieces = [d["delta"] for name, d in stream if name == "response.function_call_arguments.delta"]
@@ -143,7 +147,9 @@ def test_without_tools_the_same_model_only_talks(client: httpx.Client, protocol:
 
 
 def test_a_model_that_shall_not_be_told_is_not(client: httpx.Client, protocol: Protocol) -> None:
-    with_tools, without_tools = (send(client, protocol, False, "x", tools=True, model=m).usage.prompt for m in ("naive", "untold"))
+    with_tools, without_tools = (
+        send(client, protocol, False, "x", tools=True, model=m).usage.prompt for m in ("naive", "untold")
+    )
     no_tools_in_request = send(client, protocol, False, "x", model="untold").usage.prompt
     assert with_tools > without_tools == no_tools_in_request
 
@@ -162,13 +168,15 @@ def test_a_call_that_must_come_comes(client: httpx.Client, stream: bool) -> None
 
 def _body_with_prefill(protocol: Protocol, text: str, reply: str, **fields: Any) -> dict[str, Any]:
     body = protocol.body(text, **fields)
-    if protocol is PROTOCOLS["responses"]:
+    if protocol is RESPONSES:
         prefill = {"role": "assistant", "content": [{"type": "output_text", "text": reply}]}
         return body | {"input": [{"role": "user", "content": text}, prefill]}
     return body | {"messages": [*body["messages"], {"role": "assistant", "content": reply}]}
 
 
-def _send_with_prefill(client: httpx.Client, protocol: Protocol, stream: bool, text: str, reply: str, **fields: Any) -> ParsedReply:
+def _send_with_prefill(
+    client: httpx.Client, protocol: Protocol, stream: bool, text: str, reply: str, **fields: Any
+) -> ParsedReply:
     response = client.post(protocol.path, json=_body_with_prefill(protocol, text, reply, stream=stream, **fields))
     assert response.status_code == 200, response.text
     return protocol.parse_stream(parse_events(response.text)) if stream else protocol.parse_reply(response.json())

@@ -13,15 +13,13 @@ import jsonschema
 import pytest
 
 from tests.e2e.helpers import stream_events, wait_until
-from tests.e2e.protocols import PROTOCOLS, Protocol, parse_events
+from tests.e2e.protocols import CHAT, MESSAGES, RESPONSES, Protocol, parse_events, send
 from tests.e2e.test_llama_server import NO_END_TOKENS, count_tokens, is_content, managed_server
-from tests.e2e.test_matrix import send
 from tests.engines.vllm_serve.real_server import TOOLS_TEMPLATE, fields
 from tests.live_server import LiveServer
 
 pytestmark = pytest.mark.vllm
 WINDOW = 1024
-MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def vllm_config(**more: Any) -> dict[str, Any]:
@@ -110,8 +108,13 @@ def test_one_replica_of_two_is_killed_and_the_other_answers_on() -> None:
         wait_until(lambda: len(_ready(server)) == 2, "both replicas are loaded", 400)
         first, second = _ready(server)
         # Two texts: whoever asks the same at the same time, where nothing is random, shares one answer.
-        bodies = [CHAT.body(text, limit=400, logit_bias=NO_END_TOKENS, stream=True) for text in ("Count.", "Tell a story.")]
-        with stream_events(server, CHAT.path, bodies[0]) as first_stream, stream_events(server, CHAT.path, bodies[1]) as second_stream:
+        bodies = [
+            CHAT.body(text, limit=400, logit_bias=NO_END_TOKENS, stream=True) for text in ("Count.", "Tell a story.")
+        ]
+        with (
+            stream_events(server, CHAT.path, bodies[0]) as first_stream,
+            stream_events(server, CHAT.path, bodies[1]) as second_stream,
+        ):
             for stream in (first_stream, second_stream):
                 next(event for event in stream if is_content(event))
             assert [each.stats().running for each in (first, second)] == [1, 1]

@@ -12,14 +12,12 @@ import httpx
 import pytest
 
 from tests.e2e.helpers import stream_events, wait_until, wait_until_idle
-from tests.e2e.protocols import PROTOCOLS, Protocol, parse_events
+from tests.e2e.protocols import CHAT, MESSAGES, RESPONSES, Protocol, parse_events, send
 from tests.e2e.test_llama_server import count_tokens, is_content, kill_engine, managed_server
-from tests.e2e.test_matrix import send
 from tests.engines.vllm_serve.helpers import behaviour, fake_vllm, recorded
 from tests.live_server import LiveServer
 
 FAKE_WINDOW = 64
-MESSAGES, CHAT, RESPONSES = PROTOCOLS.values()
 
 
 def fake_vllm_config(**more: Any) -> dict[str, Any]:
@@ -54,7 +52,9 @@ def test_it_answers_in_every_protocol_and_counts_as_it_told_us(
     assert (parsed.usage.cached, parsed.usage.output) == (3, 4)
 
 
-def test_its_own_words_for_an_overflow_become_each_dialects(fake_vllm_server: LiveServer, fake_vllm_client: httpx.Client) -> None:
+def test_its_own_words_for_an_overflow_become_each_dialects(
+    fake_vllm_server: LiveServer, fake_vllm_client: httpx.Client
+) -> None:
     long = "word " * 100
     tokens = count_tokens(fake_vllm_server.url, long)
     expected = fake_vllm_client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]
@@ -85,9 +85,15 @@ def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(proto
 
 def test_one_replica_of_two_is_killed_and_the_other_goes_on() -> None:
     with managed_server(fake_vllm_config(replicas=2, parallel=1)) as fake_vllm_server:
-        wait_until(lambda: _pids(fake_vllm_server).count(None) == 0 and len(_pids(fake_vllm_server)) == 2, "both replicas are loaded")
+        wait_until(
+            lambda: _pids(fake_vllm_server).count(None) == 0 and len(_pids(fake_vllm_server)) == 2,
+            "both replicas are loaded",
+        )
         bodies = [CHAT.body(text, stream=True) for text in ("Endless words", "Endless rain")]
-        with stream_events(fake_vllm_server, CHAT.path, bodies[0]) as first_stream, stream_events(fake_vllm_server, CHAT.path, bodies[1]) as second_stream:
+        with (
+            stream_events(fake_vllm_server, CHAT.path, bodies[0]) as first_stream,
+            stream_events(fake_vllm_server, CHAT.path, bodies[1]) as second_stream,
+        ):
             for stream in (first_stream, second_stream):
                 next(event for event in stream if is_content(event))
             first, second = fake_vllm_server.app.scheduler.engines("demo")

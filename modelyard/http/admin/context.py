@@ -35,7 +35,7 @@ class ReloadResult(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()  # settings that need a restart, and warnings of the file
 
 
-class AdminService(Protocol):
+class AdminOperations(Protocol):
     """Implemented by `modelyard.server.admin_service`."""
 
     def details(self, model: str) -> ModelDetails: ...
@@ -48,7 +48,7 @@ class AdminContext(Struct, frozen=True):
     pool: Pool
     gateway: Gateway
     captures: MemoryCaptureSink
-    service: AdminService
+    service: AdminOperations
     tune: Path  # the folder of the optimizer's results
     clock: Callable[[], float]
     peers: PeerGateways = PeerGateways()
