@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
@@ -28,6 +29,16 @@ _STREAM_HEADERS = (
 )
 
 
+class Exchange(Struct):
+    """One HTTP request and its reply."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    context: RequestContext
+    capture: RequestCapture | None
+
+
 class InferenceEndpoint:
     """An ASGI app for one protocol. `stores`: the protocol has stored responses."""
 
@@ -40,12 +51,13 @@ class InferenceEndpoint:
         *,
         stores: bool = False,
     ) -> None:
-        self._protocol, self._gateway, self._settings = protocol, gateway, settings
-        self._captures, self._stores = captures, stores
+        self._protocol, self._gateway, self._settings, self._captures = protocol, gateway, settings, captures
+        self._stored = gateway.stored if stores else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, context, request = self._gateway, RequestContext.of(scope), None
         capture = self._captures.start(context.trace) if self._captures is not None else None
+        exchange = Exchange(scope, receive, send, context, capture)
         gateway.metrics.request_started()
         try:
             body = await read_body(receive, context, self._settings)
@@ -54,85 +66,56 @@ class InferenceEndpoint:
             request = await gateway.read(self._protocol, body, context.headers, context.key)
             prepared = await gateway.prepare(request, context.caller())
             source = gateway.start(prepared, capture)
-            if request.stream:
-                await self._stream(source, request, context, capture, scope, receive, send)
-            else:
-                await self._reply(source, request, context, capture, scope, receive, send)
+            await (self._stream if request.stream else self._reply)(source, request, exchange)
         except Exception as error:
             if context.status:
                 raise
-            await self._send_error(as_modelyard_error(error), request, context, capture, send)
+            await self._send_error(as_modelyard_error(error), request, exchange)
         finally:
             gateway.metrics.request_ended()
             if capture is not None:
                 capture.close()
 
-    async def _reply(
-        self,
-        source: EventSource,
-        request: Request,
-        context: RequestContext,
-        capture: RequestCapture | None,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        stop_watching = cancel_on_disconnect(scope, receive, source)
-        replies = [ReplyBuilder() for _ in range(source.prepared.choices)]
+    async def _reply(self, source: EventSource, request: Request, exchange: Exchange) -> None:
+        context = exchange.context
+        stop_watching = cancel_on_disconnect(exchange.scope, exchange.receive, source)
+        builders = [ReplyBuilder() for _ in range(source.prepared.choices)]
         try:
             async for choice, events in source:
-                replies[choice].feed(events)
+                builders[choice].feed(events)
         finally:
             stop_watching()
             source.close()
         context.read_result(source)
-        built = [reply.reply() for reply in replies]
-        if self._stores and self._gateway.stored is not None:
-            await self._gateway.stored.save(request, built, context.key)
-        body = self._protocol.write_reply(built, request)
-        if capture is not None:
-            capture.response(body)
-        await send_json(send, context, 200, body)
+        replies = [builder.reply() for builder in builders]
+        if self._stored is not None:
+            await self._stored.save(request, replies, context.key)
+        body = self._protocol.write_reply(replies, request)
+        if exchange.capture is not None:
+            exchange.capture.response(body)
+        await send_json(exchange.send, context, 200, body)
 
-    async def _stream(
-        self,
-        source: EventSource,
-        request: Request,
-        context: RequestContext,
-        capture: RequestCapture | None,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        recorder = None
-        if self._stores and self._gateway.stored is not None:
-            recorder = self._gateway.stored.recorder(request, context.key)
+    async def _stream(self, source: EventSource, request: Request, exchange: Exchange) -> None:
+        context = exchange.context
+        recorder = self._stored.recorder(request, context.key) if self._stored is not None else None
 
         def write_error(error: ModelyardError) -> WireError:
             return self._protocol.write_error(error, trace=context.trace, streaming=True, request=request)
 
         writer = self._protocol.writer(request, context.trace)
-        await EventStream(source, writer, write_error, context, self._settings, capture, recorder).run(
-            scope, receive, send
-        )
+        await EventStream(source, writer, write_error, exchange, self._settings, recorder).run()
 
-    async def _send_error(
-        self,
-        error: ModelyardError,
-        request: Request | None,
-        context: RequestContext,
-        capture: RequestCapture | None,
-        send: Send,
-    ) -> None:
+    async def _send_error(self, error: ModelyardError, request: Request | None, exchange: Exchange) -> None:
+        context = exchange.context
         context.failed(error)
         if isinstance(error, Cancelled):
             context.status = _CLIENT_CLOSED_REQUEST
             return
         streaming = request is not None and request.stream
         written = self._protocol.write_error(error, trace=context.trace, streaming=streaming, request=request)
-        if capture is not None:
-            capture.response(written.body)
-        await send_error(send, context, written)
+        if exchange.capture is not None:
+            exchange.capture.response(written.body)
+        await send_error(exchange.send, context, written)
 
 
 class EventStream:
@@ -147,25 +130,24 @@ class EventStream:
         source: EventSource,
         writer: EventWriter,
         write_error: Callable[[ModelyardError], WireError],
-        context: RequestContext,
+        exchange: Exchange,
         settings: HttpSettings,
-        capture: RequestCapture | None,
         recorder: Callable[[int, list[Event]], Awaitable[None]] | None = None,
     ) -> None:
-        self._source, self._writer, self._write_error, self._context = source, writer, write_error, context
+        self._source, self._writer, self._write_error, self._exchange = source, writer, write_error, exchange
+        self._context, self._send, self._capture = exchange.context, exchange.send, exchange.capture
         self._keepalive_s, self._stall_s = settings.keepalive_s, settings.stall_s
-        self._capture, self._recorder = capture, recorder
+        self._recorder = recorder
         self._started = self._over = False
         self._sending_since = 0.0  # a send that waits for the client to read; 0: none
         self._last_sent = time.monotonic()
         self._ping: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
 
-    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send = send
+    async def run(self) -> None:
         self._loop = loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        stop_watching = cancel_on_disconnect(scope, receive, self._source)
+        stop_watching = cancel_on_disconnect(self._exchange.scope, self._exchange.receive, self._source)
         self._timer = loop.call_later(self._keepalive_s, self._tick)
         try:
             await self._relay()

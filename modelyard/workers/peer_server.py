@@ -161,7 +161,7 @@ class PeerServer(Generic[P]):
             return True
 
     def _send_backlog(self, peer: Peer) -> None:
-        while peer.backlog:
+        while peer.backlog and not peer.is_gone:
             if not self._try_send(peer, peer.backlog[0]):
                 self._loop.call_later(_RETRY_S, partial(self._send_backlog, peer))
                 return

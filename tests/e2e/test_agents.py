@@ -45,7 +45,7 @@ def prompt_tokens(usage: dict[str, int]) -> int:
     return usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
 
 
-def test_the_next_turn_reads_only_what_is_new(server: LiveServer) -> None:
+def test_background_requests_do_not_evict_the_conversation_of_an_agent(server: LiveServer) -> None:
     first = send(server, system=SYSTEM, tools=TOOLS)
     send(server, system="Explore the code.", tools=TOOLS, agent="a1")
     send(server, output_config=TITLE, max_tokens=32)

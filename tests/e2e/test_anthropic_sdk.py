@@ -45,7 +45,7 @@ async def async_sdk(server: LiveServer) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
-def test_a_message(sdk: Anthropic) -> None:
+def test_create_message(sdk: Anthropic) -> None:
     reply = sdk.messages.create(**params("text"))
     (block,) = reply.content
     assert block.type == "text"
@@ -53,7 +53,7 @@ def test_a_message(sdk: Anthropic) -> None:
     assert reply._request_id == "req_" + reply.id.removeprefix("msg_")
 
 
-def test_a_message_with_thinking(sdk: Anthropic) -> None:
+def test_create_message_with_thinking(sdk: Anthropic) -> None:
     thinking, text = sdk.messages.create(**params("thinking", thinking={"type": "adaptive"})).content
     assert thinking.type == "thinking"
     assert (thinking.thinking, text.to_dict()["text"]) == ("Let me see.", "Forty-two.")
@@ -74,7 +74,7 @@ def test_a_tool_is_called_and_its_result_used(sdk: Anthropic) -> None:
     assert second.content[0].to_dict()["text"] == "Take a hat: it is sunny."
 
 
-def test_thinking_comes_back_with_its_signature(sdk: Anthropic) -> None:
+def test_echoed_thinking_blocks_are_accepted(sdk: Anthropic) -> None:
     """A client echoes the blocks as they are; the next turn must accept them."""
     messages = user("thinking")
     messages.append({"role": "assistant", "content": sdk.messages.create(**params("thinking")).content})
@@ -83,12 +83,12 @@ def test_thinking_comes_back_with_its_signature(sdk: Anthropic) -> None:
     assert reply.content[0].to_dict()["text"] == TEXT
 
 
-def test_a_streamed_message(sdk: Anthropic) -> None:
+def test_create_streamed_message(sdk: Anthropic) -> None:
     events = list(sdk.messages.create(**params("text", stream=True)))
     assert (events[0].type, events[-1].type) == ("message_start", "message_stop")
 
 
-def test_the_text_of_a_stream(sdk: Anthropic) -> None:
+def test_stream_helper_text(sdk: Anthropic) -> None:
     with sdk.messages.stream(**params("text")) as stream:
         assert "".join(stream.text_stream) == TEXT
         final = stream.get_final_message()
@@ -97,7 +97,7 @@ def test_the_text_of_a_stream(sdk: Anthropic) -> None:
     assert stream.get_final_text() == TEXT
 
 
-def test_the_thinking_of_a_stream(sdk: Anthropic) -> None:
+def test_stream_helper_thinking(sdk: Anthropic) -> None:
     with sdk.messages.stream(**params("thinking")) as stream:
         events = list(stream)
         thinking, text = stream.get_final_message().content
@@ -106,7 +106,7 @@ def test_the_thinking_of_a_stream(sdk: Anthropic) -> None:
     assert text.to_dict()["text"] == "Forty-two."
 
 
-def test_the_tool_input_of_a_stream(sdk: Anthropic) -> None:
+def test_stream_helper_tool_input(sdk: Anthropic) -> None:
     with sdk.messages.stream(**params("parallel tools", tools=TOOL_PARAMS)) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         final = stream.get_final_message()
@@ -116,22 +116,22 @@ def test_the_tool_input_of_a_stream(sdk: Anthropic) -> None:
     assert final.stop_reason == "tool_use"
 
 
-def test_a_stop_sequence_is_named(sdk: Anthropic) -> None:
+def test_stop_sequence_is_reported(sdk: Anthropic) -> None:
     reply = sdk.messages.create(**params("stop string", stop_sequences=["STOP"]))
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "STOP")
 
 
-def test_a_parsed_message(sdk: Anthropic) -> None:
+def test_parse_message(sdk: Anthropic) -> None:
     assert isinstance(sdk.messages.parse(**params("Rome", output_format=City)).parsed_output, City)
 
 
-def test_tokens_are_counted_as_a_message_would(sdk: Anthropic) -> None:
+def test_counted_tokens_equal_the_usage(sdk: Anthropic) -> None:
     counted = sdk.messages.count_tokens(model=MODEL, messages=user("text"), tools=TOOL_PARAMS, system="Be kind.")
     usage = sdk.messages.create(**params("text", tools=TOOL_PARAMS, system="Be kind.")).usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_models_are_listed_page_by_page_and_found() -> None:
+def test_models_are_listed_in_pages_and_retrieved() -> None:
     settings = config()
     settings["models"]["demo"]["aliases"] = ["team/demo"]
     with live_server(settings) as server, Anthropic(base_url=server.url, api_key="none", max_retries=0) as sdk:
@@ -146,7 +146,7 @@ def test_models_are_listed_page_by_page_and_found() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_overflow_is_a_bad_request_with_true_numbers(sdk: Anthropic, stream: bool) -> None:
+def test_an_overflow_is_a_bad_request_with_exact_numbers(sdk: Anthropic, stream: bool) -> None:
     text = "word " * 5000
     counted = sdk.messages.count_tokens(model=MODEL, messages=user(text)).input_tokens
     with pytest.raises(anthropic.BadRequestError) as caught:
@@ -156,13 +156,13 @@ def test_an_overflow_is_a_bad_request_with_true_numbers(sdk: Anthropic, stream: 
     assert caught.value.request_id == body["request_id"]
 
 
-def test_a_failure_in_mid_stream_is_raised(sdk: Anthropic) -> None:
+def test_a_failure_during_a_stream_is_raised(sdk: Anthropic) -> None:
     with sdk.messages.stream(**params("error during")) as stream, pytest.raises(anthropic.APIStatusError) as caught:
         list(stream)
     assert "out of memory" in str(caught.value)
 
 
-def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
+def test_an_unknown_model_is_a_404_that_lists_the_known_models() -> None:
     settings = config(routes=[{"match": "demo", "cache": "main"}])
     with live_server(settings) as server, Anthropic(base_url=server.url, api_key="none", max_retries=0) as sdk:
         for stream in (False, True):
@@ -170,7 +170,7 @@ def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
                 sdk.messages.create(**params("text", stream=stream) | {"model": "claude-9"})
 
 
-def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> None:
+def test_a_wrong_key_is_an_authentication_error_and_both_headers_are_accepted() -> None:
     with live_server(config(keys=[{"name": "ada", "key": "sk-right"}])) as server:
         with Anthropic(base_url=server.url, api_key="sk-wrong", max_retries=0) as sdk:
             with pytest.raises(anthropic.AuthenticationError) as caught:
@@ -185,7 +185,7 @@ def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> Non
                 assert sdk.messages.create(**params("text")).stop_reason == "end_turn"
 
 
-def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
+def test_a_full_queue_is_overloaded_with_retry_after() -> None:
     chat = CHAT
     with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
         with raw_request(server, chat.path, chat.body("endless stream", stream=True)) as holder:
@@ -201,7 +201,7 @@ def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
 # --- async ----------------------------------------------------------------------------------------------------------
 
 
-async def test_async_messages_whole_streamed_and_parsed(async_sdk: AsyncAnthropic) -> None:
+async def test_async_messages(async_sdk: AsyncAnthropic) -> None:
     messages = async_sdk.messages
     assert (await messages.create(**params("text"))).content[0].to_dict()["text"] == TEXT
     events = [event.type async for event in await messages.create(**params("text", stream=True))]

@@ -53,7 +53,7 @@ def body_with(path: str, more: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
+def test_valid_bodies_are_accepted(client: httpx.Client, path: str) -> None:
     assert client.post(path, json=VALID_BODIES[path]).status_code == 200
 
 
@@ -78,7 +78,7 @@ INVALID_JSON = {
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("name", INVALID_JSON)
-def test_what_is_no_json_is_said_to_be_none(client: httpx.Client, path: str, name: str) -> None:
+def test_invalid_json_is_refused(client: httpx.Client, path: str, name: str) -> None:
     body, words = INVALID_JSON[name]
     error = expect_error(client, path, body)
     assert error["code"] == "invalid_json"
@@ -87,44 +87,44 @@ def test_what_is_no_json_is_said_to_be_none(client: httpx.Client, path: str, nam
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("body", [b"[]", b"null", b"1", b'"hi"', b"true", b"[{}]"])
-def test_a_body_that_is_no_object_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
     assert "Expected `object`" in expect_error(client, path, body)["message"]
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"01", b"1.", b"+1", b"0x10"])
-def test_numbers_that_json_does_not_have_are_refused(client: httpx.Client, path: str, number: bytes) -> None:
+def test_numbers_outside_the_json_grammar_are_refused(client: httpx.Client, path: str, number: bytes) -> None:
     assert expect_error(client, path, body_with(path, b'"temperature":' + number))["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("surrogate", [b"\\ud800", b"\\udfff", b"\\ud800\\ud800", b"\\ud800x"])
-def test_half_a_surrogate_pair_is_named(client: httpx.Client, path: str, surrogate: bytes) -> None:
+def test_a_lone_surrogate_is_refused(client: httpx.Client, path: str, surrogate: bytes) -> None:
     error = expect_error(client, path, body_with(path, b'"model":"' + surrogate + b'"'))
     assert error["code"] == "invalid_json"
     assert "surrogate" in error["message"]
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-def test_a_deep_field_is_refused_and_a_shallow_one_is_not(client: httpx.Client, path: str) -> None:
+def test_deeply_nested_fields_are_refused(client: httpx.Client, path: str) -> None:
     deep = b'"novel":' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000
     assert "levels deep" in expect_error(client, path, body_with(path, deep))["message"]
     assert client.post(path, content=body_with(path, b'"novel":' + b"[" * 60 + b"]" * 60)).status_code == 200
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-def test_a_packed_body_is_refused(client: httpx.Client, path: str) -> None:
+def test_a_compressed_body_is_refused(client: httpx.Client, path: str) -> None:
     assert "compressed" in expect_error(client, path, VALID_BODIES[path], **{"content-encoding": "gzip"})["message"]
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-def test_of_two_equal_keys_the_last_one_counts(client: httpx.Client, path: str) -> None:
+def test_the_last_of_two_equal_keys_counts(client: httpx.Client, path: str) -> None:
     duplicated = b'{"model":"nobody",' + json.dumps(VALID_BODIES[path]).encode()[1:]
     assert client.post(path, content=duplicated).status_code == 200
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-def test_fields_that_nobody_knows_yet_are_no_error(client: httpx.Client, path: str) -> None:
+def test_unknown_fields_are_ignored(client: httpx.Client, path: str) -> None:
     novel = body_with(path, b'"novel":{"a":[1e308,"\\u0000\\u001b",' + b"9" * 400 + b"]}")
     assert client.post(path, content=novel).status_code == 200
 
@@ -136,7 +136,7 @@ def test_fields_that_nobody_knows_yet_are_no_error(client: httpx.Client, path: s
 @pytest.mark.parametrize(
     "name", ["nobody", "x" * 1_000_000, "../../etc/passwd", "demo\x00", "\n\r\x1b[31m", "模型", "*"]
 )
-def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(client: httpx.Client, path: str, name: str) -> None:
+def test_an_unknown_model_is_a_404_that_lists_the_known_models(client: httpx.Client, path: str, name: str) -> None:
     error = expect_error(client, path, VALID_BODIES[path] | {"model": name}, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "demo" in error["message"]
@@ -145,13 +145,13 @@ def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(client: http
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("name", [5, [], {}, True, 1.5])
-def test_a_model_that_is_no_name_is_refused(client: httpx.Client, path: str, name: Any) -> None:
+def test_a_model_that_is_not_a_string_is_refused(client: httpx.Client, path: str, name: Any) -> None:
     assert expect_error(client, path, VALID_BODIES[path] | {"model": name})["param"] == "model"
 
 
 @pytest.mark.parametrize("path", [path for path in VALID_BODIES if path.startswith("/v1/")])
 @pytest.mark.parametrize("change", [{"model": ""}, {"model": None}, {}])
-def test_a_model_must_be_named(client: httpx.Client, path: str, change: dict[str, Any]) -> None:
+def test_the_model_is_required(client: httpx.Client, path: str, change: dict[str, Any]) -> None:
     body = {name: value for name, value in VALID_BODIES[path].items() if name != "model"} | change
     assert expect_error(client, path, body)["param"] == "model"
 
@@ -216,7 +216,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "change", "param"), FIELDS, ids=lambda value: str(value)[:50])
-def test_a_wrong_field_is_named(client: httpx.Client, path: str, change: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_named(client: httpx.Client, path: str, change: dict[str, Any], param: str) -> None:
     error = expect_error(client, path, VALID_BODIES[path] | change)
     assert error["param"] == param
     assert param.partition("[")[0].partition(".")[0] in error["message"]
@@ -231,7 +231,7 @@ def test_numbers_out_of_range_are_named(client: httpx.Client, path: str, number:
 
 @pytest.mark.parametrize("path", [MESSAGES, CHAT, RESPONSES])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_is_the_same_for_a_stream(client: httpx.Client, path: str, stream: bool) -> None:
+def test_streamed_requests_are_refused_in_the_same_way(client: httpx.Client, path: str, stream: bool) -> None:
     expect_error(client, path, VALID_BODIES[path] | {"stream": stream, "temperature": -1})
     expect_error(client, path, VALID_BODIES[path] | {"stream": stream, "model": "nobody"}, 404)
 
@@ -258,7 +258,7 @@ TOOL_CHOICES = {
 
 @pytest.mark.parametrize("path", TOOL_CHOICES)
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_tool_that_is_not_offered_cannot_be_chosen(client: httpx.Client, path: str, count: int) -> None:
+def test_tool_choice_must_name_a_tool_of_the_request(client: httpx.Client, path: str, count: int) -> None:
     error = expect_error(
         client, path, VALID_BODIES[path] | {"tools": tools(path, count), "tool_choice": TOOL_CHOICES[path]}
     )
@@ -269,7 +269,7 @@ def test_a_tool_that_is_not_offered_cannot_be_chosen(client: httpx.Client, path:
 
 
 @pytest.mark.parametrize("path", TOOL_CHOICES)
-def test_ten_thousand_tools_do_not_fit_and_hold_nobody_up(
+def test_ten_thousand_tools_do_not_block_the_event_loop(
     client: httpx.Client, path: str, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = record_threads_of_large_work(monkeypatch)
@@ -279,7 +279,7 @@ def test_ten_thousand_tools_do_not_fit_and_hold_nobody_up(
 
 
 @pytest.mark.parametrize("path", [MESSAGES, "/v1/completions", "/tokenize", "/v1/embeddings"])
-def test_a_text_of_a_megabyte_holds_nobody_up(
+def test_a_text_of_400_kb_does_not_block_the_event_loop(
     client: httpx.Client, path: str, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = record_threads_of_large_work(monkeypatch)
@@ -356,12 +356,12 @@ IMAGES = {
 
 @pytest.mark.parametrize("path", TOOL_CHOICES)
 @pytest.mark.parametrize("url", IMAGES, ids=lambda url: url[:30])
-def test_an_unfit_image_is_refused(client: httpx.Client, path: str, url: str) -> None:
+def test_an_invalid_image_is_refused(client: httpx.Client, path: str, url: str) -> None:
     assert expect_error(client, path, image_body(path, url, "seer"))["code"] == IMAGES[url]
 
 
 @pytest.mark.parametrize("path", TOOL_CHOICES)
-def test_an_image_for_a_model_that_reads_only_text_is_refused(client: httpx.Client, path: str) -> None:
+def test_an_image_for_a_text_only_model_is_refused(client: httpx.Client, path: str) -> None:
     error = expect_error(client, path, image_body(path, "data:image/png;base64,AAAA", "demo"))
     assert error["code"] == "modality_unsupported"
     assert client.post(path, json=image_body(path, "data:image/png;base64,AAAA", "seer")).status_code == 200
@@ -384,7 +384,7 @@ class LargeBody:
 
 @pytest.mark.parametrize("path", VALID_BODIES)
 @pytest.mark.parametrize("headers", [{"content-length": "100000000"}, {}], ids=["announced", "chunked"])
-def test_a_hundred_megabytes_are_not_taken(client: httpx.Client, path: str, headers: dict[str, str]) -> None:
+def test_a_body_of_100_mb_is_refused_before_it_is_read(client: httpx.Client, path: str, headers: dict[str, str]) -> None:
     body = LargeBody()
     reply = client.post(path, content=iter(body), headers=headers)
     error = check_error(reply, path, 413)
@@ -414,7 +414,7 @@ def test_an_unknown_path_is_not_found(client: httpx.Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
-def test_a_missing_and_a_wrong_key_are_refused_before_the_body_is_looked_at(
+def test_missing_and_wrong_keys_are_refused_before_the_body_is_parsed(
     path: str, client_with_keys: httpx.Client
 ) -> None:
     for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer wrong"}, {"authorization": "Basic x"}):

@@ -76,7 +76,7 @@ def echoed(reply: dict[str, Any]) -> list[dict[str, Any]]:
     return [block | ({"input": ECHOED_ARGUMENTS} if block["type"] == "tool_use" else {}) for block in reply["content"]]
 
 
-def test_a_call_that_comes_back_in_another_order_is_read_from_the_cache_all_the_same() -> None:
+def test_a_reordered_call_is_read_from_the_cache() -> None:
     with live_server(demo_config(SCRIPT)) as server:
         conversation = Conversation(server)
         first = conversation.turn()
@@ -92,7 +92,7 @@ def test_a_call_that_comes_back_in_another_order_is_read_from_the_cache_all_the_
     assert next_usage["cache_read_input_tokens"] >= usage["input_tokens"] + usage["output_tokens"]
 
 
-def test_reasoning_that_the_client_leaves_out_is_put_back() -> None:
+def test_reasoning_omitted_by_the_client_is_restored() -> None:
     with live_server(demo_config(SCRIPT)) as server:
         conversation = Conversation(server)
         first = conversation.turn()
@@ -101,7 +101,7 @@ def test_reasoning_that_the_client_leaves_out_is_put_back() -> None:
     assert conversation.cache_header["cause"] == "none"
 
 
-def test_reasoning_that_the_client_was_never_shown_is_put_back() -> None:
+def test_hidden_reasoning_is_restored() -> None:
     with live_server(demo_config(SCRIPT, show_thinking=False)) as server:
         conversation = Conversation(server)
         first = conversation.turn()
@@ -111,7 +111,7 @@ def test_reasoning_that_the_client_was_never_shown_is_put_back() -> None:
     assert conversation.cache_header["cause"] == "none"
 
 
-def test_line_breaks_before_a_call_are_told_as_they_were_written() -> None:
+def test_line_breaks_before_a_call_are_restored() -> None:
     """The template writes one, the model wrote three, and the client was shown none of them."""
     first, last = SCRIPT
     script = [first, {**last, "steps": [{"text": "Looking.\n\n\n"}, last["steps"][-1]]}]
@@ -124,7 +124,7 @@ def test_line_breaks_before_a_call_are_told_as_they_were_written() -> None:
     assert conversation.cache_header["cause"] == "none"
 
 
-def test_a_call_that_the_client_has_changed_is_the_clients_word_and_is_told() -> None:
+def test_a_changed_call_is_kept_and_reported() -> None:
     with live_server(demo_config(SCRIPT)) as server:
         conversation = Conversation(server)
         first = conversation.turn()
@@ -137,7 +137,7 @@ def test_a_call_that_the_client_has_changed_is_the_clients_word_and_is_told() ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_change_is_in_the_header_the_log_the_metrics_and_the_record(
+def test_the_cause_is_in_the_header_the_log_the_metrics_and_the_admin_api(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "modelyard.http")
@@ -162,7 +162,7 @@ def test_a_change_is_in_the_header_the_log_the_metrics_and_the_record(
     assert (line["token"], line["message"], line["role"]) == (reuse["token"], 0, "system")
 
 
-def test_tools_and_the_billing_line() -> None:
+def test_causes_for_changed_tools_and_billing_blocks() -> None:
     bill = [{"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in ("a1", "b2")]
     rules = {"type": "text", "text": SYSTEM_PROMPT}
     with live_server(demo_config(SCRIPT)) as server:
@@ -177,7 +177,7 @@ def test_tools_and_the_billing_line() -> None:
         assert conversation.cache_header["cause"] == "billing_block"
 
 
-def test_evicted_by_hand_is_told_as_evicted() -> None:
+def test_an_evicted_sequence_is_reported() -> None:
     with live_server(demo_config(SCRIPT)) as server:
         conversation = Conversation(server)
         first = conversation.turn()
@@ -188,7 +188,7 @@ def test_evicted_by_hand_is_told_as_evicted() -> None:
     assert conversation.cache_header["cause"] == "evicted"
 
 
-def test_a_stream_that_a_ping_had_to_open_says_nothing_of_the_cache() -> None:
+def test_a_stream_opened_by_a_keepalive_has_no_cache_header() -> None:
     """Its headers went out before the engine had looked: the one place is taken for as long as the first hangs."""
     config = demo_config([{"steps": [{"text": "ok"}, {"hang": True}]}])
     config["caches"]["main"]["parallel"] = 1
@@ -205,7 +205,7 @@ def stream(client: httpx.Client, text: str) -> AbstractContextManager[httpx.Resp
     return client.stream("POST", "/v1/chat/completions", json=body)
 
 
-def test_an_engine_in_a_process_of_its_own_tells_the_same() -> None:
+def test_an_engine_in_a_separate_process_reports_the_same_causes() -> None:
     with live_server(demo_config(SCRIPT, placement="process") | {"workers": {"patience": 1000}}) as server:
         conversation = Conversation(server)
         first = conversation.turn()
@@ -217,7 +217,7 @@ def test_an_engine_in_a_process_of_its_own_tells_the_same() -> None:
         assert conversation.cache_header["cause"] == "system_changed"
 
 
-def test_another_gateway_that_shares_the_store_tells_a_call_in_the_same_words(tmp_path: Path) -> None:
+def test_a_gateway_with_a_shared_store_restores_the_same_text(tmp_path: Path) -> None:
     store = tmp_path / "store.db"
     config = demo_config(SCRIPT_WITHOUT_REASONING) | {"store": {"backend": "sqlite", "path": str(store)}}
     with live_server(config) as first, live_server(config) as other, closing(sqlite3.connect(store)) as file:
@@ -229,7 +229,7 @@ def test_another_gateway_that_shares_the_store_tells_a_call_in_the_same_words(tm
     assert own_count != without_store, "the client's words have as many tokens: this test shows nothing"
 
 
-def test_the_real_engine_reads_only_what_is_new(tmp_path: Path) -> None:
+def test_llama_cpp_evaluates_only_new_tokens(tmp_path: Path) -> None:
     """With the model's own template, which knows no tools: they are told in words."""
     script = tmp_path / "replay.jsonl"
     script.write_text("\n".join(map(json.dumps, SCRIPT_WITHOUT_REASONING)))
@@ -250,7 +250,7 @@ def test_the_real_engine_reads_only_what_is_new(tmp_path: Path) -> None:
     assert conversation.cache_header["cause"] == "none"
 
 
-def test_a_tool_that_was_found_by_search_moves_nothing_at_the_head() -> None:
+def test_a_deferred_tool_does_not_change_the_prefix() -> None:
     """The client puts it into the middle of its list, and a reference to it into the result of the search."""
     found = TOOL | {"name": "early", "defer_loading": True}
     reference = [{"type": "tool_reference", "tool_name": "early"}]

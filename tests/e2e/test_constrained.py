@@ -55,7 +55,7 @@ def sdk(server: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_parsed_answer_is_an_instance(sdk: openai.OpenAI) -> None:
+def test_parse_returns_an_instance(sdk: openai.OpenAI) -> None:
     reply = sdk.chat.completions.parse(
         model="smollm2",
         messages=[{"role": "user", "content": "Describe a pet."}],
@@ -69,7 +69,7 @@ def test_a_parsed_answer_is_an_instance(sdk: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", [None, *SCHEMAS])
-def test_a_call_that_must_come_fits_its_schema(sdk: openai.OpenAI, name: str | None, stream: bool) -> None:
+def test_a_required_call_fits_its_schema(sdk: openai.OpenAI, name: str | None, stream: bool) -> None:
     choice: Any = {"type": "function", "function": {"name": name}} if name else "required"
     params: Any = {
         "model": "smollm2",
@@ -105,7 +105,7 @@ def complete(server: LiveServer, **fields: Any) -> httpx.Response:
         ({"lark": 'start: "2" ("0" | "1")'}, ("20", "21")),
     ],
 )
-def test_grammars_come_as_extension_fields(
+def test_grammars_are_extension_fields(
     server: LiveServer, fields: dict[str, str], allowed: tuple[str, ...]
 ) -> None:
     assert complete(server, **fields).json()["choices"][0]["message"]["content"] in allowed
@@ -120,13 +120,13 @@ def test_a_bad_grammar_is_a_400_that_names_the_field(server: LiveServer, fields:
     assert reply.json()["error"]["param"] in fields
 
 
-def test_a_schema_that_nothing_fits_is_a_400(server: LiveServer) -> None:
+def test_an_unsatisfiable_schema_is_a_400(server: LiveServer) -> None:
     schema = {"type": "object", "properties": {"a": False}, "required": ["a"]}
     reply = complete(server, response_format={"type": "json_schema", "json_schema": {"name": "none", "schema": schema}})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
 
 
-def test_keywords_that_no_grammar_enforces_do_not_fail_the_request(server: LiveServer) -> None:
+def test_unsupported_schema_keywords_do_not_fail_the_request(server: LiveServer) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 2, "maxItems": 2}
     reply = complete(server, response_format={"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}})
     assert len(json.loads(reply.json()["choices"][0]["message"]["content"])) == 2
@@ -149,7 +149,7 @@ def call_apply_patch(server: LiveServer, grammar: str, choice: Any, **fields: An
 
 
 @pytest.mark.parametrize("choice", [{"type": "custom", "name": "apply_patch"}, "required"])
-def test_a_custom_tools_input_is_of_its_grammar(server: LiveServer, choice: Any) -> None:
+def test_the_input_of_a_custom_tool_fits_its_grammar(server: LiveServer, choice: Any) -> None:
     reply = call_apply_patch(server, SHORT_GRAMMAR, choice, parallel_tool_calls=False, temperature=0)
     (call,) = reply["output"]
     assert (reply["status"], call["type"], call["name"]) == ("completed", "custom_tool_call", "apply_patch")
@@ -157,24 +157,24 @@ def test_a_custom_tools_input_is_of_its_grammar(server: LiveServer, choice: Any)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_however_it_is_drawn_nothing_but_patches_is_called(server: LiveServer, seed: int) -> None:
+def test_sampled_input_of_a_custom_tool_fits_its_grammar(server: LiveServer, seed: int) -> None:
     reply = call_apply_patch(server, SHORT_GRAMMAR, "required", temperature=1.5, seed=seed)
     assert all(is_patch(item["input"]) for item in reply["output"] if item["type"] == "custom_tool_call")
 
 
-def test_a_patch_without_an_end_is_cut_and_never_called(server: LiveServer) -> None:
+def test_an_incomplete_patch_is_not_called(server: LiveServer) -> None:
     """The grammar as it is has room for any number of lines: what is complete fits it, and nothing else is called."""
     reply = call_apply_patch(server, GRAMMAR, "required", max_output_tokens=12, temperature=0)
     assert reply["status"] == "incomplete"
     assert "custom_tool_call" not in [item["type"] for item in reply["output"]]
 
 
-def test_a_free_choice_among_custom_tools_still_answers(server: LiveServer) -> None:
+def test_an_optional_custom_tool_call_works(server: LiveServer) -> None:
     reply = call_apply_patch(server, GRAMMAR, "auto", max_output_tokens=24, temperature=0)
     assert reply["output"]
     assert all(is_patch(item["input"]) for item in reply["output"] if item["type"] == "custom_tool_call")
 
 
-def test_a_grammar_that_cannot_be_held_to_never_fails_the_request(server: LiveServer) -> None:
+def test_an_unsupported_grammar_does_not_fail_the_request(server: LiveServer) -> None:
     reply = call_apply_patch(server, 'start: "(" start? ")"', "auto", max_output_tokens=8, temperature=0)
     assert reply["output"]

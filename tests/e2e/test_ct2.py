@@ -31,19 +31,19 @@ def chat(server: LiveServer, *messages: dict[str, str], **fields: Any) -> httpx.
     return post(server, "/v1/chat/completions", messages=list(messages), **{"max_tokens": 24} | fields)
 
 
-def test_answer_ends_where_the_model_ends_it(server: LiveServer):
+def test_ct2_ends_a_reply_at_the_end_token(server: LiveServer):
     (choice,) = chat(server, CAPITAL).json()["choices"]
     assert "Paris" in choice["message"]["content"]
     assert choice["finish_reason"] == "stop"
 
 
-def test_several_turns_are_read_through_the_folders_template(server: LiveServer):
+def test_ct2_renders_several_turns_with_the_template_of_the_folder(server: LiveServer):
     question = {"role": "user", "content": "Repeat the name of that city."}
     reply = chat(server, CAPITAL, {"role": "assistant", "content": "It is Paris."}, question).json()
     assert "Paris" in reply["choices"][0]["message"]["content"]
 
 
-def test_stream_says_what_the_whole_answer_says(server: LiveServer):
+def test_ct2_streams_the_same_text(server: LiveServer):
     whole = chat(server, CAPITAL).json()["choices"][0]["message"]["content"]
     lines = chat(server, CAPITAL, stream=True).text.splitlines()
     parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -52,29 +52,29 @@ def test_stream_says_what_the_whole_answer_says(server: LiveServer):
     assert sum(map(bool, pieces)) > 1
 
 
-def test_logprobs_come_with_their_alternatives(server: LiveServer):
+def test_ct2_returns_logprobs_with_alternatives(server: LiveServer):
     first = chat(server, CAPITAL, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"][0]
     assert len(first["top_logprobs"]) == 3
     assert first["top_logprobs"][0]["token"] == first["token"]
 
 
-def test_a_schema_is_refused_with_its_code(server: LiveServer):
+def test_ct2_refuses_a_schema(server: LiveServer):
     reply = chat(server, CAPITAL, response_format={"type": "json_object"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "structured_unsupported")
 
 
-def test_beam_search_is_asked_for_in_decoding(server: LiveServer):
+def test_ct2_supports_beam_search(server: LiveServer):
     reply = post(server, "/v1/responses", input=CAPITAL["content"], decoding={"beam_size": 2, "max_new_tokens": 24})
     assert reply.status_code == 200
     assert "Paris" in reply.text
 
 
-def test_prompt_beyond_the_window_is_refused_by_the_gateway(server: LiveServer):
+def test_ct2_refuses_a_prompt_longer_than_the_window(server: LiveServer):
     reply = chat(server, {"role": "user", "content": "word " * 600})
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_a_call_that_is_demanded_is_refused_and_one_that_is_wished_for_is_not(server: LiveServer):
+def test_ct2_refuses_required_calls_and_accepts_optional_ones(server: LiveServer):
     function = {"name": "now", "strict": True, "parameters": {"type": "object", "properties": {}}}
     required, optional = [
         chat(server, CAPITAL, tools=[{"type": "function", "function": function}], tool_choice=choice)

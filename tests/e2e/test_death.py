@@ -23,7 +23,7 @@ def crash_engine(server: LiveServer, protocol: Protocol = CHAT) -> httpx.Respons
     return httpx.post(server.url + protocol.path, json=protocol.body("death during", stream=True))
 
 
-def test_a_stream_ends_in_its_protocols_error(crashing_server: LiveServer) -> None:
+def test_a_crash_ends_streams_with_the_error_of_the_protocol(crashing_server: LiveServer) -> None:
     error = {"type": "overloaded_error", "message": "segmentation fault", "code": "engine_unavailable"}
     reply = crash_engine(crashing_server, MESSAGES)
     last = parse_events(reply.text)[-1]
@@ -38,14 +38,14 @@ def test_a_stream_ends_in_its_protocols_error(crashing_server: LiveServer) -> No
     assert failed.data["response"]["error"] == {"code": "server_error", "message": "segmentation fault"}
 
 
-def test_a_whole_reply_is_refused_with_when_to_come_back(crashing_server: LiveServer, protocol: Protocol) -> None:
+def test_a_crash_fails_unstreamed_replies_with_retry_after(crashing_server: LiveServer, protocol: Protocol) -> None:
     reply = httpx.post(crashing_server.url + protocol.path, json=protocol.body("death during"))
     assert reply.status_code == (529 if protocol is MESSAGES else 503)
     assert int(reply.headers["retry-after"]) >= 1
     assert reply.json()["error"]["message"] == "segmentation fault"
 
 
-def test_the_next_request_is_answered_by_the_engine_that_came_back(
+def test_the_engine_is_reloaded_for_the_next_request(
     crashing_server: LiveServer, protocol: Protocol, stream: bool
 ) -> None:
     crash_engine(crashing_server)
@@ -55,7 +55,7 @@ def test_the_next_request_is_answered_by_the_engine_that_came_back(
     wait_until_idle(crashing_server)
 
 
-def test_a_request_that_had_no_word_yet_starts_again_unseen(
+def test_a_request_without_output_is_retried_after_a_crash(
     crashing_server: LiveServer, protocol: Protocol, stream: bool
 ) -> None:
     with ThreadPoolExecutor(1) as executor:

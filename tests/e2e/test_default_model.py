@@ -53,7 +53,7 @@ def sdk(server: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_overflow_example_says_how_much_was_asked_and_how_much_there_is(
+def test_the_overflow_example_prints_both_token_counts(
     server: LiveServer, capsys: pytest.CaptureFixture[str]
 ):
     exec(compile(EXAMPLE.replace("http://localhost:8000", server.url), "example", "exec"), {})
@@ -63,7 +63,7 @@ def test_the_overflow_example_says_how_much_was_asked_and_how_much_there_is(
     assert "resulted in 1905 tokens" in output
 
 
-def test_after_an_overflow_the_server_answers_as_before(sdk: openai.OpenAI):
+def test_the_server_works_after_an_overflow(sdk: openai.OpenAI):
     reply = sdk.chat.completions.create(
         model="claude-sonnet-4",
         messages=[{"role": "user", "content": "Write the number seven."}],
@@ -76,13 +76,13 @@ def test_after_an_overflow_the_server_answers_as_before(sdk: openai.OpenAI):
 
 
 @pytest.mark.parametrize(("name", "window"), [("claude-haiku-4-5", 512), ("gpt-5", 1024), ("smollm2", 1024)])
-def test_any_name_is_answered_and_haiku_has_the_small_window(sdk: openai.OpenAI, name: str, window: int):
+def test_every_model_name_is_accepted_and_haiku_has_the_small_window(sdk: openai.OpenAI, name: str, window: int):
     with pytest.raises(openai.BadRequestError, match=f"{window} tokens") as caught:
         sdk.chat.completions.create(model=name, messages=[{"role": "user", "content": "word " * 2000}])
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_background_requests_leave_the_conversations_cache_alone(server: LiveServer, sdk: openai.OpenAI):
+def test_background_requests_do_not_use_the_main_cache(server: LiveServer, sdk: openai.OpenAI):
     messages = [{"role": "user", "content": "Count from one to twenty in words, please. " * 8}]
 
     def cached(model: str, content: list[dict[str, str]]) -> int:
@@ -97,7 +97,7 @@ def test_background_requests_leave_the_conversations_cache_alone(server: LiveSer
     assert cached("claude-sonnet-5", messages) > 60
 
 
-def test_embeddings_of_alike_sentences_are_nearer_than_others(sdk: openai.OpenAI):
+def test_embeddings_of_similar_sentences_are_closer(sdk: openai.OpenAI):
     output = ["A cat sleeps on the sofa.", "A kitten naps on the couch.", "The court rejected the tax appeal."]
     embeddings = sdk.embeddings.create(model="smollm2", input=[*output, output[0]])
     cat, kitten, law, again = (entry.embedding for entry in embeddings.data)
@@ -120,12 +120,12 @@ def test_a_changed_system_prompt_is_counted(server: LiveServer, sdk: openai.Open
     assert 'system_prompt_changes_total{cache="main"} 1.0' in metrics
 
 
-def test_the_model_and_its_caches_are_healthy(server: LiveServer):
+def test_health_lists_the_model(server: LiveServer):
     health = httpx.get(server.url + "/health").json()
     assert health["models"]["smollm2"]["state"] == "ready"
 
 
-def test_the_guides_configuration_finds_its_model_under_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_claude_code_configuration_finds_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "models/unsloth/MiMo-V2-Flash-GGUF/UD-Q6_K_XL"
     folder.mkdir(parents=True)
     (folder / "MiMo.gguf").symlink_to(default_model.fetch())

@@ -34,7 +34,7 @@ def _server_keeps_working(single_slot_server: LiveServer) -> Iterator[None]:
     assert CHAT.parse_reply(reply.json()).text == "Hello there, friend."
 
 
-def test_in_the_queue(single_slot_server: LiveServer, protocol: Protocol, stream: bool) -> None:
+def test_a_disconnect_in_the_queue_removes_the_request(single_slot_server: LiveServer, protocol: Protocol, stream: bool) -> None:
     with raw_request(single_slot_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
         holder.read_until(b"so far")
         prompt_tokens = (
@@ -52,23 +52,23 @@ def test_in_the_queue(single_slot_server: LiveServer, protocol: Protocol, stream
     )
 
 
-def test_in_prefill(single_slot_server: LiveServer, protocol: Protocol, stream: bool) -> None:
+def test_a_disconnect_in_prefill_cancels_the_request(single_slot_server: LiveServer, protocol: Protocol, stream: bool) -> None:
     with raw_request(single_slot_server, protocol.path, protocol.body("endless prefill", stream=stream)):
         wait_for_running(single_slot_server, 1)
 
 
-def test_in_the_stream(single_slot_server: LiveServer, protocol: Protocol) -> None:
+def test_a_disconnect_in_the_stream_cancels_the_request(single_slot_server: LiveServer, protocol: Protocol) -> None:
     with raw_request(single_slot_server, protocol.path, protocol.body("endless stream", stream=True)) as caller:
         caller.read_until(b"so far")
         assert engine_stats(single_slot_server).running == 1
 
 
-def test_while_a_whole_reply_is_made(single_slot_server: LiveServer, protocol: Protocol) -> None:
+def test_a_disconnect_before_an_unstreamed_reply_cancels_the_request(single_slot_server: LiveServer, protocol: Protocol) -> None:
     with raw_request(single_slot_server, protocol.path, protocol.body("endless stream")):
         wait_for_running(single_slot_server, 1)
 
 
-def test_those_behind_it_move_up(single_slot_server: LiveServer, protocol: Protocol) -> None:
+def test_queued_requests_move_up_after_a_disconnect(single_slot_server: LiveServer, protocol: Protocol) -> None:
     with (
         raw_request(single_slot_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder,
         raw_request(single_slot_server, protocol.path, protocol.body("endless prefill")) as first,
@@ -82,7 +82,7 @@ def test_those_behind_it_move_up(single_slot_server: LiveServer, protocol: Proto
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_with_several_answers_on_one_place(single_slot_server: LiveServer, stream: bool, n: int) -> None:
+def test_a_disconnect_cancels_choices_that_take_turns(single_slot_server: LiveServer, stream: bool, n: int) -> None:
     """They take turns: some run and some wait for their turn when the client leaves."""
     with raw_request(single_slot_server, CHAT.path, CHAT.body("endless stream", n=n, stream=stream)) as caller:
         if stream:
@@ -90,7 +90,7 @@ def test_with_several_answers_on_one_place(single_slot_server: LiveServer, strea
         wait_for_running(single_slot_server, 1)
 
 
-def test_with_several_answers_in_the_queue(single_slot_server: LiveServer, stream: bool) -> None:
+def test_a_disconnect_cancels_queued_choices(single_slot_server: LiveServer, stream: bool) -> None:
     with raw_request(single_slot_server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
         holder.read_until(b"so far")
         with raw_request(single_slot_server, CHAT.path, CHAT.body("text", n=2, stream=stream)):
@@ -98,7 +98,7 @@ def test_with_several_answers_in_the_queue(single_slot_server: LiveServer, strea
         wait_for_queued(single_slot_server, 0)
 
 
-def test_of_the_legacy_endpoint(single_slot_server: LiveServer, stream: bool) -> None:
+def test_a_disconnect_cancels_a_legacy_completion(single_slot_server: LiveServer, stream: bool) -> None:
     body = {"model": "demo", "prompt": "endless stream", "stream": stream}
     with raw_request(single_slot_server, "/v1/completions", body):
         wait_for_running(single_slot_server, 1)

@@ -43,7 +43,7 @@ def complete(server: LiveServer, **fields: Any) -> httpx.Response:
     return httpx.post(server.url + "/v1/chat/completions", json=body | fields, timeout=60)
 
 
-def test_answer_counts_its_tokens_and_those_it_found_in_the_cache(server: LiveServer) -> None:
+def test_exllamav3_reports_output_and_cached_tokens(server: LiveServer) -> None:
     first, second = (complete(server).json() for _ in range(2))
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
     usage = second["usage"]
@@ -51,7 +51,7 @@ def test_answer_counts_its_tokens_and_those_it_found_in_the_cache(server: LiveSe
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
-def test_answer_has_the_form_that_was_asked_for(server: LiveServer) -> None:
+def test_exllamav3_supports_json_schema(server: LiveServer) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},
@@ -64,20 +64,20 @@ def test_answer_has_the_form_that_was_asked_for(server: LiveServer) -> None:
     assert choice["finish_reason"] == "stop"
 
 
-def test_prompt_that_is_too_long_is_refused(server: LiveServer) -> None:
+def test_exllamav3_refuses_a_prompt_longer_than_the_window(server: LiveServer) -> None:
     reply = complete(server, messages=[{"role": "user", "content": "word " * 2000}])
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_stream_ends_as_its_protocol_says(server: LiveServer) -> None:
+def test_exllamav3_streams_messages(server: LiveServer) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
     with httpx.stream("POST", server.url + "/v1/messages", json=body, timeout=60) as reply:
         events = [line.removeprefix("event: ") for line in reply.iter_lines() if line.startswith("event: ")]
     assert (events[0], events[-1]) == ("message_start", "message_stop")
 
 
-def test_memory_of_the_model_is_told_as_a_gpus(server: LiveServer) -> None:
+def test_exllamav3_memory_is_estimated_for_the_gpu(server: LiveServer) -> None:
     (choice,) = httpx.get(server.url + "/v1/admin/gpu-memory", timeout=60).json()["models"]
     assert choice["estimate"]["device"] == "gpu"
     assert choice["estimate"]["kv"] > 0

@@ -39,7 +39,7 @@ def test_a_failure_before_the_first_byte_is_an_http_error(
     assert reply.json() == expected
 
 
-def test_a_lost_engine_says_when_to_come_back(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+def test_a_lost_engine_sends_retry_after(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
     reply = post(client, protocol, "busy before", stream=stream)
     assert reply.status_code == (529 if protocol is MESSAGES else 503)
     assert int(reply.headers["retry-after"]) >= 1
@@ -49,7 +49,7 @@ def test_a_lost_engine_says_when_to_come_back(client: httpx.Client, protocol: Pr
     assert reply.json() == expected
 
 
-def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client, protocol: Protocol) -> None:
+def test_an_unstreamed_reply_that_fails_midway_is_an_http_error(client: httpx.Client, protocol: Protocol) -> None:
     reply = post(client, protocol, "error during")
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == "out of memory"
@@ -58,20 +58,20 @@ def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client
 # --- in the middle of a stream --------------------------------------------------------------------------------------
 
 
-def test_messages_fails_in_a_stream_with_an_error_event(client: httpx.Client) -> None:
+def test_messages_streams_end_with_an_error_event(client: httpx.Client) -> None:
     reply = post(client, MESSAGES, "error during", stream=True)
     events = parse_events(reply.text)
     assert event_names(events) == ["message_start", "ping", "content_block_start", "content_block_delta", "error"]
     assert events[-1].data == anthropic_error("out of memory", "api_error", "internal_error", reply)
 
 
-def test_chat_fails_in_a_stream_with_an_error_chunk_and_no_done(client: httpx.Client) -> None:
+def test_chat_streams_end_with_an_error_chunk_without_done(client: httpx.Client) -> None:
     events = parse_events(post(client, CHAT, "error during", stream=True).text)
     assert events[1].data["choices"][0]["delta"] == {"content": "Half an"}
     assert [event.data for event in events[2:]] == [openai_error("out of memory", "internal_error")]
 
 
-def test_responses_fails_in_a_stream_with_response_failed(client: httpx.Client) -> None:
+def test_responses_streams_end_with_response_failed(client: httpx.Client) -> None:
     events = parse_events(post(client, RESPONSES, "error during", stream=True).text)
     assert event_names(events)[-2:] == ["response.output_text.delta", "response.failed"]
     failed = events[-1].data["response"]
@@ -92,7 +92,7 @@ def prompt_tokens(client: httpx.Client) -> int:
     return count
 
 
-def test_messages_overflows_in_the_words_that_claude_code_knows(
+def test_messages_overflow_has_the_text_that_claude_code_parses(
     client: httpx.Client, prompt_tokens: int, stream: bool
 ) -> None:
     reply = post(client, MESSAGES, LONG_TEXT, stream=stream)
@@ -113,17 +113,17 @@ def overflow_error(prompt_tokens: int, param: str) -> dict[str, Any]:
     return {"error": error | {"n_prompt_tokens": prompt_tokens, "n_ctx": 4096}}
 
 
-def test_chat_overflows_with_a_code_and_both_numbers(client: httpx.Client, prompt_tokens: int, stream: bool) -> None:
+def test_chat_overflow_has_a_code_and_both_token_counts(client: httpx.Client, prompt_tokens: int, stream: bool) -> None:
     reply = post(client, CHAT, LONG_TEXT, stream=stream)
     assert (reply.status_code, reply.json()) == (400, overflow_error(prompt_tokens, "messages"))
 
 
-def test_responses_overflows_as_chat_does_where_nothing_is_streamed(client: httpx.Client, prompt_tokens: int) -> None:
+def test_unstreamed_responses_overflow_like_chat(client: httpx.Client, prompt_tokens: int) -> None:
     reply = post(client, RESPONSES, LONG_TEXT)
     assert (reply.status_code, reply.json()) == (400, overflow_error(prompt_tokens, "input"))
 
 
-def test_responses_overflows_in_a_stream_as_a_failed_response(client: httpx.Client) -> None:
+def test_streamed_responses_overflow_with_response_failed(client: httpx.Client) -> None:
     reply = post(client, RESPONSES, LONG_TEXT, stream=True)
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -136,7 +136,7 @@ def test_responses_overflows_in_a_stream_as_a_failed_response(client: httpx.Clie
     }
 
 
-def test_a_prompt_as_long_as_the_window_overflows_and_one_token_less_does_not(client: httpx.Client) -> None:
+def test_the_longest_prompt_is_one_token_shorter_than_the_window(client: httpx.Client) -> None:
     base = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
     for missing, status in ((0, 400), (1, 200)):
         text = "text" + " word" * (4096 - base - missing)
@@ -146,7 +146,7 @@ def test_a_prompt_as_long_as_the_window_overflows_and_one_token_less_does_not(cl
         assert post(client, MESSAGES, text).status_code == status
 
 
-def test_a_strict_cache_refuses_an_answer_that_would_not_fit() -> None:
+def test_a_strict_cache_refuses_max_tokens_that_do_not_fit() -> None:
     strict = {"model": "demo", "n_ctx": 4096, "parallel": 4, "overflow": "strict"}
     with (
         live_server(config(caches={"main": strict, "fast": strict})) as server,
@@ -163,7 +163,7 @@ def test_a_strict_cache_refuses_an_answer_that_would_not_fit() -> None:
         assert post(client, MESSAGES, "text", limit=4096 - prompt_tokens).status_code == 200
 
 
-def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, protocol: Protocol) -> None:
+def test_the_server_works_after_a_failed_request(client: httpx.Client, protocol: Protocol) -> None:
     post(client, protocol, "error before")
     assert protocol.parse_reply(post(client, protocol, "text").json()).text == "Hello there, friend."
 
@@ -172,7 +172,7 @@ def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, prot
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
-def test_a_deadline_ends_an_answer_that_takes_too_long(path: str) -> None:
+def test_a_request_ends_at_its_deadline(path: str) -> None:
     with live_server(demo_config([{"steps": [{"hang": True}]}])) as server:
         reply = httpx.post(server.url + path, json=VALID_BODIES[path], headers={"x-modelyard-timeout": "0.05"})
         assert reply.status_code == 504
@@ -180,7 +180,7 @@ def test_a_deadline_ends_an_answer_that_takes_too_long(path: str) -> None:
 
 
 @pytest.mark.parametrize("body", ["soon", "0", "-1", "nan", "1e9"])
-def test_a_deadline_that_is_none_is_refused(body: str) -> None:
+def test_an_invalid_deadline_is_refused(body: str) -> None:
     with live_server(demo_config()) as server:
         body = VALID_BODIES["/v1/chat/completions"]
         reply = httpx.post(server.url + "/v1/chat/completions", json=body, headers={"x-modelyard-timeout": body})

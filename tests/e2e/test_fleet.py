@@ -87,20 +87,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MultiProcessSe
         yield cluster
 
 
-def test_every_scrape_shows_the_sum_of_all_processes(cluster: MultiProcessServer):
+def test_metrics_are_the_sum_of_all_processes(cluster: MultiProcessServer):
     before = cluster.request_count()
     assert {cluster.post().status_code for _ in range(REQUESTS)} == {200}
     assert [cluster.request_count() - before for _ in range(6)] == [REQUESTS] * 6, "whichever process is asked"
 
 
-def test_connections_are_dealt_out_among_the_processes(cluster: MultiProcessServer):
+def test_connections_are_distributed_over_the_processes(cluster: MultiProcessServer):
     with ExitStack() as stack:
         clients = [stack.enter_context(httpx.Client(base_url=cluster.url)) for _ in range(REQUESTS)]
         assert {client.get("/health/live").status_code for client in clients} == {200}
         assert len(cluster.processes_with_socket(psutil.CONN_ESTABLISHED)) == 2
 
 
-def test_a_conversation_goes_on_in_any_process(cluster: MultiProcessServer):
+def test_a_stored_response_is_continued_by_any_process(cluster: MultiProcessServer):
     first = cluster.post("/v1/responses", input="hi").json()
     for _ in range(8):
         reply = cluster.post("/v1/responses", input="and then?", previous_response_id=first["id"])
@@ -109,7 +109,7 @@ def test_a_conversation_goes_on_in_any_process(cluster: MultiProcessServer):
         assert found.json()["previous_response_id"] == first["id"]
 
 
-def test_a_killed_process_is_replaced_and_takes_no_count_with_it(cluster: MultiProcessServer):
+def test_a_killed_process_is_replaced_and_loses_no_metrics(cluster: MultiProcessServer):
     for _ in range(REQUESTS):
         cluster.post()
     before = cluster.request_count()
@@ -126,7 +126,7 @@ def test_a_killed_process_is_replaced_and_takes_no_count_with_it(cluster: MultiP
     assert cluster.request_count() == before + 1 + REQUESTS
 
 
-def test_a_signal_stops_all_of_them_and_their_streams_in_peace(tmp_path: Path):
+def test_sigterm_ends_all_processes_and_their_streams(tmp_path: Path):
     body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "endless"}]}
     with cli_process.serve(tmp_path, "--workers", "2", config=CONFIG) as server:
         cluster = MultiProcessServer(server)
@@ -142,7 +142,7 @@ def test_a_signal_stops_all_of_them_and_their_streams_in_peace(tmp_path: Path):
     assert not [child for child in children if child.is_running()], "no orphans"
 
 
-def test_a_fleet_whose_parent_is_killed_leaves_no_orphans(tmp_path: Path):
+def test_worker_processes_die_with_their_parent(tmp_path: Path):
     with cli_process.serve(tmp_path, "--workers", "2", config=CONFIG) as server:
         cluster = MultiProcessServer(server)
         cluster.wait_for_processes(2)

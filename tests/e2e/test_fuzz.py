@@ -161,13 +161,13 @@ FUZZ_SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)
-def test_the_rich_bodies_are_good(vision_client: httpx.Client, path: str) -> None:
+def test_bodies_with_all_fields_are_accepted(vision_client: httpx.Client, path: str) -> None:
     reply = vision_client.post(path, json=FULL_BODIES[path])
     assert reply.status_code == 200, reply.text
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)
-def test_a_good_body_with_something_wrong_in_it_is_answered_in_shape(vision_client: httpx.Client, path: str) -> None:
+def test_mutated_bodies_get_well_formed_replies(vision_client: httpx.Client, path: str) -> None:
     @FUZZ_SETTINGS
     @given(mutated_bodies(path))
     def run(body: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def test_a_good_body_with_something_wrong_in_it_is_answered_in_shape(vision_clie
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)
-def test_any_json_at_all_is_answered_in_shape(vision_client: httpx.Client, path: str) -> None:
+def test_arbitrary_json_gets_well_formed_replies(vision_client: httpx.Client, path: str) -> None:
     fields = st.sampled_from(sorted(FULL_BODIES[path]))
 
     @FUZZ_SETTINGS

@@ -25,7 +25,7 @@ def joined_requests(server: LiveServer) -> float:
     return sum(server.app.gateway.metrics._joined.values())
 
 
-def test_a_resend_hears_all_of_it_and_outlives_the_first_client(
+def test_a_resend_reads_the_running_reply_and_outlives_the_first_client(
     single_slot_server: LiveServer, protocol: Protocol
 ) -> None:
     body = protocol.body("endless stream", stream=True) | GREEDY
@@ -45,7 +45,7 @@ def test_a_resend_hears_all_of_it_and_outlives_the_first_client(
     wait_until_idle(single_slot_server)
 
 
-def test_requests_that_are_left_to_chance_do_not_join(single_slot_server: LiveServer) -> None:
+def test_sampled_requests_are_not_deduplicated(single_slot_server: LiveServer) -> None:
     chat, before = CHAT, joined_requests(single_slot_server)
     body = chat.body("endless stream", stream=True) | {"temperature": 0.8}
     with raw_request(single_slot_server, chat.path, body) as first:

@@ -44,7 +44,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaptureFolder]
         yield CaptureFolder(debug_dir, server)
 
 
-def test_every_protocol_leaves_its_four_files(capture: CaptureFolder, protocol: Protocol, stream: bool):
+def test_every_protocol_writes_four_files(capture: CaptureFolder, protocol: Protocol, stream: bool):
     body = json.dumps(protocol.body("thinking, please", stream=stream)).encode()
     reply, files = capture.post(protocol.path, body)
     response = "4-client-response.sse" if stream else "4-client-response.json"
@@ -55,7 +55,7 @@ def test_every_protocol_leaves_its_four_files(capture: CaptureFolder, protocol: 
     assert files[response] == reply.content
 
 
-def test_the_prompt_is_what_the_template_made(capture: CaptureFolder):
+def test_the_captured_prompt_is_the_rendered_template(capture: CaptureFolder):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "text"}]
     body = json.dumps({"model": "demo", "messages": messages}).encode()
     _, files = capture.post("/v1/chat/completions", body)
@@ -71,7 +71,7 @@ REFUSED_BODIES: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_BODIES)
-def test_a_refused_request_leaves_its_four_files_too(capture: CaptureFolder, protocol: Protocol, case: str):
+def test_a_refused_request_writes_four_files(capture: CaptureFolder, protocol: Protocol, case: str):
     body, status = REFUSED_BODIES[case]
     reply, files = capture.post(protocol.path, body)
     assert reply.status_code == status
@@ -82,7 +82,7 @@ def test_a_refused_request_leaves_its_four_files_too(capture: CaptureFolder, pro
 
 
 @pytest.mark.parametrize("text", ["error before", "error during"])
-def test_a_failure_leaves_what_there_was_until_then(
+def test_a_failed_request_writes_the_output_so_far(
     capture: CaptureFolder, protocol: Protocol, stream: bool, text: str
 ):
     reply, files = capture.post(protocol.path, json.dumps(protocol.body(text, stream=stream)).encode())
@@ -94,7 +94,7 @@ def test_a_failure_leaves_what_there_was_until_then(
     assert b"out of memory" in reply.content
 
 
-def test_no_key_is_ever_written(tmp_path: Path):
+def test_keys_are_never_written(tmp_path: Path):
     settings: dict[str, Any] = {"log": {"debug_dir": str(tmp_path)}}
     env = {"MODELYARD_API_KEY": "sk-very-secret"}
     with live_server(demo_config() | settings, env) as server:
@@ -116,7 +116,7 @@ def test_only_the_last_requests_are_kept(tmp_path: Path):
     assert kept == set(bodies[-2:])
 
 
-def test_the_option_of_the_command_line_keeps_them_in_the_current_folder(tmp_path: Path):
+def test_the_debug_option_writes_into_the_current_folder(tmp_path: Path):
     with cli_process.serve(tmp_path, "--debug", *cli_process.DEMO) as server:
         reply = httpx.post(server.url + "/v1/messages", json=MESSAGES.body("hi"), timeout=cli_process.DEADLINE)
         assert server.stop() == 0

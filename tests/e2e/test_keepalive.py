@@ -34,7 +34,7 @@ def events_after_queueing(keepalive_server: LiveServer, protocol: Protocol, keep
     return events
 
 
-def test_messages_pings_even_before_the_message_starts(keepalive_server: LiveServer) -> None:
+def test_messages_sends_pings_before_message_start(keepalive_server: LiveServer) -> None:
     events = events_after_queueing(keepalive_server, MESSAGES, "ping")
     assert event_names(events)[:3] == ["ping", "ping", "ping"]
     assert {str(event.data) for event in events if event.event == "ping"} == {"{'type': 'ping'}"}
@@ -49,7 +49,7 @@ def test_chat_sends_comments_before_its_first_chunk(keepalive_server: LiveServer
     assert CHAT.parse_stream([event for event in events if event.event != ":"]).text == "Hello there, friend."
 
 
-def test_responses_repeats_that_it_is_in_progress(keepalive_server: LiveServer) -> None:
+def test_responses_repeats_in_progress(keepalive_server: LiveServer) -> None:
     events = events_after_queueing(keepalive_server, RESPONSES, "response.in_progress")
     assert event_names(events)[:4] == ["response.created", *["response.in_progress"] * 3]
     assert event_names(events).count("response.created") == 1
@@ -59,7 +59,7 @@ def test_responses_repeats_that_it_is_in_progress(keepalive_server: LiveServer) 
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_prefill_is_not_silent(keepalive_server: LiveServer, name: str) -> None:
+def test_keepalives_are_sent_during_prefill(keepalive_server: LiveServer, name: str) -> None:
     """Behind the event that opens the answer nothing else is said; before it, only where the machine is slow."""
     protocol, events, keepalive = PROTOCOLS[name], list[ServerSentEvent](), KEEPALIVE_EVENTS[name]
     with stream_events(keepalive_server, protocol.path, protocol.body("endless prefill", stream=True)) as stream:
@@ -75,7 +75,7 @@ def _after_the_first(events: list[ServerSentEvent], keepalive: str) -> list[str]
     return event_names(events)[first:]
 
 
-def test_a_refusal_after_the_first_sign_of_life_is_told_in_the_stream(
+def test_an_error_after_the_first_keepalive_is_sent_in_the_stream(
     keepalive_server: LiveServer, protocol: Protocol
 ) -> None:
     """The status is out: only an event can still say it."""

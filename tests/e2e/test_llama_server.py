@@ -64,7 +64,7 @@ def count_tokens(url: str, text: str) -> int:
     return counted
 
 
-def test_it_answers_in_every_protocol_and_counts_as_we_do(
+def test_every_protocol_works_and_prompt_tokens_match_our_count(
     server: LiveServer, client: httpx.Client, protocol: Protocol, stream: bool
 ) -> None:
     parsed = send(client, protocol, stream, "What is the capital of France?", limit=6)
@@ -73,19 +73,19 @@ def test_it_answers_in_every_protocol_and_counts_as_we_do(
     assert 1 <= parsed.usage.output <= 6
 
 
-def test_the_prompt_is_counted_before_it_is_read(client: httpx.Client) -> None:
+def test_message_start_has_the_prompt_tokens(client: httpx.Client) -> None:
     events = parse_events(client.post("/v1/messages", json=MESSAGES.body("Hi.", limit=2, stream=True)).text)
     usage = events[0].data["message"]["usage"]
     assert usage["input_tokens"] == send(client, MESSAGES, False, "Hi.", limit=2).usage.prompt
 
 
-def test_tokens_are_counted_while_it_is_not_loaded(server: LiveServer) -> None:
+def test_tokens_are_counted_without_a_loaded_engine(server: LiveServer) -> None:
     with managed_server(llama_server_config(enabled=False)) as stopped:
         assert count_tokens(stopped.url, "Hello!") == count_tokens(server.url, "Hello!")
         assert stopped.status("demo").state == "stopped"
 
 
-def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(server: LiveServer, client: httpx.Client) -> None:
+def test_an_overflow_is_refused_before_the_first_byte_in_each_protocol(server: LiveServer, client: httpx.Client) -> None:
     long = "word " * 300
     tokens = count_tokens(server.url, long)
     message = client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]
@@ -96,7 +96,7 @@ def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(server: LiveS
     assert failed.data["response"]["error"]["code"] == "context_length_exceeded"
 
 
-def test_an_answer_that_fills_the_window_says_so(client: httpx.Client) -> None:
+def test_a_reply_that_fills_the_window_has_that_stop_reason(client: httpx.Client) -> None:
     parsed = send(client, MESSAGES, True, "count " * 180, limit=32000, logit_bias=NO_END_TOKENS)
     assert parsed.stop == "model_context_window_exceeded"
     assert parsed.usage.prompt + parsed.usage.output >= WINDOW - 1
@@ -121,7 +121,7 @@ def is_content(event: ServerSentEvent) -> bool:
     return bool(choices[0]["delta"].get("content")) if choices else "delta" in event.event
 
 
-def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(
+def test_a_killed_llama_server_ends_the_stream_and_is_reloaded(
     long_server: LiveServer, protocol: Protocol
 ) -> None:
     body = protocol.body("Count.", limit=1900, logit_bias=NO_END_TOKENS, stream=True)
@@ -143,13 +143,13 @@ def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(
     wait_until_idle(long_server)
 
 
-def test_a_kill_before_the_first_word_is_not_noticed_by_the_client(long_server: LiveServer) -> None:
+def test_a_request_is_retried_if_llama_server_was_killed_before_output(long_server: LiveServer) -> None:
     kill_engine(long_server)
     with httpx.Client(base_url=long_server.url, timeout=60) as client:
         assert send(client, CHAT, False, "Hello!", limit=4).text
 
 
-def test_a_model_that_cannot_be_loaded_fails_alone_with_the_programs_reason() -> None:
+def test_a_failed_load_reports_the_reason_of_llama_server() -> None:
     broken = llama_server_config(llama_server_extra_args=["--nonsense"])
     with managed_server(broken) as server:
         wait_until(lambda: server.status("demo").state == "failed", "the load has failed")

@@ -35,14 +35,14 @@ def complete(sdk: openai.OpenAI, adapter: str | None) -> str | None:
     return reply.choices[0].message.content
 
 
-def test_an_adapter_changes_the_answer_of_its_request_alone(sdk: openai.OpenAI):
+def test_a_lora_adapter_affects_only_its_request(sdk: openai.OpenAI):
     before, adapted, after = complete(sdk, None), complete(sdk, "law"), complete(sdk, None)
     assert adapted != before
     assert after == before
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_unknown_adapter_is_a_400_that_names_the_known(sdk: openai.OpenAI, stream: bool):
+def test_an_unknown_lora_adapter_is_a_400_that_lists_the_known_ones(sdk: openai.OpenAI, stream: bool):
     with pytest.raises(openai.BadRequestError, match="unknown adapter 'poet'; use one of 'law'") as caught:
         sdk.chat.completions.create(
             model="smollm2",

@@ -45,7 +45,7 @@ def engine_kind_client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_an_answer_arrives_as_the_model_gave_it(
+def test_replies_reach_the_client_as_generated(
     engine_kind_client: httpx.Client, name: str, case: str, stream: bool
 ) -> None:
     fields, text, thinking, calls, stops = CASES[case]
@@ -59,24 +59,24 @@ def test_an_answer_arrives_as_the_model_gave_it(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_protocol_counts_the_same_tokens(client: httpx.Client, case: str) -> None:
+def test_every_protocol_reports_the_same_usage(client: httpx.Client, case: str) -> None:
     parsed = [send(client, w, s, case, **CASES[case][0]).usage for w in PROTOCOLS.values() for s in (False, True)]
     assert len({(usage.prompt, usage.output, usage.reasoning) for usage in parsed}) == 1
 
 
-def test_usage_counts_what_was_really_asked_and_said(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+def test_usage_matches_the_tokenizer(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
     output = client.post("/tokenize", json={"content": "Hello there, friend."}).json()["count"]
     fields = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
     usage = send(client, protocol, stream, "text").usage
     assert (usage.prompt, usage.output, usage.reasoning) == (fields, output, 0)
 
 
-def test_reasoning_is_counted_within_the_output(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+def test_reasoning_is_part_of_the_output_tokens(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
     usage = send(client, protocol, stream, "thinking").usage
     assert 0 < usage.reasoning < usage.output
 
 
-def test_a_prompt_that_was_just_sent_is_read_from_the_cache(
+def test_a_repeated_prompt_is_read_from_the_cache(
     client: httpx.Client, protocol: Protocol, stream: bool
 ) -> None:
     first = send(client, protocol, stream, "text that comes twice").usage
@@ -85,7 +85,7 @@ def test_a_prompt_that_was_just_sent_is_read_from_the_cache(
     assert again.cached == first.prompt - 1  # the last token is always evaluated
 
 
-def test_an_answer_longer_than_the_window_is_cut_where_it_is_full(client: httpx.Client, stream: bool) -> None:
+def test_a_reply_is_cut_at_the_end_of_the_window(client: httpx.Client, stream: bool) -> None:
     """Agents ask for 32k tokens by default: that is clamped, not refused."""
     words = {"messages": "model_context_window_exceeded", "chat": "length", "responses": "incomplete max_output_tokens"}
     text = "length " + "a b " * 2020
@@ -99,12 +99,12 @@ LIMIT_REASONS = ("max_tokens", "length", "incomplete max_output_tokens")
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_call_that_was_whole_when_the_limit_came_counts(client: httpx.Client, name: str, stream: bool) -> None:
+def test_a_call_that_is_complete_at_the_limit_is_kept(client: httpx.Client, name: str, stream: bool) -> None:
     parsed = send(client, PROTOCOLS[name], stream, "one tool", tools=True, limit=23)
     assert (parsed.calls, parsed.stop) == ([ROME], LIMIT_REASONS[PROTOCOL_INDEX[name]])
 
 
-def test_a_call_cut_off_by_the_limit_is_no_call(client: httpx.Client) -> None:
+def test_a_call_cut_off_by_the_limit_is_dropped(client: httpx.Client) -> None:
     """Left out where the wire has no word for it; Responses has one."""
     bodies = [client.post(w.path, json=w.body("one tool", tools=True, limit=18)).json() for w in PROTOCOLS.values()]
     message, chat, response = bodies
@@ -115,7 +115,7 @@ def test_a_call_cut_off_by_the_limit_is_no_call(client: httpx.Client) -> None:
     assert stops == ("max_tokens", "length", "incomplete")
 
 
-def test_a_streamed_call_that_is_cut_off_cannot_be_parsed(client: httpx.Client) -> None:
+def test_a_streamed_call_cut_off_by_the_limit_has_incomplete_arguments(client: httpx.Client) -> None:
     complete = '{"city": "Rome"}'
     for protocol in PROTOCOLS.values():
         reply = client.post(protocol.path, json=protocol.body("one tool", tools=True, limit=18, stream=True))

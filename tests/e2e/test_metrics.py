@@ -62,13 +62,13 @@ def post(server: LiveServer, protocol: Protocol, text: str, *, stream: bool = Fa
     return (protocol.parse_stream(parse_events(reply.text)) if stream else protocol.parse_reply(reply.json())).usage
 
 
-def test_every_promised_name_is_there_with_its_type(new_server: LiveServer):
+def test_documented_metrics_exist_with_their_type(new_server: LiveServer):
     families = {family.name: family for family in text_string_to_metric_families(Scrape(new_server).text.decode())}
     assert {name: families[name].type for name in METRIC_TYPES} == METRIC_TYPES
     assert all(family.documentation for family in families.values())
 
 
-def test_tokens_are_those_that_the_clients_were_told(new_server: LiveServer):
+def test_token_metrics_equal_the_reported_usage(new_server: LiveServer):
     usages = [
         post(new_server, protocol, text, stream=stream)
         for protocol in PROTOCOLS.values()
@@ -89,7 +89,7 @@ def test_tokens_are_those_that_the_clients_were_told(new_server: LiveServer):
     assert scrape("finish_reasons_total", "end") == count
 
 
-def test_several_answers_to_one_prompt_count_it_once(new_server: LiveServer):
+def test_several_choices_count_the_prompt_once(new_server: LiveServer):
     reply = httpx.post(new_server.url + "/v1/chat/completions", json=CHAT.body("text", n=3)).json()
     scrape = Scrape(new_server)
     assert len(reply["choices"]) == 3
@@ -116,12 +116,12 @@ def test_requests_are_counted_by_route_method_and_status(new_server: LiveServer)
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/embeddings", "/responses"])
-def test_a_path_without_its_prefix_is_the_same_route(new_server: LiveServer, path: str):
+def test_a_path_without_v1_is_counted_as_the_same_route(new_server: LiveServer, path: str):
     httpx.post(new_server.url + path, content=b"{")
     assert Scrape(new_server)("http_requests_total", "/v1" + path, "POST", "400") == 1
 
 
-def test_every_failed_request_is_counted_once_under_its_code(new_server: LiveServer):
+def test_every_failed_request_is_counted_once_by_its_code(new_server: LiveServer):
     for protocol in PROTOCOLS.values():
         for stream in (False, True):
             for text in ("error before", "error during"):
@@ -142,13 +142,13 @@ def test_every_failed_request_is_counted_once_under_its_code(new_server: LiveSer
     assert sum(errors.values()) == 4, errors
 
 
-def test_a_client_that_leaves_is_counted_as_cancelled(new_server: LiveServer):
+def test_a_disconnect_is_counted_as_cancelled(new_server: LiveServer):
     with raw_request(new_server, "/v1/messages", MESSAGES.body("endless stream", stream=True)) as caller:
         caller.read_until(b"so far")
     wait_until(lambda: Scrape(new_server)("errors_total", "cancelled") == 1, "it is counted")
 
 
-def test_the_first_token_and_the_time_between_tokens_are_measured():
+def test_time_to_first_token_and_inter_token_time_are_measured():
     with live_server(demo_config([{"steps": [{"prefill": 0.2}, {"tokens": 20}]}], token_delay=0.002)) as server:
         usages = [post(server, CHAT, "go", stream=stream) for stream in (False, True)]
         scrape = Scrape(server)
@@ -160,7 +160,7 @@ def test_the_first_token_and_the_time_between_tokens_are_measured():
     assert scrape("inter_token_seconds_sum", *DEMO) > 0
 
 
-def test_the_queue_is_seen_while_it_stands_and_measured_when_it_moves():
+def test_queue_length_and_wait_time_are_measured():
     with live_server(single_slot_config()) as server:
         endless = CHAT.body("endless stream", stream=True)
         with raw_request(server, "/v1/chat/completions", endless) as first:
@@ -181,12 +181,12 @@ def test_the_queue_is_seen_while_it_stands_and_measured_when_it_moves():
     assert finished("queue_wait_seconds_sum", *DEMO) > 0
 
 
-def test_nothing_is_active_when_nobody_asks(new_server: LiveServer):
+def test_no_request_is_active_after_the_last_reply(new_server: LiveServer):
     post(new_server, CHAT, "text")
     wait_until(lambda: Scrape(new_server)("active_requests_current") == 0, "all is over")
 
 
-def test_the_machine_is_looked_at(new_server: LiveServer):
+def test_process_metrics_are_measured(new_server: LiveServer):
     scrape = Scrape(new_server)
     assert scrape("memory_usage_bytes") > 10_000_000
     assert scrape("cpu_usage_percent") >= 0

@@ -52,7 +52,7 @@ async def async_sdk(server: LiveServer) -> AsyncIterator[AsyncOpenAI]:
 # --- chat completions -----------------------------------------------------------------------------------------------
 
 
-def test_a_completion(sdk: OpenAI) -> None:
+def test_create_completion(sdk: OpenAI) -> None:
     reply = sdk.chat.completions.create(model=MODEL, messages=user("text"))
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (TEXT, "stop")
     assert reply.usage is not None
@@ -60,7 +60,7 @@ def test_a_completion(sdk: OpenAI) -> None:
     assert reply._request_id == "req_" + reply.id.removeprefix("chatcmpl-")
 
 
-def test_a_streamed_completion(sdk: OpenAI) -> None:
+def test_create_streamed_completion(sdk: OpenAI) -> None:
     options: Any = {"include_usage": True}
     stream = sdk.chat.completions.create(model=MODEL, messages=user("text"), stream=True, stream_options=options)
     chunks = list(stream)
@@ -69,7 +69,7 @@ def test_a_streamed_completion(sdk: OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens > 0
 
 
-def test_the_stream_helper_of_chat(sdk: OpenAI) -> None:
+def test_chat_stream_helper(sdk: OpenAI) -> None:
     with sdk.chat.completions.stream(model=MODEL, messages=user("one tool"), tools=CHAT_TOOLS) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
@@ -79,12 +79,12 @@ def test_the_stream_helper_of_chat(sdk: OpenAI) -> None:
     assert final.choices[0].finish_reason == "tool_calls"
 
 
-def test_a_parsed_completion(sdk: OpenAI) -> None:
+def test_parse_completion(sdk: OpenAI) -> None:
     reply = sdk.chat.completions.parse(model=MODEL, messages=user("Rome, please"), response_format=City)
     assert isinstance(reply.choices[0].message.parsed, City)
 
 
-def test_a_parsed_completion_that_was_cut_off_is_no_result(sdk: OpenAI) -> None:
+def test_parse_raises_if_the_completion_was_cut_off(sdk: OpenAI) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         sdk.chat.completions.parse(model=MODEL, messages=user("Rome"), response_format=City, max_completion_tokens=3)
 
@@ -109,7 +109,7 @@ def test_a_tool_choice_is_honoured(sdk: OpenAI, choice: Any) -> None:
     assert reply.choices[0].finish_reason == "tool_calls"
 
 
-def test_several_answers(sdk: OpenAI) -> None:
+def test_several_choices(sdk: OpenAI) -> None:
     reply = sdk.chat.completions.create(model=MODEL, messages=user("text"), n=2)
     assert [(c.index, c.message.content) for c in reply.choices] == [(0, TEXT), (1, TEXT)]
     stream = sdk.chat.completions.create(model=MODEL, messages=user("text"), n=2, stream=True)
@@ -130,7 +130,7 @@ def test_logprobs_of_every_visible_token(sdk: OpenAI) -> None:
     assert all(entry.logprob <= 0 and bytes(entry.bytes or ()).decode() == entry.token for entry in found.content)
 
 
-def test_reasoning_arrives_beside_the_content(sdk: OpenAI) -> None:
+def test_reasoning_content_is_separate_from_the_content(sdk: OpenAI) -> None:
     message = sdk.chat.completions.create(model=MODEL, messages=user("thinking")).choices[0].message
     assert (message.content, getattr(message, "reasoning_content", None)) == ("Forty-two.", "Let me see.")
 
@@ -138,20 +138,20 @@ def test_reasoning_arrives_beside_the_content(sdk: OpenAI) -> None:
 # --- responses ------------------------------------------------------------------------------------------------------
 
 
-def test_a_response(sdk: OpenAI) -> None:
+def test_create_response(sdk: OpenAI) -> None:
     reply = sdk.responses.create(model=MODEL, input="text")
     assert (reply.output_text, reply.status) == (TEXT, "completed")
     assert reply.usage is not None
     assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
 
 
-def test_a_streamed_response(sdk: OpenAI) -> None:
+def test_create_streamed_response(sdk: OpenAI) -> None:
     events = list(sdk.responses.create(model=MODEL, input="text", stream=True))
     assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
 
 
-def test_the_stream_helper_of_responses(sdk: OpenAI) -> None:
+def test_responses_stream_helper(sdk: OpenAI) -> None:
     with sdk.responses.stream(model=MODEL, input="one tool", tools=RESPONSE_TOOLS) as stream:
         for _ in stream:
             pass
@@ -163,11 +163,11 @@ def test_the_stream_helper_of_responses(sdk: OpenAI) -> None:
     assert json.loads(call.arguments) == {"city": "Rome"}
 
 
-def test_a_parsed_response(sdk: OpenAI) -> None:
+def test_parse_response(sdk: OpenAI) -> None:
     assert isinstance(sdk.responses.parse(model=MODEL, input="Rome", text_format=City).output_parsed, City)
 
 
-def test_a_chain_of_responses(sdk: OpenAI) -> None:
+def test_previous_response_id_continues_a_conversation(sdk: OpenAI) -> None:
     first = sdk.responses.create(model=MODEL, input="one tool", tools=RESPONSE_TOOLS)
     call = first.output[-1]
     assert call.type == "function_call"
@@ -190,7 +190,7 @@ def test_a_stored_response_is_retrieved_and_deleted(sdk: OpenAI) -> None:
         sdk.responses.retrieve(made.id)
 
 
-def test_input_tokens_are_counted_as_a_response_would(sdk: OpenAI) -> None:
+def test_counted_input_tokens_equal_the_usage(sdk: OpenAI) -> None:
     counted = sdk.responses.input_tokens.count(model=MODEL, input="text", tools=RESPONSE_TOOLS)
     usage = sdk.responses.create(model=MODEL, input="text", tools=RESPONSE_TOOLS).usage
     assert usage is not None
@@ -200,7 +200,7 @@ def test_input_tokens_are_counted_as_a_response_would(sdk: OpenAI) -> None:
 # --- the rest of the surface ----------------------------------------------------------------------------------------
 
 
-def test_a_legacy_completion(sdk: OpenAI) -> None:
+def test_legacy_completions(sdk: OpenAI) -> None:
     reply = sdk.completions.create(model=MODEL, prompt="text", logprobs=1, echo=True)
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("text" + TEXT, "stop")
     assert reply.choices[0].logprobs is not None
@@ -222,7 +222,7 @@ def test_embeddings_as_numbers_and_as_base64(sdk: OpenAI) -> None:
     assert len(sdk.embeddings.create(model=MODEL, input="one", dimensions=8).data[0].embedding) == 8
 
 
-def test_models_are_listed_and_found_even_with_a_slash() -> None:
+def test_models_are_listed_and_retrieved_even_with_a_slash() -> None:
     settings = config()
     settings["models"]["demo"]["aliases"] = ["team/demo"]
     with live_server(settings) as server, OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as sdk:
@@ -246,20 +246,20 @@ def test_an_overflow_is_a_bad_request_with_its_code(sdk: OpenAI) -> None:
         assert caught.value.code == "context_length_exceeded"
 
 
-def test_an_overflow_of_a_streamed_response_is_a_failed_response(sdk: OpenAI) -> None:
+def test_an_overflow_of_a_streamed_response_is_response_failed(sdk: OpenAI) -> None:
     last = list(sdk.responses.create(model=MODEL, input="word " * 5000, stream=True))[-1]
     assert last.type == "response.failed"
     assert last.response.error is not None
     assert last.response.error.code == "context_length_exceeded"
 
 
-def test_a_failure_in_mid_stream_is_raised(sdk: OpenAI) -> None:
+def test_a_failure_during_a_stream_is_raised(sdk: OpenAI) -> None:
     stream = sdk.chat.completions.create(model=MODEL, messages=user("error during"), stream=True)
     with pytest.raises(openai.APIError, match="out of memory"):
         list(stream)
 
 
-def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> None:
+def test_a_wrong_key_is_an_authentication_error_and_both_headers_are_accepted() -> None:
     with live_server(config(keys=[{"name": "ada", "key": "sk-right"}])) as server:
         url = server.url + "/v1"
         with OpenAI(base_url=url, api_key="sk-wrong", max_retries=0) as sdk, pytest.raises(openai.AuthenticationError):
@@ -271,7 +271,7 @@ def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> Non
             assert sdk.responses.create(model=MODEL, input="text").output_text == TEXT
 
 
-def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
+def test_an_unknown_model_is_a_404_that_lists_the_known_models() -> None:
     settings = config(routes=[{"match": "demo", "cache": "main"}])
     with live_server(settings) as server, OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as sdk:
         with pytest.raises(openai.NotFoundError, match="demo"):
@@ -280,7 +280,7 @@ def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
             sdk.responses.create(model="gpt-9", input="text")
 
 
-def test_a_full_queue_is_an_internal_server_error_that_says_when_to_come_back() -> None:
+def test_a_full_queue_is_an_internal_server_error_with_retry_after() -> None:
     chat = CHAT
     with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
         with raw_request(server, chat.path, chat.body("endless stream", stream=True)) as holder:
@@ -296,7 +296,7 @@ def test_a_full_queue_is_an_internal_server_error_that_says_when_to_come_back() 
 # --- async ----------------------------------------------------------------------------------------------------------
 
 
-async def test_async_completions_whole_streamed_and_parsed(async_sdk: AsyncOpenAI) -> None:
+async def test_async_completions(async_sdk: AsyncOpenAI) -> None:
     chat = async_sdk.chat.completions
     whole = await chat.create(model=MODEL, messages=user("text"))
     assert whole.choices[0].message.content == TEXT
@@ -308,7 +308,7 @@ async def test_async_completions_whole_streamed_and_parsed(async_sdk: AsyncOpenA
     assert isinstance(parsed.choices[0].message.parsed, City)
 
 
-async def test_async_responses_whole_streamed_and_parsed(async_sdk: AsyncOpenAI) -> None:
+async def test_async_responses(async_sdk: AsyncOpenAI) -> None:
     responses = async_sdk.responses
     first = await responses.create(model=MODEL, input="text")
     second = await responses.create(model=MODEL, input="thinking", previous_response_id=first.id, stream=True)

@@ -42,7 +42,7 @@ def running_requests(server: LiveServer) -> list[RequestSnapshot]:
     return asyncio.run_coroutine_threadsafe(snapshot(), server.loop).result(60)
 
 
-def test_unloading_by_force_ends_a_stream_in_its_protocols_error(protocol: Protocol) -> None:
+def test_a_forced_unload_ends_a_stream_with_the_error_of_the_protocol(protocol: Protocol) -> None:
     with live_server(config()) as server, ThreadPoolExecutor(1) as executor:
         scheduler = server.app.scheduler
         body = protocol.body("endless stream", stream=True)
@@ -62,7 +62,7 @@ def test_unloading_by_force_ends_a_stream_in_its_protocols_error(protocol: Proto
         wait_until_idle(server)
 
 
-def test_a_model_is_loaded_by_the_first_request_for_it() -> None:
+def test_autoload_loads_a_model_for_its_first_request() -> None:
     settings = config()
     settings["models"]["demo"] |= {"enabled": False, "autoload": True}
     with live_server(settings) as server:
@@ -73,7 +73,7 @@ def test_a_model_is_loaded_by_the_first_request_for_it() -> None:
         assert 'model_loads_total{model="demo"} 1.0' in httpx.get(server.url + "/metrics").text
 
 
-def test_a_key_over_its_limit_is_told_when_to_come_back(protocol: Protocol) -> None:
+def test_a_key_over_its_rate_limit_gets_retry_after(protocol: Protocol) -> None:
     settings = config(keys=[{"name": "ann", "key": "secret", "requests_per_minute": 1}])
     with live_server(settings, ready=False) as server:
         wait_until(lambda: server.status("demo").state == "ready", "the model is ready")
@@ -86,7 +86,7 @@ def test_a_key_over_its_limit_is_told_when_to_come_back(protocol: Protocol) -> N
         assert "1 requests a minute" in reply.json()["error"]["message"]
 
 
-def test_each_replica_has_places_of_its_own() -> None:
+def test_each_replica_has_its_own_slots() -> None:
     settings = single_slot_config()
     settings["models"]["demo"] |= {"replicas": 2}
     with live_server(settings) as server:
@@ -105,7 +105,7 @@ def test_each_replica_has_places_of_its_own() -> None:
         wait_until(lambda: server.status("demo").running == 0, "all places free")
 
 
-def test_a_request_whose_replica_dies_before_its_first_word_goes_to_the_other() -> None:
+def test_a_request_moves_to_the_other_replica_if_its_replica_dies_before_output() -> None:
     settings = single_slot_config()
     settings["models"]["demo"] |= {"replicas": 2}
     with live_server(settings) as server:

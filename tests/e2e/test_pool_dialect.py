@@ -126,7 +126,7 @@ def check_shape(reply: Any, model: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_every_request_of_the_guide_is_answered_in_its_shape(client: httpx.Client, example: str) -> None:
+def test_requests_of_the_guide_get_replies_in_its_format(client: httpx.Client, example: str) -> None:
     body = EXAMPLES[example]
     reply = create(client, body)
     check_shape(reply, body["model"])
@@ -143,12 +143,12 @@ def test_the_timers_are_nested(client: httpx.Client) -> None:
     assert metrics["engine_prompt_tokens"] > 20
 
 
-def test_what_decoding_leaves_out_comes_from_the_settings(client: httpx.Client) -> None:
+def test_decoding_defaults_come_from_the_settings(client: httpx.Client) -> None:
     body = EXAMPLES["several turns"] | {"decoding": {"stop": ["\x00"]}}
     assert create(client, body)["metrics"]["engine_output_tokens"] <= 16
 
 
-def test_a_stream_has_four_kinds_of_events_and_the_same_answer(client: httpx.Client) -> None:
+def test_a_stream_has_four_kinds_of_events_and_the_same_text(client: httpx.Client) -> None:
     body = EXAMPLES["several turns"]
     stream = parse_events(client.post("/v1/responses", json=body | {"stream": True}).text)
     assert list(dict.fromkeys(event_names(stream))) == [
@@ -185,7 +185,7 @@ def delta_text(stream: list[ServerSentEvent]) -> str:
         (TRANSLATE | {"messages": [{"role": "user", "content": "x"}]}, 400, "input_and_messages"),
     ],
 )
-def test_a_refusal_is_chats_body_with_a_code(
+def test_errors_have_the_format_of_chat_with_a_code(
     client: httpx.Client, body: dict[str, Any], status: int, code: str, stream: bool
 ) -> None:
     reply = client.post("/v1/responses", json=body | {"stream": stream})
@@ -193,13 +193,13 @@ def test_a_refusal_is_chats_body_with_a_code(
     assert set(reply.json()["error"]) >= {"message", "type", "param", "code"}
 
 
-def test_the_tokens_of_a_request_can_be_counted_in_advance(client: httpx.Client) -> None:
+def test_counted_tokens_equal_the_metrics(client: httpx.Client) -> None:
     body = EXAMPLES["several turns"]
     counted = client.post("/v1/responses/input_tokens", json=body).json()["input_tokens"]
     assert counted == create(client, body)["metrics"]["engine_prompt_tokens"]
 
 
-def test_other_bodies_on_the_path_get_openais_shape_with_the_metrics(client: httpx.Client) -> None:
+def test_openai_bodies_get_the_openai_format_with_metrics(client: httpx.Client) -> None:
     reply = create(client, {"model": "qwen2.5-vl-3b", "input": "Say one word.", "max_output_tokens": 4})
     assert reply["status"] in ("completed", "incomplete")
     assert reply["output_text"] == "".join(part["text"] for item in reply["output"] for part in item["content"])
@@ -231,19 +231,19 @@ def remote() -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("allow_remote", [None, False])
-def test_a_remote_model_is_asked_only_with_consent(remote: httpx.Client, allow_remote: bool | None) -> None:
+def test_a_remote_model_needs_consent(remote: httpx.Client, allow_remote: bool | None) -> None:
     body = {"model": "frontier-large", "input": "Hello", "decoding": {}, "allow_remote": allow_remote}
     reply = remote.post("/v1/responses", json=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "remote_not_allowed")
 
 
-def test_with_consent_it_answers_in_the_same_shape(remote: httpx.Client) -> None:
+def test_a_remote_model_replies_in_the_same_format(remote: httpx.Client) -> None:
     body = {"model": "frontier-large", "input": "Hello", "decoding": {"max_tokens": 8}, "allow_remote": True}
     reply = create(remote, body)
     check_shape(reply, "frontier-large")
     assert reply["output_text"] == "From afar."
 
 
-def test_outside_the_dialect_the_field_is_no_consent(remote: httpx.Client) -> None:
+def test_allow_remote_is_ignored_in_openai_bodies(remote: httpx.Client) -> None:
     body = {"model": "frontier-large", "input": "Hello", "allow_remote": True}
     assert remote.post("/v1/responses", json=body).status_code == 403

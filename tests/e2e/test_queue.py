@@ -23,7 +23,7 @@ def expect_queue_full(server: LiveServer, protocol: Protocol, stream: bool, posi
     assert "queue is full" in error["message"]
 
 
-def test_nobody_may_wait_where_the_queue_has_no_room() -> None:
+def test_max_waiting_zero_refuses_a_second_request() -> None:
     with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
         with raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running:
             running.read_until(b"so far")
@@ -33,7 +33,7 @@ def test_nobody_may_wait_where_the_queue_has_no_room() -> None:
         wait_until_idle(server)
 
 
-def test_the_one_who_waits_is_served_and_the_one_behind_is_refused() -> None:
+def test_requests_beyond_max_waiting_are_refused() -> None:
     with live_server(single_slot_config(scheduler={"max_waiting": 1})) as server:
         for protocol in PROTOCOLS.values():
             with (
@@ -48,7 +48,7 @@ def test_the_one_who_waits_is_served_and_the_one_behind_is_refused() -> None:
             wait_until_idle(server)
 
 
-def test_waiting_prompts_are_bounded_by_their_tokens_too() -> None:
+def test_max_waiting_tokens_limits_queued_prompts() -> None:
     with live_server(single_slot_config(scheduler={"max_waiting_tokens": 20})) as server:
         with raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running:
             running.read_until(b"so far")

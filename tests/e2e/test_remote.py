@@ -41,7 +41,7 @@ def gateway_client(upstream: LiveServer, request: pytest.FixtureRequest) -> Iter
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_an_answer_arrives_as_the_upstream_gave_it(
+def test_replies_of_the_upstream_reach_the_client_unchanged(
     gateway_client: httpx.Client, name: str, case: str, stream: bool
 ) -> None:
     fields, text, thinking, calls, stops = CASES[case]
@@ -51,7 +51,7 @@ def test_an_answer_arrives_as_the_upstream_gave_it(
     assert parsed.stop == stops[PROTOCOL_INDEX[name]] or (case, parsed.stop) == ("stop string", "end_turn")
 
 
-def test_usage_is_the_upstreams(
+def test_usage_is_that_of_the_upstream(
     gateway_client: httpx.Client, upstream: LiveServer, protocol: Protocol, stream: bool
 ) -> None:
     usage = send(gateway_client, protocol, stream, "thinking").usage
@@ -60,7 +60,7 @@ def test_usage_is_the_upstreams(
     assert (usage.prompt, usage.output) == (direct_usage.prompt, direct_usage.output)
 
 
-def test_a_result_of_a_tool_reaches_the_upstream(gateway_client: httpx.Client) -> None:
+def test_a_tool_result_reaches_the_upstream(gateway_client: httpx.Client) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
     messages = [
         {"role": "user", "content": "weather?"},
@@ -71,7 +71,7 @@ def test_a_result_of_a_tool_reaches_the_upstream(gateway_client: httpx.Client) -
     assert reply.json()["choices"][0]["message"]["content"] == "Take a hat: it is sunny."
 
 
-def test_the_upstreams_counter_counts(upstream: LiveServer) -> None:
+def test_tokens_are_counted_by_the_upstream(upstream: LiveServer) -> None:
     body = MESSAGES.body("How many tokens is this?")
     counted = httpx.post(upstream.url + "/v1/messages/count_tokens", json=body).json()["input_tokens"]
     for kind in KINDS[1:]:
@@ -82,7 +82,7 @@ def test_the_upstreams_counter_counts(upstream: LiveServer) -> None:
         assert httpx.post(server.url + "/v1/messages/count_tokens", json=body, headers=CONSENT).status_code == 501
 
 
-def test_nothing_leaves_without_consent(upstream: LiveServer, protocol: Protocol, stream: bool) -> None:
+def test_nothing_is_sent_to_the_upstream_without_consent(upstream: LiveServer, protocol: Protocol, stream: bool) -> None:
     with live_server(remote_config(upstream.url + "/v1")) as server:
         reply = httpx.post(server.url + protocol.path, json=protocol.body("text", stream=stream))
         assert reply.status_code == 403
@@ -90,7 +90,7 @@ def test_nothing_leaves_without_consent(upstream: LiveServer, protocol: Protocol
         wait_until_idle(upstream)
 
 
-def test_a_client_that_leaves_frees_the_upstream(upstream: LiveServer) -> None:
+def test_a_disconnect_frees_the_slot_of_the_upstream(upstream: LiveServer) -> None:
     settings = remote_config(upstream.url + "/v1") | {"routes": [{"match": "*", "model": "demo", "allow_remote": True}]}
     with live_server(settings) as server:
         client = RawClient(server, "/v1/chat/completions", CHAT.body("endless stream", stream=True))
@@ -123,7 +123,7 @@ OVERFLOW = error_answer(
 )
 
 
-async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
+async def test_an_overflow_of_the_upstream_is_reported_in_each_protocol() -> None:
     async with fake_upstream(OVERFLOW) as fake, gateway_for(fake) as client:
         replies = [
             await client.post(protocol.path, json=protocol.body("text", stream=True)) for protocol in PROTOCOLS.values()
@@ -149,7 +149,7 @@ async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
         (error_answer(504), (504, 504, 504), None),
     ],
 )
-async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
+async def test_an_error_status_of_the_upstream_is_mapped_and_not_retried(
     answer: Answer, statuses: tuple[int, ...], retry_after: str | None
 ) -> None:
     async with fake_upstream(answer) as fake, gateway_for(fake) as client:
@@ -159,7 +159,7 @@ async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
     assert len(fake.requests) == 3
 
 
-async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> None:
+async def test_a_stream_cut_off_by_the_upstream_is_an_error_in_each_protocol() -> None:
     async with fake_upstream(Answer(body=chat_stream("Half an")[:1], breaks=True)) as fake, gateway_for(fake) as client:
         replies = [
             await client.post(protocol.path, json=protocol.body("text", stream=True)) for protocol in PROTOCOLS.values()
@@ -171,7 +171,7 @@ async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> Non
     assert len(fake.requests) == 3
 
 
-async def test_an_image_arrives_as_data() -> None:
+async def test_an_image_reaches_the_upstream_as_a_data_url() -> None:
     url = f"data:image/png;base64,{PIXEL}"
     content = [{"type": "text", "text": "Look"}, {"type": "image_url", "image_url": {"url": url}}]
     body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
@@ -184,7 +184,7 @@ async def test_an_image_arrives_as_data() -> None:
     assert fake.requests[0].body["messages"][0]["content"] == content
 
 
-async def test_only_what_somebody_chose_is_sampled_with() -> None:
+async def test_only_explicit_sampling_parameters_are_sent() -> None:
     """An upstream has its own defaults: ours for local models are not forced upon it."""
     async with (
         fake_upstream(Answer(body=chat_stream("Hi"))) as fake,
@@ -195,7 +195,7 @@ async def test_only_what_somebody_chose_is_sampled_with() -> None:
     assert fake.requests[0].body["top_p"] == 0.5
 
 
-async def test_several_answers_are_several_requests() -> None:
+async def test_several_choices_are_several_upstream_requests() -> None:
     async with fake_upstream(Answer(body=chat_stream("Hi"))) as fake, gateway_for(fake) as client:
         reply = await client.post("/v1/chat/completions", json=CHAT.body("text", n=2))
     assert [choice["message"]["content"] for choice in reply.json()["choices"]] == ["Hi", "Hi"]

@@ -64,7 +64,7 @@ def test_control_tokens_are_never_shown(client: httpx.Client, protocol: Protocol
     assert send(client, protocol, stream, "control").text == "one two"
 
 
-def test_a_marker_that_the_model_quotes_is_text(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+def test_a_marker_quoted_by_the_model_is_text(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
     parsed = send(client, protocol, stream, "quote", tools=True)
     assert (parsed.text, parsed.calls, parsed.thinking) == (
         f"Write <tool_call>{CALL}</tool_call> or <think>.",
@@ -120,7 +120,7 @@ def slow_client() -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize(("model", "whole"), [("demo", False), ("held", True)])
-def test_arguments_stream_unless_the_model_holds_its_calls(
+def test_arguments_stream_unless_tool_stream_is_off(
     slow_client: httpx.Client, protocol: Protocol, model: str, whole: bool
 ) -> None:
     reply = slow_client.post(protocol.path, json=protocol.body("x", tools=True, stream=True, model=model))
@@ -133,20 +133,20 @@ def test_arguments_stream_unless_the_model_holds_its_calls(
 
 
 @pytest.mark.parametrize("model", ["naive", "told"])
-def test_a_model_that_is_told_of_tools_in_words_calls_them(
+def test_tools_described_in_the_prompt_are_called(
     client: httpx.Client, protocol: Protocol, stream: bool, model: str
 ) -> None:
     parsed = send(client, protocol, stream, "call", tools=True, model=model)
     assert (parsed.text, parsed.calls) == ("I look.", [ROME])
 
 
-def test_without_tools_the_same_model_only_talks(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+def test_without_tools_a_call_is_text(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
     parsed = send(client, protocol, stream, "call", model="naive")
     assert parsed.calls == []
     assert CALL in parsed.text
 
 
-def test_a_model_that_shall_not_be_told_is_not(client: httpx.Client, protocol: Protocol) -> None:
+def test_tools_prompt_never_omits_the_tools(client: httpx.Client, protocol: Protocol) -> None:
     with_tools, without_tools = (
         send(client, protocol, False, "x", tools=True, model=m).usage.prompt for m in ("naive", "untold")
     )
@@ -154,7 +154,7 @@ def test_a_model_that_shall_not_be_told_is_not(client: httpx.Client, protocol: P
     assert with_tools > without_tools == no_tools_in_request
 
 
-def test_a_call_that_must_come_comes(client: httpx.Client, stream: bool) -> None:
+def test_a_required_call_is_made(client: httpx.Client, stream: bool) -> None:
     """Held to the family's grammar, or told to by name where it has none; the engine keeps it either way."""
     must: dict[str, Any] = {"chat": "required", "messages": {"type": "any"}, "responses": "required"}
     for name, protocol in PROTOCOLS.items():
@@ -182,11 +182,11 @@ def _send_with_prefill(
     return protocol.parse_stream(parse_events(response.text)) if stream else protocol.parse_reply(response.json())
 
 
-def test_reasoning_that_the_client_began_goes_on(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+def test_prefilled_reasoning_is_continued(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
     parsed = _send_with_prefill(client, protocol, stream, "go on", "<think>\nI wonder about")
     assert (parsed.thinking, parsed.text) == (" more.", "Answer.")
 
 
-def test_text_that_the_client_began_goes_on(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+def test_prefilled_text_is_continued(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
     parsed = _send_with_prefill(client, protocol, stream, "anything", "I say ")
     assert (parsed.thinking, parsed.text) == ("", "yes")

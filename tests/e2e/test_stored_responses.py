@@ -38,7 +38,7 @@ def two_key_server() -> Iterator[LiveServer]:
         yield running
 
 
-def test_a_key_reads_its_own_responses_and_nobody_elses(two_key_server: LiveServer) -> None:
+def test_a_key_reads_only_its_own_responses(two_key_server: LiveServer) -> None:
     with connect(two_key_server, "sk-ada") as ada, connect(two_key_server, "sk-bob") as bob:
         response = create(ada, "text")
         assert ada.get(f"{PATH}/{response['id']}").json() == response
@@ -46,7 +46,7 @@ def test_a_key_reads_its_own_responses_and_nobody_elses(two_key_server: LiveServ
         expect_not_found(bob.get(f"{PATH}/{response['id']}/input_items"), response["id"])
 
 
-def test_a_key_cannot_continue_or_count_what_is_not_its_own(two_key_server: LiveServer) -> None:
+def test_a_key_cannot_continue_or_count_responses_of_another_key(two_key_server: LiveServer) -> None:
     with connect(two_key_server, "sk-ada") as ada, connect(two_key_server, "sk-bob") as bob:
         response = create(ada, "text")
         body = {"model": "demo", "input": "thinking", "previous_response_id": response["id"]}
@@ -56,7 +56,7 @@ def test_a_key_cannot_continue_or_count_what_is_not_its_own(two_key_server: Live
         assert ada.post(PATH, json=body).status_code == 200
 
 
-def test_a_key_cannot_delete_what_is_not_its_own(two_key_server: LiveServer) -> None:
+def test_a_key_cannot_delete_responses_of_another_key(two_key_server: LiveServer) -> None:
     with connect(two_key_server, "sk-ada") as ada, connect(two_key_server, "sk-bob") as bob:
         response = create(ada, "text")
         expect_not_found(bob.delete(f"{PATH}/{response['id']}"), response["id"])
@@ -66,7 +66,7 @@ def test_a_key_cannot_delete_what_is_not_its_own(two_key_server: LiveServer) -> 
         expect_not_found(ada.delete(f"{PATH}/{response['id']}"), response["id"])
 
 
-def test_what_the_client_does_not_want_stored_is_not(two_key_server: LiveServer) -> None:
+def test_store_false_stores_nothing(two_key_server: LiveServer) -> None:
     with connect(two_key_server, "sk-ada") as ada:
         for stream in (False, True):
             reply = ada.post(PATH, json={"model": "demo", "input": "text", "store": False, "stream": stream})
@@ -75,7 +75,7 @@ def test_what_the_client_does_not_want_stored_is_not(two_key_server: LiveServer)
             expect_not_found(ada.get(f"{PATH}/{response['id']}"), response["id"])
 
 
-def test_a_streamed_response_is_there_as_soon_as_its_last_event(two_key_server: LiveServer) -> None:
+def test_a_streamed_response_is_stored_before_its_last_event(two_key_server: LiveServer) -> None:
     with connect(two_key_server, "sk-ada") as ada:
         for _ in range(20):
             reply = ada.post(PATH, json={"model": "demo", "input": "text", "stream": True})
@@ -92,7 +92,7 @@ def test_a_failed_response_is_not_stored(two_key_server: LiveServer) -> None:
         expect_not_found(ada.get(f"{PATH}/{failed['id']}"), failed["id"])
 
 
-def test_a_chain_carries_the_whole_conversation_but_not_the_instructions() -> None:
+def test_a_chain_keeps_the_conversation_but_not_the_instructions() -> None:
     with live_server(demo_config(SCRIPT)) as server, connect(server) as client:
         first = create(client, "text one", instructions="Be brief.")
         second = create(client, "text two", previous_response_id=first["id"], instructions="Be long.")
@@ -111,14 +111,14 @@ def input_texts(connect: httpx.Client, id: str) -> list[str]:
     return [part["text"] for item in reversed(found) for part in item["content"]]
 
 
-def test_the_store_is_bounded_and_the_oldest_leave_first() -> None:
+def test_the_store_evicts_the_oldest_entries_first() -> None:
     with live_server(config(store={"max_entries": 2})) as server, connect(server) as client:
         first, second, third = [create(client, "text")["id"] for _ in range(3)]
         expect_not_found(client.get(f"{PATH}/{first}"), first)
         assert [client.get(f"{PATH}/{id}").status_code for id in (second, third)] == [200, 200]
 
 
-def test_a_file_keeps_them_over_a_restart(tmp_path: Path) -> None:
+def test_the_sqlite_store_survives_a_restart(tmp_path: Path) -> None:
     settings = config(store={"backend": "sqlite", "path": str(tmp_path / "store.sqlite")})
     with live_server(settings) as server, connect(server) as client:
         response = create(client, "text")
@@ -128,14 +128,14 @@ def test_a_file_keeps_them_over_a_restart(tmp_path: Path) -> None:
         assert client.delete(f"{PATH}/{response['id']}").status_code == 200
 
 
-def test_memory_forgets_them_at_a_restart() -> None:
+def test_the_memory_store_is_empty_after_a_restart() -> None:
     with live_server(config()) as server, connect(server) as client:
         response = create(client, "text")
     with live_server(config()) as server, connect(server) as client:
         expect_not_found(client.get(f"{PATH}/{response['id']}"), response["id"])
 
 
-def test_an_unknown_response_to_continue_from_names_the_field(server: LiveServer) -> None:
+def test_an_unknown_previous_response_names_the_field(server: LiveServer) -> None:
     with connect(server) as client:
         reply = client.post(PATH, json={"model": "demo", "input": "text", "previous_response_id": "resp_nowhere"})
         expect_not_found(reply, "resp_nowhere")

@@ -46,7 +46,7 @@ def client(server: LiveServer) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_it_answers_in_every_protocol_and_counts_as_we_do(
+def test_every_protocol_works_and_prompt_tokens_match_our_count(
     server: LiveServer, client: httpx.Client, protocol: Protocol, stream: bool
 ) -> None:
     parsed = send(client, protocol, stream, "What is the capital of France?", limit=12)
@@ -55,7 +55,7 @@ def test_it_answers_in_every_protocol_and_counts_as_we_do(
     assert 1 <= parsed.usage.output <= 12
 
 
-def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(server: LiveServer, client: httpx.Client) -> None:
+def test_an_overflow_is_refused_before_the_first_byte_in_each_protocol(server: LiveServer, client: httpx.Client) -> None:
     long = "word " * 1200
     tokens = count_tokens(server.url, long)
     message = client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]
@@ -66,13 +66,13 @@ def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(server: LiveS
     assert failed.data["response"]["error"]["code"] == "context_length_exceeded"
 
 
-def test_an_answer_that_fills_the_window_says_so(client: httpx.Client) -> None:
+def test_a_reply_that_fills_the_window_has_that_stop_reason(client: httpx.Client) -> None:
     parsed = send(client, MESSAGES, True, "count " * 980, limit=32000, logit_bias=NO_END_TOKENS)
     assert parsed.stop == "model_context_window_exceeded"
     assert parsed.usage.prompt + parsed.usage.output >= WINDOW - 1
 
 
-def test_a_call_that_is_demanded_has_the_form_of_its_tool(client: httpx.Client, stream: bool) -> None:
+def test_a_named_call_fits_the_schema_of_its_tool(client: httpx.Client, stream: bool) -> None:
     city = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
     tool = {"name": "get_weather", "parameters": city | {"additionalProperties": False}}
     choice = {"type": "function", "function": {"name": "get_weather"}}
@@ -83,7 +83,7 @@ def test_a_call_that_is_demanded_has_the_form_of_its_tool(client: httpx.Client, 
     jsonschema.validate(arguments, city)
 
 
-def test_a_call_among_its_words_is_read_as_one(client: httpx.Client, stream: bool) -> None:
+def test_a_call_in_the_output_is_parsed(client: httpx.Client, stream: bool) -> None:
     """The tiny model writes none of its own accord: its words are laid into its mouth."""
     words = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "Rome"\}\}\n</tool_call>'
     parsed = send(client, CHAT, stream, "Weather in Rome?", tools=True, limit=60, regex=words)
@@ -91,7 +91,7 @@ def test_a_call_among_its_words_is_read_as_one(client: httpx.Client, stream: boo
     assert parsed.stop == "tool_calls"
 
 
-def test_an_answer_has_the_form_that_was_asked_for(client: httpx.Client, stream: bool) -> None:
+def test_a_reply_fits_the_requested_schema(client: httpx.Client, stream: bool) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer"}},
@@ -103,7 +103,7 @@ def test_an_answer_has_the_form_that_was_asked_for(client: httpx.Client, stream:
     jsonschema.validate(json.loads(parsed.text), schema)
 
 
-def test_one_replica_of_two_is_killed_and_the_other_answers_on() -> None:
+def test_one_of_two_replicas_is_killed_and_the_other_continues() -> None:
     with managed_server(vllm_config(replicas=2, parallel=1)) as server:
         wait_until(lambda: len(_ready(server)) == 2, "both replicas are loaded", 400)
         first, second = _ready(server)

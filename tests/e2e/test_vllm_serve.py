@@ -43,7 +43,7 @@ def fake_vllm_client(fake_vllm_server: LiveServer) -> Iterator[httpx.Client]:
         yield fake_vllm_client
 
 
-def test_it_answers_in_every_protocol_and_counts_as_it_told_us(
+def test_fake_vllm_works_in_every_protocol_and_reports_its_usage(
     fake_vllm_server: LiveServer, fake_vllm_client: httpx.Client, protocol: Protocol, stream: bool
 ) -> None:
     parsed = send(fake_vllm_client, protocol, stream, "What is up?", limit=4)
@@ -52,7 +52,7 @@ def test_it_answers_in_every_protocol_and_counts_as_it_told_us(
     assert (parsed.usage.cached, parsed.usage.output) == (3, 4)
 
 
-def test_its_own_words_for_an_overflow_become_each_dialects(
+def test_an_overflow_error_of_vllm_is_translated_for_each_protocol(
     fake_vllm_server: LiveServer, fake_vllm_client: httpx.Client
 ) -> None:
     long = "word " * 100
@@ -65,13 +65,13 @@ def test_its_own_words_for_an_overflow_become_each_dialects(
     assert failed.data["response"]["error"]["code"] == "context_length_exceeded"
 
 
-def test_tools_are_refused_where_nobody_could_read_a_call(fake_vllm_client: httpx.Client) -> None:
+def test_tools_are_refused_without_a_tool_parser(fake_vllm_client: httpx.Client) -> None:
     reply = fake_vllm_client.post("/v1/chat/completions", json=CHAT.body("What is up?", tools=True))
     assert reply.status_code == 400
     assert "tools" in reply.json()["error"]["message"]
 
 
-def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(protocol: Protocol) -> None:
+def test_a_killed_vllm_ends_the_stream_and_is_reloaded(protocol: Protocol) -> None:
     with managed_server(fake_vllm_config()) as long_server:
         with stream_events(long_server, protocol.path, protocol.body("Endless words", stream=True)) as incoming:
             parsed = [next(event for event in incoming if is_content(event))]
@@ -83,7 +83,7 @@ def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(proto
         wait_until_idle(long_server)
 
 
-def test_one_replica_of_two_is_killed_and_the_other_goes_on() -> None:
+def test_a_killed_vllm_replica_does_not_affect_the_other() -> None:
     with managed_server(fake_vllm_config(replicas=2, parallel=1)) as fake_vllm_server:
         wait_until(
             lambda: _pids(fake_vllm_server).count(None) == 0 and len(_pids(fake_vllm_server)) == 2,
@@ -107,7 +107,7 @@ def _pids(fake_vllm_server: LiveServer) -> list[Any]:
     return [getattr(each, "pid", None) for each in fake_vllm_server.app.scheduler.engines("demo")]
 
 
-def test_one_load_may_have_settings_of_its_own(tmp_path: Path) -> None:
+def test_a_load_can_override_settings(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     with managed_server(fake_vllm_config(vllm_serve_env=behaviour("", notes), enabled=False)) as fake_vllm_server:
         wrong = httpx.post(fake_vllm_server.url + "/v1/admin/models/demo/load", json={"vllm_serve_binary": "/bin/sh"})
@@ -122,7 +122,7 @@ def test_one_load_may_have_settings_of_its_own(tmp_path: Path) -> None:
         assert {flag: argv[argv.index(flag) + 1] for flag in expected} == expected
 
 
-def test_a_model_that_cannot_be_loaded_fails_alone_with_the_programs_reason() -> None:
+def test_a_failed_load_reports_the_reason_of_vllm() -> None:
     with managed_server(fake_vllm_config(vllm_serve_env=behaviour("fails_to_start"))) as fake_vllm_server:
         wait_until(lambda: fake_vllm_server.status("demo").state == "failed", "the load has failed")
         reply = httpx.post(fake_vllm_server.url + "/v1/chat/completions", json=CHAT.body("Hello!"))

@@ -14,7 +14,7 @@ import pytest
 from modelyard.core.errors import Internal
 from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Started
 from modelyard.core.request import Message, Request, Text
-from modelyard.http.inference import EventStream
+from modelyard.http.inference import EventStream, Exchange
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
@@ -53,14 +53,13 @@ class Source:
         self.closed = True
 
 
-def stream_of(source: Source, **settings: Any) -> EventStream:
+def stream_of(source: Source, send: Any, **settings: Any) -> EventStream:
     return EventStream(
         cast(Any, source),
         openai_chat.writer(REQUEST, "t"),
         lambda error: openai_chat.write_error(error, trace="t"),
-        RequestContext("t", "/v1/chat/completions", {}),
+        Exchange({}, never, send, RequestContext("t", "/v1/chat/completions", {}), None),
         HttpSettings(**settings),
-        None,
     )
 
 
@@ -79,8 +78,8 @@ async def test_a_ping_that_is_due_is_sent_before_the_failure_and_nothing_after_i
         stream._tick()
 
     source = Source([Failed(Internal("out of memory", id="x"))], hook=make_ping_due)
-    stream = stream_of(source, keepalive_s=10)
-    await stream.run({}, never, send)
+    stream = stream_of(source, send, keepalive_s=10)
+    await stream.run()
 
     start, ping, failure, end = sent
     assert (start["type"], start["status"]) == ("http.response.start", 200)
@@ -98,8 +97,8 @@ async def test_a_client_that_reads_nothing_for_stall_s_is_cancelled() -> None:
 
     text: list[Event] = [Started("t", "m", 1), BlockStart(0, "text"), BlockDelta(0, "Hello")]
     source = Source(text, text)
-    stream = stream_of(source, keepalive_s=0.01, stall_s=0.02)
-    running = asyncio.create_task(stream.run({}, never, send))
+    stream = stream_of(source, send, keepalive_s=0.01, stall_s=0.02)
+    running = asyncio.create_task(stream.run())
     await asyncio.wait_for(started.wait(), 60)
     assert not source.cancelled
     with pytest.raises(asyncio.CancelledError):

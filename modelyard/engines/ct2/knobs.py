@@ -1,4 +1,4 @@
-"""The CTranslate2 options that `modelyard tune` may change."""
+"""The CTranslate2 options that `modelyard optimize` may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ExLlamaV3 options that `modelyard tune` may change."""
+"""The ExLlamaV3 options that `modelyard optimize` may change."""
 
 from __future__ import annotations
 

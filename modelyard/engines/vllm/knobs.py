@@ -1,4 +1,4 @@
-"""The vLLM options that `modelyard tune` may change, for vLLM in process and as a server.
+"""The vLLM options that `modelyard optimize` may change, for vLLM in process and as a server.
 
 The share of GPU memory is not among them: it decides what else fits beside the model, which is the user's choice.
 vllm_max_num_batched_tokens is among them only for goals whose trials fill a step: the prompts of one stream do not.
