@@ -45,7 +45,7 @@ model = "demo"
 
 
 @pytest.fixture(autouse=True)
-def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _separate_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder, with no settings in the environment, on a wide screen; the tests' own logging stays."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
@@ -90,8 +90,8 @@ def test_every_command_and_every_option_has_a_sentence(path: tuple[str, ...]):
     command = COMMANDS[path]
     shown = invoke(*path, "--help")
     assert shown.exit_code == 0
-    told = [command.help, *(getattr(parameter, "help", "") for parameter in command.params)]
-    assert all(text and text[0].isupper() and text.rstrip()[-1] in ".]" for text in told), told
+    texts = [command.help, *(getattr(parameter, "help", "") for parameter in command.params)]
+    assert all(text and text[0].isupper() and text.rstrip()[-1] in ".]" for text in texts), texts
     for parameter in command.params:
         assert max(parameter.opts, key=len) in shown.stdout
 
@@ -227,8 +227,8 @@ def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
     assert "tiny a local file" in " ".join(invoke("models", "list").stdout.split())
     shown = invoke("models", "show", "tiny").stdout
     assert all(word in shown for word in ("toy, 2 layers", "600", "Q4_K_M", "512 tokens"))
-    asked = CliRunner().invoke(app.app, ["models", "remove", "tiny"], input="n\n")
-    assert (asked.exit_code, "the file stays" in asked.stderr) == (1, True)
+    result = CliRunner().invoke(app.app, ["models", "remove", "tiny"], input="n\n")
+    assert (result.exit_code, "the file stays" in result.stderr) == (1, True)
     assert invoke("models", "remove", "tiny", "--yes").exit_code == 0
     assert "tiny" not in invoke("models", "list").stdout
     assert (tmp_path / "tiny.Q4_K_M.gguf").exists()

@@ -32,12 +32,12 @@ SCRIPT: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     with live_server(demo_config(SCRIPT)) as running:
         yield running
 
 
-class Typed(ChatScreen):
+class FakeScreen(ChatScreen):
     """What a person types, given beforehand; `interrupt` is a word at whose sight they press Ctrl-C."""
 
     def __init__(self, *lines: str, colour: bool = False, interrupt: str | None = None) -> None:
@@ -58,39 +58,39 @@ class Typed(ChatScreen):
         return self.paper.getvalue()
 
 
-def said(talk: ChatSession) -> list[tuple[str, str]]:
-    return [(m.role, "".join(p.text for p in m.parts if isinstance(p, Text))) for m in talk.messages]
+def turns(session: ChatSession) -> list[tuple[str, str]]:
+    return [(m.role, "".join(p.text for p in m.parts if isinstance(p, Text))) for m in session.messages]
 
 
-def test_an_answer_is_shown_with_what_it_cost(served: LiveServer):
-    screen, talk = Typed("hi"), ChatSession(served.url, "demo")
-    talk.run(screen)
+def test_an_answer_is_shown_with_what_it_cost(server: LiveServer):
+    screen, session = FakeScreen("hi"), ChatSession(server.url, "demo")
+    session.run(screen)
     assert screen.text.startswith("Hello there.\n")
     assert "tokens, end" in screen.text
-    assert said(talk) == [("user", "hi"), ("assistant", "Hello there.")]
+    assert turns(session) == [("user", "hi"), ("assistant", "Hello there.")]
 
 
-def test_the_conversation_grows_and_empty_lines_are_passed_over(served: LiveServer):
-    talk = ChatSession(served.url, "demo", system="Be brief.")
-    talk.run(Typed("hi", "", "  ", "again"))
-    assert [role for role, _ in said(talk)] == ["system", "user", "assistant", "user", "assistant"]
+def test_the_conversation_grows_and_empty_lines_are_passed_over(server: LiveServer):
+    session = ChatSession(server.url, "demo", system="Be brief.")
+    session.run(FakeScreen("hi", "", "  ", "again"))
+    assert [role for role, _ in turns(session)] == ["system", "user", "assistant", "user", "assistant"]
 
 
-def test_without_a_name_the_first_model_of_the_server_answers(served: LiveServer):
-    talk = ChatSession(served.url + "/")
-    talk.run(Typed("hi"))
-    assert said(talk)[-1] == ("assistant", "Hello there.")
+def test_without_a_name_the_first_model_of_the_server_answers(server: LiveServer):
+    session = ChatSession(server.url + "/")
+    session.run(FakeScreen("hi"))
+    assert turns(session)[-1] == ("assistant", "Hello there.")
 
 
-def test_reasoning_is_dim_and_the_answer_is_not(served: LiveServer):
-    screen = Typed("think", colour=True)
-    ChatSession(served.url, "demo").run(screen)
+def test_reasoning_is_dim_and_the_answer_is_not(server: LiveServer):
+    screen = FakeScreen("think", colour=True)
+    ChatSession(server.url, "demo").run(screen)
     assert "\x1b[2;3mLet me see." in screen.text
     assert "\nForty-two." in screen.text
 
 
 def test_a_call_is_named_with_its_arguments():
-    screen = Typed()
+    screen = FakeScreen()
     for event in (
         BlockStart(0, "text"),
         BlockDelta(0, "I look."),
@@ -102,52 +102,52 @@ def test_a_call_is_named_with_its_arguments():
     assert screen.text == 'I look.\ncalls see {"at": "Rome"}'
 
 
-def test_what_the_model_says_is_shown_as_it_stands_but_cannot_steer_the_terminal(served: LiveServer):
-    screen = Typed("odd")
-    ChatSession(served.url, "demo").run(screen)
+def test_what_the_model_says_is_shown_as_it_stands_but_cannot_steer_the_terminal(server: LiveServer):
+    screen = FakeScreen("odd")
+    ChatSession(server.url, "demo").run(screen)
     assert screen.text.startswith(":smile: [red]x[/red] ␛[2J end\n")
 
 
-def test_a_failure_is_told_and_the_question_forgotten(served: LiveServer):
-    screen, talk = Typed("fail", "hi"), ChatSession(served.url, "demo")
-    talk.run(screen)
+def test_a_failure_is_told_and_the_question_forgotten(server: LiveServer):
+    screen, session = FakeScreen("fail", "hi"), ChatSession(server.url, "demo")
+    session.run(screen)
     assert "out of [memory]" in screen.text
-    assert said(talk) == [("user", "hi"), ("assistant", "Hello there.")]
+    assert turns(session) == [("user", "hi"), ("assistant", "Hello there.")]
 
 
 def test_an_unknown_model_is_told_in_the_servers_words():
-    with live_server({"models": {"solo": {"backend": "fake"}}}) as served:
-        screen = Typed("hi")
-        ChatSession(served.url, "nobody").run(screen)
+    with live_server({"models": {"solo": {"backend": "fake"}}}) as server:
+        screen = FakeScreen("hi")
+        ChatSession(server.url, "nobody").run(screen)
     assert "The model 'nobody' does not exist here. Models: solo." in screen.text
 
 
-def test_an_interrupted_answer_stays_as_far_as_it_came(served: LiveServer):
-    screen, talk = Typed("endless", interrupt="so far"), ChatSession(served.url, "demo")
-    talk.run(screen)
+def test_an_interrupted_answer_stays_as_far_as_it_came(server: LiveServer):
+    screen, session = FakeScreen("endless", interrupt="so far"), ChatSession(server.url, "demo")
+    session.run(screen)
     assert screen.text == "so far\nstopped\n"
-    assert said(talk) == [("user", "endless"), ("assistant", "so far")]
-    wait_until(lambda: served.status("demo").running == 0, "the server lets go")
+    assert turns(session) == [("user", "endless"), ("assistant", "so far")]
+    wait_until(lambda: server.status("demo").running == 0, "the server lets go")
 
 
 def test_nobody_there_is_a_sentence_that_helps():
-    screen, talk = Typed("hi"), ChatSession("http://127.0.0.1:9", "demo")
-    talk.run(screen)
+    screen, session = FakeScreen("hi"), ChatSession("http://127.0.0.1:9", "demo")
+    session.run(screen)
     assert screen.text == "\nno server answers at http://127.0.0.1:9; start one with: modelyard serve\n"
-    assert talk.messages == []
+    assert session.messages == []
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://[::1"])
 def test_a_url_that_is_none_is_a_sentence_too(url: str):
-    screen = Typed("hi")
+    screen = FakeScreen("hi")
     ChatSession(url, "demo").run(screen)
     assert url in screen.text
     assert screen.text.count("\n") == 2
 
 
-def test_a_server_that_lists_nothing_asks_for_a_name(served: LiveServer):
-    screen = Typed("hi")
-    ChatSession(served.url + "/health", None).run(screen)
+def test_a_server_that_lists_nothing_asks_for_a_name(server: LiveServer):
+    screen = FakeScreen("hi")
+    ChatSession(server.url + "/health", None).run(screen)
     assert "there is no /health/v1/models here" in screen.text
 
 
@@ -205,8 +205,8 @@ class Terminal:
         os.close(self._ours)
 
 
-def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(served: LiveServer):
-    terminal = Terminal("chat", "demo", "--url", served.url)
+def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(server: LiveServer):
+    terminal = Terminal("chat", "demo", "--url", server.url)
     try:
         terminal.shows("› ")
         terminal.types("think\r")
@@ -216,7 +216,7 @@ def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(served: 
         terminal.types("endless\r")
         terminal.shows("so far")
         terminal.is_interrupted("stopped")
-        wait_until(lambda: served.status("demo").running == 0, "the server lets go")
+        wait_until(lambda: server.status("demo").running == 0, "the server lets go")
         terminal.shows("› ")
         terminal.types("\x04")
         assert terminal.process.wait(cli_process.DEADLINE) == 0
@@ -224,9 +224,9 @@ def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(served: 
         terminal.close()
 
 
-def test_through_pipes_questions_come_in_and_answers_go_out(served: LiveServer):
+def test_through_pipes_questions_come_in_and_answers_go_out(server: LiveServer):
     ended = subprocess.run(
-        [*cli_process.MODELYARD, "chat", "--url", served.url],
+        [*cli_process.MODELYARD, "chat", "--url", server.url],
         input="hi\nthink\n",
         env=cli_process.environment(),
         capture_output=True,

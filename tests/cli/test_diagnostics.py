@@ -11,23 +11,23 @@ from modelyard.cli.diagnostics import COLUMNS, request_rows
 from modelyard.core.errors import Forbidden, NotFound, Unavailable
 from tests.live_server import demo_config, live_server
 
-RULES = "You are a careful helper. " * 20
+SYSTEM_PROMPT = "You are a careful helper. " * 20
 
 
-def ask(url: str, session: str, text: str, system: str = RULES, key: str = "x") -> httpx.Response:
+def send(url: str, session: str, text: str, system: str = SYSTEM_PROMPT, key: str = "x") -> httpx.Response:
     talk = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     headers = {"x-session-id": session, "authorization": f"Bearer {key}"}
     return httpx.post(f"{url}/v1/chat/completions", json={"model": "m", "messages": talk}, headers=headers)
 
 
 def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
-    with live_server(demo_config()) as served:
-        ask(served.url, "talk-1", "hello")
-        ask(served.url, "talk-1", "hello", system="It is Monday. " + RULES)
-        ask(served.url, "talk-2", "something else")
-        heading, one = request_rows(served.url, None, "talk-1", 20)
-        newest, _ = request_rows(served.url, None, None, 1)
-        shown = CliRunner().invoke(app.app, ["explain", "talk-1", "--url", served.url])
+    with live_server(demo_config()) as server:
+        send(server.url, "talk-1", "hello")
+        send(server.url, "talk-1", "hello", system="It is Monday. " + SYSTEM_PROMPT)
+        send(server.url, "talk-2", "something else")
+        heading, one = request_rows(server.url, None, "talk-1", 20)
+        newest, _ = request_rows(server.url, None, None, 1)
+        shown = CliRunner().invoke(app.app, ["explain", "talk-1", "--url", server.url])
     assert [dict(zip(COLUMNS, row, strict=True))["cause"] for row in one] == ["new_session", "system_changed"]
     last = dict(zip(COLUMNS, one[-1], strict=True))
     assert (heading, newest) == ("session talk-1, cache main", "session talk-2, cache main")
@@ -38,22 +38,22 @@ def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
 
 
 def test_what_cannot_be_shown_is_one_sentence() -> None:
-    with live_server(demo_config()) as served:
+    with live_server(demo_config()) as server:
         with pytest.raises(NotFound, match="not answered any request yet"):
-            request_rows(served.url, None, None, 5)
-        ask(served.url, "talk-1", "hello")
+            request_rows(server.url, None, None, 5)
+        send(server.url, "talk-1", "hello")
         with pytest.raises(NotFound, match="ends in 'nobody'"):
-            request_rows(served.url, None, "nobody", 5)
+            request_rows(server.url, None, "nobody", 5)
     with pytest.raises(Unavailable, match="no server answers"):
-        request_rows(served.url, None, None, 5)
+        request_rows(server.url, None, None, 5)
 
 
 def test_a_server_with_keys_wants_an_administrators() -> None:
     keys = [{"name": "boss", "key": "s3cret-boss", "admin": True}, {"name": "guest", "key": "s3cret-guest"}]
-    with live_server({**demo_config(), "keys": keys}) as served:
-        ask(served.url, "talk-1", "hello", key="s3cret-guest")
-        assert len(request_rows(served.url, "s3cret-boss", None, 5)[1]) == 1
+    with live_server({**demo_config(), "keys": keys}) as server:
+        send(server.url, "talk-1", "hello", key="s3cret-guest")
+        assert len(request_rows(server.url, "s3cret-boss", None, 5)[1]) == 1
         with pytest.raises(Forbidden, match="--key"):
-            request_rows(served.url, None, None, 5)
+            request_rows(server.url, None, None, 5)
         with pytest.raises(Forbidden, match="admin key"):
-            request_rows(served.url, "s3cret-guest", None, 5)
+            request_rows(server.url, "s3cret-guest", None, 5)

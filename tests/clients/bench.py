@@ -48,16 +48,16 @@ class Bench:
         self.work.mkdir()
         self.program = self.agent.pinned_program()
         assert self.program.is_file(), f"{self.agent.title} is not installed: .venv/bin/python setup/clients.py"
-        self.served: LiveServer
-        self.asked: list[Request] = []
+        self.server: LiveServer
+        self.requests: list[Request] = []
         self._started: list[subprocess.Popen[str]] = []
 
     @contextmanager
     def serve(self, script: list[dict[str, Any]], *, n_ctx: int = 131072, **model: Any) -> Iterator[LiveServer]:
-        with ExitStack() as self._held, live_server(_config(script, n_ctx, model)) as served:
-            self.talk_to(served)
+        with ExitStack() as self._held, live_server(_config(script, n_ctx, model)) as server:
+            self.talk_to(server)
             try:
-                yield served
+                yield server
             finally:
                 self._end_all()
 
@@ -67,15 +67,15 @@ class Bench:
             process.kill()
             process.communicate()
 
-    def talk_to(self, served: LiveServer) -> None:
-        self.served = served
-        self._listen(served.app.gateway)
+    def talk_to(self, server: LiveServer) -> None:
+        self.server = server
+        self._listen(server.app.gateway)
 
     def _listen(self, gateway: Gateway) -> None:
         prepare = gateway.prepare
 
         async def noted(request: Request, caller: Caller) -> PreparedRequest:
-            self.asked.append(request)
+            self.requests.append(request)
             return await prepare(request, caller)
 
         gateway.prepare = noted  # type: ignore[method-assign]
@@ -83,10 +83,10 @@ class Bench:
     @property
     def turns(self) -> list[Request]:
         """Without side requests, such as those for a title: they bring no tools."""
-        return [request for request in self.asked if request.tools]
+        return [request for request in self.requests if request.tools]
 
     def target(self, **more: Any) -> LaunchTarget:
-        server = TargetServer(self.served.url)
+        server = TargetServer(self.server.url)
         try:
             return msgspec.structs.replace(server.launch_target(None), **more)
         finally:
@@ -95,13 +95,13 @@ class Bench:
     def run(self, *own: str, target: LaunchTarget | None = None, **env: str) -> Done:
         """The agent with these arguments of its own, to its end. One that failed before it asked anything at all has
         not been launched: that is its own trouble, and it gets a second chance."""
-        before = len(self.asked)
+        before = len(self.requests)
         try:
             done = _ended(self.start(*own, target=target, **env))
-            if done.code == 0 or len(self.asked) > before:
+            if done.code == 0 or len(self.requests) > before:
                 return done
         except AssertionError:
-            if len(self.asked) > before:
+            if len(self.requests) > before:
                 raise
         return _ended(self.start(*own, target=target, **env))
 
@@ -135,14 +135,14 @@ class Bench:
         return _ended(process)
 
     def is_waiting_for(self, wanted: int = 1) -> None:
-        wait_until(lambda: self.served.status("demo").running >= wanted, "the agent asked", DEADLINE)
+        wait_until(lambda: self.server.status("demo").running >= wanted, "the agent asked", DEADLINE)
 
     def lose_the_engine(self, afterwards: list[dict[str, Any]]) -> None:
         """The engine is gone in mid-answer; the one that comes in its place follows another script."""
         rules = [ScriptRule.model_validate(each) for each in afterwards]
         self._held.enter_context(mock.patch.object(fake_engine, "Script", return_value=Script(rules)))
-        engine: Any = self.served.app.scheduler.engine("demo")
-        self.served.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))
+        engine: Any = self.server.app.scheduler.engine("demo")
+        self.server.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))
 
 
 def _ended(process: subprocess.Popen[str]) -> Done:

@@ -19,8 +19,8 @@ from typing import Any
 from modelyard.launch.plan import LaunchTarget
 from tests.clients.bench import Bench
 
-SAID = "CANNED-ANSWER"
-ASKED: dict[str, tuple[str, ...]] = {
+REPLY = "CANNED-ANSWER"
+PROMPT: dict[str, tuple[str, ...]] = {
     "claude": ("-p", "say it"),
     "codex": ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "say it"),
     "opencode": ("run", "say it"),
@@ -28,7 +28,7 @@ ASKED: dict[str, tuple[str, ...]] = {
     "aider": ("--yes-always", "--no-git", "--no-pretty", "--message", "say it"),
 }
 
-_PART = {"type": "output_text", "text": SAID, "annotations": []}
+_PART = {"type": "output_text", "text": REPLY, "annotations": []}
 _ITEM = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [_PART]}
 _COUNTS = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
 _RESPONSE = {"id": "r", "object": "response", "model": "demo", "status": "completed", "output": [_ITEM]}
@@ -38,14 +38,14 @@ _MESSAGE = {"id": "m", "type": "message", "role": "assistant", "model": "demo", 
 def messages() -> Iterator[dict[str, Any]]:
     yield {"type": "message_start", "message": _MESSAGE | {"content": [], "stop_reason": None, "stop_sequence": None}}
     yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-    yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": SAID}}
+    yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": REPLY}}
     yield {"type": "content_block_stop", "index": 0}
     yield {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": _COUNTS}
     yield {"type": "message_stop"}
 
 
 def chat() -> Iterator[dict[str, Any]]:
-    for delta, reason in (({"role": "assistant", "content": SAID}, None), ({}, "stop")):
+    for delta, reason in (({"role": "assistant", "content": REPLY}, None), ({}, "stop")):
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
         yield {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "demo", "choices": [choice]}
 
@@ -70,9 +70,9 @@ class Canned(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("content-length") or 0))
         path = self.path.partition("?")[0]
         wires = {"/messages": messages, "/completions": chat, "/responses": responses}
-        wire = next((wire for end, wire in wires.items() if path.endswith(end)), messages)
-        said = [_frame(one) for one in wire()]
-        self._send("".join([*said, "data: [DONE]\n\n"] if wire is chat else said).encode(), "text/event-stream")
+        protocol = next((protocol for end, protocol in wires.items() if path.endswith(end)), messages)
+        events = [_frame(event) for event in protocol()]
+        self._send("".join([*events, "data: [DONE]\n\n"] if protocol is chat else events).encode(), "text/event-stream")
 
     def _send(self, body: bytes, kind: str) -> None:
         self.send_response(200)
@@ -101,14 +101,14 @@ def runs_here(name: str, folder: Path) -> str:
     """Nothing, or what is wrong."""
     with server() as url:
         try:
-            done = Bench(name, folder).run(*ASKED[name], target=LaunchTarget(url=url, model="demo", window=131072))
+            done = Bench(name, folder).run(*PROMPT[name], target=LaunchTarget(url=url, model="demo", window=131072))
         except (AssertionError, OSError) as fault:
             return str(fault)
-    return "" if SAID in done.out else repr(done)
+    return "" if REPLY in done.out else repr(done)
 
 
 def main() -> int:
-    for name in sys.argv[1:] or ASKED:
+    for name in sys.argv[1:] or PROMPT:
         with TemporaryDirectory() as folder:
             wrong = runs_here(name, Path(folder))
         print(f"{name}: {wrong or 'runs here'}", flush=True)

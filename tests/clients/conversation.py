@@ -47,18 +47,18 @@ class Conversation:
         return self._fault()
 
     def _fault(self) -> dict[str, Any] | None:
-        while (heard := self._hear()).get("method") != "turn/completed":
+        while (message := self._receive()).get("method") != "turn/completed":
             pass
-        fault: dict[str, Any] | None = heard["params"]["turn"]["error"]
+        fault: dict[str, Any] | None = message["params"]["turn"]["error"]
         return fault
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
         self._send({"id": self._number, "method": method, "params": params})
-        while (heard := self._hear()).get("id") != self._number or "method" in heard:
+        while (message := self._receive()).get("id") != self._number or "method" in message:
             pass  # a notification, or a question of its own
-        assert "result" in heard, heard
-        result: dict[str, Any] = heard["result"]
+        assert "result" in message, message
+        result: dict[str, Any] = message["result"]
         return result
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -66,9 +66,9 @@ class Conversation:
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "it has ended, or was ended for being late"
-        heard: dict[str, Any] = json.loads(line)
-        return heard
+        message: dict[str, Any] = json.loads(line)
+        return message

@@ -25,7 +25,7 @@ def test_it_writes_a_file_that_the_model_has_shown(bench: Bench) -> None:
         done = bench.run(*MESSAGE, "write a note", "note.txt")
     assert done.code == 0, done
     assert (bench.work / "note.txt").read_text() == "forty-two\n", done
-    assert "nothing" in texts(bench.asked[0])
+    assert "nothing" in texts(bench.requests[0])
 
 
 @pytest.mark.steady
@@ -35,15 +35,15 @@ def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
         bench.run(*MESSAGE, "remember 42")
         done = bench.run("--restore-chat-history", *MESSAGE, "what was it?")
     assert "It was 42." in done.out, done
-    assert "Remembered." in texts(bench.asked[-1])
+    assert "Remembered." in texts(bench.requests[-1])
 
 
 def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
-    with bench.serve([rule(says("So far "), {"hang": True})]) as served:
+    with bench.serve([rule(says("So far "), {"hang": True})]) as server:
         process = bench.start(*MESSAGE, "wait for ever")
         bench.is_waiting_for()
         bench.interrupt(process)
-        wait_until_idle(served)
+        wait_until_idle(server)
 
 
 def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:
@@ -58,7 +58,7 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
         bench.run("--restore-chat-history", *MESSAGE, "tell me a long story, again")
         done = bench.run("--restore-chat-history", *MESSAGE, "and now")
     assert "Short enough." in done.out, done
-    assert "We spoke of yards." in texts(bench.asked[-1])
+    assert "We spoke of yards." in texts(bench.requests[-1])
     assert "github" not in done.out.lower(), "it asked the internet for a model that it was told of"
 
 
@@ -66,7 +66,7 @@ def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=500):
         done = bench.run(*MESSAGE, "hello", target=bench.target(window=200_000))
     assert "has hit a token limit" in done.out, done
-    assert len(bench.asked) == 1, "it tried again in vain"
+    assert len(bench.requests) == 1, "it tried again in vain"
     assert "Never said." not in done.out
 
 

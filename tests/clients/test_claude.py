@@ -31,7 +31,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench("claude", tmp_path)
 
 
-def told(out: str) -> dict[str, Any]:
+def result_of(out: str) -> dict[str, Any]:
     """The last line of --output-format json."""
     found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return found
@@ -53,7 +53,7 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_tho
     with bench.serve(script):
         done = bench.run("-p", "write a note", ALLOWED, "--output-format", "json")
     assert done.code == 0, done
-    assert told(done.out)["result"] == "The note says: forty-two.", done
+    assert result_of(done.out)["result"] == "The note says: forty-two.", done
     assert note.read_text() == "forty-two\n"
     first, second, third = bench.turns
     assert (called(first), called(second), called(third)) == ([], ["Write"], ["Write", "Read"])
@@ -69,13 +69,13 @@ def test_a_second_turn_goes_on_where_the_first_ended_and_finds_its_prompt_cached
     ]
     with bench.serve(script):
         first = bench.run("-p", "remember 42", ALLOWED, "--output-format", "json")
-        session = told(first.out)["session_id"]
+        session = result_of(first.out)["session_id"]
         second = bench.run("-p", "what was it?", ALLOWED, "--output-format", "json", "--resume", session)
-    assert told(second.out)["result"] == "It was 42.", second
+    assert result_of(second.out)["result"] == "It was 42.", second
     assert bench.turns[0].session == bench.turns[1].session
     assert thoughts(bench.turns[1]) == ["A number."]
     assert "Remembered." in texts(bench.turns[1])
-    before, usage = told(first.out)["usage"], told(second.out)["usage"]
+    before, usage = result_of(first.out)["usage"], result_of(second.out)["usage"]
     known = before["input_tokens"] + before["cache_read_input_tokens"] + before["output_tokens"]
     assert usage["cache_read_input_tokens"] > 0.9 * known
 
@@ -156,7 +156,7 @@ def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -
     with bench.serve(script, n_ctx=24_000):
         target = bench.target(window=200_000)
         first = bench.run("-p", "tell me a long story", ALLOWED, "--output-format", "json", target=target)
-        session = told(first.out)["session_id"]
+        session = result_of(first.out)["session_id"]
         for _ in range(2):
             done = bench.run("-p", "tell me a long story, again", ALLOWED, "--resume", session, target=target)
             assert done.code == 0, done

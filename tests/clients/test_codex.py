@@ -50,9 +50,9 @@ def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),
         rule(says("It was 42."), when="what was"),
     ]
-    with bench.serve(script) as served:
+    with bench.serve(script) as server:
         bench.run(*EXEC, "remember 42")
-        engine = served.app.scheduler.engine("demo")
+        engine = server.app.scheduler.engine("demo")
         read = engine.stats().evaluated_tokens  # type: ignore[union-attr]
         done = bench.run(*EXEC, "resume", "--last", "what was it?")
         new = engine.stats().evaluated_tokens - read  # type: ignore[union-attr]
@@ -120,11 +120,11 @@ def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
 
 
 def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
-    with bench.serve([rule(says("So far "), {"hang": True})]) as served:
+    with bench.serve([rule(says("So far "), {"hang": True})]) as server:
         process = bench.start(*EXEC, "wait for ever")
         bench.is_waiting_for()
         bench.interrupt(process)
-        wait_until_idle(served)
+        wait_until_idle(server)
 
 
 def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:
@@ -140,7 +140,7 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
         done = bench.run(*EXEC, "resume", "--last", "and now")
     assert done.out.strip() == "Short enough.", done
     assert "We spoke of yards." in texts(bench.turns[-1])
-    assert len(bench.asked) == len(bench.turns) + 1
+    assert len(bench.requests) == len(bench.turns) + 1
 
 
 def test_results_of_tools_that_are_longer_than_it_counts_do_not_overfill_the_window(bench: Bench) -> None:
@@ -172,13 +172,13 @@ def test_after_a_refusal_it_stops_and_says_why_and_compacts_when_it_is_told_to(b
         assert talk.ask("tell me a long story") is None
         fault = talk.ask("and now, " + "what about yards? " * 300)
         again = talk.ask("and now")
-        asked = len(bench.asked)
+        count = len(bench.requests)
         assert talk.compact() is None
         assert talk.ask("and now") is None
     assert fault is not None
     assert fault["codexErrorInfo"] == "contextWindowExceeded"
     assert again == fault, "it has learned to compact by itself: docs/agents.md says that it does not"
-    summary, last = bench.asked[asked:]
+    summary, last = bench.requests[count:]
     assert (summary.tools, "We spoke of yards." in texts(last)) == ((), True)
 
 
@@ -188,7 +188,7 @@ def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
         done = bench.run(*EXEC, "hello", target=bench.target(window=200_000))
     assert done.code != 0
     assert "ran out of room" in done.err, done
-    assert len(bench.asked) == 1, "it tried again in vain"
+    assert len(bench.requests) == 1, "it tried again in vain"
 
 
 @pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal", "timeout"])

@@ -66,15 +66,15 @@ def test_it_waits_for_a_prompt_that_takes_long_to_read(bench: Bench) -> None:
     with bench.serve([rule({"prefill": 6}, says("At last."))]):
         done = bench.run(*PRINT, "a long prompt")
     assert "At last." in done.out, done
-    assert len(bench.asked) == 1
+    assert len(bench.requests) == 1
 
 
 def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
-    with bench.serve([rule(says("So far "), {"hang": True})]) as served:
+    with bench.serve([rule(says("So far "), {"hang": True})]) as server:
         process = bench.start(*PRINT, "wait for ever")
         bench.is_waiting_for()
         bench.interrupt(process)
-        wait_until_idle(served)
+        wait_until_idle(server)
 
 
 def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:
@@ -89,8 +89,8 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
         bench.run(*PRINT, "--resume", "tell me a long story, again")
         done = bench.run(*PRINT, "--resume", "and now")
     assert done.out.strip() == "Short enough.", done
-    assert "We spoke of yards." in texts(bench.asked[-1])
-    assert len(bench.asked) == 4
+    assert "We spoke of yards." in texts(bench.requests[-1])
+    assert len(bench.requests) == 4
 
 
 def test_a_prompt_beyond_the_window_is_an_error_that_says_so(bench: Bench) -> None:

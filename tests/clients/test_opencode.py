@@ -39,7 +39,7 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_tho
     assert note.read_text() == "forty-two\n"
     assert [called(request) for request in bench.turns] == [[], ["write"], ["write", "read"]]
     assert {priority(request) for request in bench.turns} == {"main"}
-    assert {priority(request) for request in bench.asked if not request.tools} == {"background"}  # the title
+    assert {priority(request) for request in bench.requests if not request.tools} == {"background"}  # the title
     assert thoughts(bench.turns[-1]) == ["Write it first.", "Now read it."]
     assert "forty-two" in results(bench.turns[-1])
 
@@ -89,11 +89,11 @@ def test_a_picture_that_a_tool_returns_reaches_the_model_or_is_told_of(bench: Be
 
 
 def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
-    with bench.serve([rule(says("So far "), {"hang": True}, when="wait for ever"), rule(says("ok"))]) as served:
+    with bench.serve([rule(says("So far "), {"hang": True}, when="wait for ever"), rule(says("ok"))]) as server:
         process = bench.start(*RUN, "wait for ever")
         bench.is_waiting_for()
         bench.interrupt(process)
-        wait_until_idle(served)
+        wait_until_idle(server)
 
 
 def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -> None:

@@ -17,7 +17,7 @@ SHORT = "You are a helpful assistant. Answer in one sentence.\n"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     default_model.fetch()
     config = {
         "models": {"smollm2": {"n_threads": 1}},
@@ -29,21 +29,21 @@ def served() -> Iterator[LiveServer]:
         yield running
 
 
-def bench(name: str, folder: Path, served: LiveServer) -> Bench:
+def bench(name: str, folder: Path, server: LiveServer) -> Bench:
     made = Bench(name, folder)
-    made.talk_to(served)
+    made.talk_to(server)
     return made
 
 
-def test_claude_code_starts_bare_and_is_answered(tmp_path: Path, served: LiveServer) -> None:
-    claude = bench("claude", tmp_path, served)
+def test_claude_code_starts_bare_and_is_answered(tmp_path: Path, server: LiveServer) -> None:
+    claude = bench("claude", tmp_path, server)
     done = claude.run("-p", "Say hello.")
     assert (done.code, bool(done.out.strip())) == (0, True), done
-    assert [tool.name for tool in claude.asked[0].tools] == ["Bash", "Edit", "Read"]
+    assert [tool.name for tool in claude.requests[0].tools] == ["Bash", "Edit", "Read"]
 
 
-def test_codex_with_short_instructions_is_answered(tmp_path: Path, served: LiveServer) -> None:
-    codex = bench("codex", tmp_path, served)
+def test_codex_with_short_instructions_is_answered(tmp_path: Path, server: LiveServer) -> None:
+    codex = bench("codex", tmp_path, server)
     (tmp_path / "short.md").write_text(SHORT)
     less = (
         "-c",
@@ -57,29 +57,29 @@ def test_codex_with_short_instructions_is_answered(tmp_path: Path, served: LiveS
     assert (done.code, bool(done.out.strip())) == (0, True), done
 
 
-def test_continue_is_answered(tmp_path: Path, served: LiveServer) -> None:
-    done = bench("continue", tmp_path, served).run("-p", "Say hello.")
+def test_continue_is_answered(tmp_path: Path, server: LiveServer) -> None:
+    done = bench("continue", tmp_path, server).run("-p", "Say hello.")
     assert (done.code, bool(done.out.strip())) == (0, True), done
 
 
-def test_aider_is_answered(tmp_path: Path, served: LiveServer) -> None:
-    aider = bench("aider", tmp_path, served)
+def test_aider_is_answered(tmp_path: Path, server: LiveServer) -> None:
+    aider = bench("aider", tmp_path, server)
     done = aider.run("--yes-always", "--no-git", "--no-pretty", "--message", "Say hello.")
     assert done.code == 0, done
     assert "tokens" in done.out.lower(), done
-    assert len(aider.asked) >= 1
+    assert len(aider.requests) >= 1
 
 
-def test_both_sdks_stream_the_same_answer(served: LiveServer) -> None:
+def test_both_sdks_stream_the_same_answer(server: LiveServer) -> None:
     """On three protocols; greedy, so the words are the model's own each time."""
     question = [{"role": "user", "content": "Say hello."}]
-    with Anthropic(base_url=served.url, api_key="none") as sdk:
+    with Anthropic(base_url=server.url, api_key="none") as sdk:
         with sdk.messages.stream(model="claude-x", max_tokens=16, messages=question) as stream:  # type: ignore[arg-type]
-            told = "".join(stream.text_stream)
+            text = "".join(stream.text_stream)
         assert stream.get_final_message().usage.output_tokens <= 16
-    with OpenAI(base_url=f"{served.url}/v1", api_key="none") as sdk:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none") as sdk:
         chunks = sdk.chat.completions.create(model="gpt-x", max_tokens=16, messages=question, stream=True)  # type: ignore[call-overload]
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == told
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
         events = sdk.responses.create(model="gpt-x", max_output_tokens=16, input="Say hello.", stream=True)
-        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == told
-    assert told.strip()
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert text.strip()

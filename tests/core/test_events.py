@@ -37,9 +37,9 @@ parts = st.one_of(
 logprobs = st.lists(st.builds(TokenLogprob, texts, st.floats(-9, 0)), max_size=2).map(tuple)
 
 
-def _block(part: Text | Thinking | ToolCall, said: tuple[TokenLogprob, ...], complete: bool) -> Block:
+def _block(part: Text | Thinking | ToolCall, token_logprobs: tuple[TokenLogprob, ...], complete: bool) -> Block:
     """Only a call can be incomplete."""
-    return Block(part, said, complete or not isinstance(part, ToolCall))
+    return Block(part, token_logprobs, complete or not isinstance(part, ToolCall))
 
 
 blocks = st.builds(_block, parts, logprobs, st.booleans())
@@ -106,9 +106,9 @@ def test_text_thinking_and_calls_are_found_by_their_kind():
 
 def test_a_failure_is_raised_as_itself():
     error = Unavailable("lost")
-    with pytest.raises(Unavailable) as told:
+    with pytest.raises(Unavailable) as caught:
         collect_reply([STARTED, BlockStart(0, "text"), BlockDelta(0, "half"), Failed(error)])
-    assert told.value is error
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("events", [[], [STARTED], [FINISHED], [STARTED, BlockStart(0, "text"), BlockDelta(0, "half")]])

@@ -20,8 +20,8 @@ knobs = st.builds(
 
 
 def test_what_is_set_lies_over_what_is_below():
-    asked = Sampling(temperature=0.0, top_k=5)
-    assert asked.over(Sampling(temperature=0.7, top_p=0.9)) == Sampling(temperature=0.0, top_p=0.9, top_k=5)
+    sampling = Sampling(temperature=0.0, top_k=5)
+    assert sampling.over(Sampling(temperature=0.7, top_p=0.9)) == Sampling(temperature=0.0, top_p=0.9, top_k=5)
 
 
 def test_nothing_asked_leaves_the_base_itself():

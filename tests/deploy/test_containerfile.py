@@ -12,13 +12,13 @@ ROOT = Path(__file__).parent.parent.parent
 LINES = re.sub(r"\\\n\s*", "", (ROOT / "deploy" / "Containerfile").read_text()).splitlines()
 
 
-def said(word: str) -> list[str]:
+def arguments_of(word: str) -> list[str]:
     return [line.removeprefix(word + " ") for line in LINES if line.startswith(word + " ")]
 
 
 def test_everything_that_is_copied_exists_and_is_not_ignored() -> None:
     ignored = (ROOT / ".containerignore").read_text().split()
-    copied = [word for line in said("COPY") if "--from" not in line for word in line.split()[:-1]]
+    copied = [word for line in arguments_of("COPY") if "--from" not in line for word in line.split()[:-1]]
     assert {"modelyard", "setup", "pyproject.toml"} <= set(copied)
     for name in copied:
         assert (ROOT / name).exists(), name
@@ -26,19 +26,19 @@ def test_everything_that_is_copied_exists_and_is_not_ignored() -> None:
 
 
 def test_it_runs_as_a_user_of_its_own_and_ends_when_told() -> None:
-    assert said("USER") == ["modelyard"]
-    assert said("STOPSIGNAL") == ["SIGTERM"]
-    assert json.loads(said("ENTRYPOINT")[0]) + json.loads(said("CMD")[0]) == ["modelyard", "serve"]
+    assert arguments_of("USER") == ["modelyard"]
+    assert arguments_of("STOPSIGNAL") == ["SIGTERM"]
+    assert json.loads(arguments_of("ENTRYPOINT")[0]) + json.loads(arguments_of("CMD")[0]) == ["modelyard", "serve"]
 
 
 def test_its_environment_is_one_that_the_server_knows_and_it_holds_no_secret() -> None:
-    words = [word.partition("=") for line in said("ENV") for word in line.split() if word.startswith("MODELYARD_")]
+    words = [word.partition("=") for line in arguments_of("ENV") for word in line.split() if word.startswith("MODELYARD_")]
     env = {name: value for name, _, value in words}
     assert not any("KEY" in name for name in env)
     assert load_config(env=env, cwd=Path("/")).config.http.host == "0.0.0.0"
 
 
 def test_its_health_check_is_the_one_of_the_service() -> None:
-    (check,) = said("HEALTHCHECK")
+    (check,) = arguments_of("HEALTHCHECK")
     assert "/opt/modelyard/health.py" in check
-    assert "deploy/systemd/health.py /opt/modelyard/health.py" in said("COPY")
+    assert "deploy/systemd/health.py /opt/modelyard/health.py" in arguments_of("COPY")

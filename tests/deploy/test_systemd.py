@@ -55,11 +55,11 @@ def script(path: Path, text: str) -> None:
 
 
 def run(command: list[str | Path], home: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """With a systemctl that writes down what it was told."""
+    """With a systemctl that records its arguments."""
     tools = home / "bin"
     if not tools.exists():
         tools.mkdir(parents=True)
-        script(tools / "systemctl", f'#!/bin/sh\necho "$@" >>{home}/told\n')
+        script(tools / "systemctl", f'#!/bin/sh\necho "$@" >>{home}/systemctl-calls\n')
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     surroundings = environment(HOME=str(home), PATH=path, XDG_RUNTIME_DIR=str(home), **env)
     surroundings.pop("XDG_CONFIG_HOME", None)
@@ -140,7 +140,7 @@ def test_without_an_environment_nothing_is_installed(home: Path, checkout: Path)
 
 def test_stopping_stops_the_service(home: Path, checkout: Path) -> None:
     assert run([checkout / "deploy" / "systemd" / "stop.sh"], home).returncode == 0
-    assert (home / "told").read_text().splitlines()[-1] == "--user stop modelyard.service"
+    assert (home / "systemctl-calls").read_text().splitlines()[-1] == "--user stop modelyard.service"
 
 
 def settle(home: Path, port: int, **model: str) -> None:
@@ -154,7 +154,7 @@ def test_a_restart_waits_until_the_service_answers(home: Path, checkout: Path) -
         settle(home, int(served.url.rpartition(":")[2]))
         done = run([checkout / "deploy" / "systemd" / "restart.sh"], home)
     assert done.returncode == 0, done.stderr
-    assert (home / "told").read_text().splitlines()[-1] == "--user restart modelyard.service"
+    assert (home / "systemctl-calls").read_text().splitlines()[-1] == "--user restart modelyard.service"
     assert "it answers; models: demo" in done.stdout
 
 
@@ -163,7 +163,7 @@ def test_broken_settings_leave_the_running_service_alone(home: Path, checkout: P
     done = run([checkout / "deploy" / "systemd" / "restart.sh"], home)
     assert done.returncode == 1
     assert "left as it is" in done.stderr
-    assert "restart" not in (home / "told").read_text()
+    assert "restart" not in (home / "systemctl-calls").read_text()
 
 
 # --- the health check -------------------------------------------------------------------------------------------------

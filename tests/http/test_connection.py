@@ -29,20 +29,20 @@ POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     with live_server(demo_config() | {"http": {"max_header_bytes": 4096}}) as running:
         yield running
 
 
-def connect(served: LiveServer) -> socket.socket:
-    host, port = served.url.removeprefix("http://").split(":")
+def connect(server: LiveServer) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=60)
 
 
-def read_reply(line: socket.socket) -> tuple[int, dict[str, str], Any]:
+def read_reply(connection: socket.socket) -> tuple[int, dict[str, str], Any]:
     """The one reply on this connection, read until the server closes it."""
     got = b""
-    while piece := line.recv(65536):
+    while piece := connection.recv(65536):
         got += piece
     head, _, body = got.partition(b"\r\n\r\n")
     first, *rest = head.decode().split("\r\n")
@@ -51,8 +51,8 @@ def read_reply(line: socket.socket) -> tuple[int, dict[str, str], Any]:
     return int(first.split()[1]), headers, json.loads(body)
 
 
-def is_alive(served: LiveServer) -> bool:
-    return httpx.get(served.url + "/health").status_code == 200
+def is_alive(server: LiveServer) -> bool:
+    return httpx.get(server.url + "/health").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -64,27 +64,27 @@ def is_alive(served: LiveServer) -> bool:
         b"POST /v1/messages" + b"a" * 5000,
     ],
 )
-def test_headers_that_exceed_the_limit_before_they_end_are_refused(served: LiveServer, data: bytes) -> None:
-    with connect(served) as line:
-        line.sendall(data)
-        status, headers, body = read_reply(line)
+def test_headers_that_exceed_the_limit_before_they_end_are_refused(server: LiveServer, data: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(data)
+        status, headers, body = read_reply(connection)
     assert (status, headers["connection"], headers["content-type"]) == (431, "close", "application/json")
     assert "http.max_header_bytes" in body["error"]["message"]
     assert ("request_id" in body) == data.startswith(b"POST")
-    assert is_alive(served)
+    assert is_alive(server)
 
 
-def test_large_complete_headers_are_refused_in_the_shape_of_the_protocol(served: LiveServer) -> None:
+def test_large_complete_headers_are_refused_in_the_shape_of_the_protocol(server: LiveServer) -> None:
     for path, kind in (("/v1/messages", "request_too_large"), ("/v1/responses", "invalid_request_error")):
-        reply = httpx.post(served.url + path, headers={"x-large": "a" * 5000}, json={})
+        reply = httpx.post(server.url + path, headers={"x-large": "a" * 5000}, json={})
         assert reply.status_code in (413, 431)
         assert reply.json()["error"]["type"] == kind
-    assert httpx.get(served.url + "/" + "a" * 5000).status_code in (413, 431)
-    assert is_alive(served)
+    assert httpx.get(server.url + "/" + "a" * 5000).status_code in (413, 431)
+    assert is_alive(server)
 
 
-def test_headers_below_the_limit_are_accepted(served: LiveServer) -> None:
-    assert httpx.get(served.url + "/", headers={"x-large": "a" * 3000}).status_code == 200
+def test_headers_below_the_limit_are_accepted(server: LiveServer) -> None:
+    assert httpx.get(server.url + "/", headers={"x-large": "a" * 3000}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -101,22 +101,22 @@ def test_headers_below_the_limit_are_accepted(served: LiveServer) -> None:
         POST + b"x: a\x00b\r\n\r\n",
     ],
 )
-def test_invalid_http_is_refused_in_json(served: LiveServer, data: bytes) -> None:
-    with connect(served) as line:
-        line.sendall(data)
-        status, headers, body = read_reply(line)
+def test_invalid_http_is_refused_in_json(server: LiveServer, data: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(data)
+        status, headers, body = read_reply(connection)
     assert (status, headers["connection"]) == (400, "close")
     assert body["error"]["type"] == "invalid_request_error"
-    assert is_alive(served)
+    assert is_alive(server)
 
 
-def test_one_connection_serves_many_requests(served: LiveServer) -> None:
-    with httpx.Client(base_url=served.url) as client:
+def test_one_connection_serves_many_requests(server: LiveServer) -> None:
+    with httpx.Client(base_url=server.url) as client:
         for _ in range(3):
             assert client.post("/tokenize", json={"content": "a" * 3000}, headers={"x": "a" * 3000}).status_code == 200
 
 
-SILENCES = [
+INCOMPLETE_REQUESTS = [
     b"",
     b"GET / HTTP/1.1\r\nHost: localhost\r\nx: ",
     POST + b"Content-Length: 10\r\n\r\n",
@@ -125,14 +125,14 @@ SILENCES = [
 ]
 
 
-@pytest.mark.parametrize("data", SILENCES)
+@pytest.mark.parametrize("data", INCOMPLETE_REQUESTS)
 def test_a_client_that_stops_before_its_request_is_complete_is_disconnected(
-    served: LiveServer, monkeypatch: pytest.MonkeyPatch, data: bytes
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     monkeypatch.setattr(LimitedConnection, "receive_timeout_s", 0.05)
-    with connect(served) as line:
-        line.sendall(data)
-        while line.recv(65536):
+    with connect(server) as connection:
+        connection.sendall(data)
+        while connection.recv(65536):
             pass  # an error may come first; the connection must end
 
 
@@ -196,11 +196,11 @@ class Transport:
         self.closed = True
 
 
-Made = tuple[LimitedConnection, Transport, Clock]
+ConnectionFactory = tuple[LimitedConnection, Transport, Clock]
 
 
 @pytest.fixture
-def made() -> Made:
+def make_connection() -> ConnectionFactory:
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
     config = uvicorn.Config(app, log_config=None, ws="none", lifespan="off")
@@ -210,8 +210,8 @@ def made() -> Made:
     return connection, transport, clock
 
 
-def test_headers_that_trickle_in_have_a_total_time_limit(made: Made) -> None:
-    connection, transport, clock = made
+def test_headers_that_trickle_in_have_a_total_time_limit(make_connection: ConnectionFactory) -> None:
+    connection, transport, clock = make_connection
     connection.data_received(POST)
     for number in range(29):
         clock.advance(1)
@@ -221,8 +221,8 @@ def test_headers_that_trickle_in_have_a_total_time_limit(made: Made) -> None:
     assert transport.closed
 
 
-def test_a_slow_body_is_accepted_but_a_silent_one_is_not(made: Made) -> None:
-    connection, transport, clock = made
+def test_a_slow_body_is_accepted_but_a_silent_one_is_not(make_connection: ConnectionFactory) -> None:
+    connection, transport, clock = make_connection
     connection.data_received(POST + b"Content-Length: 100\r\n\r\n")
     for _ in range(50):
         clock.advance(29)
@@ -232,8 +232,8 @@ def test_a_slow_body_is_accepted_but_a_silent_one_is_not(made: Made) -> None:
     assert transport.closed
 
 
-def test_time_in_which_the_server_does_not_read_does_not_count(made: Made) -> None:
-    connection, transport, clock = made
+def test_time_in_which_the_server_does_not_read_does_not_count(make_connection: ConnectionFactory) -> None:
+    connection, transport, clock = make_connection
     connection.data_received(POST + b"Content-Length: 100\r\n\r\na")
     transport.pause_reading()
     for _ in range(5):
@@ -244,15 +244,15 @@ def test_time_in_which_the_server_does_not_read_does_not_count(made: Made) -> No
     assert transport.closed
 
 
-def test_a_complete_request_has_no_time_limit_for_its_reply(made: Made) -> None:
-    connection, transport, clock = made
+def test_a_complete_request_has_no_time_limit_for_its_reply(make_connection: ConnectionFactory) -> None:
+    connection, transport, clock = make_connection
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
     clock.advance(10_000)
     assert not transport.closed
 
 
-def test_a_second_request_on_a_connection_has_the_same_time_limit(made: Made) -> None:
-    connection, transport, clock = made
+def test_a_second_request_on_a_connection_has_the_same_time_limit(make_connection: ConnectionFactory) -> None:
+    connection, transport, clock = make_connection
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
     clock.advance(100)
     connection.data_received(b"GET /")
@@ -260,8 +260,8 @@ def test_a_second_request_on_a_connection_has_the_same_time_limit(made: Made) ->
     assert transport.closed
 
 
-def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(made: Made) -> None:
-    connection, _, _ = made
+def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(make_connection: ConnectionFactory) -> None:
+    connection, _, _ = make_connection
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
     scope: Any = connection.scope
     assert scope["modelyard.on_disconnect"] == set()
@@ -269,16 +269,16 @@ def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(made: Made
     assert "modelyard.on_disconnect" not in scope  # so that the handler waits for http.disconnect
 
 
-def test_a_lost_connection_leaves_no_timer(made: Made) -> None:
-    connection, _, clock = made
+def test_a_lost_connection_leaves_no_timer(make_connection: ConnectionFactory) -> None:
+    connection, _, clock = make_connection
     connection.data_received(POST + b"Content-Length: 10\r\n\r\n{")
     assert clock.has_timers
     connection.connection_lost(None)
     assert not clock.has_timers
 
 
-def test_a_connection_without_a_request_closes_quietly(made: Made) -> None:
-    connection, transport, _ = made
+def test_a_connection_without_a_request_closes_quietly(make_connection: ConnectionFactory) -> None:
+    connection, transport, _ = make_connection
     connection.connection_lost(None)
     assert transport.closed
 
@@ -286,35 +286,35 @@ def test_a_connection_without_a_request_closes_quietly(made: Made) -> None:
 # Writes are coalesced, and HTTP connections behave as clients expect.
 
 ORIGIN = "https://chat.example"
-ASKED = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]}).encode()
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]}).encode()
 
 
 @pytest.fixture(scope="module")
-def served_write_coalescer() -> Iterator[LiveServer]:
+def coalescing_server() -> Iterator[LiveServer]:
     with live_server(demo_config() | {"http": {"cors_enabled": True, "cors_origins": [ORIGIN]}}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[LiveServer]:
+def post_plain() -> Iterator[LiveServer]:
     with live_server(demo_config()) as running:
         yield running
 
 
 def request(*headers: str, version: str = "1.1", path: str = "/v1/chat/completions") -> bytes:
-    lines = [f"POST {path} HTTP/{version}", "Host: localhost", f"Content-Length: {len(ASKED)}", *headers]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + ASKED
+    lines = [f"POST {path} HTTP/{version}", "Host: localhost", f"Content-Length: {len(BODY)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + BODY
 
 
-class Line:
+class RawConnection:
     """A connection that is read reply by reply."""
 
-    def __init__(self, served_write_coalescer: LiveServer) -> None:
-        host, port = served_write_coalescer.url.removeprefix("http://").split(":")
+    def __init__(self, coalescing_server: LiveServer) -> None:
+        host, port = coalescing_server.url.removeprefix("http://").split(":")
         self._socket = socket.create_connection((host, int(port)), timeout=60)
         self._got = b""
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> RawConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -330,7 +330,7 @@ class Line:
         first, *rest = head.decode().split("\r\n")
         if first.startswith("HTTP/1.1 100"):
             return self.reply()
-        headers = dict(line.split(": ", 1) for line in rest)
+        headers = dict(connection.split(": ", 1) for connection in rest)
         size = int(headers["content-length"])
         while len(self._got) < size:
             self._more()
@@ -347,48 +347,48 @@ class Line:
         return not self._got and not self._socket.recv(65536)
 
 
-def test_a_connection_is_kept_alive_after_a_reply(plain: LiveServer) -> None:
-    with Line(plain) as line:
+def test_a_connection_is_kept_alive_after_a_reply(post_plain: LiveServer) -> None:
+    with RawConnection(post_plain) as connection:
         for _ in range(3):
-            line.send(request())
-            first, headers, body = line.reply()
+            connection.send(request())
+            first, headers, body = connection.reply()
             assert first == "HTTP/1.1 200 OK"
             assert headers["x-request-id"] == headers["request-id"] == f"req_{body['id'].removeprefix('chatcmpl-')}"
             assert headers["content-type"] == "application/json"
             assert body["choices"][0]["message"]["content"] == "Hello there."
 
 
-def test_pipelined_requests_are_answered_in_order(plain: LiveServer) -> None:
-    with Line(plain) as line:
-        line.send(request(path="/apply-template") + request() + request(path="/apply-template"))
-        kinds = [line.reply()[2].get("object", "prompt") for _ in range(3)]
+def test_pipelined_requests_are_answered_in_order(post_plain: LiveServer) -> None:
+    with RawConnection(post_plain) as connection:
+        connection.send(request(path="/apply-template") + request() + request(path="/apply-template"))
+        kinds = [connection.reply()[2].get("object", "prompt") for _ in range(3)]
     assert kinds == ["prompt", "chat.completion", "prompt"]
 
 
-@pytest.mark.parametrize("asked", [request("Connection: close"), request(version="1.0")])
-def test_a_client_that_asks_to_close_sees_the_end(plain: LiveServer, asked: bytes) -> None:
-    with Line(plain) as line:
-        line.send(asked)
-        first, headers, body = line.reply()
+@pytest.mark.parametrize("raw_request", [request("Connection: close"), request(version="1.0")])
+def test_a_client_that_asks_to_close_sees_the_end(post_plain: LiveServer, raw_request: bytes) -> None:
+    with RawConnection(post_plain) as connection:
+        connection.send(raw_request)
+        first, headers, body = connection.reply()
         assert (first, headers["connection"]) == ("HTTP/1.1 200 OK", "close")
         assert body["choices"][0]["finish_reason"] == "stop"
-        assert line.is_over
+        assert connection.is_over
 
 
-def test_expect_100_continue_is_answered(plain: LiveServer) -> None:
-    with Line(plain) as line:
-        line.send(request("Expect: 100-continue") + request())
-        assert [line.reply()[0] for _ in range(2)] == ["HTTP/1.1 200 OK"] * 2
+def test_expect_100_continue_is_answered(post_plain: LiveServer) -> None:
+    with RawConnection(post_plain) as connection:
+        connection.send(request("Expect: 100-continue") + request())
+        assert [connection.reply()[0] for _ in range(2)] == ["HTTP/1.1 200 OK"] * 2
 
 
-def test_a_middleware_in_between_adds_its_headers(served_write_coalescer: LiveServer) -> None:
-    told = httpx.post(f"{served_write_coalescer.url}/v1/chat/completions", content=ASKED, headers={"origin": ORIGIN})
-    assert told.status_code == 200
-    assert told.headers["access-control-allow-origin"] == ORIGIN
-    assert told.json()["choices"][0]["message"]["content"] == "Hello there."
+def test_a_middleware_in_between_adds_its_headers(coalescing_server: LiveServer) -> None:
+    reply = httpx.post(f"{coalescing_server.url}/v1/chat/completions", content=BODY, headers={"origin": ORIGIN})
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == ORIGIN
+    assert reply.json()["choices"][0]["message"]["content"] == "Hello there."
 
 
-class TransportWriteCoalescer:
+class FakeTransport:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
         self.closed = False
@@ -403,42 +403,42 @@ class TransportWriteCoalescer:
         self.closed = True
 
 
-def coalescing(coalescer: WriteCoalescer | None = None) -> tuple[TransportWriteCoalescer, CoalescingTransport]:
-    wire = TransportWriteCoalescer()
+def coalescing(coalescer: WriteCoalescer | None = None) -> tuple[FakeTransport, CoalescingTransport]:
+    wire = FakeTransport()
     return wire, CoalescingTransport(
         cast(asyncio.Transport, wire), asyncio.get_running_loop(), coalescer or WriteCoalescer()
     )
 
 
 async def test_writes_of_one_loop_iteration_are_sent_as_one() -> None:
-    wire, line = coalescing()
-    line.write(b"a")
-    line.write(b"b")
+    wire, connection = coalescing()
+    connection.write(b"a")
+    connection.write(b"b")
     assert wire.sent == []
     await asyncio.sleep(0)
-    line.write(b"c")
+    connection.write(b"c")
     assert wire.sent == [b"ab"]
-    line.close()
+    connection.close()
     assert (wire.sent, wire.closed) == ([b"ab", b"c"], True)
 
 
 async def test_nothing_is_written_to_a_connection_that_closes() -> None:
-    wire, line = coalescing()
-    line.close()
-    line.write(b"late")
+    wire, connection = coalescing()
+    connection.close()
+    connection.write(b"late")
     await asyncio.sleep(0)
     assert (wire.sent, wire.closed) == ([], True)
 
 
 async def test_a_broken_connection_does_not_block_the_others() -> None:
-    coalescer, told = WriteCoalescer(), list[str]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+    coalescer, reply = WriteCoalescer(), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reply.append(str(context["exception"])))
     (first, one), (broken, two), (last, three) = (coalescing(coalescer) for _ in range(3))
     broken.write = _break  # type: ignore[method-assign]
-    for line in (one, two, three):
-        line.write(b"a")
+    for connection in (one, two, three):
+        connection.write(b"a")
     await asyncio.sleep(0)
-    assert (first.sent, last.sent, told) == ([b"a"], [b"a"], ["no line"])
+    assert (first.sent, last.sent, reply) == ([b"a"], [b"a"], ["no line"])
 
 
 def _break(data: bytes) -> None:
@@ -448,7 +448,7 @@ def _break(data: bytes) -> None:
 # A client disconnect cancels its work, under our server and under any other.
 
 
-class Work:
+class FakeWork:
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
 
@@ -464,7 +464,7 @@ async def test_a_lost_connection_cancels_the_work_that_is_still_watched():
     callbacks: DisconnectCallbacks = set()
     scope: dict[str, Any] = {}
     offer_callbacks(scope, callbacks)
-    here, gone = Work(), Work()
+    here, gone = FakeWork(), FakeWork()
     cancel_on_disconnect(scope, never, here)
     cancel_on_disconnect(scope, never, gone)()
     for cancel in tuple(callbacks):
@@ -480,7 +480,7 @@ async def test_work_that_starts_after_the_disconnect_is_cancelled() -> None:
     scope: dict[str, Any] = {}
     offer_callbacks(scope, set())
     withdraw_callbacks(scope)
-    work = Work()
+    work = FakeWork()
     cancel_on_disconnect(scope, receive, work)
     await asyncio.wait_for(work.cancelled.wait(), 60)
 
@@ -491,21 +491,21 @@ async def test_under_another_server_the_disconnect_message_cancels_the_work():
     async def receive() -> Any:
         return next(messages)
 
-    work = Work()
+    work = FakeWork()
     cancel_on_disconnect({}, receive, work)
     await asyncio.wait_for(work.cancelled.wait(), 60)
 
 
 async def test_work_that_is_no_longer_watched_is_not_cancelled():
-    asked = asyncio.Event()
+    raw_request = asyncio.Event()
 
     async def receive() -> Any:
-        asked.set()
+        raw_request.set()
         await never()
 
-    work = Work()
+    work = FakeWork()
     stop_watching = cancel_on_disconnect({}, receive, work)
-    await asyncio.wait_for(asked.wait(), 60)
+    await asyncio.wait_for(raw_request.wait(), 60)
     stop_watching()
     await asyncio.sleep(0)
     assert not work.cancelled.is_set()

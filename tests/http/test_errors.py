@@ -40,8 +40,8 @@ def test_the_same_error_in_two_shapes() -> None:
         write_error(error, RequestContext("t", path, {})) for path in ("/v1/messages", "/v1/completions")
     )
     assert anthropic.status == openai.status == 404
-    told = json.loads(anthropic.body)
-    assert (told["type"], told["error"]["type"], told["request_id"]) == ("error", "not_found_error", "req_t")
+    error = json.loads(anthropic.body)
+    assert (error["type"], error["error"]["type"], error["request_id"]) == ("error", "not_found_error", "req_t")
     assert json.loads(openai.body)["error"]["code"] == "model_not_found"
 
 
@@ -60,9 +60,9 @@ def test_our_own_errors_stay_what_they_are() -> None:
 
 def test_a_foreign_error_is_logged_under_an_id_and_told_without_its_details(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        told = as_modelyard_error(ZeroDivisionError("the secret plan"))
-    assert isinstance(told, Internal)
-    assert "secret" not in told.message
-    assert told.id in told.message
+        error = as_modelyard_error(ZeroDivisionError("the secret plan"))
+    assert isinstance(error, Internal)
+    assert "secret" not in error.message
+    assert error.id in error.message
     assert caplog.records[-1].exc_info is not None
     assert "secret plan" in str(caplog.records[-1].exc_info[1])

@@ -38,9 +38,9 @@ async def test_a_well_server_says_so_with_every_field() -> None:
     async with app_client(loaded=True) as client:
         reply = await client.get("/health")
         assert reply.status_code == 200
-        told = reply.json()
-        assert told.pop("version")
-        assert told == {
+        body = reply.json()
+        assert body.pop("version")
+        assert body == {
             "status": "healthy",
             "scheduler_connected": True,
             "tokenizer_loaded": True,

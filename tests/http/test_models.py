@@ -25,20 +25,20 @@ def config() -> dict[str, Any]:
 
 async def test_the_openai_list_has_ids_aliases_windows_and_states() -> None:
     async with app_client(config()) as client:
-        told = (await client.get("/v1/models")).json()
-        assert told["object"] == "list"
-        assert [card["id"] for card in told["data"]] == ["org/big-model", "big", "claude-x", "small"]
-        assert {card["object"] for card in told["data"]} == {"model"}
-        assert [card["context_length"] for card in told["data"]] == [4096, 4096, 4096, 512]
-        assert all(card["owned_by"] and card["created"] for card in told["data"])
+        body = (await client.get("/v1/models")).json()
+        assert body["object"] == "list"
+        assert [card["id"] for card in body["data"]] == ["org/big-model", "big", "claude-x", "small"]
+        assert {card["object"] for card in body["data"]} == {"model"}
+        assert [card["context_length"] for card in body["data"]] == [4096, 4096, 4096, 512]
+        assert all(card["owned_by"] and card["created"] for card in body["data"])
 
 
 async def test_the_version_header_switches_the_shape() -> None:
     async with app_client(config()) as client:
-        told = (await client.get("/v1/models", headers=ANTHROPIC)).json()
-        assert [card["id"] for card in told["data"]] == ["org/big-model", "big", "claude-x", "small"]
-        assert {card["type"] for card in told["data"]} == {"model"}
-        assert (told["first_id"], told["last_id"], told["has_more"]) == ("org/big-model", "small", False)
+        body = (await client.get("/v1/models", headers=ANTHROPIC)).json()
+        assert [card["id"] for card in body["data"]] == ["org/big-model", "big", "claude-x", "small"]
+        assert {card["type"] for card in body["data"]} == {"model"}
+        assert (body["first_id"], body["last_id"], body["has_more"]) == ("org/big-model", "small", False)
 
 
 async def test_an_anthropic_list_comes_in_pages() -> None:
@@ -57,9 +57,9 @@ async def test_a_limit_that_is_none_is_named(limit: str) -> None:
     async with app_client(config()) as client:
         reply = await client.get("/v1/models", params={"limit": limit}, headers=ANTHROPIC)
         assert reply.status_code == 400
-        told = reply.json()["error"]
-        assert (told["type"], told["param"]) == ("invalid_request_error", "limit")
-        assert len(told["message"]) < 200
+        body = reply.json()["error"]
+        assert (body["type"], body["param"]) == ("invalid_request_error", "limit")
+        assert len(body["message"]) < 200
 
 
 @pytest.mark.parametrize("path", ["/models", "/v1/models/", "/models/"])

@@ -85,10 +85,10 @@ async def test_no_key_appears_in_logs_or_errors(path: str, caplog: pytest.LogCap
             for secret in shown
             for name, form in (("x-api-key", "{}"), ("authorization", "Bearer {}"))
         ]
-    said = "".join(repr(record.__dict__) for record in caplog.records if record.name.startswith("modelyard"))
-    told = "".join(reply.text + repr(reply.headers) for reply in replies)
-    assert said
-    assert not any(secret in said + told for secret in shown)
+    logged = "".join(repr(record.__dict__) for record in caplog.records if record.name.startswith("modelyard"))
+    replied = "".join(reply.text + repr(reply.headers) for reply in replies)
+    assert logged
+    assert not any(secret in logged + replied for secret in shown)
 
 
 # --- pages of elsewhere -----------------------------------------------------------------------------------------------

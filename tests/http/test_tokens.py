@@ -8,10 +8,10 @@ import pytest
 
 from tests.http.app_client import app_client
 
-TALK = [{"role": "user", "content": "What is <|im_end|> for?"}]
+MESSAGES = [{"role": "user", "content": "What is <|im_end|> for?"}]
 
 
-async def posted(path: str, body: dict[str, Any], status: int = 200) -> Any:
+async def post(path: str, body: dict[str, Any], status: int = 200) -> Any:
     async with app_client() as client:
         reply = await client.post(path, json={"model": "demo"} | body)
         assert reply.status_code == status, reply.text
@@ -20,27 +20,27 @@ async def posted(path: str, body: dict[str, Any], status: int = 200) -> Any:
 
 @pytest.mark.parametrize("field", ["content", "prompt"])
 async def test_text_becomes_tokens_and_tokens_the_same_text(field: str) -> None:
-    told = await posted("/tokenize", {field: "Grüße, 世界!"})
-    assert told["count"] == len(told["tokens"]) > 0
-    assert told["max_model_len"] == 4096
-    back = await posted("/detokenize", {"tokens": told["tokens"]})
+    body = await post("/tokenize", {field: "Grüße, 世界!"})
+    assert body["count"] == len(body["tokens"]) > 0
+    assert body["max_model_len"] == 4096
+    back = await post("/detokenize", {"tokens": body["tokens"]})
     assert back == {"prompt": "Grüße, 世界!", "content": "Grüße, 世界!"}
 
 
 async def test_pieces_are_shown_in_either_style() -> None:
-    plain = await posted("/tokenize", {"content": "Hello there"})
-    pieces = await posted("/tokenize", {"content": "Hello there", "with_pieces": True})
-    strings = await posted("/tokenize", {"prompt": "Hello there", "return_token_strs": True})
+    plain = await post("/tokenize", {"content": "Hello there"})
+    pieces = await post("/tokenize", {"content": "Hello there", "with_pieces": True})
+    strings = await post("/tokenize", {"prompt": "Hello there", "return_token_strs": True})
     assert [each["id"] for each in pieces["tokens"]] == strings["tokens"] == plain["tokens"]
     assert [each["piece"] for each in pieces["tokens"]] == strings["token_strs"]
     assert "".join(strings["token_strs"]) == "Hello there"
 
 
 async def test_messages_are_rendered_as_a_request_would_render_them() -> None:
-    tokens = await posted("/tokenize", {"messages": TALK})
+    tokens = await post("/tokenize", {"messages": MESSAGES})
     counts = [
-        (await posted("/v1/messages/count_tokens", {"messages": TALK}))["input_tokens"],
-        (await posted("/v1/responses/input_tokens", {"input": TALK}))["input_tokens"],
+        (await post("/v1/messages/count_tokens", {"messages": MESSAGES}))["input_tokens"],
+        (await post("/v1/responses/input_tokens", {"input": MESSAGES}))["input_tokens"],
     ]
     assert counts == [tokens["count"]] * 2
 
@@ -48,29 +48,29 @@ async def test_messages_are_rendered_as_a_request_would_render_them() -> None:
 @pytest.mark.parametrize("path", ["/tokenize", "/apply-template"])
 async def test_a_conversation_may_leave_out_its_model(path: str) -> None:
     async with app_client() as client:
-        bare = await client.post(path, json={"messages": TALK})
-    assert bare.json() == await posted(path, {"messages": TALK})
+        bare = await client.post(path, json={"messages": MESSAGES})
+    assert bare.json() == await post(path, {"messages": MESSAGES})
 
 
 async def test_the_template_is_shown_as_people_read_it() -> None:
-    told = await posted("/apply-template", {"messages": TALK})
-    assert told["prompt"].startswith("<|im_start|>user\nWhat is <|im_end|> for?")
-    assert not any(0xFDD0 <= ord(letter) <= 0xFDEF for letter in told["prompt"])
+    body = await post("/apply-template", {"messages": MESSAGES})
+    assert body["prompt"].startswith("<|im_start|>user\nWhat is <|im_end|> for?")
+    assert not any(0xFDD0 <= ord(letter) <= 0xFDEF for letter in body["prompt"])
 
 
 async def test_nothing_has_to_be_loaded() -> None:
     async with app_client() as client:
         assert (await client.get("/health")).json()["models"]["demo"]["state"] == "stopped"
-    assert (await posted("/tokenize", {"content": "x"}))["count"] == 1
+    assert (await post("/tokenize", {"content": "x"}))["count"] == 1
 
 
 async def test_a_long_text_is_tokenized_aside_to_the_same_ids() -> None:
     short, long = (
-        await posted("/tokenize", {"content": "word " * 10}),
-        await posted("/tokenize", {"content": "word " * 9999}),
+        await post("/tokenize", {"content": "word " * 10}),
+        await post("/tokenize", {"content": "word " * 9999}),
     )
     assert long["tokens"][:9] == short["tokens"][:9]
-    assert (await posted("/detokenize", {"tokens": long["tokens"]}))["content"] == "word " * 9999
+    assert (await post("/detokenize", {"tokens": long["tokens"]}))["content"] == "word " * 9999
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,6 @@ async def test_a_long_text_is_tokenized_aside_to_the_same_ids() -> None:
     ],
 )
 async def test_what_is_wrong_is_named(path: str, body: dict[str, Any], param: str) -> None:
-    told = (await posted(path, body, 400))["error"]
-    assert told["param"] == param
-    assert len(told["message"]) < 300
+    body = (await post(path, body, 400))["error"]
+    assert body["param"] == param
+    assert len(body["message"]) < 300

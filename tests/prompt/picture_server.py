@@ -13,7 +13,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(100))
 
 class PictureServer:
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.paths: list[str] = []
         self.hosts: list[str] = []
         self.lookups: list[str] = []
         self.port = 0
@@ -36,13 +36,13 @@ class PictureServer:
     def name(self, host: str, monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
         """Give a host name these addresses on the running loop, and no address to any other name."""
 
-        async def getaddrinfo(asked: str, port: int | None, **_: Any) -> list[Any]:
-            numeric = asked.replace(".", "").isdigit()
+        async def getaddrinfo(hostname: str, port: int | None, **_: Any) -> list[Any]:
+            numeric = hostname.replace(".", "").isdigit()
             if not numeric:
-                self.lookups.append(asked)
-            if not numeric and asked != host:
+                self.lookups.append(hostname)
+            if not numeric and hostname != host:
                 raise socket.gaierror(-2, "Name or service not known")
-            found = [asked] if numeric else list(addresses)
+            found = [hostname] if numeric else list(addresses)
             return [
                 (socket.AF_INET6 if ":" in a else socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port or 0))
                 for a in found
@@ -59,7 +59,7 @@ class PictureServer:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         path = head.split(" ")[1]
-        self.asked.append(path)
+        self.paths.append(path)
         self.hosts += [line[6:] for line in head.lower().split("\r\n") if line.startswith("host: ")]
         if path == "/silent":
             await self._leaving.wait()

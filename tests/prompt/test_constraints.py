@@ -142,5 +142,5 @@ def test_whatever_is_left_becomes_a_grammar(schema: dict[str, Any]) -> None:
     llguidance = pytest.importorskip("llguidance")
     (tool,), _ = enforceable([Tool("t", parameters=schema)])
     grammar = llguidance.LLMatcher.grammar_from_lark(f"start: %json {json.dumps(tool.parameters)}")
-    is_error, said = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None)
-    assert not is_error or "nsatisfiable" in said[0], (tool.parameters, said)
+    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None)
+    assert not is_error or "nsatisfiable" in messages[0], (tool.parameters, messages)

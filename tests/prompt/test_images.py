@@ -24,7 +24,7 @@ async def server() -> AsyncIterator[PictureServer]:
         yield running
 
 
-def asking(*parts: Part) -> Request:
+def request_with(*parts: Part) -> Request:
     return Request(model="m", messages=(Message("user", (Text("look"), *parts)),))
 
 
@@ -38,12 +38,12 @@ async def inline(request: Request, **settings: Any) -> Request:
 
 async def refusal(url: str, **settings: Any) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        await inline(asking(Image(url)), **settings)
+        await inline(request_with(Image(url)), **settings)
     assert caught.value.param == "messages"
     return caught.value
 
 
-def local(**settings: Any) -> dict[str, Any]:
+def local_images(**settings: Any) -> dict[str, Any]:
     return {"allow": ["127.0.0.1"], "allow_private": True} | settings
 
 
@@ -51,12 +51,12 @@ def local(**settings: Any) -> dict[str, Any]:
 
 
 async def test_request_without_images_is_the_same_object() -> None:
-    request = asking(ToolResult("1", (Text("x"),)))
+    request = request_with(ToolResult("1", (Text("x"),)))
     assert await inline(request) is request
 
 
 async def test_data_urls_always_work_and_stay_as_they_are() -> None:
-    request = asking(Image(DATA), Image("DATA:image/jpeg;charset=x;base64,AAAA"))
+    request = request_with(Image(DATA), Image("DATA:image/jpeg;charset=x;base64,AAAA"))
     assert await inline(request) is request
 
 
@@ -81,7 +81,7 @@ async def test_unfit_data_url_is_refused(url: str, code: str, complaint: str) ->
 
 
 async def test_data_of_exactly_the_limit_is_taken() -> None:
-    request = asking(Image(DATA))
+    request = request_with(Image(DATA))
     assert await inline(request, max_bytes=len(PNG)) is request
     assert (await refusal(DATA, max_bytes=len(PNG) - 1)).code == "image_too_large"
 
@@ -91,25 +91,25 @@ async def test_data_of_exactly_the_limit_is_taken() -> None:
 
 async def test_allowed_picture_is_inlined_everywhere_and_fetched_once(server: PictureServer) -> None:
     image = Image(server.url("/ok"), "high")
-    request = asking(image, ToolResult("1", (Text("t"), image)), Image(DATA))
-    got = await inline(request, **local())
+    request = request_with(image, ToolResult("1", (Text("t"), image)), Image(DATA))
+    got = await inline(request, **local_images())
     inlined = Image(DATA, "high")
     assert got.messages[0].parts == (Text("look"), inlined, ToolResult("1", (Text("t"), inlined)), Image(DATA))
-    assert server.asked == ["/ok"]
+    assert server.paths == ["/ok"]
 
 
 async def test_host_that_is_not_allowed_is_not_even_looked_up(server: PictureServer) -> None:
     error = await refusal(server.url("/ok"), allow=["*.example.com"], allow_private=True)
     assert error.code == "image_not_allowed"
     assert "images.allow" in error.message
-    assert server.asked == []
+    assert server.paths == []
 
 
 async def test_private_address_is_refused_unless_allowed(server: PictureServer) -> None:
     error = await refusal(server.url("/ok"), allow=["*"])
     assert error.code == "image_not_allowed"
     assert "images.allow_private" in error.message
-    assert server.asked == []
+    assert server.paths == []
 
 
 async def test_connection_goes_to_the_address_that_was_checked(
@@ -117,7 +117,7 @@ async def test_connection_goes_to_the_address_that_was_checked(
 ) -> None:
     server.name("pictures.test", monkeypatch, "127.0.0.1")
     url = server.url("/ok").replace("127.0.0.1", "Pictures.test")
-    got = await inline(asking(Image(url)), allow=["*.TEST"], allow_private=True)
+    got = await inline(request_with(Image(url)), allow=["*.TEST"], allow_private=True)
     assert got.messages[0].parts[1] == Image(DATA)
     assert server.hosts == [f"pictures.test:{server.port}"]
     assert server.lookups == ["pictures.test"]
@@ -128,7 +128,7 @@ async def test_next_address_is_tried_when_one_does_not_answer(
 ) -> None:
     server.name("pictures.test", monkeypatch, "127.0.0.2", "127.0.0.1")
     url = server.url("/ok").replace("127.0.0.1", "pictures.test")
-    got = await inline(asking(Image(url)), allow=["*"], allow_private=True)
+    got = await inline(request_with(Image(url)), allow=["*"], allow_private=True)
     assert got.messages[0].parts[1] == Image(DATA)
 
 
@@ -141,11 +141,11 @@ async def test_one_private_address_among_public_ones_is_enough_to_refuse(
 
 
 async def test_redirects_are_followed_and_checked_again(server: PictureServer) -> None:
-    got = await inline(asking(Image(server.url("/hop/3"))), **local())
+    got = await inline(request_with(Image(server.url("/hop/3"))), **local_images())
     assert got.messages[0].parts[1] == Image(DATA)
-    assert (await refusal(server.url("/hop/4"), **local())).code == "image_unreachable"
+    assert (await refusal(server.url("/hop/4"), **local_images())).code == "image_unreachable"
     for path in ("/to-localhost", "/to-file"):
-        assert (await refusal(server.url(path), **local())).code == "image_not_allowed"
+        assert (await refusal(server.url(path), **local_images())).code == "image_not_allowed"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ async def test_redirects_are_followed_and_checked_again(server: PictureServer) -
 async def test_unfit_answer_is_an_error_with_a_reason(
     server: PictureServer, path: str, code: str, complaint: str
 ) -> None:
-    error = await refusal(server.url(path), **local(max_bytes=5000, timeout_s=0.2 if path == "/silent" else 10))
+    error = await refusal(server.url(path), **local_images(max_bytes=5000, timeout_s=0.2 if path == "/silent" else 10))
     assert error.code == code
     assert complaint in error.message
 
@@ -172,7 +172,7 @@ async def test_closed_port_and_unknown_host_are_unreachable(
     server: PictureServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await server.close()
-    assert (await refusal(server.url("/ok"), **local())).code == "image_unreachable"
+    assert (await refusal(server.url("/ok"), **local_images())).code == "image_unreachable"
     server.name("pictures.test", monkeypatch, "127.0.0.1")
     assert "no address" in (await refusal("http://other.test/", allow=["*"])).message
 
@@ -212,7 +212,7 @@ def folder(tmp_path: Path) -> Path:
 
 async def test_file_under_an_allowed_folder_is_inlined(folder: Path) -> None:
     for url in (f"file://{folder}/a%20b.png", f"file://localhost{folder}/x/../a%20b.png"):
-        got = await inline(asking(Image(url)), allow=[f"file://{folder}/"])
+        got = await inline(request_with(Image(url)), allow=[f"file://{folder}/"])
         assert got.messages[0].parts[1] == Image(DATA)
 
 
@@ -249,7 +249,7 @@ async def test_unfit_file_is_an_error_with_a_reason(folder: Path) -> None:
 
 def test_images_come_in_the_order_of_the_conversation_with_their_hashes() -> None:
     other = "data:image/png;base64," + base64.b64encode(b"other").decode()
-    found = image_media(asking(Image(DATA), ToolResult("1", (Text("x"), Image(other))), Image(DATA)))
+    found = image_media(request_with(Image(DATA), ToolResult("1", (Text("x"), Image(other))), Image(DATA)))
     assert [each.data for each in found] == [PNG, b"other", PNG]
     assert found[0] == found[2]
     assert found[0].sha256 != found[1].sha256

@@ -55,12 +55,12 @@ SPELLING = st.lists(
 @given(SPELLING, SPELLING, SPELLING)
 def test_text_that_spells_a_control_token_never_becomes_one(user: str, tool: str, system: str) -> None:
     def ids(user: str, tool: str, system: str) -> list[int]:
-        asked = (
+        turns = (
             say("system", system),
             say("user", "q", user),
             say("assistant", call(arguments=f'{{"path": {_json(tool)}}}')),
         )
-        request = ask(*asked, result(text=tool), tools=(Tool("read_file", user, {"title": tool}),))
+        request = ask(*turns, result(text=tool), tools=(Tool("read_file", user, {"title": tool}),))
         return [id for id in CHATML.apply(request).ids if id in VOCAB.specials.values()]
 
     assert ids(user + ".", tool + ".", system + ".") == ids(".", ".", ".")
@@ -89,8 +89,8 @@ def test_a_growing_conversation_keeps_its_prefix_and_is_not_tokenized_again() ->
 
 def test_calls_results_and_reasoning_reach_the_template() -> None:
     source = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
-    asked = say("assistant", Thinking("hm"), "let me", call()), result()
-    lines = echo(source).text(ask(*asked)).splitlines()
+    turns = say("assistant", Thinking("hm"), "let me", call()), result()
+    lines = echo(source).text(ask(*turns)).splitlines()
     assert lines == [
         '{"role": "assistant", "content": "let me", "reasoning_content": "hm", "tool_calls": [{"id": '
         '"call_0123456789", "type": "function", "function": {"name": "read_file", "arguments": {"path": "a.txt"}}}]}',
@@ -160,11 +160,11 @@ def test_tools_are_told_in_words_as_the_setting_says(template: str, setting: Any
 
 
 def test_tools_that_are_told_in_words_are_called_so_in_the_history_too() -> None:
-    asked = ask(say("user", "x"), say("assistant", call("1")), result(), tools=(TOOL,))
-    told, native = echo(NATIVE, tools_prompt="always").text(asked), echo(NATIVE).text(asked)
-    assert told.startswith("none")
-    assert "tool_calls" not in told
-    assert told.count("<tool_call>") == 2
+    turns = ask(say("user", "x"), say("assistant", call("1")), result(), tools=(TOOL,))
+    rendered, native = echo(NATIVE, tools_prompt="always").text(turns), echo(NATIVE).text(turns)
+    assert rendered.startswith("none")
+    assert "tool_calls" not in rendered
+    assert rendered.count("<tool_call>") == 2
     assert "tool_calls" in native
 
 
@@ -189,7 +189,7 @@ def test_images_are_parts_where_the_template_has_them_and_a_word_elsewhere() -> 
 
 
 @pytest.mark.parametrize(
-    ("asked", "default", "kwargs", "seen"),
+    ("turns", "default", "kwargs", "expected"),
     [
         (None, None, {}, "unset"),
         (True, None, {}, "True"),
@@ -199,13 +199,13 @@ def test_images_are_parts_where_the_template_has_them_and_a_word_elsewhere() -> 
     ],
 )
 def test_thinking_is_the_requests_then_the_models(
-    asked: bool | None, default: bool | None, kwargs: dict[str, Any], seen: str
+    turns: bool | None, default: bool | None, kwargs: dict[str, Any], expected: str
 ) -> None:
     renderer = echo("{{ enable_thinking | default('unset') }}", thinking_default=default)
     request = Request(
-        model="m", messages=(say("user", "x"),), reasoning=Reasoning(enabled=asked), chat_template_kwargs=kwargs
+        model="m", messages=(say("user", "x"),), reasoning=Reasoning(enabled=turns), chat_template_kwargs=kwargs
     )
-    assert renderer.text(request) == seen
+    assert renderer.text(request) == expected
 
 
 def test_effort_and_documents_and_settings_reach_the_template() -> None:
@@ -237,8 +237,8 @@ def test_a_prefill_that_the_template_refuses_is_put_there_by_hand() -> None:
 
 
 def test_an_empty_reply_at_the_end_is_no_turn() -> None:
-    asked = ask(say("user", "a"))
-    assert CHATML.text(ask(*asked.messages, say("assistant", ""))) == CHATML.text(asked)
+    turns = ask(say("user", "a"))
+    assert CHATML.text(ask(*turns.messages, say("assistant", ""))) == CHATML.text(turns)
 
 
 def test_the_tail_tells_whether_reasoning_is_open() -> None:
@@ -384,10 +384,10 @@ def test_a_reference_to_a_tool_that_nobody_sent_is_told() -> None:
 
 
 def test_a_custom_tools_grammar_is_told_in_words() -> None:
-    told = definition(
+    rendered = definition(
         Tool("d", "Edits.", kind="custom", grammar={"syntax": "lark", "definition": "start: A\n"}), Shield([])
     )
-    assert told["function"]["description"] == "Edits.\nThe input is text of this form (lark):\nstart: A"
+    assert rendered["function"]["description"] == "Edits.\nThe input is text of this form (lark):\nstart: A"
     for grammar in (None, {}, {"definition": 7}):
         plain = definition(Tool("d", "Edits.", kind="custom", grammar=grammar), Shield([]))
         assert plain["function"]["description"] == "Edits."

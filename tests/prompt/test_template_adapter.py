@@ -121,8 +121,8 @@ def test_tool_messages_are_never_joined() -> None:
 
 
 def test_short_ids_are_stable_and_calls_still_meet_their_results() -> None:
-    asked = [entry("assistant", "", tool_calls=[{"id": "call_é"}]), entry("tool", "r", tool_call_id="call_é")]
-    called, answered = template_adapter.short_call_ids(asked)
+    messages = [entry("assistant", "", tool_calls=[{"id": "call_é"}]), entry("tool", "r", tool_call_id="call_é")]
+    called, answered = template_adapter.short_call_ids(messages)
     assert called["tool_calls"][0]["id"] == answered["tool_call_id"]
     assert len(answered["tool_call_id"]) == 9
     assert template_adapter.short_call_ids([called, answered]) == [called, answered]

@@ -14,12 +14,12 @@ from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.shield import unshield
 
 
-def asked(text: str = "Ach.", *before: Message, **codes: Any) -> Request:
+def make_request(text: str = "Ach.", *before: Message, **codes: Any) -> Request:
     kwargs = {f"{name}_lang_code": code for name, code in codes.items()}
     return Request(model="m", messages=(*before, Message("user", (Text(text),))), chat_template_kwargs=kwargs)
 
 
-def settled(request: Request) -> tuple[str, str, str]:
+def codes_and_text(request: Request) -> tuple[str, str, str]:
     done = translated(request)
     (part,) = done.messages[0].parts
     assert isinstance(part, Text)
@@ -27,11 +27,11 @@ def settled(request: Request) -> tuple[str, str, str]:
 
 
 def test_a_known_source_stays_as_it_is() -> None:
-    assert settled(asked(source="nl", target="en")) == ("nl", "en", "Ach.")
+    assert codes_and_text(make_request(source="nl", target="en")) == ("nl", "en", "Ach.")
 
 
 def test_a_region_may_be_written_either_way() -> None:
-    assert settled(asked(source="pt_BR", target="de-DE"))[:2] == ("pt-BR", "de-DE")
+    assert codes_and_text(make_request(source="pt_BR", target="de-DE"))[:2] == ("pt-BR", "de-DE")
 
 
 @pytest.mark.parametrize("source", [None, "", "auto", "mixed"])
@@ -39,26 +39,26 @@ def test_a_region_may_be_written_either_way() -> None:
 def test_a_mixed_source_gets_a_valid_code_and_a_line_before_the_text(
     source: str | None, target: str, fallback: str
 ) -> None:
-    code, _, text = settled(asked(source=source, target=target))
+    code, _, text = codes_and_text(make_request(source=source, target=target))
     assert code == fallback
     assert text.endswith("\n\nAch.")
     assert "language of each segment" in text
 
 
 def test_once_settled_it_stays_so() -> None:
-    done = translated(asked(target="en"))
+    done = translated(make_request(target="en"))
     assert translated(done) == done
 
 
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
-        (asked(source="nl"), "target_lang_code_required"),
-        (asked(target="auto"), "target_lang_code_required"),
-        (asked(source="nl", target="<end_of_turn>"), "invalid_language_code"),
-        (asked(source=["nl"], target="en"), "invalid_language_code"),
-        (asked("x", Message("system", (Text("rules"),)), target="en"), "instructions_unsupported"),
-        (asked("x", Message("user", (Text("before"),)), target="en"), "multi_turn_unsupported"),
+        (make_request(source="nl"), "target_lang_code_required"),
+        (make_request(target="auto"), "target_lang_code_required"),
+        (make_request(source="nl", target="<end_of_turn>"), "invalid_language_code"),
+        (make_request(source=["nl"], target="en"), "invalid_language_code"),
+        (make_request("x", Message("system", (Text("rules"),)), target="en"), "instructions_unsupported"),
+        (make_request("x", Message("user", (Text("before"),)), target="en"), "multi_turn_unsupported"),
         (
             Request(
                 model="m", messages=(Message("user", (Image("u"),)),), chat_template_kwargs={"target_lang_code": "en"}
@@ -82,7 +82,7 @@ def renderer(vocab: HuggingFaceTokenizer) -> Renderer:
 
 
 def test_the_prompt_names_both_languages_and_ends_with_the_text(renderer: Renderer) -> None:
-    prompt = unshield(renderer.text(asked(source="nl", target="pt_BR")))
+    prompt = unshield(renderer.text(make_request(source="nl", target="pt_BR")))
     assert prompt.startswith("<bos><start_of_turn>user\n")
     assert "from Dutch (nl) to Portuguese (pt-BR)" in prompt
     assert prompt.endswith("\n\n\nAch.<end_of_turn>\n<start_of_turn>model\n")
@@ -90,17 +90,17 @@ def test_the_prompt_names_both_languages_and_ends_with_the_text(renderer: Render
 
 def test_a_language_that_the_template_does_not_know_is_its_refusal(renderer: Renderer) -> None:
     with pytest.raises(TemplateRefused, match="xx"):
-        renderer.text(asked(source="nl", target="xx"))
+        renderer.text(make_request(source="nl", target="xx"))
 
 
 def test_a_models_own_template_gets_one_item_with_both_codes(vocab: HuggingFaceTokenizer) -> None:
     shown = "{{ it.type }} {{ it.source_lang_code }}>{{ it.target_lang_code }} {{ it.text }}"
     renderer = Renderer(ChatTemplate("{% set it = messages[0].content[0] %}" + shown), vocab)
     assert renderer.translates
-    assert unshield(renderer.text(asked(source="nl", target="en"))) == "text nl>en Ach."
+    assert unshield(renderer.text(make_request(source="nl", target="en"))) == "text nl>en Ach."
 
 
 def test_other_templates_do_not_translate(vocab: HuggingFaceTokenizer) -> None:
     renderer = Renderer(ChatTemplate(builtin("generic")), vocab)
     assert not renderer.translates
-    assert "Ach." in renderer.text(asked(target="en"))
+    assert "Ach." in renderer.text(make_request(target="en"))

@@ -57,21 +57,21 @@ async def server(folder: Path, *, n_ctx: int = 256) -> AsyncIterator[ServerApp]:
     estimate = free.scheduler._models["a"].spec.estimate
     assert estimate is not None
     limit = estimate(AvailableMemory(2**40)).total * 7 // 4
-    made = compose(load_config(env={}, overrides=settings(limit, n_ctx)).config, env)
+    app = compose(load_config(env={}, overrides=settings(limit, n_ctx)).config, env)
     try:
-        yield made
+        yield app
     finally:
-        await made.stop()
-        await made.gateway.close()
+        await app.stop()
+        await app.gateway.close()
 
 
 async def started(
-    made: ServerApp, model: str, text: str, max_tokens: int = 2, **more: Any
+    app: ServerApp, model: str, text: str, max_tokens: int = 2, **more: Any
 ) -> ChoiceStream | MultiChoiceStream:
     request = Request(
         model=model, messages=(Message("user", (Text(text),)),), sampling=SAMPLING, max_tokens=max_tokens, **more
     )
-    return made.gateway.start(await made.gateway.prepare(request, CALLER))
+    return app.gateway.start(await app.gateway.prepare(request, CALLER))
 
 
 async def read(answer: ChoiceStream | MultiChoiceStream) -> list[Event]:
@@ -84,35 +84,35 @@ def text(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, BlockDelta))
 
 
-def counts(made: ServerApp) -> list[tuple[str, int, int]]:
-    return [(model.state, model.running, model.waiting) for model in made.scheduler.snapshot().models.values()]
+def counts(app: ServerApp) -> list[tuple[str, int, int]]:
+    return [(model.state, model.running, model.waiting) for model in app.scheduler.snapshot().models.values()]
 
 
-async def test_fifty_mixed_requests_are_answered_with_one_load_of_each(tmp_path: Path):
-    async with server(tmp_path) as made:
+async def test_mixed_requests_are_answered_with_one_load_of_each_model(tmp_path: Path):
+    async with server(tmp_path) as app:
         questions = [f"What is {number} plus {number}?" for number in range(5)]
-        answers = [await started(made, "ab"[i % 2], questions[i % 5]) for i in range(50)]
+        answers = [await started(app, "ab"[i % 2], questions[i % 5]) for i in range(20)]
         replies = await asyncio.gather(*map(read, answers))
-        assert [type(reply[-1]) for reply in replies] == [Finished] * 50
-        texts = {question: {text(replies[i]) for i in range(50) if i % 5 == n} for n, question in enumerate(questions)}
+        assert [type(reply[-1]) for reply in replies] == [Finished] * 20
+        texts = {question: {text(replies[i]) for i in range(20) if i % 5 == n} for n, question in enumerate(questions)}
         assert {len(each) for each in texts.values()} == {1}  # both models give the same answer
-        models = made.scheduler.snapshot().models
+        models = app.scheduler.snapshot().models
         assert [models[name].loads for name in "ab"] == [1, 1]
-        assert sorted(counts(made)) == [("ready", 0, 0), ("stopped", 0, 0)]
+        assert sorted(counts(app)) == [("ready", 0, 0), ("stopped", 0, 0)]
 
 
 async def test_alternating_clients_make_the_models_take_turns(tmp_path: Path):
-    async with server(tmp_path) as made:
+    async with server(tmp_path) as app:
         for name in "abab":
-            assert isinstance((await read(await started(made, name, "Hi")))[-1], Finished)
-        models = made.scheduler.snapshot().models
+            assert isinstance((await read(await started(app, name, "Hi")))[-1], Finished)
+        models = app.scheduler.snapshot().models
         assert [(models[name].loads, models[name].evictions) for name in "ab"] == [(2, 2), (2, 1)]
 
 
 async def test_load_measurements_are_saved(tmp_path: Path):
-    async with server(tmp_path) as made:
-        await made.scheduler.load("a")
-        model = made.scheduler.snapshot().models["a"]
+    async with server(tmp_path) as app:
+        await app.scheduler.load("a")
+        model = app.scheduler.snapshot().models["a"]
         assert model.estimate is not None
         assert model.load_s is not None
     assert os.listdir(tmp_path) == ["measured.json"]
@@ -126,22 +126,22 @@ async def test_load_measurements_are_saved(tmp_path: Path):
 
 @pytest.mark.parametrize("force", [False, True])
 async def test_unload_during_a_stream(tmp_path: Path, force: bool):
-    async with server(tmp_path, n_ctx=2048 if force else 256) as made:
-        stops = made.gateway.models["a"].pipeline.stop_ids
+    async with server(tmp_path, n_ctx=2048 if force else 256) as app:
+        stops = app.gateway.models["a"].pipeline.stop_ids
         endless = {"sampling": Sampling(temperature=0.0, logit_bias=dict.fromkeys(stops, -100.0))} if force else {}
         request = Request(
             **{"model": "a", "messages": (Message("user", (Text("Tell a story."),)),), "sampling": SAMPLING}
             | {"max_tokens": 1900 if force else 24}
             | endless
         )
-        answer = made.gateway.start(await made.gateway.prepare(request, CALLER))
+        answer = app.gateway.start(await app.gateway.prepare(request, CALLER))
         _, events = await anext(answer)
-        assert made.scheduler.snapshot().models["a"].running == 1
-        gone = made.scheduler.unload("a", force=force)
-        assert not gone.done()
+        assert app.scheduler.snapshot().models["a"].running == 1
+        unloading = app.scheduler.unload("a", force=force)
+        assert not unloading.done()
         rest = await read(answer)
-        await gone
-        assert counts(made)[0] == ("stopped", 0, 0)
+        await unloading
+        assert counts(app)[0] == ("stopped", 0, 0)
     last = (events + rest)[-1]
     if force:
         assert isinstance(last, Failed)
@@ -157,26 +157,26 @@ def resources(process: psutil.Process) -> set[object]:
     return {*process.children(recursive=True), *files} | {t for t in threading.enumerate() if "llama:" in t.name}
 
 
-async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind(tmp_path: Path):
+async def test_random_cancellations_leave_nothing_behind(tmp_path: Path):
     random, process = Random(3), psutil.Process()
     tasks, before = asyncio.all_tasks(), resources(process)
-    async with server(tmp_path) as made:
-        answers = [await started(made, random.choice("ab"), f"Number {number}", 2) for number in range(200)]
+    async with server(tmp_path) as app:
+        answers = [await started(app, random.choice("ab"), f"Number {number}", 2) for number in range(80)]
         readers = [asyncio.create_task(read(answer)) for answer in answers]
         random.shuffle(answers)
         await asyncio.sleep(0)
-        for number, answer in enumerate(answers[:170]):
+        for number, answer in enumerate(answers[:65]):
             answer.cancel()
             if number % 10 == 0:
                 await asyncio.sleep(0)
         replies = await asyncio.gather(*readers)
         ends = [type(reply[-1]) for reply in replies]
-        assert ends.count(Finished) >= 30
-        assert ends.count(Finished) + ends.count(Failed) == 200
-        await made.scheduler.drain("a" if made.scheduler._models["a"].desired else "b")
-        assert {(running, waiting) for _, running, waiting in counts(made)} == {(0, 0)}
-        assert made.scheduler.requests() == ()
-        engines = [engine for name in "ab" for engine in made.scheduler.engines(name)]
+        assert ends.count(Finished) >= 15
+        assert ends.count(Finished) + ends.count(Failed) == 80
+        await app.scheduler.drain("a" if app.scheduler._models["a"].desired else "b")
+        assert {(running, waiting) for _, running, waiting in counts(app)} == {(0, 0)}
+        assert app.scheduler.requests() == ()
+        engines = [engine for name in "ab" for engine in app.scheduler.engines(name)]
         assert [engine.stats().running for engine in engines] == [0] * len(engines)
     assert asyncio.all_tasks() == tasks
     assert resources(process) - before == set()

@@ -17,10 +17,10 @@ from modelyard.server.admin_service import public_settings
 from modelyard.server.app import compose
 from tests.live_server import demo_config
 
-ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+CHAT_BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
 
-class Kept:
+class ReloadableServer:
     """A server whose configuration lies in a file that the test may write."""
 
     def __init__(self, file: Path, config: dict[str, Any]) -> None:
@@ -36,65 +36,65 @@ class Kept:
 
 
 @asynccontextmanager
-async def kept(file: Path, config: dict[str, Any]) -> AsyncIterator[tuple[Kept, httpx.AsyncClient]]:
-    made = Kept(file, config)
-    await made.server_app.scheduler.load("demo")
-    transport = httpx.ASGITransport(made.server_app.app, raise_app_exceptions=False)
+async def reloadable_server(file: Path, config: dict[str, Any]) -> AsyncIterator[tuple[ReloadableServer, httpx.AsyncClient]]:
+    server = ReloadableServer(file, config)
+    await server.server_app.scheduler.load("demo")
+    transport = httpx.ASGITransport(server.server_app.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        yield made, client
-    await made.server_app.stop()
-    await made.server_app.gateway.close()
+        yield server, client
+    await server.server_app.stop()
+    await server.server_app.gateway.close()
 
 
-def saying(text: str) -> dict[str, Any]:
+def config_with_reply(text: str) -> dict[str, Any]:
     config = demo_config([{"steps": [{"text": text}]}])
     del config["routes"]
     return config
 
 
-async def said(client: httpx.AsyncClient, model: str = "demo") -> str:
-    reply = (await client.post("/v1/chat/completions", json=ASK | {"model": model})).json()
+async def reply_text(client: httpx.AsyncClient, model: str = "demo") -> str:
+    reply = (await client.post("/v1/chat/completions", json=CHAT_BODY | {"model": model})).json()
     return str(reply["choices"][0]["message"]["content"] if "choices" in reply else reply["error"]["code"])
 
 
 async def test_a_changed_model_answers_in_its_new_form(tmp_path: Path) -> None:
-    async with kept(tmp_path / "a.json", saying("Before.")) as (made, client):
-        assert await said(client) == "Before."
-        made.write(saying("After."))
+    async with reloadable_server(tmp_path / "a.json", config_with_reply("Before.")) as (server, client):
+        assert await reply_text(client) == "Before."
+        server.write(config_with_reply("After."))
         reply = await client.post("/v1/admin/reload")
         assert reply.json() == {"added": [], "removed": [], "changed": ["demo"], "warnings": []}
-        assert await said(client) == "After."
+        assert await reply_text(client) == "After."
 
 
 async def test_models_come_and_go(tmp_path: Path) -> None:
-    async with kept(tmp_path / "a.json", saying("One.")) as (made, client):
-        more = saying("One.")
+    async with reloadable_server(tmp_path / "a.json", config_with_reply("One.")) as (server, client):
+        more = config_with_reply("One.")
         more["models"]["second"] = {"backend": "fake", "token_delay": 0, "autoload": True}
-        made.write(more)
+        server.write(more)
         assert (await client.post("/v1/admin/reload")).json()["added"] == ["second"]
         assert "second" in [row["id"] for row in (await client.get("/v1/admin/models")).json()["data"]]
-        made.write(saying("One."))
+        server.write(config_with_reply("One."))
         assert (await client.post("/v1/admin/reload")).json()["removed"] == ["second"]
-        assert await said(client, "second") == "model_not_found"
-        assert await said(client) == "One."
+        assert await reply_text(client, "second") == "model_not_found"
+        assert await reply_text(client) == "One."
 
 
 async def test_a_wrong_file_changes_nothing_and_names_every_fault(tmp_path: Path) -> None:
-    async with kept(tmp_path / "a.json", saying("Still here.")) as (made, client):
-        wrong = saying("Never.")
+    async with reloadable_server(tmp_path / "a.json", config_with_reply("Still here.")) as (server, client):
+        wrong = config_with_reply("Never.")
         wrong["models"]["demo"]["replicas"] = 0
         wrong["caches"]["main"]["model"] = "nobody"
-        made.write(wrong)
+        server.write(wrong)
         reply = await client.post("/v1/admin/reload")
         assert reply.status_code == 400
         assert "replicas" in reply.json()["error"]["message"]
         assert "the old one stays" in reply.json()["error"]["message"]
-        assert await said(client) == "Still here."
+        assert await reply_text(client) == "Still here."
 
 
 async def test_what_only_a_restart_changes_is_told(tmp_path: Path) -> None:
-    async with kept(tmp_path / "a.json", saying("Hi.")) as (made, client):
-        made.write({**saying("Hi."), "http": {"port": 9999}})
+    async with reloadable_server(tmp_path / "a.json", config_with_reply("Hi.")) as (server, client):
+        server.write({**config_with_reply("Hi."), "http": {"port": 9999}})
         (warning,) = (await client.post("/v1/admin/reload")).json()["warnings"]
         assert warning.startswith("http: changed; restart the server")
 

@@ -30,12 +30,12 @@ model = "demo"
 n_ctx = 4096
 parallel = 4
 """
-ASKED: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 50},
     "/v1/responses": {"input": "hi"},
 }
-GOODBYE = {
+LAST_EVENTS = {
     "/v1/chat/completions": 'data: {"error":{"message":"the server is shutting down"',
     "/v1/messages": "event: error",
     "/v1/responses": "event: response.failed",
@@ -60,8 +60,8 @@ def test_a_model_that_cannot_be_made_fails_alone_and_says_why(tmp_path: Path):
     config["models"]["odd"] = {"backend": "fake", "tokenizer_path": str(tmp_path / "nowhere")}
     config["routes"] = [{"match": "odd", "model": "odd"}, {"match": "*", "cache": "main"}]
     with live_server(config) as served:
-        bad = httpx.post(served.url + "/v1/chat/completions", json={"model": "odd", **ASKED["/v1/chat/completions"]})
-        good = httpx.post(served.url + "/v1/chat/completions", json={"model": "demo", **ASKED["/v1/chat/completions"]})
+        bad = httpx.post(served.url + "/v1/chat/completions", json={"model": "odd", **REQUESTS["/v1/chat/completions"]})
+        good = httpx.post(served.url + "/v1/chat/completions", json={"model": "demo", **REQUESTS["/v1/chat/completions"]})
         health = httpx.get(served.url + "/health").json()
     assert bad.status_code == 503
     assert "nowhere" in bad.json()["error"]["message"]
@@ -83,13 +83,13 @@ async def test_stopping_refuses_what_comes_later_and_may_be_done_twice():
     await server_app.stop()
     transport = httpx.ASGITransport(server_app.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        reply = await client.post("/v1/messages", json={"model": "demo", **ASKED["/v1/messages"]})
+        reply = await client.post("/v1/messages", json={"model": "demo", **REQUESTS["/v1/messages"]})
     assert reply.status_code == 529
     assert reply.json()["error"]["message"] == "the server is shutting down"
     assert reply.headers["retry-after"]
 
 
-def _at_work(server_app: ServerApp) -> int:
+def _active_requests(server_app: ServerApp) -> int:
     status = server_app.scheduler.status()["demo"]
     return status.running + status.waiting
 
@@ -109,23 +109,23 @@ async def test_stopping_ends_those_who_run_and_those_who_wait():
     transport = httpx.ASGITransport(server_app.app)
     server_app.scheduler.load("demo")
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        asked = [asyncio.create_task(client.post(path, json={"model": "demo", **body})) for path, body in ASKED.items()]
+        tasks = [asyncio.create_task(client.post(path, json={"model": "demo", **body})) for path, body in REQUESTS.items()]
         async with asyncio.timeout(cli_process.DEADLINE):
-            while _at_work(server_app) < len(asked):  # noqa: ASYNC110  the scheduler tells nobody of its changes
+            while _active_requests(server_app) < len(tasks):  # noqa: ASYNC110  the scheduler tells nobody of its changes
                 await asyncio.sleep(0)
         await server_app.stop()
-        replies = await asyncio.gather(*asked)
-    assert ["shutting down" in reply.text for reply in replies] == [True] * len(asked)
+        replies = await asyncio.gather(*tasks)
+    assert ["shutting down" in reply.text for reply in replies] == [True] * len(tasks)
     assert {reply.status_code for reply in replies} <= {503, 529}
 
 
 # --- in a process of its own ------------------------------------------------------------------------------------------
 
 
-def _opened(stack: ExitStack, client: httpx.Client) -> dict[str, tuple[httpx.Response, Iterator[str]]]:
+def _open_stream(stack: ExitStack, client: httpx.Client) -> dict[str, tuple[httpx.Response, Iterator[str]]]:
     """A stream of each protocol, read until its first word is there."""
     streams = {}
-    for path, body in ASKED.items():
+    for path, body in REQUESTS.items():
         reply = stack.enter_context(client.stream("POST", path, json={"model": "demo", "stream": True, **body}))
         lines = reply.iter_lines()
         while "so far" not in next(lines):
@@ -138,12 +138,12 @@ def _opened(stack: ExitStack, client: httpx.Client) -> dict[str, tuple[httpx.Res
 def test_a_signal_ends_streams_in_their_own_words_and_the_server_in_peace(tmp_path: Path, number: int):
     with cli_process.serve(tmp_path, config=HANG) as server, ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=server.url, timeout=cli_process.DEADLINE))
-        streams = _opened(stack, client)
+        streams = _open_stream(stack, client)
         assert server.stop(number) == 0
         ends = {path: "\n".join(lines) for path, (_, lines) in streams.items()}
-    for path, said in ends.items():
-        assert GOODBYE[path] in said
-        assert "the server is shutting down" in said
+    for path, ending in ends.items():
+        assert LAST_EVENTS[path] in ending
+        assert "the server is shutting down" in ending
     assert not [line for line in server.lines if line["logger"].startswith("uvicorn")]
     assert "Traceback" not in "".join(server.raw)
 

@@ -18,13 +18,13 @@ from modelyard.workers.process_engine import ProcessTextEngine
 from tests.live_server import demo_config
 
 
-def made(config: dict[str, Any] | None = None, **model: Any) -> ModelSpec:
+def engine_spec(config: dict[str, Any] | None = None, **model: Any) -> ModelSpec:
     overrides = (config or {}) | {"models": {"m": {"backend": "fake", **model}}}
     return model_specs(load_config(env={}, overrides=overrides).config, {})["m"]
 
 
 def test_a_blueprint_says_how_the_model_is_run():
-    blueprint = made(replicas=2, replica_max=3, target_inflight=4, autoload=True, idle_ttl_s=60, n_ctx=512, parallel=5)
+    blueprint = engine_spec(replicas=2, replica_max=3, target_inflight=4, autoload=True, idle_ttl_s=60, n_ctx=512, parallel=5)
     assert (blueprint.replicas, blueprint.replica_max, blueprint.target_inflight) == (2, 3, 4)
     assert (blueprint.autoload, blueprint.idle_ttl_s) == (True, 60.0)
     assert (blueprint.caches["m"].window, blueprint.caches["m"].parallel) == (512, 5)
@@ -37,7 +37,7 @@ def test_a_blueprint_says_how_the_model_is_run():
 )
 def test_a_models_own_ttl_wins_over_the_general_one(general: float, own: float | None, ttl: float | None):
     more = {} if own is None else {"idle_ttl_s": own}
-    assert made({"scheduler": {"idle_ttl_s": general}}, **more).idle_ttl_s == ttl
+    assert engine_spec({"scheduler": {"idle_ttl_s": general}}, **more).idle_ttl_s == ttl
 
 
 @pytest.mark.parametrize(
@@ -53,18 +53,18 @@ def test_a_models_own_ttl_wins_over_the_general_one(general: float, own: float |
     ],
 )
 def test_the_identity_changes_with_what_makes_another_engine(change: dict[str, Any], same: bool):
-    assert (made(**change).identity == made().identity) is same
+    assert (engine_spec(**change).identity == engine_spec().identity) is same
 
 
 @pytest.mark.parametrize(
     ("placement", "kind"), [("auto", FakeTextEngine), ("inline", FakeTextEngine), ("process", ProcessTextEngine)]
 )
 async def test_placement_says_in_which_process_the_engine_runs(placement: str, kind: type):
-    assert isinstance(made(placement=placement).make(), kind)
+    assert isinstance(engine_spec(placement=placement).make(), kind)
 
 
 async def test_engine_with_an_interpreter_of_its_own_has_a_process_of_its_own():
-    engine = made(python=sys.executable).make()
+    engine = engine_spec(python=sys.executable).make()
     assert isinstance(engine, ProcessTextEngine)
     assert engine._spec.python == sys.executable
 
@@ -77,7 +77,7 @@ async def test_a_model_with_a_fault_fails_when_it_is_made():
 
 
 async def test_overrides_are_as_if_they_stood_in_the_models_section():
-    blueprint = made(n_ctx=512)
+    blueprint = engine_spec(n_ctx=512)
     assert blueprint.altered is not None
     altered = blueprint.altered({"n_ctx": 64, "echo": True})
     assert altered.caches["m"].window == 64
@@ -88,7 +88,7 @@ async def test_overrides_are_as_if_they_stood_in_the_models_section():
 
 @pytest.mark.parametrize("overrides", [{"n_ctx": -1}, {"colour": "red"}, {"embedding_size": "large"}])
 def test_bad_overrides_are_refused_with_their_field(overrides: dict[str, Any]):
-    blueprint = made()
+    blueprint = engine_spec()
     assert blueprint.altered is not None
     with pytest.raises(InvalidRequest) as refused:
         blueprint.altered(overrides)

@@ -19,25 +19,25 @@ def config(**models: dict[str, Any]) -> Config:
 
 
 def test_every_model_is_told_of_in_order() -> None:
-    told = list(estimate_all(config(b={"backend": "fake"}, a={"backend": "fake"}), HERE))
-    assert [one.model for one in told] == ["b", "a"]
-    assert all(one.memory is not None for one in told)
+    estimate = list(estimate_all(config(b={"backend": "fake"}, a={"backend": "fake"}), HERE))
+    assert [each.model for each in estimate] == ["b", "a"]
+    assert all(each.memory is not None for each in estimate)
 
 
 def test_the_default_model_takes_its_file_and_its_caches() -> None:
     size = default_model.fetch().stat().st_size
-    (told,) = estimate_all(load_config(env={}).config, HERE)
-    assert told.memory is not None
-    assert size <= told.memory.weights < 1.5 * size  # on a CPU with AMX the tied output matrix is a copy
+    (estimate,) = estimate_all(load_config(env={}).config, HERE)
+    assert estimate.memory is not None
+    assert size <= estimate.memory.weights < 1.5 * size  # on a CPU with AMX the tied output matrix is a copy
     # 30 layers × 2 × 192 numbers of two bytes a token, 24,576 tokens in all
-    assert told.memory.kv == 30 * 2 * 192 * 2 * 24_576
+    assert estimate.memory.kv == 30 * 2 * 192 * 2 * 24_576
 
 
 def test_a_model_whose_file_is_not_there_says_why_it_cannot_tell() -> None:
-    (told,) = estimate_all(config(gone={"backend": "llama_cpp", "path": "/no/such/file.gguf"}), HERE)
-    assert told.memory is None
-    assert "/no/such/file.gguf" in told.note
-    assert describe_memory(told, HERE).startswith("unknown: ")
+    (estimate,) = estimate_all(config(gone={"backend": "llama_cpp", "path": "/no/such/file.gguf"}), HERE)
+    assert estimate.memory is None
+    assert "/no/such/file.gguf" in estimate.note
+    assert describe_memory(estimate, HERE).startswith("unknown: ")
 
 
 def test_the_sentence_names_the_parts_and_what_is_free() -> None:

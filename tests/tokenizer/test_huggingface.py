@@ -159,12 +159,12 @@ def test_the_end_of_a_message_ends_a_turn_only_where_there_are_no_channels(extra
     assert vocab.specials["<|return|>"] in vocab.eos
 
 
-@pytest.mark.parametrize(("set_before", "wanted"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
-def test_the_library_starts_no_threads_unless_it_is_told_to(set_before: dict[str, str], wanted: str) -> None:
+@pytest.mark.parametrize(("set_before", "expected"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
+def test_the_library_starts_no_threads_unless_it_is_told_to(set_before: dict[str, str], expected: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"} | set_before
-    ask = "import os, modelyard.tokenizer.huggingface; print(os.environ['TOKENIZERS_PARALLELISM'])"
-    told = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True).stdout
-    assert told.strip() == wanted
+    program = "import os, modelyard.tokenizer.huggingface; print(os.environ['TOKENIZERS_PARALLELISM'])"
+    output = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
+    assert output.strip() == expected
 
 
 def cuts(text: str) -> frozenset[str]:

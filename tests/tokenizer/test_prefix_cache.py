@@ -75,7 +75,7 @@ def test_the_cache_gives_the_ids_of_a_full_tokenization(name: str) -> None:
 
 
 def test_an_unchanged_prefix_is_never_tokenized_again() -> None:
-    vocab = Counting(made.byte_level())
+    vocab = CountingTokenizer(made.byte_level())
     tokens = TokenCache(vocab, vocab.cuts)
     turn = "<|im_start|>user\nThe quick brown fox<|im_end|>\n"
     tokens.encode(turn)
@@ -146,8 +146,8 @@ def test_two_threads_and_a_small_cache_agree_with_the_tokenizer() -> None:
     assert wrong == []
 
 
-class Counting(HuggingFaceTokenizer):
-    def __new__(cls, text: str) -> Counting:
+class CountingTokenizer(HuggingFaceTokenizer):
+    def __new__(cls, text: str) -> CountingTokenizer:
         made_one = HuggingFaceTokenizer.from_text(text)
         made_one.__class__ = cls
         return made_one  # type: ignore[return-value]
@@ -167,49 +167,49 @@ CHATML = VOCABS["byte level"]
 OPENED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def spelled(text: str) -> list[int]:
+def encode_by_character(text: str) -> list[int]:
     """A character at a time, as no tokenizer would."""
     return [token for character in text for token in CHATML.encode_plain(character)]
 
 
 def test_what_a_model_has_said_is_told_in_its_own_tokens() -> None:
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
-    prompt, said = tokens.encode(OPENED), spelled("Hello there, how are you?")
-    assert said != CHATML.encode_plain("Hello there, how are you?")
-    tokens.learn(prompt, said)
+    prompt, generated = tokens.encode(OPENED), encode_by_character("Hello there, how are you?")
+    assert generated != CHATML.encode_plain("Hello there, how are you?")
+    tokens.learn(prompt, generated)
     later = tokens.encode(OPENED + "Hello there, how are you?<|im_end|>\n<|im_start|>user\nfine<|im_end|>\n")
-    assert later[: len(prompt) + len(said)] == prompt + said
+    assert later[: len(prompt) + len(generated)] == prompt + generated
     assert CHATML.decode(later).endswith("how are you?<|im_end|>\n<|im_start|>user\nfine<|im_end|>\n")
 
 
 def test_each_stretch_between_control_tokens_is_learned_apart() -> None:
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     prompt, end = tokens.encode(OPENED), CHATML.specials["<|im_end|>"]
-    said = [*spelled("Hello there"), end, *spelled(" and there")]
-    tokens.learn(prompt, said)
-    assert tokens.encode(OPENED + "Hello there<|im_end|> and there") == prompt + said
+    generated = [*encode_by_character("Hello there"), end, *encode_by_character(" and there")]
+    tokens.learn(prompt, generated)
+    assert tokens.encode(OPENED + "Hello there<|im_end|> and there") == prompt + generated
 
 
 def test_a_text_that_is_known_already_stays_as_it_is() -> None:
     """Another conversation may stand on it."""
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     known = tokens.encode(OPENED + "Hello there, how are you?")
-    tokens.learn(tokens.encode(OPENED), spelled("Hello there, how are you?"))
+    tokens.learn(tokens.encode(OPENED), encode_by_character("Hello there, how are you?"))
     assert tokens.encode(OPENED + "Hello there, how are you?") == known
 
 
 @pytest.mark.parametrize("text", ["<|im_end|> is how a turn ends", "\ufffd"])
 def test_what_quotes_a_control_token_or_is_no_text_is_not_learned(text: str) -> None:
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
-    said = spelled(text)[:-1] if text == "\ufffd" else spelled(text)
-    tokens.learn(tokens.encode(OPENED), said)
+    generated = encode_by_character(text)[:-1] if text == "\ufffd" else encode_by_character(text)
+    tokens.learn(tokens.encode(OPENED), generated)
     fresh = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     assert tokens.encode(OPENED + text) == fresh.encode(OPENED + text)
 
 
 def test_a_prompt_without_a_control_token_teaches_nothing() -> None:
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
-    tokens.learn(CHATML.encode_plain("once upon"), spelled(" a time there was"))
+    tokens.learn(CHATML.encode_plain("once upon"), encode_by_character(" a time there was"))
     assert tokens.encode("once upon a time there was") == CHATML.encode("once upon a time there was")
 
 

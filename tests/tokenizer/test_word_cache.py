@@ -108,33 +108,33 @@ CLAUSES = st.lists(
 def test_clauses_that_were_read_elsewhere_give_the_same_ids(name: str, text: str) -> None:
     vocab = VOCABULARIES[name]
     assert vocab.words is not None
-    for asked in (text, f"Before, {text}", f"{text} behind. It"):
-        found = vocab.words.encode(asked)
-        assert found is None or found == vocab._encode(asked)
+    for requested in (text, f"Before, {text}", f"{text} behind. It"):
+        found = vocab.words.encode(requested)
+        assert found is None or found == vocab._encode(requested)
 
 
 def counted(vocab: HuggingFaceTokenizer) -> tuple[WordCache, list[str]]:
     """The same words with nothing learned yet, and what the library is asked for."""
     assert vocab.words is not None
-    asked: list[str] = []
+    requested: list[str] = []
 
     def encode(new: list[str]) -> list[list[int]]:
-        asked.extend(new)
+        requested.extend(new)
         return [vocab._encode(word) for word in new]
 
     pattern: re.Pattern[str] = vocab.words._find.__self__
-    return WordCache(pattern, TokenSpellings(()), encode), asked
+    return WordCache(pattern, TokenSpellings(()), encode), requested
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_only_what_is_new_in_a_text_is_asked_of_the_library(name: str) -> None:
     vocab = VOCABULARIES[name]
-    words, asked = counted(vocab)
+    words, requested = counted(vocab)
     first, second = ("Order 1 came, and one lamp is dark.", "Order 2 came, and one lamp is dark.")
     assert words.encode(first) == vocab._encode(first)
-    asked.clear()
+    requested.clear()
     assert words.encode(second) == vocab._encode(second)
-    assert "".join(asked).strip() == "2"
+    assert "".join(requested).strip() == "2"
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)

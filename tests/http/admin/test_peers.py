@@ -35,17 +35,17 @@ admin = true
 """
 
 
-def one(id: str, at: float = 0.0) -> dict[str, Any]:
+def record(id: str, at: float = 0.0) -> dict[str, Any]:
     return {"id": id, "at": at}
 
 
 def test_lists_are_joined_newest_first_and_nobody_twice() -> None:
-    own = {"live": [one("a")], "ended": [one("x", 3.0), one("y", 1.0)]}
-    other = {"live": [one("a"), one("b")], "ended": [one("z", 2.0)]}
-    told = merge_requests(own, [other], 2)
-    assert {each["id"] for each in told["live"]} == {"a", "b"}
-    assert len(told["live"]) == 2
-    assert [each["id"] for each in told["ended"]] == ["x", "z"]
+    own = {"live": [record("a")], "ended": [record("x", 3.0), record("y", 1.0)]}
+    other = {"live": [record("a"), record("b")], "ended": [record("z", 2.0)]}
+    merged = merge_requests(own, [other], 2)
+    assert {each["id"] for each in merged["live"]} == {"a", "b"}
+    assert len(merged["live"]) == 2
+    assert [each["id"] for each in merged["ended"]] == ["x", "z"]
 
 
 async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with cli_process.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
         server.until_count("listening on", 2)  # what all are told the last to come must hear, too
         wait_until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", cli_process.DEADLINE)
@@ -82,41 +82,41 @@ def post(url: str, path: str, body: Any = None) -> httpx.Response:
     return httpx.post(f"{url}{path}", json=body, headers=HEADERS, timeout=cli_process.DEADLINE)
 
 
-def asked(text: str, **more: Any) -> dict[str, Any]:
+def chat_body(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
 
 
-def test_each_gateway_tells_of_the_requests_of_all(fleet: str) -> None:
-    assert post(fleet, "/v1/admin/history", {"texts": True}).json() == {"texts": True}
-    replies = [post(fleet, "/v1/chat/completions", asked("Hi.")) for _ in range(12)]
+def test_each_gateway_tells_of_the_requests_of_all(gateways: str) -> None:
+    assert post(gateways, "/v1/admin/history", {"texts": True}).json() == {"texts": True}
+    replies = [post(gateways, "/v1/chat/completions", chat_body("Hi.")) for _ in range(12)]
     ids = {reply.headers["x-request-id"] for reply in replies}
     for _ in range(8):
-        told = get(fleet, "requests").json()
-        assert ids <= {one["id"] for one in told["ended"]}
-        assert [one["at"] for one in told["ended"]] == sorted((one["at"] for one in told["ended"]), reverse=True)
+        merged = get(gateways, "requests").json()
+        assert ids <= {record["id"] for record in merged["ended"]}
+        assert [record["at"] for record in merged["ended"]] == sorted((record["at"] for record in merged["ended"]), reverse=True)
     for id in ids:
-        told = get(fleet, f"requests/{id}").json()
-        assert (told["ended"][0]["id"], bool(told["texts"])) == (id, True)
-    assert len(get(fleet, "requests?limit=3").json()["ended"]) == 3
-    assert get(fleet, "requests/req_nobody").status_code == 404
+        merged = get(gateways, f"requests/{id}").json()
+        assert (merged["ended"][0]["id"], bool(merged["texts"])) == (id, True)
+    assert len(get(gateways, "requests?limit=3").json()["ended"]) == 3
+    assert get(gateways, "requests/req_nobody").status_code == 404
 
 
-def test_each_gateway_ends_the_requests_of_all(fleet: str) -> None:
+def test_each_gateway_ends_the_requests_of_all(gateways: str) -> None:
     with ExitStack() as stack:
         client = [stack.enter_context(httpx.Client(timeout=cli_process.DEADLINE)) for _ in range(6)]
-        url, body = f"{fleet}/v1/chat/completions", asked("Go on.", stream=True)
-        streams = [stack.enter_context(one.stream("POST", url, json=body, headers=HEADERS)) for one in client]
+        url, body = f"{gateways}/v1/chat/completions", chat_body("Go on.", stream=True)
+        streams = [stack.enter_context(record.stream("POST", url, json=body, headers=HEADERS)) for record in client]
         lines = [stream.iter_lines() for stream in streams]
         for line in lines:
             next(line)
         ids = [stream.headers["x-request-id"] for stream in streams]
-        assert {one["id"] for one in get(fleet, "requests").json()["live"]} == set(ids)
+        assert {record["id"] for record in get(gateways, "requests").json()["live"]} == set(ids)
         for id in ids:
-            assert post(fleet, f"/v1/admin/requests/{id}/cancel").json()["cancelled"] == 1
+            assert post(gateways, f"/v1/admin/requests/{id}/cancel").json()["cancelled"] == 1
         for line in lines:
             assert any("error" in each for each in line)
-    assert post(fleet, "/v1/admin/requests/req_nobody/cancel").status_code == 404
+    assert post(gateways, "/v1/admin/requests/req_nobody/cancel").status_code == 404
 
 
-def test_who_has_no_key_is_told_nothing(fleet: str) -> None:
-    assert httpx.get(f"{fleet}/v1/admin/requests", timeout=cli_process.DEADLINE).status_code == 401
+def test_who_has_no_key_is_told_nothing(gateways: str) -> None:
+    assert httpx.get(f"{gateways}/v1/admin/requests", timeout=cli_process.DEADLINE).status_code == 401

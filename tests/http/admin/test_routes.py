@@ -14,8 +14,8 @@ import pytest
 from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
 
-ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
-ENDLESS = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "endless"}]}
+CHAT_BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+ENDLESS_BODY = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "endless"}]}
 SCRIPT = [
     {"when": "^endless", "steps": [{"text": "so far"}, {"hang": True}]},
     {"steps": [{"text": "Hello there."}]},
@@ -29,14 +29,14 @@ def config() -> dict[str, Any]:
 
 
 @pytest.fixture
-def served() -> Iterator[LiveServer]:
+def server() -> Iterator[LiveServer]:
     with live_server(config()) as running:
         yield running
 
 
 @pytest.fixture
-def client(served: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url) as made:
+def client(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as made:
         yield made
 
 
@@ -71,10 +71,10 @@ def test_every_configured_model_is_listed_with_its_state(client: httpx.Client) -
 def test_a_model_is_unloaded_and_loaded_again(client: httpx.Client) -> None:
     unloaded = client.post("/v1/admin/models/demo/unload")
     assert (unloaded.status_code, unloaded.json()["state"]) == (200, "stopped")
-    assert client.post("/v1/chat/completions", json=ASK).status_code == 409
+    assert client.post("/v1/chat/completions", json=CHAT_BODY).status_code == 409
     loaded = client.post("/v1/admin/models/demo/load")
     assert (loaded.status_code, loaded.json()["state"]) == (200, "ready")
-    assert client.post("/v1/chat/completions", json=ASK).status_code == 200
+    assert client.post("/v1/chat/completions", json=CHAT_BODY).status_code == 200
 
 
 def test_who_does_not_want_to_wait_gets_an_answer_at_once(client: httpx.Client) -> None:
@@ -122,17 +122,17 @@ def test_an_unknown_model_is_not_found(client: httpx.Client, order: str) -> None
 
 
 def test_a_drained_model_finishes_what_runs_and_takes_no_more(client: httpx.Client) -> None:
-    with client.stream("POST", "/v1/chat/completions", json=ENDLESS) as running:
+    with client.stream("POST", "/v1/chat/completions", json=ENDLESS_BODY) as running:
         lines = running.iter_lines()
         next(lines)
         assert client.post("/v1/admin/models/demo/drain").json()["state"] == "draining"
-        assert client.post("/v1/chat/completions", json=ASK).status_code == 503
+        assert client.post("/v1/chat/completions", json=CHAT_BODY).status_code == 503
     wait_until(lambda: model(client)["queue"]["running"] == 0, "the last request is gone")
     assert client.post("/v1/admin/models/demo/load").json()["state"] == "ready"
 
 
 def test_a_forced_unload_ends_what_runs_with_an_error(client: httpx.Client) -> None:
-    with client.stream("POST", "/v1/chat/completions", json=ENDLESS) as running:
+    with client.stream("POST", "/v1/chat/completions", json=ENDLESS_BODY) as running:
         lines = running.iter_lines()
         next(lines)
         assert client.post("/v1/admin/models/demo/unload?force=true").json()["state"] == "stopped"
@@ -144,11 +144,11 @@ def test_a_forced_unload_ends_what_runs_with_an_error(client: httpx.Client) -> N
 
 
 def test_memory_is_told_without_a_gpu(client: httpx.Client) -> None:
-    told = client.get("/v1/admin/gpu-memory").json()
-    assert told["ram"]["total"] > told["ram"]["free"] > 0
-    assert told["ram"]["used_here"] > 10_000_000
-    assert [row["id"] for row in told["models"]] == ["demo", "broken"]
-    assert told["models"][0]["estimate"]["total"] > 0
+    body = client.get("/v1/admin/gpu-memory").json()
+    assert body["ram"]["total"] > body["ram"]["free"] > 0
+    assert body["ram"]["used_here"] > 10_000_000
+    assert [row["id"] for row in body["models"]] == ["demo", "broken"]
+    assert body["models"][0]["estimate"]["total"] > 0
 
 
 def test_caches_are_listed_with_their_sizes(client: httpx.Client) -> None:
@@ -160,16 +160,16 @@ def test_caches_are_listed_with_their_sizes(client: httpx.Client) -> None:
 
 
 def test_a_name_is_resolved_as_a_request_would_be(client: httpx.Client) -> None:
-    told = client.get("/v1/admin/route", params={"model": "claude-haiku-4", "endpoint": "/v1/messages"}).json()
-    assert (told["model"], told["cache"], told["window"], told["backend"]) == ("demo", "fast", 2048, "fake")
+    body = client.get("/v1/admin/route", params={"model": "claude-haiku-4", "endpoint": "/v1/messages"}).json()
+    assert (body["model"], body["cache"], body["window"], body["backend"]) == ("demo", "fast", 2048, "fake")
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_running_request_is_seen_and_can_be_ended(client: httpx.Client, served: LiveServer) -> None:
-    with ThreadPoolExecutor(1) as others, httpx.Client(base_url=served.url) as second:
-        reading = others.submit(second.post, "/v1/chat/completions", json=ENDLESS)
+def test_a_running_request_is_seen_and_can_be_ended(client: httpx.Client, server: LiveServer) -> None:
+    with ThreadPoolExecutor(1) as others, httpx.Client(base_url=server.url) as second:
+        reading = others.submit(second.post, "/v1/chat/completions", json=ENDLESS_BODY)
         wait_until(lambda: client.get("/v1/admin/requests").json()["live"], "the request runs")
         (live,) = client.get("/v1/admin/requests").json()["live"]
         assert (live["model"], live["cache"], live["state"]) == ("demo", "main", "running")
@@ -181,26 +181,26 @@ def test_a_running_request_is_seen_and_can_be_ended(client: httpx.Client, served
 
 
 def test_a_finished_request_keeps_its_figures(client: httpx.Client) -> None:
-    asked = client.post("/v1/chat/completions", json=ASK).headers["x-request-id"]
-    told = client.get(f"/v1/admin/requests/{asked}").json()
-    (ended,) = told["ended"]
+    request_id = client.post("/v1/chat/completions", json=CHAT_BODY).headers["x-request-id"]
+    body = client.get(f"/v1/admin/requests/{request_id}").json()
+    (ended,) = body["ended"]
     assert (ended["state"], ended["status"], ended["usage"]["output"]) == ("finished", "end", 4)
     assert ended["timings"]["total"] > 0
-    assert told["texts"] is None
+    assert body["texts"] is None
     slices = client.get("/v1/admin/history").json()["slices"]
     assert sum(one["requests"] for one in slices) == 1
 
 
 def test_texts_are_kept_once_they_are_asked_for(client: httpx.Client) -> None:
     assert client.post("/v1/admin/history", json={"texts": True}).json() == {"texts": True}
-    asked = client.post("/v1/chat/completions", json=ASK).headers["x-request-id"]
-    texts = client.get(f"/v1/admin/requests/{asked}").json()["texts"]
-    assert json.loads(texts["request"]) == ASK
+    request_id = client.post("/v1/chat/completions", json=CHAT_BODY).headers["x-request-id"]
+    texts = client.get(f"/v1/admin/requests/{request_id}").json()["texts"]
+    assert json.loads(texts["request"]) == CHAT_BODY
     assert "hi" in texts["prompt"]
     assert texts["output"].startswith("Hello there.")
     assert json.loads(texts["response"])["object"] == "chat.completion"
     client.post("/v1/admin/history", json={"texts": False})
-    assert client.get(f"/v1/admin/requests/{asked}").json()["texts"] is None
+    assert client.get(f"/v1/admin/requests/{request_id}").json()["texts"] is None
 
 
 def test_an_unknown_request_is_not_found(client: httpx.Client) -> None:
@@ -222,8 +222,8 @@ def test_a_wrong_query_is_named(client: httpx.Client, query: str) -> None:
 # --- changes as they happen -------------------------------------------------------------------------------------------
 
 
-def test_changes_are_told_as_they_happen(client: httpx.Client, served: LiveServer) -> None:
-    with httpx.Client(base_url=served.url) as other, other.stream("GET", "/v1/admin/events") as stream:
+def test_changes_are_told_as_they_happen(client: httpx.Client, server: LiveServer) -> None:
+    with httpx.Client(base_url=server.url) as other, other.stream("GET", "/v1/admin/events") as stream:
         lines = stream.iter_lines()
         assert next(lines) == "event: snapshot"
         first = json.loads(next(lines).removeprefix("data: "))
@@ -263,9 +263,9 @@ def test_the_documentation_lists_every_endpoint(client: httpx.Client) -> None:
 
 def test_a_load_is_appraised_without_being_done(client: httpx.Client) -> None:
     client.post("/v1/admin/models/demo/unload")
-    told = client.post("/v1/admin/models/demo/estimate", json={"token_delay": 1}).json()
-    assert (told["id"], told["fits"]) == ("demo", True)
-    assert 0 < told["estimate"]["total"] < told["free"]
+    body = client.post("/v1/admin/models/demo/estimate", json={"token_delay": 1}).json()
+    assert (body["id"], body["fits"]) == ("demo", True)
+    assert 0 < body["estimate"]["total"] < body["free"]
     assert model(client)["state"] == "stopped"
 
 
@@ -279,9 +279,9 @@ def test_an_appraisal_refuses_what_a_load_would(client: httpx.Client) -> None:
 
 
 def test_a_reader_asks_only_for_what_ended_since(client: httpx.Client) -> None:
-    assert client.post("/v1/chat/completions", json=ASK).status_code == 200
+    assert client.post("/v1/chat/completions", json=CHAT_BODY).status_code == 200
     (first,) = client.get("/v1/admin/requests").json()["ended"]
-    assert client.post("/v1/chat/completions", json=ASK).status_code == 200
+    assert client.post("/v1/chat/completions", json=CHAT_BODY).status_code == 200
     newer = client.get("/v1/admin/requests", params={"since": first["at"]}).json()["ended"]
     assert first["id"] in [one["id"] for one in newer]
     last = max(one["at"] for one in newer)
