@@ -76,7 +76,7 @@ async def test_closing_waits_for_the_close_of_a_lost_engine():
     replica.start()
     await observer.until("on_ready")
     engine.lost.set_result(Unavailable("killed"))
-    while replica.engine is not None:  # noqa: ASYNC110  nobody tells of it
+    while replica.engine is not None:  # noqa: ASYNC110  there is no event to wait for
         await asyncio.sleep(0)
     replica.close()
     await asyncio.sleep(0)

@@ -486,14 +486,14 @@ async def test_a_failing_load_raises_its_reason_and_can_be_repeated():
 
 async def test_admin_operations_on_an_unknown_model_are_not_found():
     async with Harness() as harness:
-        for order in (
+        for operation in (
             harness.scheduler.load,
             harness.scheduler.unload,
             harness.scheduler.drain,
             harness.scheduler.engines,
         ):
             with pytest.raises(NotFound):
-                order("nobody")
+                operation("unknown")
 
 
 async def test_a_load_evicts_an_idle_model():

@@ -39,7 +39,7 @@ def test_ids_are_little_endian_whatever_the_machine() -> None:
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**32], ["a"]])
-def test_what_is_no_token_id_is_an_invalid_request(ids: list[int]) -> None:
+def test_an_invalid_token_id_is_an_invalid_request(ids: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="token ids"):
         pack_ids(ids)
 

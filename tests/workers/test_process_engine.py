@@ -21,10 +21,8 @@ from modelyard.workers.process_engine import ProcessTextEngine, create_process_e
 from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read, until
 from tests.live_server import demo_config, live_server
-from tests.workers.harness import DEADLINE_S, LENIENT, expect_silence, fake_spec, prompt
+from tests.workers.harness import DEADLINE_S, HANGING, LENIENT, expect_silence, fake_spec, prompt
 from tests.workers.harness import until as wait_until
-
-HANGING: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
 
 
 @asynccontextmanager

@@ -35,8 +35,8 @@ HEARTBEAT = HeartbeatConfig(interval_s=0.4, worker_misses=10)
 
 
 def test_resources_become_ray_options() -> None:
-    told = ActorResources(2.0, 0.5, 1 << 30, {"fast": 1.0}).options()
-    assert told == {"num_cpus": 2.0, "num_gpus": 0.5, "memory": 1 << 30, "resources": {"fast": 1.0}}
+    options = ActorResources(2.0, 0.5, 1 << 30, {"fast": 1.0}).options()
+    assert options == {"num_cpus": 2.0, "num_gpus": 0.5, "memory": 1 << 30, "resources": {"fast": 1.0}}
     assert "memory" not in ActorResources().options()
 
 

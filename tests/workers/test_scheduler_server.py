@@ -193,7 +193,7 @@ async def test_the_limits_of_a_key_cover_all_gateways(tmp_path: Path) -> None:
 async def test_a_gateway_gets_the_errors_of_the_scheduler(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         with pytest.raises(NotFound):
-            await lease_from(pool, model="nobody")
+            await lease_from(pool, model="unknown")
         await pool.unload("demo")
         with pytest.raises(Conflict):
             await lease_from(pool)
@@ -391,7 +391,7 @@ async def test_admin_commands_reach_the_scheduler(tmp_path: Path) -> None:
             await lease_from(pool)
         await pool.load("demo")
         with pytest.raises(NotFound):
-            pool.load("nobody")
+            pool.load("unknown")
         await pool.reload()
         assert deployment.reloads == 1
         await pool.unload("demo", force=True)
@@ -415,7 +415,7 @@ async def test_a_request_of_another_gateway_is_cancelled_by_its_trace(tmp_path: 
         lease.on_revoke(why.append)
         await two.refresh()
         assert [request.trace for request in two.requests()] == ["t"]
-        assert two.cancel("nobody") == 0
+        assert two.cancel("unknown") == 0
         assert two.cancel("t") == 1
         await until(lambda: bool(why))
         assert isinstance(why[0], Cancelled)
@@ -436,7 +436,7 @@ async def test_engine_calls_need_no_lease(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         (engine,) = pool.engines("demo")
         await engine.control(Control("evict"))
-        assert pool.engines("nobody") == ()
+        assert pool.engines("unknown") == ()
 
 
 async def test_a_session_stays_on_its_replica(tmp_path: Path) -> None:

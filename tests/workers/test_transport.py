@@ -58,22 +58,22 @@ async def dealer(
 
 
 def echo() -> tuple[list[RouterSocket], Callable[[bytes, bytes], None]]:
-    made: list[RouterSocket] = []
+    routers: list[RouterSocket] = []
 
     def answer(peer: bytes, data: bytes) -> None:
         with suppress(PeerDisconnected):
-            made[0].send(peer, data)
+            routers[0].send(peer, data)
 
-    return made, answer
+    return routers, answer
 
 
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("with_keys", [False, True])
 async def test_messages_arrive_in_order_in_both_directions(tcp: bool, with_keys: bool) -> None:
     keys = generate_keys() if with_keys else None
-    made, answer = echo()
+    routers, answer = echo()
     async with router(LOCAL if tcp else ipc_endpoint(), answer, keys) as router_socket:
-        made.append(router_socket)
+        routers.append(router_socket)
         async with dealer(router_socket.endpoint, keys) as (dealer_socket, received, _):
             sent = [bytes([i % 256]) * i for i in range(500)]
             assert all(dealer_socket.send(data) for data in sent)
@@ -84,18 +84,18 @@ async def test_messages_arrive_in_order_in_both_directions(tcp: bool, with_keys:
 async def test_messages_are_sent_without_the_fast_send(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport._send_with_gil is not None
     monkeypatch.setattr(transport, "_send_with_gil", None)
-    made, answer = echo()
+    routers, answer = echo()
     async with router(ipc_endpoint(), answer) as router_socket:
-        made.append(router_socket)
+        routers.append(router_socket)
         async with dealer(router_socket.endpoint) as (dealer_socket, received, _):
             dealer_socket.send(b"a\0b")
             await until(lambda: received == [b"a\0b"])
 
 
 async def test_every_peer_gets_its_own_replies() -> None:
-    made, answer = echo()
+    routers, answer = echo()
     async with router(ipc_endpoint(), answer) as router_socket:
-        made.append(router_socket)
+        routers.append(router_socket)
         async with (
             dealer(router_socket.endpoint) as (one, of_one, _),
             dealer(router_socket.endpoint) as (two, of_two, _),
@@ -246,9 +246,9 @@ async def test_a_peer_that_does_not_read_does_not_affect_others() -> None:
     ],
 )
 async def test_bytes_that_are_not_zeromq_are_harmless(data: bytes) -> None:
-    made, answer = echo()
+    routers, answer = echo()
     async with router(LOCAL, answer) as router_socket:
-        made.append(router_socket)
+        routers.append(router_socket)
         port = int(router_socket.endpoint.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(data)

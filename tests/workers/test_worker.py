@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Control, End, Tokens
+from modelyard.core.engine import CacheInfo, Control, End, Prompt, TokenRun, Tokens
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, Unavailable, Unsupported
 from modelyard.core.events import Failed, collect_reply
 from modelyard.core.request import Message as Turn
@@ -42,6 +42,7 @@ from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
 from tests.workers.harness import (
     DEADLINE_S,
+    HANGING,
     LENIENT,
     STRICT,
     RawPeer,
@@ -53,7 +54,6 @@ from tests.workers.harness import (
     until,
 )
 
-HANGING: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
 LONG: dict[str, Any] = {"script": [{"steps": [{"tokens": 1000}]}], "token_delay": 0.0001}
 
 
@@ -63,9 +63,9 @@ async def test_streams_of_two_clients_never_mix() -> None:
         same = await open_fake(two)
         texts = [f"This is the number {i}, and it has its own words: {i * 7919}." for i in range(16)]
         jobs = [(engine if i % 2 else same).generate(prompt(text)) for i, text in enumerate(texts)]
-        said = await asyncio.gather(*(read(job) for job in jobs))
+        outputs = await asyncio.gather(*(read(job) for job in jobs))
         alone = [ids(await read(engine.generate(prompt(text)))) for text in texts]
-        assert [ids(chunks) for chunks in said] == alone
+        assert [ids(chunks) for chunks in outputs] == alone
         assert len({tuple(each) for each in alone}) == len(texts)
 
 
@@ -103,15 +103,15 @@ async def test_control_embeddings_and_counts_return_results_and_errors() -> None
         assert engine.stats().occupied_tokens == 0
         with pytest.raises(NotFound, match="no cache was saved"):
             await engine.control(Control("restore", argument="x"))
-        made = await engine.embed([[1, 2], [3]])
-        assert made.prompt_tokens == 3
-        assert made == await engine.embed([[1, 2], [3]])
+        embeddings = await engine.embed([[1, 2], [3]])
+        assert embeddings.prompt_tokens == 3
+        assert embeddings == await engine.embed([[1, 2], [3]])
         chat = await open_fake(session, "c", kind="chat", echo=True)
-        asked = Request(model="m", messages=(Turn("user", (Text("Good morning."),)),))
-        assert await chat.count(asked) > 0
+        request = Request(model="m", messages=(Turn("user", (Text("Good morning."),)),))
+        assert await chat.count(request) > 0
         with pytest.raises(Unsupported):
             await session.call(lambda id: EmbedTokens(id, "c", []))
-        assert collect_reply(await read(chat.chat(asked))).text == "Good morning."
+        assert collect_reply(await read(chat.chat(request))).text == "Good morning."
 
 
 async def test_a_request_of_the_wrong_kind_or_for_an_unknown_engine_fails() -> None:
@@ -130,8 +130,6 @@ async def test_a_request_of_the_wrong_kind_or_for_an_unknown_engine_fails() -> N
 async def test_invalid_token_ids_fail_only_their_request() -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(session, echo=True)
-        from modelyard.core.engine import Prompt, TokenRun
-
         (last,) = await read(engine.generate(Prompt(parts=(TokenRun([-1]),))))
         assert isinstance(last.error, InvalidRequest)
         assert end(await read(engine.generate(prompt()))).reason == "stop"
@@ -227,7 +225,7 @@ async def test_messages_for_unknown_requests_are_ignored(closing: Closing) -> No
             PauseRequest(9),
             ResumeRequest(9),
             Heartbeat(1),
-            DropClient(3, "nobody"),
+            DropClient(3, "unknown"),
         ):
             peer.send(word)
         await until(lambda: any(isinstance(word, WorkerReply) for word in peer.received))
