@@ -1,4 +1,4 @@
-"""`python -m modelyard.workers ENDPOINT [--hired]`: a worker as the child of a gateway, or started by a scheduler."""
+"""`python -m modelyard.workers ENDPOINT [--exit-when-orphaned]`: the worker process of a gateway or a scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
     file = os.environ.get(KEYS_VARIABLE)
     keys = read_keys(Path(file)) if file else None
     with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
-        runner.run(run_worker(endpoint, keys=keys, exit_when_orphaned="--hired" in options))
+        runner.run(run_worker(endpoint, keys=keys, exit_when_orphaned="--exit-when-orphaned" in options))
 
 
 if __name__ == "__main__":

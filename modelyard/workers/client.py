@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -72,6 +72,8 @@ from modelyard.workers.messages import (
 )
 from modelyard.workers.packing import MalformedMessage, pack_ids, unpack_vector
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -401,6 +403,22 @@ class WorkerSession:
         """Send without an error: a worker whose queue is full has not read for long, and its silence is about to be
         noticed."""
         self._socket.send(encode(message))
+
+
+async def result_unless_exited(
+    work: Coroutine[Any, Any, T], ended: asyncio.Task[int] | None, exit_error: Callable[[], ModelyardError]
+) -> T:
+    """The result of `work`. If the worker's process `ended` before, raise `exit_error()`."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        tasks: set[asyncio.Task[Any]] = {task} if ended is None else {task, ended}
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if ended is not None and ended.done() and (not task.done() or task.exception() is not None):
+            raise exit_error()
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 # --- engines --------------------------------------------------------------------------------------------------------

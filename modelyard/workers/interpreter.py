@@ -85,7 +85,7 @@ def worker_environment(python: str | None, folder: Path, env: Mapping[str, str])
     here must not shadow its own."""
     if not python:
         return dict(env)
-    path = folder / "lent"
+    path = folder / "packages"
     path.mkdir(exist_ok=True)
     link = path / modelyard.__name__
     if not link.is_symlink():

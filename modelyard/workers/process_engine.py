@@ -10,9 +10,9 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 from modelyard import plugins
@@ -31,12 +31,10 @@ from modelyard.core.errors import ModelyardError, Timeout, Unavailable
 from modelyard.core.events import Event
 from modelyard.core.request import Request
 from modelyard.processes.child_process import ChildProcess, describe_exit
-from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.client import WorkerSession, remote_engine, result_unless_exited
 from modelyard.workers.interpreter import check_interpreter, interpreter_path, worker_environment
 from modelyard.workers.messages import open_engine_message
 from modelyard.workers.transport import HeartbeatConfig
-
-T = TypeVar("T")
 
 _START_S = 120.0  # starting Python on a machine that is busy with loading a model
 _CLOSE_S = 60.0  # an engine may have a lot to save
@@ -82,29 +80,19 @@ class ProcessEngine:
         self._session = session
         try:
             async with asyncio.timeout(_START_S):
-                await self._while_alive(child, session.connect())
+                await result_unless_exited(session.connect(), child.ended, lambda: self._exit_error(child))
         except TimeoutError:
             raise Timeout(f"the engine's process did not answer within {_START_S:g} s", code="load_timeout") from None
         message = open_engine_message(uuid4().hex[:16], self._backend, self._spec)
         try:
-            opened = await self._while_alive(child, session.open(message, progress))
+            opened = await result_unless_exited(
+                session.open(message, progress), child.ended, lambda: self._exit_error(child)
+            )
         except ModelyardError as error:
             raise await self._explain(error) from error
         self.info = opened.info
         self._engine = remote_engine(session, opened, self.lost)
         self._watching = asyncio.get_running_loop().create_task(self._watch(child, session))
-
-    async def _while_alive(self, child: ChildProcess, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, or the reason why the child exited before."""
-        task = asyncio.get_running_loop().create_task(work)
-        try:
-            await asyncio.wait({task, child.ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() or (task.exception() is not None and child.ended.done()):
-                raise self._exit_error(child)
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _explain(self, error: ModelyardError) -> ModelyardError:
         """Some engines have helper processes whose errors appear only in the child's output."""

@@ -16,7 +16,7 @@ import signal
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 from uuid import uuid4
 
 from msgspec import Struct
@@ -25,7 +25,7 @@ from modelyard.core.engine import Engine, EngineInfo, EngineSpec, EngineStats, N
 from modelyard.core.errors import ModelyardError, Timeout, Unavailable
 from modelyard.processes.child_process import describe_exit
 from modelyard.processes.ports import reserve_port
-from modelyard.workers.client import RemoteEngine, WorkerSession, remote_engine
+from modelyard.workers.client import RemoteEngine, WorkerSession, remote_engine, result_unless_exited
 from modelyard.workers.interpreter import check_interpreter, interpreter_path, worker_environment
 from modelyard.workers.messages import (
     DropClient,
@@ -304,7 +304,7 @@ class WorkerPool:
             with reserve_port(self._host, 0) as held:
                 endpoint = f"tcp://{self._host}:{held.getsockname()[1]}"
         file.write_text(endpoint, "utf-8")
-        argv = [interpreter_path(python), "-m", "modelyard.workers", endpoint, "--hired"]
+        argv = [interpreter_path(python), "-m", "modelyard.workers", endpoint, "--exit-when-orphaned"]
         env = worker_environment(python, self._folder, os.environ)
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
@@ -313,28 +313,15 @@ class WorkerPool:
         worker = WorkerHandle(self._session(endpoint), is_owned=True, log=log)
         worker.set_process(process)
         try:
-            await self._wait_started(worker)
-        except BaseException:
+            async with asyncio.timeout(_START_S):
+                await result_unless_exited(worker.session.connect(), worker.ended, worker.exit_error)
+        except BaseException as error:
             await worker.close(kill=True)
             self._remove_files(file)
+            if isinstance(error, TimeoutError):
+                raise Timeout(f"a worker did not answer within {_START_S:g} s", code="load_timeout") from None
             raise
         return worker
-
-    @staticmethod
-    async def _wait_started(worker: WorkerHandle) -> None:
-        assert worker.ended is not None  # noqa: S101  its process was just set
-        connecting = asyncio.get_running_loop().create_task(worker.session.connect())
-        try:
-            tasks: set[asyncio.Task[Any]] = {connecting, worker.ended}
-            await asyncio.wait(tasks, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
-            if worker.ended.done():
-                raise worker.exit_error()
-            if not connecting.done():
-                raise Timeout(f"a worker did not answer within {_START_S:g} s", code="load_timeout")
-            connecting.result()
-        finally:
-            connecting.cancel()
-            await asyncio.gather(connecting, return_exceptions=True)
 
     def remove_files(self) -> None:
         """The addresses of workers that have exited, when the scheduler stops."""
@@ -391,16 +378,8 @@ class WorkerEngine:
         self._worker, self.node = worker, worker.node
         self.id = worker.engine or uuid4().hex[:16]
         message = open_engine_message(self.id, self._backend, self._spec, self._identity)
-        opening = asyncio.get_running_loop().create_task(worker.session.open(message, progress))
-        try:
-            tasks: set[asyncio.Task[Any]] = {opening} if worker.ended is None else {opening, worker.ended}
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if worker.ended is not None and worker.ended.done():
-                raise worker.exit_error()
-            opened = opening.result()
-        finally:
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
+        opening = worker.session.open(message, progress)
+        opened = await result_unless_exited(opening, worker.ended, worker.exit_error)
         self.info, self.kind, self.embeds = opened.info, opened.kind, opened.embeds
         self._engine = remote_engine(worker.session, opened, self.lost)
         if worker.ended is not None:

@@ -92,7 +92,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProces
 
 def test_all_gateways_use_one_worker(processes: ServerProcesses) -> None:
     assert len({processes.reply() for _ in range(6)}) == 1
-    (worker,) = processes.with_argument("--hired")
+    (worker,) = processes.with_argument("--exit-when-orphaned")
     assert processes.worker_pid() == worker.pid
     body = {"model": "small", "input": "Hi.", "max_output_tokens": 4}
     first = httpx.post(f"{processes.url}/v1/responses", json=body, timeout=cli_process.DEADLINE)
