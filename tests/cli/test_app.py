@@ -1,4 +1,4 @@
-"""The command line by its own runner; what needs a process of its own is in test_app.py."""
+"""The command line, most of it in this process with the runner of Typer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 COMMANDS = dict(commands(typer.main.get_command(app.app)))
 
 
-def test_the_commands_are_those_that_are_promised():
+def test_the_documented_commands_exist():
     assert set(COMMANDS) >= {
         (),
         ("serve",),
@@ -86,7 +86,7 @@ def test_the_commands_are_those_that_are_promised():
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids="-".join)
-def test_every_command_and_every_option_has_a_sentence(path: tuple[str, ...]):
+def test_every_command_and_every_option_has_help(path: tuple[str, ...]):
     command = COMMANDS[path]
     shown = invoke(*path, "--help")
     assert shown.exit_code == 0
@@ -101,11 +101,11 @@ def test_the_version_is_printed_alone():
     assert (shown.exit_code, shown.stdout) == (0, f"{__version__}\n")
 
 
-def test_nothing_said_is_answered_with_help():
+def test_no_arguments_print_the_help():
     assert "serve" in invoke().output
 
 
-def test_an_unknown_command_is_a_mistake_of_use():
+def test_an_unknown_command_is_a_usage_error():
     shown = invoke("sevre")
     assert shown.exit_code == 2
     assert "sevre" in shown.stderr
@@ -114,7 +114,7 @@ def test_an_unknown_command_is_a_mistake_of_use():
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def test_check_shows_what_a_file_comes_to():
+def test_check_shows_the_effective_configuration():
     shown = invoke("check", "--config", str(CONFIGS / "demo.toml"))
     rows = [" ".join(line.split()) for line in shown.stdout.splitlines()]
     assert shown.exit_code == 0
@@ -133,7 +133,7 @@ def test_check_without_a_file_shows_the_default_and_fetches_nothing():
     assert not Path("cache/models/smollm2").exists()
 
 
-def test_check_tells_all_problems_at_once_and_what_was_meant(tmp_path: Path):
+def test_check_lists_all_problems_with_suggestions(tmp_path: Path):
     (tmp_path / "modelyard.toml").write_text(BROKEN)
     shown = invoke("check")
     assert shown.exit_code == 2
@@ -144,7 +144,7 @@ def test_check_tells_all_problems_at_once_and_what_was_meant(tmp_path: Path):
     assert all(line.startswith("error") and "modelyard.toml" in line for line in shown.stderr.splitlines())
 
 
-def test_check_of_an_engine_that_is_not_there_ends_in_one_and_still_shows_the_routes(tmp_path: Path):
+def test_check_with_a_missing_engine_exits_with_one_and_shows_the_routes(tmp_path: Path):
     (tmp_path / "modelyard.toml").write_text('[models.big]\nbackend = "fake"\n[models.other]\nbackend = "warp_drive"\n')
     shown = invoke("check")
     assert shown.exit_code == 1
@@ -152,7 +152,7 @@ def test_check_of_an_engine_that_is_not_there_ends_in_one_and_still_shows_the_ro
     assert "big" in shown.stdout
 
 
-def test_check_tells_of_an_engine_whose_library_does_not_work_here(monkeypatch: pytest.MonkeyPatch):
+def test_check_reports_an_engine_whose_library_does_not_work(monkeypatch: pytest.MonkeyPatch):
     def broken() -> None:
         raise Unavailable("the library died by SIGILL; `make rebuild-engine` builds it anew")
 
@@ -163,14 +163,14 @@ def test_check_tells_of_an_engine_whose_library_does_not_work_here(monkeypatch: 
     assert "smollm2" in shown.stdout
 
 
-def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path):
+def test_a_missing_file_is_one_sentence(tmp_path: Path):
     shown = invoke("check", "--config", "nowhere.toml")
     assert shown.exit_code == 2
     assert "nowhere.toml" in shown.stderr
     assert shown.stderr.count("\n") == 1
 
 
-def test_the_chats_own_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch):
+def test_variables_of_the_chat_are_not_settings(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MODELYARD_URL", "http://127.0.0.1:9")
     assert invoke("check").exit_code == 0
 
@@ -186,7 +186,7 @@ def validator() -> Any:
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.iterdir()), ids=lambda file: file.name)
-def test_every_example_is_valid_by_the_printed_schema(validator: Any, file: Path):
+def test_every_example_matches_the_printed_schema(validator: Any, file: Path):
     text = file.read_text()
     validator.validate(tomllib.loads(text) if file.suffix == ".toml" else json.loads(text))
 
@@ -194,7 +194,7 @@ def test_every_example_is_valid_by_the_printed_schema(validator: Any, file: Path
 @pytest.mark.parametrize(
     "broken", [{"http": {"prot": 1}}, {"htpp": {}}, {"http": {"port": "x"}}, {"caches": {"a": {}}}]
 )
-def test_the_printed_schema_refuses_what_the_program_would(validator: Any, broken: dict[str, Any]):
+def test_the_printed_schema_refuses_invalid_configurations(validator: Any, broken: dict[str, Any]):
     assert not validator.is_valid(broken)
 
 
@@ -208,12 +208,12 @@ def test_models_list_shows_engine_aliases_and_description():
     assert "library" not in shown.stdout
 
 
-def test_models_list_says_that_the_default_is_not_here_yet():
+def test_models_list_marks_the_default_as_not_downloaded():
     shown = " ".join(invoke("models", "list").stdout.split())
     assert "smollm2 llama_cpp at start 98.4 MB not fetched yet" in shown
 
 
-def test_models_show_says_that_the_default_is_not_here_yet():
+def test_models_show_marks_the_default_as_not_downloaded():
     shown = invoke("models", "show", "smollm2")
     assert shown.exit_code == 0
     assert "not fetched yet (98.4 MB): modelyard serve fetches it at start" in shown.stdout
@@ -234,7 +234,7 @@ def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
     assert (tmp_path / "tiny.Q4_K_M.gguf").exists()
 
 
-def test_a_model_is_converted_into_the_library_and_said_how_to_serve(tmp_path: Path):
+def test_a_model_is_converted_into_the_library(tmp_path: Path):
     write_model(tmp_path / "tiny.gguf")
     made = invoke("models", "convert", "tiny.gguf", "--to", "ct2")
     assert made.exit_code == 0
@@ -246,7 +246,7 @@ def test_a_model_is_converted_into_the_library_and_said_how_to_serve(tmp_path: P
         assert (shown.exit_code, shown.stderr.count("\n")) == (2, 1)
 
 
-def test_what_cannot_be_added_or_removed_is_one_sentence(tmp_path: Path):
+def test_add_and_remove_errors_are_one_sentence(tmp_path: Path):
     (tmp_path / "broken.gguf").write_bytes(b"GGUX")
     for command in (("add", "nowhere at all"), ("add", "broken.gguf"), ("remove", "nobody", "--yes")):
         shown = invoke("models", *command)
@@ -256,7 +256,7 @@ def test_what_cannot_be_added_or_removed_is_one_sentence(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["demo", "gpt-demo"])
-def test_models_show_explains_where_everything_comes_from(name: str):
+def test_models_show_explains_the_origin_of_every_part(name: str):
     shown = invoke("models", "show", name, "--config", str(CONFIGS / "demo.toml"))
     rows = {line.split()[0] for line in shown.stdout.splitlines()}
     assert shown.exit_code == 0
@@ -264,7 +264,7 @@ def test_models_show_explains_where_everything_comes_from(name: str):
     assert "8 × 8192 tokens Conversations" in shown.stdout
 
 
-def test_an_unknown_model_is_told_which_there_are():
+def test_an_unknown_model_is_an_error_that_lists_the_known_models():
     shown = invoke("models", "show", "demmo", "--config", str(CONFIGS / "demo.toml"))
     assert shown.exit_code == 2
     assert shown.stderr == "error no model 'demmo'; there are demo, gpt-demo\n"
@@ -273,7 +273,7 @@ def test_an_unknown_model_is_told_which_there_are():
 # --- serve, as far as it does not serve -------------------------------------------------------------------------------
 
 
-def test_serve_with_a_broken_file_tells_every_problem_and_does_not_start(tmp_path: Path):
+def test_serve_with_an_invalid_file_lists_every_problem_and_does_not_start(tmp_path: Path):
     (tmp_path / "modelyard.toml").write_text(BROKEN)
     shown = invoke("serve")
     assert shown.exit_code == 2
@@ -293,21 +293,21 @@ def test_serve_on_a_taken_port_is_one_sentence():
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_serve_for_everybody_without_a_key_is_refused(workers: str):
+def test_serve_on_a_public_address_without_a_key_is_refused(workers: str):
     shown = invoke("serve", "--host", "0.0.0.0", "--port", "0", "--workers", workers)
     assert shown.exit_code == 2
     assert "without an API key" in shown.stderr
     assert "MODELYARD_API_KEY" in shown.stderr
 
 
-def test_a_port_that_cannot_be_is_a_problem_of_the_command_line():
+def test_an_invalid_port_is_a_usage_error():
     shown = invoke("serve", "--port", "99999")
     assert shown.exit_code == 2
     assert "command line" in shown.stderr
     assert "65535" in shown.stderr
 
 
-def test_several_gateways_share_a_scheduler_where_weights_or_limits_are_to_be_shared(monkeypatch: pytest.MonkeyPatch):
+def test_several_gateways_share_a_scheduler_if_weights_or_limits_are_shared(monkeypatch: pytest.MonkeyPatch):
     demo = load_config(Path(DEMO[1]), env={}).config
     assert not needs_scheduler(demo)
     limited = load_config(
@@ -318,7 +318,7 @@ def test_several_gateways_share_a_scheduler_where_weights_or_limits_are_to_be_sh
     assert needs_scheduler(demo)
 
 
-def test_keys_are_made_once(tmp_path: Path):
+def test_keys_are_created_once(tmp_path: Path):
     file = tmp_path / "cluster.keys"
     assert invoke("keys", str(file)).exit_code == 0
     again = invoke("keys", str(file))
@@ -326,14 +326,14 @@ def test_keys_are_made_once(tmp_path: Path):
     assert "exists already" in again.stderr
 
 
-def test_an_address_that_others_can_reach_is_refused_without_keys():
+def test_a_public_address_is_refused_without_keys():
     for command in (("scheduler", "--listen", "tcp://0.0.0.0:1"), ("worker", "--scheduler", "tcp://192.0.2.1:1")):
         shown = invoke(*command, *DEMO)
         assert shown.exit_code == 2
         assert "modelyard keys" in shown.stderr
 
 
-def test_serve_without_the_engine_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
+def test_serve_without_llama_cpp_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("modelyard.server.serve.find_spec", lambda name: None)
     shown = invoke("serve", "--port", "0")
     assert shown.exit_code == 2
@@ -342,14 +342,14 @@ def test_serve_without_the_engine_says_how_to_build_it(monkeypatch: pytest.Monke
     assert "configs/demo.toml" in shown.stderr
 
 
-def test_serve_without_the_engine_still_serves_what_does_not_need_it(monkeypatch: pytest.MonkeyPatch):
+def test_serve_without_llama_cpp_still_serves_other_models(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("modelyard.server.serve.find_spec", lambda name: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         shown = invoke("serve", "--port", str(taken.getsockname()[1]), *DEMO)
     assert "is in use by another program" in shown.stderr, "it came as far as listening"
 
 
-def test_serve_fetches_the_default_before_it_listens(monkeypatch: pytest.MonkeyPatch):
+def test_serve_downloads_the_default_model_before_it_listens(monkeypatch: pytest.MonkeyPatch):
     def fetch(meter: Any) -> Path:
         raise Unavailable("no network")
 

@@ -1,4 +1,4 @@
-"""The terminal chat: against a real server, once in this process and once on a terminal of its own."""
+"""The terminal chat against a live server, in this process and on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def turns(session: ChatSession) -> list[tuple[str, str]]:
     return [(m.role, "".join(p.text for p in m.parts if isinstance(p, Text))) for m in session.messages]
 
 
-def test_an_answer_is_shown_with_what_it_cost(server: LiveServer):
+def test_a_reply_is_shown_with_its_usage(server: LiveServer):
     screen, session = FakeScreen("hi"), ChatSession(server.url, "demo")
     session.run(screen)
     assert screen.text.startswith("Hello there.\n")
@@ -70,26 +70,26 @@ def test_an_answer_is_shown_with_what_it_cost(server: LiveServer):
     assert turns(session) == [("user", "hi"), ("assistant", "Hello there.")]
 
 
-def test_the_conversation_grows_and_empty_lines_are_passed_over(server: LiveServer):
+def test_the_conversation_grows_and_empty_lines_are_skipped(server: LiveServer):
     session = ChatSession(server.url, "demo", system="Be brief.")
     session.run(FakeScreen("hi", "", "  ", "again"))
     assert [role for role, _ in turns(session)] == ["system", "user", "assistant", "user", "assistant"]
 
 
-def test_without_a_name_the_first_model_of_the_server_answers(server: LiveServer):
+def test_the_default_is_the_first_model_of_the_server(server: LiveServer):
     session = ChatSession(server.url + "/")
     session.run(FakeScreen("hi"))
     assert turns(session)[-1] == ("assistant", "Hello there.")
 
 
-def test_reasoning_is_dim_and_the_answer_is_not(server: LiveServer):
+def test_reasoning_is_dim_and_the_reply_is_not(server: LiveServer):
     screen = FakeScreen("think", colour=True)
     ChatSession(server.url, "demo").run(screen)
     assert "\x1b[2;3mLet me see." in screen.text
     assert "\nForty-two." in screen.text
 
 
-def test_a_call_is_named_with_its_arguments():
+def test_a_call_is_shown_with_its_arguments():
     screen = FakeScreen()
     for event in (
         BlockStart(0, "text"),
@@ -102,27 +102,27 @@ def test_a_call_is_named_with_its_arguments():
     assert screen.text == 'I look.\ncalls see {"at": "Rome"}'
 
 
-def test_what_the_model_says_is_shown_as_it_stands_but_cannot_steer_the_terminal(server: LiveServer):
+def test_escape_sequences_of_the_model_are_not_sent_to_the_terminal(server: LiveServer):
     screen = FakeScreen("odd")
     ChatSession(server.url, "demo").run(screen)
     assert screen.text.startswith(":smile: [red]x[/red] ␛[2J end\n")
 
 
-def test_a_failure_is_told_and_the_question_forgotten(server: LiveServer):
+def test_a_failure_is_shown_and_its_question_is_dropped(server: LiveServer):
     screen, session = FakeScreen("fail", "hi"), ChatSession(server.url, "demo")
     session.run(screen)
     assert "out of [memory]" in screen.text
     assert turns(session) == [("user", "hi"), ("assistant", "Hello there.")]
 
 
-def test_an_unknown_model_is_told_in_the_servers_words():
+def test_an_unknown_model_shows_the_error_of_the_server():
     with live_server({"models": {"solo": {"backend": "fake"}}}) as server:
         screen = FakeScreen("hi")
         ChatSession(server.url, "nobody").run(screen)
     assert "The model 'nobody' does not exist here. Models: solo." in screen.text
 
 
-def test_an_interrupted_answer_stays_as_far_as_it_came(server: LiveServer):
+def test_an_interrupted_reply_is_kept(server: LiveServer):
     screen, session = FakeScreen("endless", interrupt="so far"), ChatSession(server.url, "demo")
     session.run(screen)
     assert screen.text == "so far\nstopped\n"
@@ -130,7 +130,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_came(server: LiveServer):
     wait_until(lambda: server.status("demo").running == 0, "the server lets go")
 
 
-def test_nobody_there_is_a_sentence_that_helps():
+def test_an_unreachable_server_is_a_helpful_sentence():
     screen, session = FakeScreen("hi"), ChatSession("http://127.0.0.1:9", "demo")
     session.run(screen)
     assert screen.text == "\nno server answers at http://127.0.0.1:9; start one with: modelyard serve\n"
@@ -138,14 +138,14 @@ def test_nobody_there_is_a_sentence_that_helps():
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://[::1"])
-def test_a_url_that_is_none_is_a_sentence_too(url: str):
+def test_an_invalid_url_is_one_sentence(url: str):
     screen = FakeScreen("hi")
     ChatSession(url, "demo").run(screen)
     assert url in screen.text
     assert screen.text.count("\n") == 2
 
 
-def test_a_server_that_lists_nothing_asks_for_a_name(server: LiveServer):
+def test_a_server_without_models_asks_for_a_name(server: LiveServer):
     screen = FakeScreen("hi")
     ChatSession(server.url + "/health", None).run(screen)
     assert "there is no /health/v1/models here" in screen.text
@@ -157,7 +157,7 @@ def test_messages_start_with_the_system_prompt():
 
 # --- on a terminal ----------------------------------------------------------------------------------------------------
 
-# The new session has no terminal until somebody claims one; only then does Ctrl-C reach it as a signal.
+# The new session has no terminal until a process claims one; only then does Ctrl-C reach it as a signal.
 _CLAIM = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
 _A_WHILE_S = 20.0
@@ -205,7 +205,7 @@ class Terminal:
         os.close(self._ours)
 
 
-def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(server: LiveServer):
+def test_ctrl_c_stops_a_reply_and_ctrl_d_the_chat(server: LiveServer):
     terminal = Terminal("chat", "demo", "--url", server.url)
     try:
         terminal.shows("› ")
@@ -224,7 +224,7 @@ def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(server: 
         terminal.close()
 
 
-def test_through_pipes_questions_come_in_and_answers_go_out(server: LiveServer):
+def test_the_chat_works_with_pipes(server: LiveServer):
     ended = subprocess.run(
         [*cli_process.MODELYARD, "chat", "--url", server.url],
         input="hi\nthink\n",

@@ -1,4 +1,4 @@
-"""What people ask before anything runs."""
+"""Checks of the Python interpreters that a configuration names."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def problems(python: str) -> list[tuple[str, str]]:
     return [(problem.path, problem.message) for problem in found]
 
 
-def test_interpreter_that_cannot_run_an_engine_is_told(lacking: str) -> None:
+def test_an_interpreter_that_cannot_run_an_engine_is_a_problem(lacking: str) -> None:
     ((path, message),) = problems(lacking)
     assert path == "models.demo.python"
     assert "pip install pyzmq" in message
 
 
-def test_fit_interpreter_is_no_problem() -> None:
+def test_a_suitable_interpreter_is_no_problem() -> None:
     assert problems(sys.executable) == []
 
 
-def test_interpreter_that_is_not_here_is_left_to_the_configurations_own_checks() -> None:
+def test_a_missing_interpreter_is_left_to_the_configuration_checks() -> None:
     assert problems("/nowhere/python") == []

@@ -1,4 +1,4 @@
-"""`modelyard explain` on a running server: the last requests of a session as a table, and every fault in a sentence."""
+"""`modelyard explain`: the last requests of a session as a table, and errors as one sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def send(url: str, session: str, text: str, system: str = SYSTEM_PROMPT, key: st
     return httpx.post(f"{url}/v1/chat/completions", json={"model": "m", "messages": talk}, headers=headers)
 
 
-def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
+def test_the_last_requests_of_a_session_are_listed_in_order() -> None:
     with live_server(demo_config()) as server:
         send(server.url, "talk-1", "hello")
         send(server.url, "talk-1", "hello", system="It is Monday. " + SYSTEM_PROMPT)
@@ -37,7 +37,7 @@ def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
     assert "system_changed" in shown.stdout
 
 
-def test_what_cannot_be_shown_is_one_sentence() -> None:
+def test_errors_are_one_sentence() -> None:
     with live_server(demo_config()) as server:
         with pytest.raises(NotFound, match="not answered any request yet"):
             request_rows(server.url, None, None, 5)
@@ -48,7 +48,7 @@ def test_what_cannot_be_shown_is_one_sentence() -> None:
         request_rows(server.url, None, None, 5)
 
 
-def test_a_server_with_keys_wants_an_administrators() -> None:
+def test_a_server_with_keys_needs_an_admin_key() -> None:
     keys = [{"name": "boss", "key": "s3cret-boss", "admin": True}, {"name": "guest", "key": "s3cret-guest"}]
     with live_server({**demo_config(), "keys": keys}) as server:
         send(server.url, "talk-1", "hello", key="s3cret-guest")

@@ -1,4 +1,4 @@
-"""A bench for one agent: a scripted server, a private home, a work folder, and no way out but the loopback."""
+"""A test bench for one agent: a scripted server, a private home, a work folder, and no network except loopback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, live_server
 
 DEADLINE = 240.0  # seconds, for a busy machine: an agent that is well needs a few
-_DEAD_END = "http://127.0.0.1:9"  # nobody listens on the discard port
+_DEAD_END = "http://127.0.0.1:9"  # the discard port has no listener
 
 
 class Done:
@@ -39,7 +39,7 @@ class Done:
 
 
 class Bench:
-    """`work` is the agent's folder. `asked` are its requests as the server has read them, in the order they came."""
+    """`work` is the folder of the agent; `requests` are its requests as parsed by the server, in order of arrival."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
@@ -135,7 +135,7 @@ class Bench:
         return _ended(process)
 
     def is_waiting_for(self, wanted: int = 1) -> None:
-        wait_until(lambda: self.server.status("demo").running >= wanted, "the agent asked", DEADLINE)
+        wait_until(lambda: self.server.status("demo").running >= wanted, "the agent sent a request", DEADLINE)
 
     def lose_the_engine(self, afterwards: list[dict[str, Any]]) -> None:
         """The engine is gone in mid-answer; the one that comes in its place follows another script."""

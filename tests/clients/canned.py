@@ -69,8 +69,8 @@ class Canned(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("content-length") or 0))
         path = self.path.partition("?")[0]
-        wires = {"/messages": messages, "/completions": chat, "/responses": responses}
-        protocol = next((protocol for end, protocol in wires.items() if path.endswith(end)), messages)
+        protocols = {"/messages": messages, "/completions": chat, "/responses": responses}
+        protocol = next((protocol for end, protocol in protocols.items() if path.endswith(end)), messages)
         events = [_frame(event) for event in protocol()]
         self._send("".join([*events, "data: [DONE]\n\n"] if protocol is chat else events).encode(), "text/event-stream")
 

@@ -19,7 +19,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.mark.steady
-def test_it_writes_a_file_that_the_model_has_shown(bench: Bench) -> None:
+def test_it_writes_a_file_from_a_reply(bench: Bench) -> None:
     (bench.work / "note.txt").write_text("nothing\n")
     with bench.serve([rule({"think": "An edit."}, says(EDIT), when="write a note"), rule(says("ok"))]):
         done = bench.run(*MESSAGE, "write a note", "note.txt")
@@ -29,7 +29,7 @@ def test_it_writes_a_file_that_the_model_has_shown(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first(bench: Bench) -> None:
     script = [rule(says("Remembered."), when="remember 42"), rule(says("It was 42."), when="what was")]
     with bench.serve(script):
         bench.run(*MESSAGE, "remember 42")
@@ -38,7 +38,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
     assert "Remembered." in texts(bench.requests[-1])
 
 
-def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True})]) as server:
         process = bench.start(*MESSAGE, "wait for ever")
         bench.is_waiting_for()
@@ -46,7 +46,7 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         wait_until_idle(server)
 
 
-def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:
+def test_it_compacts_before_the_conversation_exceeds_the_window(bench: Bench) -> None:
     """By the window that the launcher tells it and its own count."""
     script = [
         rule(says("We spoke of yards."), when="# ASSISTANT"),  # it shows the conversation to be summarised
@@ -62,7 +62,7 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
     assert "github" not in done.out.lower(), "it asked the internet for a model that it was told of"
 
 
-def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
+def test_an_overflow_error_is_recognised(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=500):
         done = bench.run(*MESSAGE, "hello", target=bench.target(window=200_000))
     assert "has hit a token limit" in done.out, done
@@ -71,7 +71,7 @@ def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal"])
-def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
+def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
     script = [
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
         rule(says("Second time lucky."), when="try it"),
@@ -81,7 +81,7 @@ def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
     assert "Second time lucky." in done.out, done
 
 
-def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
         process = bench.start(*MESSAGE, "try it")
         bench.is_waiting_for()

@@ -38,7 +38,7 @@ def result_of(out: str) -> dict[str, Any]:
 
 
 @pytest.mark.steady
-def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_thoughts(bench: Bench) -> None:
+def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: Bench) -> None:
     note = bench.work / "note.txt"
     script = [
         rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
@@ -62,7 +62,7 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_tho
 
 
 @pytest.mark.steady
-def test_a_second_turn_goes_on_where_the_first_ended_and_finds_its_prompt_cached(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first_from_the_cache(bench: Bench) -> None:
     script = [
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),
         rule(says("It was 42."), when="what was"),
@@ -80,7 +80,7 @@ def test_a_second_turn_goes_on_where_the_first_ended_and_finds_its_prompt_cached
     assert usage["cache_read_input_tokens"] > 0.9 * known
 
 
-def test_a_sub_agent_has_a_conversation_of_its_own(bench: Bench) -> None:
+def test_a_sub_agent_has_its_own_conversation(bench: Bench) -> None:
     script = [
         rule(says("The sub-agent has found it."), when="FOUND-IT"),
         rule(says("FOUND-IT"), when="look for the needle"),
@@ -99,7 +99,7 @@ def test_a_sub_agent_has_a_conversation_of_its_own(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
+def test_an_image_in_a_tool_result_reaches_the_model(bench: Bench) -> None:
     picture = bench.work / "red.png"
     picture.write_bytes(png())
     script = [
@@ -113,7 +113,7 @@ def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_a_model_that_sees_nothing_is_told_that_there_was_a_picture(bench: Bench) -> None:
+def test_a_text_only_model_gets_a_placeholder_for_an_image(bench: Bench) -> None:
     picture = bench.work / "red.png"
     picture.write_bytes(png())
     script = [
@@ -138,7 +138,7 @@ def test_a_deferred_tool_is_found_by_search_and_then_called(bench: Bench) -> Non
     assert called(bench.turns[-1]) == ["ToolSearch", "CronList"]
 
 
-def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True})]) as served:
         process = bench.start("-p", "wait for ever", ALLOWED)
         bench.is_waiting_for()
@@ -146,7 +146,7 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         wait_until_idle(served)
 
 
-def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -> None:
+def test_it_compacts_when_the_conversation_exceeds_the_window(bench: Bench) -> None:
     """The client believes in a larger window, so that only the server's refusal can tell it."""
     script = [
         rule(says("<summary>We spoke of yards.</summary>"), when="(?i)summary of the conversation|detailed summary"),
@@ -168,7 +168,7 @@ def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -
 @pytest.mark.parametrize(
     ("kind", "requests"), [("rate_limited", 2), ("overloaded", 2), ("internal", 2), ("timeout", 2)]
 )
-def test_it_comes_back_after_a_refusal(bench: Bench, kind: str, requests: int) -> None:
+def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str, requests: int) -> None:
     script = [
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
         rule(says("Second time lucky."), when="try it"),
@@ -179,7 +179,7 @@ def test_it_comes_back_after_a_refusal(bench: Bench, kind: str, requests: int) -
     assert len(bench.turns) == requests
 
 
-def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
         process = bench.start("-p", "try it", ALLOWED)
         bench.is_waiting_for()
@@ -188,7 +188,7 @@ def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> 
     assert "Back again." in out, (out, err)
 
 
-def test_in_a_window_that_its_own_prompt_does_not_fit_it_ends_and_says_so(bench: Bench) -> None:
+def test_it_ends_with_an_error_if_its_own_prompt_exceeds_the_window(bench: Bench) -> None:
     """The server's numbers reach the user, and it does not try in vain."""
     with bench.serve([rule(says("Never said."))], n_ctx=8_000):
         done = bench.run("-p", "hello", ALLOWED, target=bench.target(window=200_000))

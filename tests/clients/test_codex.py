@@ -23,7 +23,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.mark.steady
-def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_thoughts(bench: Bench) -> None:
+def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: Bench) -> None:
     script = [
         rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
         rule({"think": "Now read it."}, calls("exec_command", cmd="cat note.txt"), result="exited with code 0"),
@@ -45,7 +45,7 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_tho
 
 
 @pytest.mark.steady
-def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first(bench: Bench) -> None:
     script = [
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),
         rule(says("It was 42."), when="what was"),
@@ -63,7 +63,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
     assert new < 0.1 * read
 
 
-def test_a_sub_agent_is_called_in_its_namespace_and_has_a_conversation_of_its_own(bench: Bench) -> None:
+def test_a_sub_agent_is_called_in_its_namespace_with_its_own_conversation(bench: Bench) -> None:
     """The main agent waits for a file that the sub-agent makes: to wait for it by name, a script cannot know its id."""
     script = [
         rule(says("FOUND-IT"), when="look for the needle", result="code 0"),
@@ -107,7 +107,7 @@ def test_a_custom_tool_is_called_with_free_text(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
+def test_an_image_in_a_tool_result_reaches_the_model(bench: Bench) -> None:
     (bench.work / "red.png").write_bytes(png())
     script = [
         rule(says("It is red."), result=r"\[image\]"),
@@ -119,7 +119,7 @@ def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
     assert pictures(bench.turns[-1]) == 1
 
 
-def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True})]) as server:
         process = bench.start(*EXEC, "wait for ever")
         bench.is_waiting_for()
@@ -127,7 +127,7 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         wait_until_idle(server)
 
 
-def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:
+def test_it_compacts_before_the_conversation_exceeds_the_window(bench: Bench) -> None:
     """By the window that the launcher tells it and the usage that we report."""
     script = [
         rule(says("We spoke of yards."), when="(?i)handoff summary|compaction"),
@@ -143,7 +143,7 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
     assert len(bench.requests) == len(bench.turns) + 1
 
 
-def test_results_of_tools_that_are_longer_than_it_counts_do_not_overfill_the_window(bench: Bench) -> None:
+def test_long_tool_results_do_not_exceed_the_window(bench: Bench) -> None:
     """It counts four bytes a token. These have two, and the second would go over the window unless it is cut."""
     line = 60 * "x" + "\n"
     (bench.work / "first.txt").write_text(90 * line)
@@ -161,7 +161,7 @@ def test_results_of_tools_that_are_longer_than_it_counts_do_not_overfill_the_win
     assert len(results(bench.turns[2])) < 11_000, "nothing was cut"
 
 
-def test_after_a_refusal_it_stops_and_says_why_and_compacts_when_it_is_told_to(bench: Bench) -> None:
+def test_after_an_overflow_it_stops_with_the_reason_and_compacts_on_command(bench: Bench) -> None:
     """The client believes in a larger window, so that only the server's refusal can tell it."""
     script = [
         rule(says("We spoke of yards."), when="(?i)handoff summary|compaction"),
@@ -183,7 +183,7 @@ def test_after_a_refusal_it_stops_and_says_why_and_compacts_when_it_is_told_to(b
 
 
 @pytest.mark.steady
-def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
+def test_an_overflow_error_is_recognised(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=8_000):
         done = bench.run(*EXEC, "hello", target=bench.target(window=200_000))
     assert done.code != 0
@@ -192,7 +192,7 @@ def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal", "timeout"])
-def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
+def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
     script = [
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
         rule(says("Second time lucky."), when="try it"),
@@ -203,7 +203,7 @@ def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
     assert len(bench.turns) == 2
 
 
-def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
         process = bench.start(*EXEC, "try it")
         bench.is_waiting_for()

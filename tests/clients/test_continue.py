@@ -18,7 +18,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.mark.steady
-def test_it_writes_a_file_and_reads_it_back_with_its_own_tools(bench: Bench) -> None:
+def test_it_writes_and_reads_a_file_with_its_tools(bench: Bench) -> None:
     note = bench.work / "note.txt"
     script = [
         rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
@@ -39,7 +39,7 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools(bench: Bench) -> 
 
 
 @pytest.mark.steady
-def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first(bench: Bench) -> None:
     script = [rule(says("Remembered."), when="remember 42"), rule(says("It was 42."), when="what was")]
     with bench.serve(script):
         bench.run(*PRINT, "remember 42")
@@ -49,7 +49,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_a_model_named_like_gpt_5_is_asked_by_responses(bench: Bench) -> None:
+def test_a_model_named_like_gpt_5_uses_the_responses_api(bench: Bench) -> None:
     note = bench.work / "note.txt"
     script = [
         rule(says("Written."), result="(?i)success|created|wrote"),
@@ -61,7 +61,7 @@ def test_a_model_named_like_gpt_5_is_asked_by_responses(bench: Bench) -> None:
     assert note.read_text() == "forty-two\n"
 
 
-def test_it_waits_for_a_prompt_that_takes_long_to_read(bench: Bench) -> None:
+def test_it_waits_for_a_long_prefill(bench: Bench) -> None:
     """Its own patience is a few seconds where a timeout is set in the wrong unit."""
     with bench.serve([rule({"prefill": 6}, says("At last."))]):
         done = bench.run(*PRINT, "a long prompt")
@@ -69,7 +69,7 @@ def test_it_waits_for_a_prompt_that_takes_long_to_read(bench: Bench) -> None:
     assert len(bench.requests) == 1
 
 
-def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True})]) as server:
         process = bench.start(*PRINT, "wait for ever")
         bench.is_waiting_for()
@@ -77,7 +77,7 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         wait_until_idle(server)
 
 
-def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:
+def test_it_compacts_before_the_conversation_exceeds_the_window(bench: Bench) -> None:
     """By the window that the launcher tells it and its own count."""
     script = [
         rule(says("We spoke of yards."), when="(?i)summar[iy]"),
@@ -93,7 +93,7 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
     assert len(bench.requests) == 4
 
 
-def test_a_prompt_beyond_the_window_is_an_error_that_says_so(bench: Bench) -> None:
+def test_an_overflow_error_is_shown(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=1000):
         done = bench.run(*PRINT, "hello", target=bench.target(window=200_000))
     assert done.code != 0
@@ -101,7 +101,7 @@ def test_a_prompt_beyond_the_window_is_an_error_that_says_so(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal"])
-def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
+def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
     script = [
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
         rule(says("Second time lucky."), when="try it"),
@@ -112,7 +112,7 @@ def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
     assert len(bench.turns) == 2
 
 
-def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
         process = bench.start(*PRINT, "try it")
         bench.is_waiting_for()

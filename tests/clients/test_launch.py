@@ -32,7 +32,7 @@ model = "demo"
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_one_command_starts_a_server_and_the_agent_and_both_end(name: str, tmp_path: Path) -> None:
+def test_launch_starts_a_server_and_the_agent_and_ends_both(name: str, tmp_path: Path) -> None:
     bench = Bench(name, tmp_path)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / bench.agent.program).symlink_to(bench.program)

@@ -20,7 +20,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.mark.steady
-def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_thoughts(bench: Bench) -> None:
+def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: Bench) -> None:
     note = bench.work / "note.txt"
     script = [
         rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
@@ -45,7 +45,7 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_tho
 
 
 @pytest.mark.steady
-def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first(bench: Bench) -> None:
     script = [
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),
         rule(says("It was 42."), when="what was"),
@@ -59,7 +59,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
     assert bench.turns[0].session == bench.turns[-1].session
 
 
-def test_a_sub_agent_has_a_conversation_of_its_own(bench: Bench) -> None:
+def test_a_sub_agent_has_its_own_conversation(bench: Bench) -> None:
     script = [
         rule(says("The sub-agent has found it."), result="FOUND-IT"),
         rule(says("FOUND-IT"), when="look for the needle"),
@@ -74,7 +74,7 @@ def test_a_sub_agent_has_a_conversation_of_its_own(bench: Bench) -> None:
     assert len({request.session for request in bench.turns}) == 2
 
 
-def test_a_picture_that_a_tool_returns_reaches_the_model_or_is_told_of(bench: Bench) -> None:
+def test_an_image_in_a_tool_result_reaches_the_model_or_is_described(bench: Bench) -> None:
     (bench.work / "red.png").write_bytes(png())
     script = [
         rule(says("It is there."), when="(?i)image"),
@@ -88,7 +88,7 @@ def test_a_picture_that_a_tool_returns_reaches_the_model_or_is_told_of(bench: Be
     assert pictures(bench.turns[-1]) <= 1
 
 
-def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True}, when="wait for ever"), rule(says("ok"))]) as server:
         process = bench.start(*RUN, "wait for ever")
         bench.is_waiting_for()
@@ -96,7 +96,7 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         wait_until_idle(server)
 
 
-def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -> None:
+def test_it_compacts_when_the_conversation_exceeds_the_window(bench: Bench) -> None:
     """The client believes in a larger window, so that only the server's refusal can tell it. It goes on, and still
     ends with the error's exit code."""
     script = [
@@ -114,7 +114,7 @@ def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -
 
 
 @pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal"])
-def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
+def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
     script = [
         rule(says("A title"), when="(?i)generate a title"),
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
@@ -126,7 +126,7 @@ def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
     assert len(bench.turns) == 2
 
 
-def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it"), rule(says("ok"))]):
         process = bench.start(*RUN, "--title", "t", "try it")
         bench.is_waiting_for()
@@ -135,7 +135,7 @@ def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> 
     assert "Back again." in out, (out, err)
 
 
-def test_in_a_window_that_its_own_prompt_does_not_fit_it_ends_and_says_what_helps(bench: Bench) -> None:
+def test_it_ends_with_advice_if_its_own_prompt_exceeds_the_window(bench: Bench) -> None:
     """With its own settings it would make one summary after another for ever."""
     with bench.serve([rule(says("Never said."))], n_ctx=4_000):
         done = bench.run(*RUN, "--title", "t", "hello")

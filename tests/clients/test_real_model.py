@@ -35,14 +35,14 @@ def bench(name: str, folder: Path, server: LiveServer) -> Bench:
     return made
 
 
-def test_claude_code_starts_bare_and_is_answered(tmp_path: Path, server: LiveServer) -> None:
+def test_claude_code_gets_a_reply(tmp_path: Path, server: LiveServer) -> None:
     claude = bench("claude", tmp_path, server)
     done = claude.run("-p", "Say hello.")
     assert (done.code, bool(done.out.strip())) == (0, True), done
     assert [tool.name for tool in claude.requests[0].tools] == ["Bash", "Edit", "Read"]
 
 
-def test_codex_with_short_instructions_is_answered(tmp_path: Path, server: LiveServer) -> None:
+def test_codex_with_short_instructions_gets_a_reply(tmp_path: Path, server: LiveServer) -> None:
     codex = bench("codex", tmp_path, server)
     (tmp_path / "short.md").write_text(SHORT)
     less = (
@@ -57,12 +57,12 @@ def test_codex_with_short_instructions_is_answered(tmp_path: Path, server: LiveS
     assert (done.code, bool(done.out.strip())) == (0, True), done
 
 
-def test_continue_is_answered(tmp_path: Path, server: LiveServer) -> None:
+def test_continue_gets_a_reply(tmp_path: Path, server: LiveServer) -> None:
     done = bench("continue", tmp_path, server).run("-p", "Say hello.")
     assert (done.code, bool(done.out.strip())) == (0, True), done
 
 
-def test_aider_is_answered(tmp_path: Path, server: LiveServer) -> None:
+def test_aider_gets_a_reply(tmp_path: Path, server: LiveServer) -> None:
     aider = bench("aider", tmp_path, server)
     done = aider.run("--yes-always", "--no-git", "--no-pretty", "--message", "Say hello.")
     assert done.code == 0, done

@@ -1,4 +1,4 @@
-"""The error tree: what each class carries, and that the drawing of it is true."""
+"""The error classes: their fields, and that the tree in the docstring is correct."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tree(root: type[ModelyardError], depth: int = 0) -> Iterator[tuple[int, str]
             yield from tree(child, depth + 1)
 
 
-def test_the_drawing_in_the_docstring_is_the_tree():
+def test_the_tree_in_the_docstring_is_correct():
     drawn = re.findall(r"^    ((?:│   |    )*)(?:[├└]── )?([A-Z]\w+)", errors.__doc__ or "", re.MULTILINE)
     names = [(len(indent) // 4 + (name != "ModelyardError"), name) for indent, name in drawn]
     assert names == list(tree(ModelyardError))
@@ -42,12 +42,12 @@ def test_every_kind_has_a_class_and_every_class_a_kind():
     assert {cls.kind for cls in classes} == set(get_args(Kind))
 
 
-def test_a_code_of_ones_own_wins_over_the_class():
+def test_an_explicit_code_overrides_that_of_the_class():
     assert Unavailable("x").code == "engine_unavailable"
     assert Unavailable("x", code="model_failed").code == "model_failed"
 
 
-def test_errors_are_equal_by_what_they_say():
+def test_errors_are_equal_by_their_fields():
     assert InvalidRequest("a", param="p") == InvalidRequest("a", param="p")
     assert InvalidRequest("a", param="p") != InvalidRequest("a", param="q")
     assert InvalidRequest("a") != ModelyardError("a")
@@ -55,7 +55,7 @@ def test_errors_are_equal_by_what_they_say():
     assert repr(Unavailable("gone")) == "Unavailable('gone', code='engine_unavailable')"
 
 
-def test_overflows_carry_the_numbers_that_the_dialects_need():
+def test_overflows_carry_the_token_counts():
     alone, both = ContextOverflow(900, 512), OutputOverflow(300, 400, 512)
     assert (alone.prompt_tokens, alone.window) == (900, 512)
     assert (both.prompt_tokens, both.max_tokens, both.window) == (300, 400, 512)
@@ -64,13 +64,13 @@ def test_overflows_carry_the_numbers_that_the_dialects_need():
 
 
 @pytest.mark.parametrize("error", [RateLimited("x", retry_after=3.0), Overloaded("x"), Unavailable("x")])
-def test_what_may_work_later_says_when(error: ModelyardError):
+def test_retryable_errors_have_retry_after(error: ModelyardError):
     assert error.retry_after is not None
     assert error.retry_after > 0
 
 
-def test_our_own_faults_are_found_again_by_their_id():
+def test_internal_errors_have_an_id():
     first, second = Internal(), Incomplete("cut short")
     assert first.id != second.id
     assert second.id in second.message
-    assert Internal("as told", id="load").message == "as told"
+    assert Internal("load failed", id="load").message == "load failed"

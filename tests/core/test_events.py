@@ -1,4 +1,4 @@
-"""`fold` and `unfold`: the whole reply and the stream are the same thing."""
+"""A reply and its event stream convert into each other."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ replies = st.builds(Reply, st.just(STARTED), st.lists(blocks, max_size=4).map(tu
 
 
 @given(replies)
-def test_a_reply_unfolds_to_a_stream_that_folds_to_it(reply: Reply):
+def test_a_reply_survives_the_round_trip_through_events(reply: Reply):
     assert collect_reply(reply_events(reply)) == reply
 
 
 @given(replies, st.integers(1, 5))
-def test_where_the_stream_is_cut_makes_no_difference(reply: Reply, size: int):
+def test_chunking_makes_no_difference(reply: Reply, size: int):
     events, folding = list(reply_events(reply)), ReplyBuilder()
     for at in range(0, len(events), size):
         assert not folding.finished
@@ -62,7 +62,7 @@ def test_where_the_stream_is_cut_makes_no_difference(reply: Reply, size: int):
 
 
 @given(replies)
-def test_an_unfolded_stream_keeps_the_contract(reply: Reply):
+def test_the_events_of_a_reply_fulfil_the_contract(reply: Reply):
     events = list(reply_events(reply))
     indexes = [event.index for event in events if isinstance(event, BlockStart)]
     opened = [event.index for event in events if isinstance(event, BlockStart | BlockEnd)]
@@ -86,7 +86,7 @@ def test_deltas_add_up_with_their_logprobs():
     assert reply.blocks == (Block(Text("ab"), (one, two)),)
 
 
-def test_text_thinking_and_calls_are_found_by_their_kind():
+def test_text_thinking_and_calls_are_properties_of_a_reply():
     cut = ToolCall("c2", "cut", '{"a')
     reply = Reply(
         STARTED,
@@ -104,7 +104,7 @@ def test_text_thinking_and_calls_are_found_by_their_kind():
     assert [call.name for call in reply.calls] == ["look"], "a call that was cut off is none to run"
 
 
-def test_a_failure_is_raised_as_itself():
+def test_a_failure_is_raised_unchanged():
     error = Unavailable("lost")
     with pytest.raises(Unavailable) as caught:
         collect_reply([STARTED, BlockStart(0, "text"), BlockDelta(0, "half"), Failed(error)])
@@ -112,11 +112,11 @@ def test_a_failure_is_raised_as_itself():
 
 
 @pytest.mark.parametrize("events", [[], [STARTED], [FINISHED], [STARTED, BlockStart(0, "text"), BlockDelta(0, "half")]])
-def test_a_stream_without_its_beginning_or_end_is_incomplete(events: list[Event]):
+def test_a_stream_without_start_or_end_is_incomplete(events: list[Event]):
     with pytest.raises(Incomplete):
         collect_reply(events)
 
 
-def test_a_block_that_never_began_cannot_end():
+def test_a_block_cannot_end_before_its_start():
     with pytest.raises(Incomplete, match="never began"):
         collect_reply([STARTED, BlockEnd(0), FINISHED])

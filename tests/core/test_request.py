@@ -1,4 +1,4 @@
-"""Sampling in layers, and the values that cross processes."""
+"""Layers of sampling parameters, and requests as immutable data that crosses processes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ knobs = st.builds(
 )
 
 
-def test_what_is_set_lies_over_what_is_below():
+def test_set_parameters_override_the_lower_layer():
     sampling = Sampling(temperature=0.0, top_k=5)
     assert sampling.over(Sampling(temperature=0.7, top_p=0.9)) == Sampling(temperature=0.0, top_p=0.9, top_k=5)
 
 
-def test_nothing_asked_leaves_the_base_itself():
+def test_an_empty_layer_returns_the_base():
     base = Sampling(temperature=0.7)
     assert Sampling().over(base) is base
 
 
 @given(knobs, knobs, knobs)
-def test_layers_may_be_joined_in_any_order(one: Sampling, two: Sampling, three: Sampling):
+def test_layering_is_associative(one: Sampling, two: Sampling, three: Sampling):
     assert one.over(two).over(three) == one.over(two.over(three))
 
 
 @given(knobs, knobs)
-def test_every_knob_comes_from_the_upper_layer_or_else_from_the_lower(upper: Sampling, lower: Sampling):
+def test_every_parameter_comes_from_the_upper_or_else_the_lower_layer(upper: Sampling, lower: Sampling):
     joined = upper.over(lower)
     for name in Sampling.__struct_fields__:
         mine, below, got = (getattr(layer, name) for layer in (upper, lower, joined))
@@ -56,6 +56,6 @@ def test_a_request_is_plain_data_that_crosses_processes():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
 
 
-def test_a_request_cannot_be_changed_behind_anybodys_back():
+def test_a_request_is_immutable():
     with pytest.raises(AttributeError):
         Request(model="m").model = "other"  # type: ignore[misc]

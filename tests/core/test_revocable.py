@@ -1,4 +1,4 @@
-"""A place that is taken away ends the work in it, once, whoever comes first."""
+"""A revoked lease calls its callbacks once, before or after their registration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from modelyard.core.lease import RevocableLease
 REASON = Unavailable("unloaded")
 
 
-def test_everybody_who_asked_is_told_why_and_only_once() -> None:
+def test_every_callback_gets_the_reason_once() -> None:
     lease, errors = RevocableLease(), list[ModelyardError]()
     lease.on_revoke(errors.append)
     lease.on_revoke(errors.append)
@@ -17,7 +17,7 @@ def test_everybody_who_asked_is_told_why_and_only_once() -> None:
     assert errors == [REASON, REASON]
 
 
-def test_who_comes_too_late_is_told_at_once() -> None:
+def test_a_late_callback_runs_at_once() -> None:
     lease, errors = RevocableLease(), list[ModelyardError]()
     lease.revoke(REASON)
     lease.on_revoke(errors.append)

@@ -1,4 +1,4 @@
-"""The user service: its unit is sound once installed, its scripts do what they say, its health check can fail."""
+"""The systemd user service: the installed unit, its scripts and its health check."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def unit(home: Path) -> Path:
 # --- the unit ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_installed_unit_names_this_checkout_and_nothing_is_left_open(home: Path, checkout: Path) -> None:
+def test_the_installed_unit_names_this_checkout_without_placeholders(home: Path, checkout: Path) -> None:
     parser = configparser.ConfigParser(interpolation=None, strict=True)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read(unit(home))
@@ -100,7 +100,7 @@ def test_the_installed_unit_names_this_checkout_and_nothing_is_left_open(home: P
     assert "@" not in re.sub(r"^#.*$", "", unit(home).read_text(), flags=re.MULTILINE)
 
 
-def test_systemd_finds_no_fault_with_the_unit(home: Path) -> None:
+def test_systemd_verifies_the_unit(home: Path) -> None:
     """Where systemd is not installed, or cannot look at units, the test above has read it."""
     if shutil.which("systemd-analyze") is None:
         return
@@ -113,7 +113,7 @@ def test_systemd_finds_no_fault_with_the_unit(home: Path) -> None:
 # --- its scripts ------------------------------------------------------------------------------------------------------
 
 
-def test_secrets_are_nobody_elses_and_survive_a_second_installation(home: Path, checkout: Path) -> None:
+def test_secrets_are_private_and_survive_a_second_installation(home: Path, checkout: Path) -> None:
     secrets = home / ".config" / "modelyard" / "modelyard.env"
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
     secrets.write_text("MODELYARD_API_KEY=mine\n")
@@ -121,7 +121,7 @@ def test_secrets_are_nobody_elses_and_survive_a_second_installation(home: Path, 
     assert secrets.read_text() == "MODELYARD_API_KEY=mine\n"
 
 
-def test_every_name_in_the_example_of_secrets_is_one_that_the_server_knows() -> None:
+def test_the_example_of_secrets_has_only_known_variables() -> None:
     lines = (SYSTEMD / "modelyard.env.example").read_text().splitlines()
     names = [line[1:].partition("=")[0] for line in lines if re.match(r"#[A-Z_]+=", line)]
     assert {"MODELYARD_API_KEY", "MODELYARD_ADMIN_KEY"} <= set(names)
@@ -173,21 +173,21 @@ def settings(port: int, **more: str) -> object:
     return load_config(env={}, cwd=Path("/"), overrides={"http": {"port": port, **more}}).config.http
 
 
-def test_a_server_that_answers_is_well() -> None:
+def test_a_responding_server_is_healthy() -> None:
     with live_server(demo_config()) as served:
         port = int(served.url.rpartition(":")[2])
         assert health.ask(settings(port), {}) == "it answers; models: demo"
         assert health.wait(settings(port), {}, 0) == "it answers; models: demo"
 
 
-def test_a_server_that_wants_a_key_is_well_and_answers_to_its_key() -> None:
+def test_a_server_with_keys_is_healthy() -> None:
     with live_server(demo_config(), env={"MODELYARD_API_KEY": "secret"}) as served:
         here = settings(int(served.url.rpartition(":")[2]))
         assert "wants a key" in health.ask(here, {})
         assert health.ask(here, {"MODELYARD_API_KEY": "secret"}) == "it answers; models: demo"
 
 
-def test_silence_is_a_fault(
+def test_an_unreachable_server_is_unhealthy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with live_server(demo_config()) as served:

@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md: the files they name exist, and the first one does what it says."""
+"""The recipes of docs/extending.md: the files they name exist, and the first one works."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from modelyard.workers.messages import AddRequest, InferRequest, encode, decode_
 body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "top_a": 0.25}'
 request = load_protocol("openai_chat").read_request(body, {})
 assert request.sampling.top_a == 0.25, request.sampling
-asked = AddRequest("e", InferRequest(1, b"", request.sampling))
-assert decode_for_worker(encode(asked)).request.sampling_params.top_a == 0.25
+infer = AddRequest("e", InferRequest(1, b"", request.sampling))
+assert decode_for_worker(encode(infer)).request.sampling_params.top_a == 0.25
 config = load_config(env={}, overrides={"models": {"m": {"backend": "fake", "decoding": {"top_a": 0.5}}}}).config
 assert config.models["m"].decoding.sampling() == Sampling(top_a=0.5)
 try:
@@ -32,7 +32,7 @@ except Exception as error:
 """
 
 
-def test_every_file_that_a_recipe_names_is_there() -> None:
+def test_every_file_named_in_a_recipe_exists() -> None:
     named = set(re.findall(r"`((?:modelyard|tests)/[\w/.]+)`", PAGE))
     assert len(named) > 10
     for path in named:
@@ -57,7 +57,7 @@ def test_the_recipe_for_a_sampling_parameter_works(tmp_path: Path) -> None:
 
 
 def _apply(file: Path, change: str) -> None:
-    """Each line with a plus goes behind the line above it, which stands in the file once."""
+    """Each line with a plus goes behind the line above it, which occurs once in the file."""
     before, added = (line[1:] for line in change.splitlines())
     text = file.read_text()
     assert text.count(f"{before}\n") == 1, f"{file} has no one place for {before!r}"

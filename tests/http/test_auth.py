@@ -1,4 +1,4 @@
-"""Who may enter: keys in every form, names of the server, pages of elsewhere, and addresses that need a key."""
+"""Authentication: keys in every form, host names, origins, and addresses that need a key."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def rejected(seen: RequestContext, keys: Any = KEYS, **settings: Any) -> Modelya
 
 @pytest.mark.parametrize("name", SECRETS)
 @pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", "Bearer  {} "])
-def test_a_key_in_any_form_opens_as_a_bearer(name: str, form: str) -> None:
+def test_every_form_of_key_is_accepted_as_bearer_token(name: str, form: str) -> None:
     assert admitted(make_scope(authorization=form.format(SECRETS[name]))).key == name
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_a_key_in_any_form_opens_as_an_api_key(name: str) -> None:
+def test_every_form_of_key_is_accepted_as_api_key(name: str) -> None:
     seen = admitted(make_scope(x_api_key=SECRETS[name]))
     assert (seen.key, seen.admin, seen.allow_remote) == (name, name == "boss", name == "env")
 
@@ -65,7 +65,7 @@ def test_a_key_in_any_form_opens_as_an_api_key(name: str) -> None:
         ("plain-secret", "", "plain"),
     ],
 )
-def test_with_both_headers_one_good_key_is_enough(bearer: str, api_key: str, name: str) -> None:
+def test_one_valid_key_in_either_header_is_enough(bearer: str, api_key: str, name: str) -> None:
     assert admitted(make_scope(authorization=f"Bearer {bearer}", x_api_key=api_key)).key == name
 
 
@@ -86,7 +86,7 @@ def test_with_both_headers_one_good_key_is_enough(bearer: str, api_key: str, nam
         {"x_api_key": "\x80\xff\udc80"},
     ],
 )
-def test_no_key_and_a_wrong_key_are_turned_away_alike(headers: dict[str, str]) -> None:
+def test_missing_and_wrong_keys_get_the_same_error(headers: dict[str, str]) -> None:
     error = rejected(make_scope(**headers))
     assert isinstance(error, Unauthenticated)
     assert error.code == "invalid_api_key"
@@ -94,7 +94,7 @@ def test_no_key_and_a_wrong_key_are_turned_away_alike(headers: dict[str, str]) -
     assert error == rejected(make_scope()), "what was shown has left a trace"
 
 
-def test_without_keys_whoever_reaches_it_owns_it() -> None:
+def test_without_keys_every_client_is_an_admin() -> None:
     assert admitted(make_scope("/v1/admin/models"), ()).admin is True
 
 
@@ -121,7 +121,7 @@ def test_admin_paths_need_an_admin_key(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))
-def test_open_paths_need_none_and_tell_the_known_apart(path: str) -> None:
+def test_open_paths_need_no_key_but_recognise_valid_ones(path: str) -> None:
     assert admitted(make_scope(path)).key == ""
     assert admitted(make_scope(path, x_api_key="plain-secret")).key == "plain"
 
@@ -135,7 +135,7 @@ def test_no_secret_is_kept() -> None:
     assert not any(secret in repr(KEYS) for secret in SECRETS.values())
 
 
-def test_a_header_may_consent_to_remote_models() -> None:
+def test_a_header_gives_consent_to_remote_models() -> None:
     assert admitted(make_scope(x_modelyard_allow_remote="true"), ()).allow_remote is True
     assert admitted(make_scope(x_modelyard_allow_remote="no"), ()).allow_remote is False
 
@@ -146,7 +146,7 @@ def test_a_header_may_consent_to_remote_models() -> None:
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "127.9.9.9", "[::1]:8000", "a.localhost", "", "my.box:80"]
 )
-def test_our_own_names_are_admitted(host: str) -> None:
+def test_own_host_names_are_accepted(host: str) -> None:
     assert admitted(make_scope(host=host), (), allowed_hosts=["My.Box"])
 
 
@@ -154,14 +154,14 @@ def test_our_own_names_are_admitted(host: str) -> None:
     "host",
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "10.0.0.1", "[::2]"],
 )
-def test_a_name_that_was_bound_to_us_by_others_is_not(host: str) -> None:
+def test_foreign_host_names_are_refused(host: str) -> None:
     error = rejected(make_scope("/health", host=host, x_api_key="plain-secret"))
     assert isinstance(error, Forbidden)
     assert error.code == "host_not_allowed"
     assert "http.allowed_hosts" in error.message
 
 
-def test_a_server_for_others_has_more_names_than_it_knows() -> None:
+def test_a_public_server_accepts_every_host_name() -> None:
     assert admitted(make_scope(host="box.lan", x_api_key="plain-secret"), host="0.0.0.0")
 
 
@@ -172,7 +172,7 @@ PAGES = ["https://evil.example", "null", "http://[", "http://localhost:3000", ":
 @pytest.mark.parametrize(
     "settings", [{}, {"cors_origins": PAGES}, {"cors_enabled": True, "cors_origins": ["https://a"]}]
 )
-def test_a_foreign_page_is_turned_away_before_its_request_runs(origin: str, settings: dict[str, Any]) -> None:
+def test_a_foreign_origin_is_refused_before_its_request_runs(origin: str, settings: dict[str, Any]) -> None:
     error = rejected(make_scope(origin=origin, x_api_key="plain-secret"), **settings)
     assert isinstance(error, Forbidden)
     assert error.code == "origin_not_allowed"
@@ -180,16 +180,16 @@ def test_a_foreign_page_is_turned_away_before_its_request_runs(origin: str, sett
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:8000", "https://LOCALHOST:8000"])
-def test_our_own_page_is_no_stranger(origin: str) -> None:
+def test_our_own_origin_is_accepted(origin: str) -> None:
     assert admitted(make_scope(origin=origin), ())
 
 
-def test_a_page_without_a_name_does_not_match_a_request_without_one() -> None:
+def test_an_empty_origin_does_not_match_an_empty_host() -> None:
     assert isinstance(rejected(make_scope(origin="null", host=""), ()), Forbidden)
 
 
 @pytest.mark.parametrize("origins", [[], ["*"], ["https://chat.example"]])
-def test_a_page_that_cors_admits_may_enter(origins: list[str]) -> None:
+def test_an_origin_allowed_by_cors_is_accepted(origins: list[str]) -> None:
     assert admitted(make_scope(origin="https://chat.example"), (), cors_enabled=True, cors_origins=origins)
 
 
@@ -197,7 +197,7 @@ def test_a_page_that_cors_admits_may_enter(origins: list[str]) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "box.lan"])
-def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
+def test_a_public_address_needs_a_key(host: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_bind(HttpSettings(host=host), ())
     assert caught.value.code == "bind_refused"
@@ -207,17 +207,17 @@ def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.53", "::1", "[::1]", "localhost"])
-def test_loopback_needs_none(host: str) -> None:
+def test_loopback_needs_no_key(host: str) -> None:
     check_bind(HttpSettings(host=host), ())
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "localhost.", "1", "::ffff:10.0.0.1", "127.0.0.1.example"])
-def test_what_only_looks_like_loopback_is_not(host: str) -> None:
+def test_addresses_that_only_look_like_loopback_need_a_key(host: str) -> None:
     assert not is_loopback(host)
 
 
-def test_a_name_that_is_known_opens_no_door_for_another() -> None:
+def test_one_accepted_host_name_does_not_accept_another() -> None:
     doorkeeper = Authenticator(HttpSettings(), ())
     for number in range(200):
         doorkeeper.admit(make_scope(host=f"a{number}.localhost:8000"))

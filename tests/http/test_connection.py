@@ -196,11 +196,11 @@ class Transport:
         self.closed = True
 
 
-ConnectionFactory = tuple[LimitedConnection, Transport, Clock]
+FakeConnection = tuple[LimitedConnection, Transport, Clock]
 
 
 @pytest.fixture
-def make_connection() -> ConnectionFactory:
+def fake_connection() -> FakeConnection:
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
     config = uvicorn.Config(app, log_config=None, ws="none", lifespan="off")
@@ -210,8 +210,8 @@ def make_connection() -> ConnectionFactory:
     return connection, transport, clock
 
 
-def test_headers_that_trickle_in_have_a_total_time_limit(make_connection: ConnectionFactory) -> None:
-    connection, transport, clock = make_connection
+def test_headers_that_trickle_in_have_a_total_time_limit(fake_connection: FakeConnection) -> None:
+    connection, transport, clock = fake_connection
     connection.data_received(POST)
     for number in range(29):
         clock.advance(1)
@@ -221,8 +221,8 @@ def test_headers_that_trickle_in_have_a_total_time_limit(make_connection: Connec
     assert transport.closed
 
 
-def test_a_slow_body_is_accepted_but_a_silent_one_is_not(make_connection: ConnectionFactory) -> None:
-    connection, transport, clock = make_connection
+def test_a_slow_body_is_accepted_but_a_silent_one_is_not(fake_connection: FakeConnection) -> None:
+    connection, transport, clock = fake_connection
     connection.data_received(POST + b"Content-Length: 100\r\n\r\n")
     for _ in range(50):
         clock.advance(29)
@@ -232,8 +232,8 @@ def test_a_slow_body_is_accepted_but_a_silent_one_is_not(make_connection: Connec
     assert transport.closed
 
 
-def test_time_in_which_the_server_does_not_read_does_not_count(make_connection: ConnectionFactory) -> None:
-    connection, transport, clock = make_connection
+def test_time_in_which_the_server_does_not_read_does_not_count(fake_connection: FakeConnection) -> None:
+    connection, transport, clock = fake_connection
     connection.data_received(POST + b"Content-Length: 100\r\n\r\na")
     transport.pause_reading()
     for _ in range(5):
@@ -244,15 +244,15 @@ def test_time_in_which_the_server_does_not_read_does_not_count(make_connection: 
     assert transport.closed
 
 
-def test_a_complete_request_has_no_time_limit_for_its_reply(make_connection: ConnectionFactory) -> None:
-    connection, transport, clock = make_connection
+def test_a_complete_request_has_no_time_limit_for_its_reply(fake_connection: FakeConnection) -> None:
+    connection, transport, clock = fake_connection
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
     clock.advance(10_000)
     assert not transport.closed
 
 
-def test_a_second_request_on_a_connection_has_the_same_time_limit(make_connection: ConnectionFactory) -> None:
-    connection, transport, clock = make_connection
+def test_a_second_request_on_a_connection_has_the_same_time_limit(fake_connection: FakeConnection) -> None:
+    connection, transport, clock = fake_connection
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
     clock.advance(100)
     connection.data_received(b"GET /")
@@ -260,8 +260,8 @@ def test_a_second_request_on_a_connection_has_the_same_time_limit(make_connectio
     assert transport.closed
 
 
-def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(make_connection: ConnectionFactory) -> None:
-    connection, _, _ = make_connection
+def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(fake_connection: FakeConnection) -> None:
+    connection, _, _ = fake_connection
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
     scope: Any = connection.scope
     assert scope["modelyard.on_disconnect"] == set()
@@ -269,16 +269,16 @@ def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(make_conne
     assert "modelyard.on_disconnect" not in scope  # so that the handler waits for http.disconnect
 
 
-def test_a_lost_connection_leaves_no_timer(make_connection: ConnectionFactory) -> None:
-    connection, _, clock = make_connection
+def test_a_lost_connection_leaves_no_timer(fake_connection: FakeConnection) -> None:
+    connection, _, clock = fake_connection
     connection.data_received(POST + b"Content-Length: 10\r\n\r\n{")
     assert clock.has_timers
     connection.connection_lost(None)
     assert not clock.has_timers
 
 
-def test_a_connection_without_a_request_closes_quietly(make_connection: ConnectionFactory) -> None:
-    connection, transport, _ = make_connection
+def test_a_connection_without_a_request_closes_quietly(fake_connection: FakeConnection) -> None:
+    connection, transport, _ = fake_connection
     connection.connection_lost(None)
     assert transport.closed
 
@@ -404,45 +404,45 @@ class FakeTransport:
 
 
 def coalescing(coalescer: WriteCoalescer | None = None) -> tuple[FakeTransport, CoalescingTransport]:
-    wire = FakeTransport()
-    return wire, CoalescingTransport(
-        cast(asyncio.Transport, wire), asyncio.get_running_loop(), coalescer or WriteCoalescer()
+    transport = FakeTransport()
+    return transport, CoalescingTransport(
+        cast(asyncio.Transport, transport), asyncio.get_running_loop(), coalescer or WriteCoalescer()
     )
 
 
 async def test_writes_of_one_loop_iteration_are_sent_as_one() -> None:
-    wire, connection = coalescing()
+    transport, connection = coalescing()
     connection.write(b"a")
     connection.write(b"b")
-    assert wire.sent == []
+    assert transport.sent == []
     await asyncio.sleep(0)
     connection.write(b"c")
-    assert wire.sent == [b"ab"]
+    assert transport.sent == [b"ab"]
     connection.close()
-    assert (wire.sent, wire.closed) == ([b"ab", b"c"], True)
+    assert (transport.sent, transport.closed) == ([b"ab", b"c"], True)
 
 
 async def test_nothing_is_written_to_a_connection_that_closes() -> None:
-    wire, connection = coalescing()
+    transport, connection = coalescing()
     connection.close()
     connection.write(b"late")
     await asyncio.sleep(0)
-    assert (wire.sent, wire.closed) == ([], True)
+    assert (transport.sent, transport.closed) == ([], True)
 
 
 async def test_a_broken_connection_does_not_block_the_others() -> None:
-    coalescer, reply = WriteCoalescer(), list[str]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: reply.append(str(context["exception"])))
+    coalescer, errors = WriteCoalescer(), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(str(context["exception"])))
     (first, one), (broken, two), (last, three) = (coalescing(coalescer) for _ in range(3))
     broken.write = _break  # type: ignore[method-assign]
     for connection in (one, two, three):
         connection.write(b"a")
     await asyncio.sleep(0)
-    assert (first.sent, last.sent, reply) == ([b"a"], [b"a"], ["no line"])
+    assert (first.sent, last.sent, errors) == ([b"a"], [b"a"], ["broken pipe"])
 
 
 def _break(data: bytes) -> None:
-    raise OSError("no line")
+    raise OSError("broken pipe")
 
 
 # A client disconnect cancels its work, under our server and under any other.

@@ -1,4 +1,4 @@
-"""An error is told in the protocol whose path was called."""
+"""Errors have the form of the protocol whose path was called."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from modelyard.http.request_context import RequestContext
         ("/nonsense", {}, "openai_chat"),
     ],
 )
-def test_the_path_and_the_version_header_choose_the_dialect(path: str, headers: dict[str, str], name: str) -> None:
+def test_path_and_version_header_select_the_protocol(path: str, headers: dict[str, str], name: str) -> None:
     assert name == protocol_of(RequestContext("t", path, headers)).NAME
 
 
-def test_the_same_error_in_two_shapes() -> None:
+def test_the_same_error_in_two_protocols() -> None:
     error = NotFound("no such model", code="model_not_found")
     anthropic, openai = (
         write_error(error, RequestContext("t", path, {})) for path in ("/v1/messages", "/v1/completions")
     )
     assert anthropic.status == openai.status == 404
-    error = json.loads(anthropic.body)
-    assert (error["type"], error["error"]["type"], error["request_id"]) == ("error", "not_found_error", "req_t")
+    body = json.loads(anthropic.body)
+    assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", "not_found_error", "req_t")
     assert json.loads(openai.body)["error"]["code"] == "model_not_found"
 
 
-def test_an_overflow_names_the_field_of_its_wire() -> None:
+def test_an_overflow_names_the_field_of_its_protocol() -> None:
     params = [
         json.loads(write_error(ContextOverflow(9, 8), RequestContext("t", path, {})).body)["error"]["param"]
         for path in ("/v1/chat/completions", "/v1/responses")
@@ -53,12 +53,14 @@ def test_an_overflow_names_the_field_of_its_wire() -> None:
     assert params == ["messages", "input"]
 
 
-def test_our_own_errors_stay_what_they_are() -> None:
+def test_our_own_errors_are_unchanged() -> None:
     error = NotFound("x")
     assert as_modelyard_error(error) is error
 
 
-def test_a_foreign_error_is_logged_under_an_id_and_told_without_its_details(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_logged_with_an_id_and_reported_without_details(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.ERROR):
         error = as_modelyard_error(ZeroDivisionError("the secret plan"))
     assert isinstance(error, Internal)

@@ -1,4 +1,4 @@
-"""Health as people and probes see it, from every mixture of states."""
+"""Health endpoints for every combination of model states."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.live_server import demo_config
         (["failed", "stopped"], "unhealthy"),
     ],
 )
-def test_the_verdict_on_all_models_together(states: list[Any], verdict: str) -> None:
+def test_overall_status_of_several_models(states: list[Any], verdict: str) -> None:
     assert health_status({str(number): ModelStatus(state) for number, state in enumerate(states)}) == verdict
 
 
-async def test_a_well_server_says_so_with_every_field() -> None:
+async def test_a_healthy_server_reports_every_field() -> None:
     async with app_client(loaded=True) as client:
         reply = await client.get("/health")
         assert reply.status_code == 200
@@ -51,7 +51,7 @@ async def test_a_well_server_says_so_with_every_field() -> None:
         assert (await client.get("/health/ready")).status_code == 200
 
 
-async def test_a_server_without_a_model_that_answers_is_not_ready() -> None:
+async def test_a_server_without_a_ready_model_is_not_ready() -> None:
     broken = demo_config(tokenizer_path="/nowhere/at/all")
     async with app_client(broken, loaded=True) as client:
         reply = await client.get("/health")
@@ -62,13 +62,13 @@ async def test_a_server_without_a_model_that_answers_is_not_ready() -> None:
         assert (await client.get("/health/live")).status_code == 200
 
 
-async def test_strangers_learn_that_it_is_well_and_not_what_runs() -> None:
+async def test_unauthenticated_clients_see_only_the_status() -> None:
     async with app_client(demo_config() | {"keys": [{"name": "ann", "key": "hush"}]}, loaded=True) as client:
         assert "models" not in (await client.get("/health")).json()
         assert "models" in (await client.get("/health", headers={"x-api-key": "hush"})).json()
 
 
-async def test_a_load_balancer_may_ask_by_head() -> None:
+async def test_health_supports_head_requests() -> None:
     async with app_client(loaded=True) as client:
         for path in ("/", "/health", "/health/live", "/health/ready"):
             reply = await client.head(path)

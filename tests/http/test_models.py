@@ -1,4 +1,4 @@
-"""The list of models in both shapes, and a card for every name that a request could use."""
+"""The list of models in both formats, and a card for every name that a request can use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_the_openai_list_has_ids_aliases_windows_and_states() -> None:
         assert all(card["owned_by"] and card["created"] for card in body["data"])
 
 
-async def test_the_version_header_switches_the_shape() -> None:
+async def test_the_version_header_selects_the_anthropic_format() -> None:
     async with app_client(config()) as client:
         body = (await client.get("/v1/models", headers=ANTHROPIC)).json()
         assert [card["id"] for card in body["data"]] == ["org/big-model", "big", "claude-x", "small"]
@@ -41,7 +41,7 @@ async def test_the_version_header_switches_the_shape() -> None:
         assert (body["first_id"], body["last_id"], body["has_more"]) == ("org/big-model", "small", False)
 
 
-async def test_an_anthropic_list_comes_in_pages() -> None:
+async def test_the_anthropic_list_is_paginated() -> None:
     async with app_client(config()) as client:
         first = (await client.get("/v1/models?limit=3", headers=ANTHROPIC)).json()
         assert ([card["id"] for card in first["data"]], first["has_more"]) == (
@@ -53,7 +53,7 @@ async def test_an_anthropic_list_comes_in_pages() -> None:
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "abc", "1.5", "", "²", "9" * 5000])
-async def test_a_limit_that_is_none_is_named(limit: str) -> None:
+async def test_an_invalid_limit_is_refused(limit: str) -> None:
     async with app_client(config()) as client:
         reply = await client.get("/v1/models", params={"limit": limit}, headers=ANTHROPIC)
         assert reply.status_code == 400
@@ -68,7 +68,7 @@ async def test_other_spellings_of_the_path_are_the_same_list(path: str) -> None:
         assert (await client.get(path)).json() == (await client.get("/v1/models")).json()
 
 
-async def test_only_what_is_loaded_where_that_is_asked() -> None:
+async def test_the_list_can_be_limited_to_loaded_models() -> None:
     async with app_client(config()) as client:
         assert (await client.get("/v1/models?loaded=true")).json()["data"] == []
     async with app_client(config(), loaded=True) as client:
@@ -92,7 +92,7 @@ async def test_every_name_has_a_card(name: str, window: int, headers: dict[str, 
 
 
 @pytest.mark.parametrize("headers", [{}, ANTHROPIC])
-async def test_a_name_that_leads_nowhere_is_not_found_in_the_right_shape(headers: dict[str, str]) -> None:
+async def test_an_unknown_name_is_a_404_in_the_format_of_the_protocol(headers: dict[str, str]) -> None:
     async with app_client(config()) as client:
         reply = await client.get("/v1/models/no/such", headers=headers)
         assert reply.status_code == 404
@@ -100,7 +100,7 @@ async def test_a_name_that_leads_nowhere_is_not_found_in_the_right_shape(headers
         assert "org/big-model" in reply.json()["error"]["message"]
 
 
-async def test_the_window_of_a_remote_model_is_known_only_where_it_was_told() -> None:
+async def test_the_window_of_a_remote_model_comes_from_its_settings() -> None:
     remote = {"backend": "openai_remote", "remote_base_url": "https://a.example", "remote_model": "m", "enabled": False}
     async with app_client({"models": {"told": remote | {"n_ctx": 200_000}, "untold": remote}}) as client:
         cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
@@ -108,7 +108,7 @@ async def test_the_window_of_a_remote_model_is_known_only_where_it_was_told() ->
         assert cards["untold"].get("context_length") is None
 
 
-async def test_a_card_has_the_window_of_the_cache_that_the_routes_lead_to() -> None:
+async def test_a_card_has_the_window_of_the_routed_cache() -> None:
     """Agents size themselves by it: the model's own default cache may be larger."""
     made = demo_config()
     made["routes"] = [{"match": "*", "cache": "fast"}]

@@ -1,4 +1,4 @@
-"""The documentation page knows every route, and its schema is one."""
+"""The OpenAPI schema is valid and describes every route."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_every_route_is_described_and_nothing_else() -> None:
     assert described == served
 
 
-async def test_every_reference_leads_somewhere() -> None:
+async def test_every_reference_is_defined() -> None:
     whole = await schema()
     assert whole["openapi"].startswith("3.")
     known = {f"#/components/schemas/{name}" for name in whole["components"]["schemas"]}
@@ -59,7 +59,7 @@ def _references(value: Any) -> Iterator[str]:
             yield from _references(each)
 
 
-async def test_bodies_are_json_schemas_that_take_a_body_and_refuse_another() -> None:
+async def test_body_schemas_accept_valid_and_refuse_invalid_bodies() -> None:
     whole = await schema()
     for path, body in {
         "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
@@ -78,7 +78,7 @@ async def test_bodies_are_json_schemas_that_take_a_body_and_refuse_another() -> 
             jsonschema.validate(body | {"model": 5}, wanted)
 
 
-async def test_the_page_is_served_and_can_be_closed() -> None:
+async def test_the_documentation_page_can_be_disabled() -> None:
     async with app_client() as client:
         assert "text/html" in (await client.get("/docs")).headers["content-type"]
     async with app_client(demo_config() | {"http": {"docs": False}}) as client:

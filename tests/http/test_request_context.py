@@ -1,4 +1,4 @@
-"""A body is read whole or refused early; a reply names its request."""
+"""Bodies are read completely or refused early; replies carry the request id."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def context(**headers: str) -> RequestContext:
 
 
 class Client:
-    """What a client sends, chunk by chunk; `taken` counts how much of it was asked for."""
+    """The chunks that a client sends; `taken` counts those that were received."""
 
     def __init__(self, *chunks: bytes, leaves: bool = False) -> None:
         self._messages: list[dict[str, Any]] = [
@@ -49,7 +49,7 @@ class Client:
 
 
 @pytest.mark.parametrize("chunks", [(b"{}",), (b"{", b"}"), (b"", b"", b"{}"), (b"{}", b""), (b"x" * 1000,)])
-async def test_a_body_is_read_whole_whatever_its_chunks(chunks: tuple[bytes, ...]) -> None:
+async def test_a_body_is_read_completely_from_any_chunks(chunks: tuple[bytes, ...]) -> None:
     assert await read_body(Client(*chunks), context(), SETTINGS) == b"".join(chunks)
 
 
@@ -112,7 +112,7 @@ async def sent(deed: Any, *args: Any) -> tuple[dict[str, Any], dict[bytes, bytes
     await deed(send, *args)
     start, body = messages
     headers = dict(start["headers"])
-    assert len(headers) == len(start["headers"]), "a header stands twice"
+    assert len(headers) == len(start["headers"]), "a header is duplicated"
     assert headers[b"content-length"] == str(len(body["body"])).encode()
     return start, headers
 
@@ -176,7 +176,7 @@ def levels(value: Any) -> int:
 @given(TREES, st.integers(1, 6), st.booleans(), st.integers(1, 9))
 @example([["\\"]], 1, True, 1)
 @example(['"', [["\\\\"]]], 2, False, 2)
-def test_it_is_too_deep_where_a_parser_finds_it_too_deep(tree: Any, limit: int, ascii_only: bool, cut: int) -> None:
+def test_depth_matches_that_of_a_parser(tree: Any, limit: int, ascii_only: bool, cut: int) -> None:
     """`cut` lets strings and escapes fall across the borders of the slices that are looked at."""
     whole, request_context._SLICE = request_context._SLICE, cut
     try:
@@ -197,18 +197,18 @@ def test_it_is_too_deep_where_a_parser_finds_it_too_deep(tree: Any, limit: int, 
         b"[]" * 100 + b"[" * 65,
     ],
 )
-def test_hopeless_bodies_are_too_deep(body: bytes) -> None:
+def test_unclosed_brackets_are_too_deep(body: bytes) -> None:
     assert json_fault(body, 64) == "the JSON body is nested more than 64 levels deep"
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"hello", b'"' + b"[" * 1000 + b'"', b'["' + b'\\"[' * 1000 + b'"]', b'["\\\\"]' * 200, b"]" * 1000]
 )
-def test_brackets_in_strings_and_brackets_that_only_close_are_not_deep(body: bytes) -> None:
+def test_brackets_in_strings_and_closing_brackets_do_not_count(body: bytes) -> None:
     assert json_fault(body, 64) is None
 
 
-def test_there_is_an_end_to_containers_and_to_values() -> None:
+def test_the_number_of_containers_and_values_is_limited() -> None:
     assert json_fault(b"[" + b"[]," * (MAX_CONTAINERS - 2) + b"[]]", 64) is None
     assert "arrays and objects" in str(json_fault(b"[" + b"[]," * MAX_CONTAINERS + b"[]]", 64))
     assert json_fault(b"[" + b"1," * (MAX_VALUES - 1) + b"1]", 64) is None

@@ -1,4 +1,4 @@
-"""The front door as a whole: what is open, what needs a key, who may read replies, and TLS."""
+"""The HTTP server as a whole: open and protected paths, CORS, host names and TLS."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_open_paths_need_no_key(path: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), CLOSED)
-async def test_everything_else_does(method: str, path: str) -> None:
+async def test_all_other_paths_need_a_key(method: str, path: str) -> None:
     async with app_client(KEYED, ENV) as client:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
             reply = await client.request(method, path, headers=headers)
@@ -104,7 +104,7 @@ def with_cors(*origins: str) -> dict[str, Any]:
     return KEYED | {"http": {"cors_enabled": True, "cors_origins": list(origins)}}
 
 
-async def test_cors_is_closed_unless_it_is_set() -> None:
+async def test_cors_is_off_by_default() -> None:
     async with app_client(loaded=True) as client:
         for reply in (
             await client.options("/v1/messages", headers=PREFLIGHT),
@@ -126,7 +126,7 @@ async def test_a_permitted_preflight_needs_no_key(origins: tuple[str, ...]) -> N
         assert "POST" in reply.headers["access-control-allow-methods"]
 
 
-async def test_a_permitted_page_reads_replies_and_refusals_alike() -> None:
+async def test_an_allowed_origin_reads_replies_and_errors() -> None:
     async with app_client(with_cors(PAGE), ENV) as client:
         good = await client.get("/v1/models", headers={"origin": PAGE, "x-api-key": SECRET})
         bad = await client.get("/v1/models", headers={"origin": PAGE})
@@ -136,7 +136,7 @@ async def test_a_permitted_page_reads_replies_and_refusals_alike() -> None:
         assert "x-request-id" in bad.headers["access-control-expose-headers"]
 
 
-async def test_a_page_that_is_not_on_the_list_stays_out() -> None:
+async def test_an_unlisted_origin_gets_no_cors_headers() -> None:
     async with app_client(with_cors("https://other.example"), ENV) as client:
         preflight = await client.options("/v1/messages", headers=PREFLIGHT)
         request = await client.get("/v1/models", headers={"origin": PAGE, "x-api-key": SECRET})
@@ -149,7 +149,7 @@ async def test_a_page_that_is_not_on_the_list_stays_out() -> None:
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_foreign_name_is_refused_even_on_open_paths() -> None:
+async def test_a_foreign_host_name_is_refused_even_on_open_paths() -> None:
     async with app_client() as client:
         for path in (*OPEN, "/v1/models", "/docs"):
             reply = await client.get(path, headers={"host": "rebound.example:8000"})
@@ -157,7 +157,7 @@ async def test_a_foreign_name_is_refused_even_on_open_paths() -> None:
 
 
 @pytest.mark.parametrize("host", ["[", "[::1", ":", "a b", "localhost:port"])
-async def test_a_broken_name_never_breaks_the_server(host: str) -> None:
+async def test_an_invalid_host_name_never_breaks_the_server(host: str) -> None:
     async with app_client() as client:
         for path in ("/nonsense", "/health/", "/v1/models"):
             reply = await client.get(path, headers={"host": host})
@@ -174,21 +174,21 @@ async def test_a_broken_name_never_breaks_the_server(host: str) -> None:
         ("POST", "/health", "GET"),
     ],
 )
-async def test_a_wrong_method_is_told_which_are_right(method: str, path: str, allowed: str) -> None:
+async def test_a_wrong_method_gets_the_allowed_ones(method: str, path: str, allowed: str) -> None:
     async with app_client() as client:
         reply = await client.request(method, path)
         assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
         assert allowed in reply.headers["allow"]
 
 
-async def test_a_slash_too_many_leads_to_the_same_place() -> None:
+async def test_a_trailing_slash_is_ignored() -> None:
     async with app_client(loaded=True) as client:
         body = {"model": "demo", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
         for path in ("/v1/messages/", "/v1/chat/completions/"):
             assert (await client.post(path, json=body)).status_code == 200
 
 
-async def test_a_fault_of_ours_is_told_once_in_shape_and_logged_once(
+async def test_an_internal_error_is_reported_and_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: object) -> None:
@@ -202,7 +202,7 @@ async def test_a_fault_of_ours_is_told_once_in_shape_and_logged_once(
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == ["unexpected error"]
 
 
-def test_https_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
+def test_https_with_a_self_signed_certificate(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         [*SELF_SIGNED.split(), "-keyout", key, "-out", cert],

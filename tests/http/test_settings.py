@@ -8,24 +8,24 @@ from pydantic import ValidationError
 from modelyard.http.settings import HttpSettings, KeySettings
 
 
-def test_the_door_is_on_loopback_and_closed_to_other_pages() -> None:
+def test_the_default_is_loopback_without_cors() -> None:
     http = HttpSettings()
     assert (http.host, http.port, http.cors_enabled, http.cors_origins) == ("127.0.0.1", 8000, False, [])
     assert (http.max_body_bytes, http.max_json_depth, http.keepalive_s) == (32 * 1024**2, 64, 5.0)
 
 
 @pytest.mark.parametrize("raw", [{"port": 65536}, {"keepalive_s": 11}, {"workers": 0}, {"ssl_keyfile": "k"}, {"x": 1}])
-def test_values_that_cannot_work_are_refused(raw: dict[str, Any]) -> None:
+def test_invalid_values_are_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         HttpSettings.model_validate(raw)
 
 
-def test_a_hash_is_kept_in_lower_case() -> None:
+def test_a_key_hash_is_lower_cased() -> None:
     assert KeySettings(name="a", hash="SHA256:" + "AB" * 32).hash == "sha256:" + "ab" * 32
 
 
 @pytest.mark.parametrize("raw", [{}, {"hash": "md5:00"}, {"hash": "sha256:00"}, {"env": "A", "key": "b"}, {"key": ""}])
-def test_a_key_has_exactly_one_good_secret(raw: dict[str, Any]) -> None:
+def test_a_key_has_exactly_one_secret(raw: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         KeySettings.model_validate({"name": "a"} | raw)
 

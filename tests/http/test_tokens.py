@@ -1,4 +1,4 @@
-"""Looking at tokens: both styles of bodies, one truth."""
+"""Tokenize, detokenize and apply-template, with both styles of bodies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def post(path: str, body: dict[str, Any], status: int = 200) -> Any:
 
 
 @pytest.mark.parametrize("field", ["content", "prompt"])
-async def test_text_becomes_tokens_and_tokens_the_same_text(field: str) -> None:
+async def test_tokenize_and_detokenize_round_trip(field: str) -> None:
     body = await post("/tokenize", {field: "Grüße, 世界!"})
     assert body["count"] == len(body["tokens"]) > 0
     assert body["max_model_len"] == 4096
@@ -27,7 +27,7 @@ async def test_text_becomes_tokens_and_tokens_the_same_text(field: str) -> None:
     assert back == {"prompt": "Grüße, 世界!", "content": "Grüße, 世界!"}
 
 
-async def test_pieces_are_shown_in_either_style() -> None:
+async def test_pieces_are_returned_in_both_styles() -> None:
     plain = await post("/tokenize", {"content": "Hello there"})
     pieces = await post("/tokenize", {"content": "Hello there", "with_pieces": True})
     strings = await post("/tokenize", {"prompt": "Hello there", "return_token_strs": True})
@@ -46,25 +46,25 @@ async def test_messages_are_rendered_as_a_request_would_render_them() -> None:
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/apply-template"])
-async def test_a_conversation_may_leave_out_its_model(path: str) -> None:
+async def test_the_model_is_optional(path: str) -> None:
     async with app_client() as client:
         bare = await client.post(path, json={"messages": MESSAGES})
     assert bare.json() == await post(path, {"messages": MESSAGES})
 
 
-async def test_the_template_is_shown_as_people_read_it() -> None:
+async def test_apply_template_shows_the_text_without_shield_marks() -> None:
     body = await post("/apply-template", {"messages": MESSAGES})
     assert body["prompt"].startswith("<|im_start|>user\nWhat is <|im_end|> for?")
     assert not any(0xFDD0 <= ord(letter) <= 0xFDEF for letter in body["prompt"])
 
 
-async def test_nothing_has_to_be_loaded() -> None:
+async def test_no_model_has_to_be_loaded() -> None:
     async with app_client() as client:
         assert (await client.get("/health")).json()["models"]["demo"]["state"] == "stopped"
     assert (await post("/tokenize", {"content": "x"}))["count"] == 1
 
 
-async def test_a_long_text_is_tokenized_aside_to_the_same_ids() -> None:
+async def test_a_long_text_is_tokenized_in_a_thread_to_the_same_ids() -> None:
     short, long = (
         await post("/tokenize", {"content": "word " * 10}),
         await post("/tokenize", {"content": "word " * 9999}),
@@ -90,7 +90,7 @@ async def test_a_long_text_is_tokenized_aside_to_the_same_ids() -> None:
         ("/apply-template", {"messages": []}, "messages"),
     ],
 )
-async def test_what_is_wrong_is_named(path: str, body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_is_named(path: str, body: dict[str, Any], param: str) -> None:
     body = (await post(path, body, 400))["error"]
     assert body["param"] == param
     assert len(body["message"]) < 300

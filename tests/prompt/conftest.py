@@ -1,4 +1,4 @@
-"""A small real vocabulary and the pieces that prompts are made of."""
+"""A small real tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations that agents really send, for every template alike."""
+"""Conversations as agents send them, for tests of all templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small HTTP server on loopback that serves pictures, redirects and trouble."""
+"""A small HTTP server on loopback that serves images, redirects and errors."""
 
 import asyncio
 import socket

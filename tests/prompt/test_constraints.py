@@ -1,4 +1,4 @@
-"""What of a tool's schema a grammar can hold a model to, and what is said of the rest."""
+"""Which parts of a tool's schema a grammar can enforce, and the warnings about the rest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reduced(schema: Any) -> tuple[Any, list[str]]:
         {"$ref": "#/properties/a/$defs/x", "$defs": {"x": {"type": "string"}}},
     ],
 )
-def test_what_a_grammar_knows_stays_as_it_is(schema: dict[str, Any]) -> None:
+def test_supported_keywords_are_unchanged(schema: dict[str, Any]) -> None:
     assert reduced(schema) == (schema, [])
 
 
@@ -69,7 +69,7 @@ def test_what_a_grammar_knows_stays_as_it_is(schema: dict[str, Any]) -> None:
         ({"items": "string"}, {"items": {}}, ["items"]),
     ],
 )
-def test_what_it_does_not_know_is_dropped_and_named(schema: Any, kept: Any, dropped: list[str]) -> None:
+def test_unsupported_keywords_are_dropped_and_named(schema: Any, kept: Any, dropped: list[str]) -> None:
     assert reduced(schema) == (kept, [f"schema keyword not enforced: t/properties/a/{word}" for word in dropped])
 
 
@@ -82,23 +82,23 @@ def test_what_it_does_not_know_is_dropped_and_named(schema: Any, kept: Any, drop
         ({"type": "integer", "format": "int32"}, "integer"),
     ],
 )
-def test_what_says_nothing_about_values_goes_without_a_word(schema: dict[str, Any], kept: Any) -> None:
+def test_annotations_are_dropped_silently(schema: dict[str, Any], kept: Any) -> None:
     assert reduced(schema) == ({"type": kept}, [])
 
 
-def test_exactly_one_of_several_becomes_any_of_them() -> None:
+def test_one_of_becomes_any_of() -> None:
     assert reduced({"oneOf": [{"type": "string"}, {"type": "null"}]}) == (
         {"anyOf": [{"type": "string"}, {"type": "null"}]},
         [],
     )
 
 
-def test_older_drafts_list_their_items() -> None:
+def test_item_lists_of_older_drafts_are_supported() -> None:
     schema = {"type": "array", "items": [{"type": "string"}, {"type": "integer"}]}
     assert reduced(schema) == (schema, [])
 
 
-def test_a_schema_that_never_ends_is_cut() -> None:
+def test_a_recursive_schema_is_cut_off() -> None:
     deep: dict[str, Any] = {}
     for _ in range(500):
         deep = {"items": deep}
@@ -106,7 +106,7 @@ def test_a_schema_that_never_ends_is_cut() -> None:
     assert len(warnings) == 1
 
 
-def test_tools_keep_everything_else() -> None:
+def test_other_fields_of_tools_are_unchanged() -> None:
     tool = Tool("t", "does", {"type": "object"}, strict=True, namespace="n")
     assert enforceable([tool, Tool("u")])[0] == (tool, Tool("u"))
 
@@ -129,7 +129,7 @@ _schemas = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(_words, _schemas, max_size=5))
-def test_no_schema_raises(schema: dict[str, Any]) -> None:
+def test_no_schema_raises_an_error(schema: dict[str, Any]) -> None:
     (tool,), warnings = enforceable([Tool("t", parameters=schema)])
     assert isinstance(tool.parameters, dict)
     assert all(warning.startswith("schema keyword not enforced: t/") for warning in warnings)
@@ -137,7 +137,7 @@ def test_no_schema_raises(schema: dict[str, Any]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(_words, _schemas, max_size=5))
-def test_whatever_is_left_becomes_a_grammar(schema: dict[str, Any]) -> None:
+def test_every_reduced_schema_compiles_to_a_grammar(schema: dict[str, Any]) -> None:
     """Unless it allows no value at all, which is its author's own mistake."""
     llguidance = pytest.importorskip("llguidance")
     (tool,), _ = enforceable([Tool("t", parameters=schema)])

@@ -55,7 +55,7 @@ async def test_request_without_images_is_the_same_object() -> None:
     assert await inline(request) is request
 
 
-async def test_data_urls_always_work_and_stay_as_they_are() -> None:
+async def test_data_urls_are_accepted_unchanged() -> None:
     request = request_with(Image(DATA), Image("DATA:image/jpeg;charset=x;base64,AAAA"))
     assert await inline(request) is request
 
@@ -74,13 +74,13 @@ async def test_data_urls_always_work_and_stay_as_they_are() -> None:
         ("data:image/png;base64," + "A" * 500_000, "image_too_large", "images.max_bytes"),
     ],
 )
-async def test_unfit_data_url_is_refused(url: str, code: str, complaint: str) -> None:
+async def test_an_invalid_data_url_is_refused(url: str, code: str, complaint: str) -> None:
     error = await refusal(url, max_bytes=700)
     assert error.code == code
     assert complaint in error.message
 
 
-async def test_data_of_exactly_the_limit_is_taken() -> None:
+async def test_data_of_exactly_the_limit_is_accepted() -> None:
     request = request_with(Image(DATA))
     assert await inline(request, max_bytes=len(PNG)) is request
     assert (await refusal(DATA, max_bytes=len(PNG) - 1)).code == "image_too_large"
@@ -89,7 +89,7 @@ async def test_data_of_exactly_the_limit_is_taken() -> None:
 # --- http -----------------------------------------------------------------------------------------------------------
 
 
-async def test_allowed_picture_is_inlined_everywhere_and_fetched_once(server: PictureServer) -> None:
+async def test_an_allowed_image_is_inlined_everywhere_and_fetched_once(server: PictureServer) -> None:
     image = Image(server.url("/ok"), "high")
     request = request_with(image, ToolResult("1", (Text("t"), image)), Image(DATA))
     got = await inline(request, **local_images())
@@ -98,7 +98,7 @@ async def test_allowed_picture_is_inlined_everywhere_and_fetched_once(server: Pi
     assert server.paths == ["/ok"]
 
 
-async def test_host_that_is_not_allowed_is_not_even_looked_up(server: PictureServer) -> None:
+async def test_a_host_that_is_not_allowed_is_not_resolved(server: PictureServer) -> None:
     error = await refusal(server.url("/ok"), allow=["*.example.com"], allow_private=True)
     assert error.code == "image_not_allowed"
     assert "images.allow" in error.message
@@ -160,7 +160,7 @@ async def test_redirects_are_followed_and_checked_again(server: PictureServer) -
         ("/silent", "image_unreachable", "images.timeout_s"),
     ],
 )
-async def test_unfit_answer_is_an_error_with_a_reason(
+async def test_an_invalid_reply_is_an_error_with_a_reason(
     server: PictureServer, path: str, code: str, complaint: str
 ) -> None:
     error = await refusal(server.url(path), **local_images(max_bytes=5000, timeout_s=0.2 if path == "/silent" else 10))
@@ -194,7 +194,7 @@ async def test_other_schemes_are_refused(url: str) -> None:
         "file://[/x",
     ],
 )
-async def test_garbled_url_is_an_error_not_a_crash(url: str) -> None:
+async def test_an_invalid_url_is_an_error(url: str) -> None:
     assert (await refusal(url, allow=["*"])).code in ("image_unreachable", "image_not_allowed")
 
 
@@ -222,7 +222,7 @@ async def test_file_is_refused_where_no_folder_is_allowed(folder: Path) -> None:
     assert "images.allow" in error.message
 
 
-async def test_no_way_leads_out_of_the_folder(folder: Path) -> None:
+async def test_paths_cannot_escape_the_folder(folder: Path) -> None:
     (folder / "link.png").symlink_to(folder.parent / "secret.png")
     paths = ("link.png", "../secret.png", "%2e%2e/secret.png", "../allowed-not/x.png", "../nothing-there.png")
     messages = set()
@@ -234,7 +234,7 @@ async def test_no_way_leads_out_of_the_folder(folder: Path) -> None:
     assert (await refusal(f"file://host{folder}/a%20b.png", allow=[f"file://{folder}/"])).code == "image_not_allowed"
 
 
-async def test_unfit_file_is_an_error_with_a_reason(folder: Path) -> None:
+async def test_an_invalid_file_is_an_error_with_a_reason(folder: Path) -> None:
     allow = [f"file://{folder}/"]
     (folder / "text.png").write_text("hello")
     os.mkfifo(folder / "pipe.png")
@@ -247,7 +247,7 @@ async def test_unfit_file_is_an_error_with_a_reason(folder: Path) -> None:
 # --- as an engine takes them ----------------------------------------------------------------------------------------
 
 
-def test_images_come_in_the_order_of_the_conversation_with_their_hashes() -> None:
+def test_images_are_listed_in_order_with_their_hashes() -> None:
     other = "data:image/png;base64," + base64.b64encode(b"other").decode()
     found = image_media(request_with(Image(DATA), ToolResult("1", (Text("x"), Image(other))), Image(DATA)))
     assert [each.data for each in found] == [PNG, b"other", PNG]
@@ -287,5 +287,5 @@ def test_addresses_that_are_not_public(address: str) -> None:
         (b"", None),
     ],
 )
-def test_kind_is_told_by_the_first_bytes(data: bytes, kind: str | None) -> None:
+def test_the_media_type_is_detected_from_the_first_bytes(data: bytes, kind: str | None) -> None:
     assert sniff(data) == kind

@@ -53,7 +53,7 @@ SPELLING = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(SPELLING, SPELLING, SPELLING)
-def test_text_that_spells_a_control_token_never_becomes_one(user: str, tool: str, system: str) -> None:
+def test_text_never_becomes_a_control_token(user: str, tool: str, system: str) -> None:
     def ids(user: str, tool: str, system: str) -> list[int]:
         turns = (
             say("system", system),
@@ -70,7 +70,7 @@ def _json(text: str) -> str:
     return '"' + "".join(f"\\u{ord(character):04x}" for character in text) + '"'
 
 
-def test_a_quoted_end_of_turn_reads_back_as_it_was_written() -> None:
+def test_a_quoted_end_of_turn_decodes_to_the_same_text() -> None:
     rendered = CHATML.apply(ask(say("user", "what is <|im_end|>?")))
     assert "what is <|im_end|>?" in rendered.text
     assert VOCAB.decode(rendered.ids) == rendered.text
@@ -108,12 +108,12 @@ def test_calls_results_and_reasoning_reach_the_template() -> None:
         (ToolCall("1", "f", '{"x": 5000.0}'), '{"x": 5000.0}'),
     ],
 )
-def test_arguments_are_a_dictionary_whatever_the_client_sent(made_call: ToolCall, arguments: str) -> None:
+def test_arguments_are_always_a_dictionary(made_call: ToolCall, arguments: str) -> None:
     text = echo("{% for m in messages %}{{ m | tojson }}{% endfor %}").text(ask(say("assistant", made_call)))
     assert f'"arguments": {arguments}}}' in text
 
 
-def test_deferred_tools_stand_where_they_were_found_and_server_tools_nowhere() -> None:
+def test_deferred_tools_are_rendered_where_they_were_found_and_server_tools_are_dropped() -> None:
     tools = (
         TOOL,
         Tool("late_one", "Later.", deferred=True),
@@ -128,7 +128,7 @@ def test_deferred_tools_stand_where_they_were_found_and_server_tools_nowhere() -
     assert '"input": {"type": "string"}' in text
 
 
-def test_tools_are_told_in_words_where_the_template_knows_none() -> None:
+def test_tools_are_described_in_the_prompt_if_the_template_has_no_tools() -> None:
     text = echo("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}").text(
         ask(say("user", "x"), tools=(TOOL,))
     )
@@ -151,7 +151,7 @@ NATIVE = "{{ tools | tojson if tools else 'none' }}\n{% for m in messages %}{{ m
         (NATIVE, "never", False),
     ],
 )
-def test_tools_are_told_in_words_as_the_setting_says(template: str, setting: Any, tells: bool) -> None:
+def test_tools_prompt_decides_whether_tools_are_described(template: str, setting: Any, tells: bool) -> None:
     renderer = echo(template, tools_prompt=setting)
     text = renderer.text(ask(say("user", "x"), tools=(TOOL,)))
     assert renderer.describes_tools is tells
@@ -159,7 +159,7 @@ def test_tools_are_told_in_words_as_the_setting_says(template: str, setting: Any
     assert ("<tool_call>" in renderer.text(ask(say("user", "x")))) is False
 
 
-def test_tools_that_are_told_in_words_are_called_so_in_the_history_too() -> None:
+def test_calls_in_the_history_match_the_described_tools() -> None:
     turns = ask(say("user", "x"), say("assistant", call("1")), result(), tools=(TOOL,))
     rendered, native = echo(NATIVE, tools_prompt="always").text(turns), echo(NATIVE).text(turns)
     assert rendered.startswith("none")
@@ -168,7 +168,7 @@ def test_tools_that_are_told_in_words_are_called_so_in_the_history_too() -> None
     assert "tool_calls" in native
 
 
-def test_a_tools_template_knows_tools_for_both() -> None:
+def test_a_separate_tools_template_counts_as_tool_support() -> None:
     assert not echo("plain", tools_template=ChatTemplate("{{ tools | length }} tools")).describes_tools
 
 
@@ -178,7 +178,7 @@ def test_a_tools_template_is_used_only_with_tools() -> None:
     assert renderer.text(ask(say("user", "x"), tools=(TOOL,))) == "1 tools"
 
 
-def test_images_are_parts_where_the_template_has_them_and_a_word_elsewhere() -> None:
+def test_images_are_parts_if_the_template_supports_them_and_text_otherwise() -> None:
     request = ask(say("user", "look", Image("data:image/png;base64,")))
     with_images = (
         "{% for m in messages %}{% for p in m.content %}"
@@ -198,7 +198,7 @@ def test_images_are_parts_where_the_template_has_them_and_a_word_elsewhere() -> 
         (True, True, {"enable_thinking": False}, "False"),
     ],
 )
-def test_thinking_is_the_requests_then_the_models(
+def test_thinking_of_the_request_overrides_that_of_the_model(
     turns: bool | None, default: bool | None, kwargs: dict[str, Any], expected: str
 ) -> None:
     renderer = echo("{{ enable_thinking | default('unset') }}", thinking_default=default)
@@ -220,7 +220,7 @@ def test_a_client_cannot_replace_the_messages() -> None:
 
 
 @pytest.mark.parametrize("name", TALKING)
-def test_a_prefilled_reply_goes_on_where_it_ends(name: str) -> None:
+def test_a_prefilled_reply_is_continued(name: str) -> None:
     renderer = echo(builtin(name))
     rendered = renderer.apply(ask(say("user", "WORD-ONE"), say("assistant", "Sure, here")))
     assert rendered.text.endswith("Sure, here")
@@ -228,7 +228,7 @@ def test_a_prefilled_reply_goes_on_where_it_ends(name: str) -> None:
     assert "WORD-ONE" not in rendered.tail
 
 
-def test_a_prefill_that_the_template_refuses_is_put_there_by_hand() -> None:
+def test_a_prefill_refused_by_the_template_is_appended() -> None:
     source = (
         "{% if messages[-1].role == 'assistant' %}{{ raise_exception('last must be user') }}{% endif %}"
         "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
@@ -236,12 +236,12 @@ def test_a_prefill_that_the_template_refuses_is_put_there_by_hand() -> None:
     assert echo(source).text(ask(say("user", "a"), say("assistant", "b"))) == "<a>bot:b"
 
 
-def test_an_empty_reply_at_the_end_is_no_turn() -> None:
+def test_an_empty_reply_at_the_end_is_ignored() -> None:
     turns = ask(say("user", "a"))
     assert CHATML.text(ask(*turns.messages, say("assistant", ""))) == CHATML.text(turns)
 
 
-def test_the_tail_tells_whether_reasoning_is_open() -> None:
+def test_open_reasoning_is_detected_at_the_end_of_the_prompt() -> None:
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -249,7 +249,7 @@ def test_the_tail_tells_whether_reasoning_is_open() -> None:
     assert echo(source).apply(ask(say("user", "a"))).tail == "<|im_start|>assistant\n<think>\n"
 
 
-def test_raw_prompts_take_control_tokens_for_what_they_are_and_begin_once() -> None:
+def test_raw_prompts_keep_control_tokens_and_get_one_bos() -> None:
     vocab = HuggingFaceTokenizer.from_text(made.byte_level(), special=SpecialTokens("<|endoftext|>", adds_bos=True))
     renderer = Renderer(ChatTemplate("x"), vocab)
     assert renderer.raw("a<|im_end|>") == [0, *vocab.encode("a"), 2]
@@ -274,9 +274,7 @@ SWITCH = "{% for m in messages %}{{ m.content }}{% endfor %}"
         ("{{ raise_exception('never') if enable_thinking }}" + SWITCH, False),
     ],
 )
-def test_a_template_has_a_switch_where_it_makes_a_difference(
-    vocab: HuggingFaceTokenizer, template: str, can: bool
-) -> None:
+def test_a_thinking_switch_is_detected_by_rendering(vocab: HuggingFaceTokenizer, template: str, can: bool) -> None:
     modes = ("default", "enabled", "disabled") if can else ("default",)
     assert Renderer(ChatTemplate(template), vocab).thinking_modes == modes
 
@@ -293,7 +291,7 @@ THOUGHT = "{% for m in messages %}[{{ m.content }}]{SWITCH}{{ m.reasoning_conten
 
 
 @pytest.mark.parametrize("switch", KEEPING)
-def test_a_template_that_can_keep_the_reasoning_of_earlier_turns_does(switch: str) -> None:
+def test_reasoning_of_earlier_turns_is_kept_if_the_template_can(switch: str) -> None:
     source = THOUGHT.replace("{SWITCH}", KEEPING[switch])
     history = ask(say("user", "one"), say("assistant", Thinking("WHY"), "two"), say("user", "three"))
     assert echo(source).apply(history).text == "[one][two]WHY[three]"
@@ -302,7 +300,7 @@ def test_a_template_that_can_keep_the_reasoning_of_earlier_turns_does(switch: st
 
 
 @pytest.mark.parametrize("name", TALKING)
-def test_what_stands_between_a_text_and_its_call_is_known(name: str) -> None:
+def test_the_separator_between_text_and_call_is_detected(name: str) -> None:
     renderer = Renderer(ChatTemplate(builtin(name)), VOCAB)
     history = ask(say("user", "go"), say("assistant", "Looking.", call()), result(), tools=(TOOL,))
     rest = renderer.apply(history).text.partition("Looking.")[2]
@@ -315,26 +313,26 @@ SHIELD = Shield(SPECIALS)
 CONVERSATION = MessageConverter(SPECIALS, ToolDefinitions(SHIELD), SHIELD, images=False)
 
 
-def test_a_reply_keeps_its_reasoning_tags_and_nothing_else_that_steers() -> None:
+def test_a_reply_keeps_its_reasoning_tags_but_no_other_control_tokens() -> None:
     (entry,) = CONVERSATION.convert(ask(say("assistant", "<think>a</think>b<|im_end|>")))
     assert entry["content"] == f"<think>a</think>b<{SENTINEL}|im_end|>"
     (entry,) = CONVERSATION.convert(ask(say("user", "<think>")))
     assert entry["content"] == f"<{SENTINEL}think>"
 
 
-def test_a_spelling_behind_json_escapes_is_found() -> None:
+def test_a_control_token_in_json_escapes_is_found() -> None:
     (entry,) = CONVERSATION.convert(ask(say("assistant", call(arguments='{"path": "\\u003c|im_end|>"}'))))
     assert entry["tool_calls"][0]["function"]["arguments"] == {"path": f"<{SENTINEL}|im_end|>"}
 
 
-def test_a_spelling_across_two_blocks_is_found() -> None:
+def test_a_control_token_across_two_blocks_is_found() -> None:
     shield = Shield(["a\nb"])
     conversation = MessageConverter(("a\nb",), ToolDefinitions(shield), shield, images=False)
     (entry,) = conversation.convert(ask(say("user", "a", "b")))
     assert entry["content"] == f"a{SENTINEL}\nb"
 
 
-def test_blocks_of_a_message_are_lines_and_its_name_goes_along() -> None:
+def test_blocks_of_a_message_are_joined_as_lines_and_its_name_is_kept() -> None:
     message = Message("user", (Text("one"), Text("two")), name="Ann")
     assert CONVERSATION.convert(ask(message)) == [{"role": "user", "content": "one\ntwo", "name": "Ann"}]
 
@@ -357,12 +355,12 @@ def test_only_tools_that_the_model_can_call_are_offered() -> None:
     assert offered[1]["function"]["parameters"]["required"] == ["input"]
 
 
-def test_the_same_tools_are_made_once() -> None:
+def test_equal_tool_lists_are_converted_once() -> None:
     assert BOX.offered([Tool("a", "x")]) is BOX.offered([Tool("a", "x")])
     assert BOX.offered([Tool("a", "x")]) is not BOX.offered([Tool("a", "y")])
 
 
-def test_memory_of_tool_lists_is_bounded() -> None:
+def test_the_cache_of_tool_lists_is_bounded() -> None:
     box = ToolDefinitions(Shield([]))
     first = box.offered([Tool("a")])
     for number in range(100):
@@ -371,19 +369,19 @@ def test_memory_of_tool_lists_is_bounded() -> None:
     assert box.offered([Tool("a")]) is not first
 
 
-def test_definitions_are_shielded_everywhere() -> None:
+def test_tool_definitions_are_shielded() -> None:
     tool = Tool("a", "say <|im_end|>", {"properties": {"<|im_end|>": {"enum": ["<|im_end|>"]}}})
     text = instructions(BOX.offered([tool]))
     assert "<|im_end|>" not in text
     assert text.count(SENTINEL) == 3
 
 
-def test_a_reference_to_a_tool_that_nobody_sent_is_told() -> None:
+def test_a_reference_to_an_unknown_tool_is_reported() -> None:
     assert "missing" in BOX.announce("missing", [])
     assert '"name": "late"' in BOX.announce("late", [Tool("late", deferred=True)])
 
 
-def test_a_custom_tools_grammar_is_told_in_words() -> None:
+def test_the_grammar_of_a_custom_tool_is_described() -> None:
     rendered = definition(
         Tool("d", "Edits.", kind="custom", grammar={"syntax": "lark", "definition": "start: A\n"}), Shield([])
     )

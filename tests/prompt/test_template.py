@@ -52,17 +52,17 @@ def test_loops_can_break_and_continue() -> None:
     assert render(source) == "13"
 
 
-def test_generation_blocks_are_their_body_and_keep_their_names_to_themselves() -> None:
+def test_generation_blocks_render_their_body_with_a_local_scope() -> None:
     source = "{% set y = 1 %}a{% generation %}{% set y = 2 %}{{ x }}{{ y }}{% endgeneration %}{{ y }}"
     assert render(source, x="b") == "ab21"
 
 
-def test_the_clock_is_asked_by_strftime_now() -> None:
+def test_strftime_now_reads_the_clock() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2031, 2, 3))
     assert template.render({}) == "03 Feb 2031"
 
 
-def test_named_tokens_are_there() -> None:
+def test_special_tokens_are_variables() -> None:
     template = ChatTemplate(
         "{{ bos_token }}{{ eos_token }}{{ pad_token }}",
         bos_token="<s>",
@@ -82,7 +82,7 @@ def test_an_unknown_filter_is_a_broken_template() -> None:
         ChatTemplate("{{ x | nope }}")
 
 
-def test_a_template_refuses_in_its_own_words() -> None:
+def test_raise_exception_reports_the_text_of_the_template() -> None:
     with pytest.raises(TemplateRefused, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
@@ -103,7 +103,7 @@ def test_a_failure_names_its_line() -> None:
         "{{ x.__init__ }}{{ x._json.y }}",
     ],
 )
-def test_no_way_out_of_the_sandbox(source: str) -> None:
+def test_the_sandbox_cannot_be_escaped(source: str) -> None:
     try:
         text = render(source, messages=[], x=ChatTemplate(""))
     except TemplateFailed:
@@ -129,7 +129,7 @@ def test_no_way_out_of_the_sandbox(source: str) -> None:
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_bombs_are_refused(source: str) -> None:
+def test_resource_bombs_are_refused(source: str) -> None:
     with pytest.raises(TemplateFailed):
         render(source)
 
@@ -140,7 +140,7 @@ def test_output_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
         render("{% for a in range(2000) %}x{% endfor %}")
 
 
-def test_a_template_tells_what_it_mentions() -> None:
+def test_the_variables_of_a_template_are_known() -> None:
     template = ChatTemplate(
         "{% if tools %}{{ messages[0]['role'] == 'system' }}{{ m.reasoning_content }}{% endif %}developer"
     )
@@ -156,7 +156,7 @@ def test_ordinary_arithmetic_and_formatting_still_work() -> None:
     assert environment().from_string(source).render() == "  x of 20310203: 1 1 of 100000"
 
 
-def test_indent_and_center_are_what_they_are_in_jinja() -> None:
+def test_indent_and_center_equal_those_of_jinja() -> None:
     made = environment()
     assert made.from_string("{{ 'a\nb\n\nc' | indent(2) }}").render() == "a\n  b\n\n  c"
     assert made.from_string("{{ 'a\nb' | indent('> ', true) }}").render() == "> a\n> b"
@@ -171,27 +171,27 @@ def test_loops_share_one_budget() -> None:
         steps.range(1)
 
 
-def test_a_frozen_dictionary_is_written_once_and_the_same() -> None:
+def test_a_frozen_dictionary_is_serialised_once_and_equally() -> None:
     tool = Frozen(name="x", inner=Frozen(a="é"))
     assert tojson(tool) is tojson(tool)
     assert json.loads(tojson(tool)) == tool
     assert tojson(tool, indent=2) == json.dumps(tool, indent=2, ensure_ascii=False)
 
 
-def test_a_template_may_keep_a_list_of_its_own() -> None:
+def test_a_template_can_append_to_its_own_list() -> None:
     text = (
         "{% set ids = [] %}{% for n in 'ab' %}{% set _ = ids.append(n) %}{% endfor %}{{ ids.pop(0) }}{{ ids | length }}"
     )
     assert environment().from_string(text).render() == "a1"
 
 
-def test_a_list_that_grows_under_its_own_loop_is_stopped() -> None:
+def test_a_list_that_grows_in_its_own_loop_is_stopped() -> None:
     text = "{% set ids = [1] %}{% for n in ids %}{% set _ = ids.append(n) %}{% endfor %}"
     with pytest.raises(SecurityError, match="more than"):
         environment().from_string(text).render()
 
 
-def test_arguments_are_written_as_they_were_spelled_also_beside_their_name() -> None:
+def test_verbatim_arguments_are_rendered_verbatim() -> None:
     arguments = with_json({"b": 1, "a": "é"}, '{"b":1,  "a":"\\u00e9"}')
     assert tojson(arguments) == '{"b":1,  "a":"\\u00e9"}'
     assert tojson({"name": "x", "arguments": arguments}) == '{"name": "x", "arguments": {"b":1,  "a":"\\u00e9"}}'

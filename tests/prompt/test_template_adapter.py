@@ -37,7 +37,7 @@ TEMPLATES = {"strict": STRICT, "drops": DROPS, "nine": NINE} | {name: builtin(na
 
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_no_template_fails_on_a_history_or_loses_a_word(
+def test_every_template_renders_every_history_completely(
     vocab: HuggingFaceTokenizer, template: str, history: str
 ) -> None:
     request, words = HISTORIES[history]
@@ -52,29 +52,29 @@ def steps(source: str) -> list[str]:
     return [step.__name__ for step in AdaptedTemplate(ChatTemplate(source)).steps]
 
 
-def test_what_a_template_needs_is_found_by_probes() -> None:
+def test_requirements_of_a_template_are_detected_by_probing() -> None:
     assert steps(NINE) == ["short_call_ids"]
     assert steps(builtin("generic")) == []
     assert steps(DROPS) == ["developer_as_system", "short_call_ids", "tools_as_text", "one_system_first"]
     assert set(steps(STRICT)) >= {"tools_as_text", "system_in_first_user", "one_message_a_turn", "user_opens"}
 
 
-def test_repr_tells_the_steps() -> None:
+def test_repr_lists_the_steps() -> None:
     assert repr(AdaptedTemplate(ChatTemplate(NINE))) == "<AdaptedTemplate [short_call_ids]>"
 
 
-def test_a_late_system_message_stays_in_its_place_as_a_reminder(vocab: HuggingFaceTokenizer) -> None:
+def test_a_late_system_message_becomes_a_reminder_in_place(vocab: HuggingFaceTokenizer) -> None:
     request, _ = HISTORIES["system in the middle"]
     text = Renderer(ChatTemplate(DROPS), vocab).text(request)
     assert "<user><system-reminder>\nWORD-LATE\n</system-reminder></user><user>WORD-THREE</user>" in text
 
 
-def test_a_strict_template_gets_its_alternation(vocab: HuggingFaceTokenizer) -> None:
+def test_a_strict_template_gets_alternating_roles(vocab: HuggingFaceTokenizer) -> None:
     text = Renderer(ChatTemplate(STRICT), vocab).text(ask(say("system", "S"), say("user", "A"), say("user", "B")))
     assert text == "[INST] S\n\nA\n\nB [/INST]"
 
 
-def test_the_form_of_a_prompt_does_not_depend_on_what_was_asked_before(vocab: HuggingFaceTokenizer) -> None:
+def test_rendering_does_not_depend_on_earlier_requests(vocab: HuggingFaceTokenizer) -> None:
     renderer = Renderer(ChatTemplate(STRICT), vocab)
     simple = ask(say("user", "A"))
     before = renderer.text(simple)
@@ -83,7 +83,7 @@ def test_the_form_of_a_prompt_does_not_depend_on_what_was_asked_before(vocab: Hu
     assert renderer.text(simple) == before
 
 
-def test_a_history_that_still_fails_climbs_the_ladder(vocab: HuggingFaceTokenizer) -> None:
+def test_a_failing_history_is_adapted_step_by_step(vocab: HuggingFaceTokenizer) -> None:
     picky = (
         "{% if messages | length > 5 %}{{ raise_exception('too many turns') }}{% endif %}"
         "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -92,7 +92,7 @@ def test_a_history_that_still_fails_climbs_the_ladder(vocab: HuggingFaceTokenize
     assert Renderer(ChatTemplate(picky), vocab).text(request) == "\n\n".join(f"word{n} " for n in range(8))
 
 
-def test_a_template_that_refuses_everything_says_why(vocab: HuggingFaceTokenizer) -> None:
+def test_a_template_that_refuses_everything_reports_the_reason(vocab: HuggingFaceTokenizer) -> None:
     with pytest.raises(TemplateRefused, match="never"):
         Renderer(ChatTemplate("{{ raise_exception('never') }}"), vocab).text(ask(say("user", "x")))
 
@@ -109,7 +109,7 @@ def test_joined_turns_lose_nothing() -> None:
     assert first["tool_calls"] == [1]
 
 
-def test_pictures_stay_parts_when_turns_are_joined() -> None:
+def test_images_stay_parts_when_turns_are_joined() -> None:
     picture = {"type": "image"}
     (both,) = template_adapter.one_message_a_turn([entry("user", "look"), entry("user", [picture])])
     assert both["content"] == [{"type": "text", "text": "look"}, picture]
@@ -120,7 +120,7 @@ def test_tool_messages_are_never_joined() -> None:
     assert template_adapter.one_message_a_turn(results) == results
 
 
-def test_short_ids_are_stable_and_calls_still_meet_their_results() -> None:
+def test_short_ids_are_stable_and_match_calls_with_results() -> None:
     messages = [entry("assistant", "", tool_calls=[{"id": "call_é"}]), entry("tool", "r", tool_call_id="call_é")]
     called, answered = template_adapter.short_call_ids(messages)
     assert called["tool_calls"][0]["id"] == answered["tool_call_id"]
@@ -128,13 +128,13 @@ def test_short_ids_are_stable_and_calls_still_meet_their_results() -> None:
     assert template_adapter.short_call_ids([called, answered]) == [called, answered]
 
 
-def test_a_system_prompt_alone_becomes_the_users() -> None:
+def test_a_lone_system_prompt_becomes_a_user_message() -> None:
     assert template_adapter.system_in_first_user([entry("system", "a"), entry("developer", "b")]) == [
         entry("user", "a\n\nb")
     ]
 
 
-def test_a_user_opens_every_conversation() -> None:
+def test_every_conversation_starts_with_a_user_message() -> None:
     assert [e["role"] for e in template_adapter.user_opens([entry("system", "s"), entry("assistant", "a")])] == [
         "system",
         "user",

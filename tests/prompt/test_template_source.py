@@ -20,7 +20,7 @@ def test_the_order_of_the_sources(tmp_path: Path) -> None:
     assert find_template(name="Qwen3-8B-Q4").text == builtin("qwen3_template")
 
 
-def test_a_template_may_be_a_path(tmp_path: Path) -> None:
+def test_a_template_can_be_a_path(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("own")
     found = find_template(chat_template="own.jinja", folder=tmp_path)
     assert (found.text, found.origin) == ("own", f"chat_template {tmp_path / 'own.jinja'}")
@@ -44,7 +44,7 @@ def test_a_broken_json_file_is_named(tmp_path: Path) -> None:
         find_template(folder=tmp_path)
 
 
-def test_nothing_found_says_what_to_do(tmp_path: Path) -> None:
+def test_the_error_without_a_template_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(InvalidRequest, match=r"tokenizer_config\.json.*set chat_template.*generic"):
         find_template(folder=tmp_path, name="mystery")
@@ -58,7 +58,7 @@ def test_every_built_in_template_compiles(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", formats())
-def test_every_built_in_template_names_what_ends_its_turns(name: str) -> None:
+def test_every_built_in_template_names_its_stop_strings(name: str) -> None:
     (stop,) = find_template(prompt_format=name).stops
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "reply"}]
     if name == "translategemma_template":
@@ -67,12 +67,12 @@ def test_every_built_in_template_names_what_ends_its_turns(name: str) -> None:
     assert text.rpartition("reply")[2].startswith(stop)
 
 
-def test_a_models_own_template_brings_no_stops_of_ours() -> None:
+def test_the_template_of_a_model_adds_no_stop_strings() -> None:
     assert find_template(embedded="metadata").stops == ()
     assert find_template(name="translategemma-4b-it").stops == ("<end_of_turn>",)
 
 
-def test_formats_go_by_file_name_with_or_without_its_ending() -> None:
+def test_formats_are_found_by_file_name_with_or_without_suffix() -> None:
     assert builtin("llama3") == builtin("llama3_template")
     assert builtin("chatml") == builtin("generic")
     for wrong in ("qwen4_template", "../source", "generic.jinja"):

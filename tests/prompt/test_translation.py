@@ -26,11 +26,11 @@ def codes_and_text(request: Request) -> tuple[str, str, str]:
     return done.chat_template_kwargs["source_lang_code"], done.chat_template_kwargs["target_lang_code"], part.text
 
 
-def test_a_known_source_stays_as_it_is() -> None:
+def test_a_known_source_is_unchanged() -> None:
     assert codes_and_text(make_request(source="nl", target="en")) == ("nl", "en", "Ach.")
 
 
-def test_a_region_may_be_written_either_way() -> None:
+def test_regions_are_accepted_with_underscore_or_hyphen() -> None:
     assert codes_and_text(make_request(source="pt_BR", target="de-DE"))[:2] == ("pt-BR", "de-DE")
 
 
@@ -45,7 +45,7 @@ def test_a_mixed_source_gets_a_valid_code_and_a_line_before_the_text(
     assert "language of each segment" in text
 
 
-def test_once_settled_it_stays_so() -> None:
+def test_translation_is_idempotent() -> None:
     done = translated(make_request(target="en"))
     assert translated(done) == done
 
@@ -67,7 +67,7 @@ def test_once_settled_it_stays_so() -> None:
         ),
     ],
 )
-def test_what_such_a_model_cannot_take_is_refused(request_: Request, code: str) -> None:
+def test_unsupported_requests_are_refused(request_: Request, code: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         translated(request_)
     assert caught.value.code == code
@@ -88,12 +88,12 @@ def test_the_prompt_names_both_languages_and_ends_with_the_text(renderer: Render
     assert prompt.endswith("\n\n\nAch.<end_of_turn>\n<start_of_turn>model\n")
 
 
-def test_a_language_that_the_template_does_not_know_is_its_refusal(renderer: Renderer) -> None:
+def test_an_unknown_language_is_refused_by_the_template(renderer: Renderer) -> None:
     with pytest.raises(TemplateRefused, match="xx"):
         renderer.text(make_request(source="nl", target="xx"))
 
 
-def test_a_models_own_template_gets_one_item_with_both_codes(vocab: HuggingFaceTokenizer) -> None:
+def test_the_template_of_a_model_gets_one_item_with_both_codes(vocab: HuggingFaceTokenizer) -> None:
     shown = "{{ it.type }} {{ it.source_lang_code }}>{{ it.target_lang_code }} {{ it.text }}"
     renderer = Renderer(ChatTemplate("{% set it = messages[0].content[0] %}" + shown), vocab)
     assert renderer.translates

@@ -1,4 +1,4 @@
-"""A new configuration takes the old one's place while requests go on; a wrong one changes nothing."""
+"""A reload replaces the configuration while requests run; an invalid configuration changes nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class ReloadableServer:
 
 
 @asynccontextmanager
-async def reloadable_server(file: Path, config: dict[str, Any]) -> AsyncIterator[tuple[ReloadableServer, httpx.AsyncClient]]:
+async def reloadable_server(
+    file: Path, config: dict[str, Any]
+) -> AsyncIterator[tuple[ReloadableServer, httpx.AsyncClient]]:
     server = ReloadableServer(file, config)
     await server.server_app.scheduler.load("demo")
     transport = httpx.ASGITransport(server.server_app.app, raise_app_exceptions=False)
@@ -57,7 +59,7 @@ async def reply_text(client: httpx.AsyncClient, model: str = "demo") -> str:
     return str(reply["choices"][0]["message"]["content"] if "choices" in reply else reply["error"]["code"])
 
 
-async def test_a_changed_model_answers_in_its_new_form(tmp_path: Path) -> None:
+async def test_a_changed_model_is_reloaded(tmp_path: Path) -> None:
     async with reloadable_server(tmp_path / "a.json", config_with_reply("Before.")) as (server, client):
         assert await reply_text(client) == "Before."
         server.write(config_with_reply("After."))
@@ -66,7 +68,7 @@ async def test_a_changed_model_answers_in_its_new_form(tmp_path: Path) -> None:
         assert await reply_text(client) == "After."
 
 
-async def test_models_come_and_go(tmp_path: Path) -> None:
+async def test_models_are_added_and_removed(tmp_path: Path) -> None:
     async with reloadable_server(tmp_path / "a.json", config_with_reply("One.")) as (server, client):
         more = config_with_reply("One.")
         more["models"]["second"] = {"backend": "fake", "token_delay": 0, "autoload": True}
@@ -79,11 +81,11 @@ async def test_models_come_and_go(tmp_path: Path) -> None:
         assert await reply_text(client) == "One."
 
 
-async def test_a_wrong_file_changes_nothing_and_names_every_fault(tmp_path: Path) -> None:
+async def test_an_invalid_file_changes_nothing_and_names_every_error(tmp_path: Path) -> None:
     async with reloadable_server(tmp_path / "a.json", config_with_reply("Still here.")) as (server, client):
         wrong = config_with_reply("Never.")
         wrong["models"]["demo"]["replicas"] = 0
-        wrong["caches"]["main"]["model"] = "nobody"
+        wrong["caches"]["main"]["model"] = "unknown"
         server.write(wrong)
         reply = await client.post("/v1/admin/reload")
         assert reply.status_code == 400
@@ -92,14 +94,14 @@ async def test_a_wrong_file_changes_nothing_and_names_every_fault(tmp_path: Path
         assert await reply_text(client) == "Still here."
 
 
-async def test_what_only_a_restart_changes_is_told(tmp_path: Path) -> None:
+async def test_settings_that_need_a_restart_are_reported(tmp_path: Path) -> None:
     async with reloadable_server(tmp_path / "a.json", config_with_reply("Hi.")) as (server, client):
         server.write({**config_with_reply("Hi."), "http": {"port": 9999}})
         (warning,) = (await client.post("/v1/admin/reload")).json()["warnings"]
         assert warning.startswith("http: changed; restart the server")
 
 
-async def test_a_server_without_a_file_has_nothing_to_read() -> None:
+async def test_a_server_without_a_file_cannot_reload() -> None:
     server_app = compose(load_config(env={}, overrides=demo_config()).config, {})
     with pytest.raises(Conflict):
         await server_app.admin.reload()

@@ -1,4 +1,4 @@
-"""The whole program: put together in this process, and served in one of its own."""
+"""The composed server, in this process and in a separate one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAST_EVENTS = {
 }
 
 
-def test_a_bind_that_others_can_reach_needs_a_key():
+def test_a_public_bind_address_needs_a_key():
     config = load_config(env={}, overrides={"http": {"host": "0.0.0.0"}}).config
     with pytest.raises(InvalidRequest, match="without an API key"):
         compose(config, {})
@@ -55,13 +55,15 @@ def test_keys_come_from_the_given_environment():
     assert [key.name for key in server_app.keys] == ["env"]
 
 
-def test_a_model_that_cannot_be_made_fails_alone_and_says_why(tmp_path: Path):
+def test_a_broken_model_fails_alone_with_its_reason(tmp_path: Path):
     config = demo_config()
     config["models"]["odd"] = {"backend": "fake", "tokenizer_path": str(tmp_path / "nowhere")}
     config["routes"] = [{"match": "odd", "model": "odd"}, {"match": "*", "cache": "main"}]
     with live_server(config) as served:
         bad = httpx.post(served.url + "/v1/chat/completions", json={"model": "odd", **REQUESTS["/v1/chat/completions"]})
-        good = httpx.post(served.url + "/v1/chat/completions", json={"model": "demo", **REQUESTS["/v1/chat/completions"]})
+        good = httpx.post(
+            served.url + "/v1/chat/completions", json={"model": "demo", **REQUESTS["/v1/chat/completions"]}
+        )
         health = httpx.get(served.url + "/health").json()
     assert bad.status_code == 503
     assert "nowhere" in bad.json()["error"]["message"]
@@ -71,12 +73,12 @@ def test_a_model_that_cannot_be_made_fails_alone_and_says_why(tmp_path: Path):
     assert "nowhere" in health["models"]["odd"]["reason"]
 
 
-def test_explaining_a_model_that_is_not_there_names_those_that_are():
+def test_an_unknown_model_lists_the_known_ones():
     with pytest.raises(NotFound, match="there are demo"):
         explain_model(load_config(env={}, overrides=demo_config()).config, "domo")
 
 
-async def test_stopping_refuses_what_comes_later_and_may_be_done_twice():
+async def test_stop_refuses_new_requests_and_is_idempotent():
     server_app = compose(load_config(env={}, overrides=demo_config()).config, {})
     server_app.scheduler.load("demo")
     await server_app.stop()
@@ -94,7 +96,7 @@ def _active_requests(server_app: ServerApp) -> int:
     return status.running + status.waiting
 
 
-async def test_stopping_ends_those_who_run_and_those_who_wait():
+async def test_stop_ends_running_and_queued_requests():
     server_app = compose(
         load_config(
             env={},
@@ -109,9 +111,11 @@ async def test_stopping_ends_those_who_run_and_those_who_wait():
     transport = httpx.ASGITransport(server_app.app)
     server_app.scheduler.load("demo")
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        tasks = [asyncio.create_task(client.post(path, json={"model": "demo", **body})) for path, body in REQUESTS.items()]
+        tasks = [
+            asyncio.create_task(client.post(path, json={"model": "demo", **body})) for path, body in REQUESTS.items()
+        ]
         async with asyncio.timeout(cli_process.DEADLINE):
-            while _active_requests(server_app) < len(tasks):  # noqa: ASYNC110  the scheduler tells nobody of its changes
+            while _active_requests(server_app) < len(tasks):  # noqa: ASYNC110  the scheduler has no notification for this
                 await asyncio.sleep(0)
         await server_app.stop()
         replies = await asyncio.gather(*tasks)
@@ -135,7 +139,7 @@ def _open_stream(stack: ExitStack, client: httpx.Client) -> dict[str, tuple[http
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_ends_streams_in_their_own_words_and_the_server_in_peace(tmp_path: Path, number: int):
+def test_sigterm_ends_streams_with_their_protocols_error_and_exits_cleanly(tmp_path: Path, number: int):
     with cli_process.serve(tmp_path, config=HANG) as server, ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=server.url, timeout=cli_process.DEADLINE))
         streams = _open_stream(stack, client)
@@ -148,7 +152,7 @@ def test_a_signal_ends_streams_in_their_own_words_and_the_server_in_peace(tmp_pa
     assert "Traceback" not in "".join(server.raw)
 
 
-def test_one_server_shares_its_port_with_no_other(tmp_path: Path):
+def test_a_single_server_does_not_share_its_port(tmp_path: Path):
     with cli_process.serve(tmp_path, *cli_process.DEMO) as server:
         port = server.url.rpartition(":")[2]
         second = cli_process.run("serve", "--port", port, *cli_process.DEMO, cwd=tmp_path)
@@ -158,7 +162,7 @@ def test_one_server_shares_its_port_with_no_other(tmp_path: Path):
     assert "Traceback" not in second.stderr
 
 
-def test_the_first_line_says_where_to_go_and_what_is_there(tmp_path: Path):
+def test_the_first_log_line_has_the_url_and_the_models(tmp_path: Path):
     with cli_process.serve(tmp_path, *cli_process.DEMO) as server:
         first = server.lines[0]
     assert first["message"].startswith("listening on http://localhost:")

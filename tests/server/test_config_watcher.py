@@ -1,4 +1,4 @@
-"""A changed file is read anew, once it has settled; a wrong one changes nothing and is told of."""
+"""A changed file is reloaded once it is stable; an invalid one changes nothing and is logged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Reload:
         return ReloadResult(added=("new",), changed=("old",), warnings=("http: changed",))
 
 
-def test_a_file_that_is_not_there_has_no_stamp(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_stamp(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     assert file_stamps([file]) == {file: None}
     file.write_text("x")
@@ -52,7 +52,9 @@ async def test_a_change_is_noticed(tmp_path: Path) -> None:
     assert reload.count == 2
 
 
-async def test_a_wrong_configuration_does_not_end_the_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_configuration_does_not_stop_the_watcher(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "a.toml"
     file.write_text("one")
     reload = Reload(InvalidRequest("the configuration has errors"))
@@ -67,14 +69,14 @@ async def test_a_wrong_configuration_does_not_end_the_watch(tmp_path: Path, capl
     assert "the configuration has errors" in caplog.text
 
 
-async def test_what_changed_and_what_waits_for_a_restart_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_changes_and_settings_that_need_a_restart_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     await reload_and_log(Reload())
     assert "added new; changed old" in caplog.text
     assert "http: changed" in caplog.text
 
 
-async def test_a_hangup_reads_it_anew() -> None:
+async def test_sighup_reloads() -> None:
     reload = Reload()
     with on_hangup(reload):
         os.kill(os.getpid(), signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""Blueprints made from a configuration."""
+"""Engine specs made from a configuration."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def engine_spec(config: dict[str, Any] | None = None, **model: Any) -> ModelSpec
     return model_specs(load_config(env={}, overrides=overrides).config, {})["m"]
 
 
-def test_a_blueprint_says_how_the_model_is_run():
-    blueprint = engine_spec(replicas=2, replica_max=3, target_inflight=4, autoload=True, idle_ttl_s=60, n_ctx=512, parallel=5)
+def test_a_spec_describes_how_the_model_is_run():
+    blueprint = engine_spec(
+        replicas=2, replica_max=3, target_inflight=4, autoload=True, idle_ttl_s=60, n_ctx=512, parallel=5
+    )
     assert (blueprint.replicas, blueprint.replica_max, blueprint.target_inflight) == (2, 3, 4)
     assert (blueprint.autoload, blueprint.idle_ttl_s) == (True, 60.0)
     assert (blueprint.caches["m"].window, blueprint.caches["m"].parallel) == (512, 5)
@@ -35,7 +37,7 @@ def test_a_blueprint_says_how_the_model_is_run():
 @pytest.mark.parametrize(
     ("general", "own", "ttl"), [(0, None, None), (60, None, 60.0), (60, 0, None), (60, 5, 5.0), (0, 5, 5.0)]
 )
-def test_a_models_own_ttl_wins_over_the_general_one(general: float, own: float | None, ttl: float | None):
+def test_the_ttl_of_a_model_overrides_the_default(general: float, own: float | None, ttl: float | None):
     more = {} if own is None else {"idle_ttl_s": own}
     assert engine_spec({"scheduler": {"idle_ttl_s": general}}, **more).idle_ttl_s == ttl
 
@@ -52,31 +54,31 @@ def test_a_models_own_ttl_wins_over_the_general_one(general: float, own: float |
         ({"placement": "inline"}, True),
     ],
 )
-def test_the_identity_changes_with_what_makes_another_engine(change: dict[str, Any], same: bool):
+def test_the_identity_changes_with_engine_settings(change: dict[str, Any], same: bool):
     assert (engine_spec(**change).identity == engine_spec().identity) is same
 
 
 @pytest.mark.parametrize(
     ("placement", "kind"), [("auto", FakeTextEngine), ("inline", FakeTextEngine), ("process", ProcessTextEngine)]
 )
-async def test_placement_says_in_which_process_the_engine_runs(placement: str, kind: type):
+async def test_placement_decides_the_process_of_the_engine(placement: str, kind: type):
     assert isinstance(engine_spec(placement=placement).make(), kind)
 
 
-async def test_engine_with_an_interpreter_of_its_own_has_a_process_of_its_own():
+async def test_an_engine_with_its_own_interpreter_has_its_own_process():
     engine = engine_spec(python=sys.executable).make()
     assert isinstance(engine, ProcessTextEngine)
     assert engine._spec.python == sys.executable
 
 
-async def test_a_model_with_a_fault_fails_when_it_is_made():
+async def test_a_model_with_a_fault_fails_on_creation():
     config = load_config(env={}, overrides=demo_config()).config
     blueprint = model_specs(config, {"demo": InvalidRequest("no tokenizer")})["demo"]
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         blueprint.make()
 
 
-async def test_overrides_are_as_if_they_stood_in_the_models_section():
+async def test_overrides_act_like_settings_of_the_model():
     blueprint = engine_spec(n_ctx=512)
     assert blueprint.altered is not None
     altered = blueprint.altered({"n_ctx": 64, "echo": True})
@@ -109,7 +111,7 @@ def config(**more: Any) -> Config:
     return load_config(env={}, overrides={"models": {"m": MODEL, "plain": {"backend": "fake"}}, **more}).config
 
 
-def test_a_managed_llama_server_has_five() -> None:
+def test_a_managed_llama_server_has_five_overridable_fields() -> None:
     fields = allowed_overrides(config().models["m"])
     assert list(fields) == [
         "llama_server_n_ctx",
@@ -120,7 +122,7 @@ def test_a_managed_llama_server_has_five() -> None:
     ]
 
 
-def test_forms_get_types_and_ranges() -> None:
+def test_overridable_fields_have_types_and_ranges() -> None:
     shown = override_schemas(config().models["m"])
     assert (shown["llama_server_spec_draft_n_max"]["minimum"], shown["llama_server_spec_draft_n_max"]["maximum"]) == (
         1,
@@ -133,7 +135,7 @@ def test_forms_get_types_and_ranges() -> None:
     assert shown["llama_server_n_ctx"]["type"] == "integer"
 
 
-def test_a_load_may_change_them_and_nothing_else_changes() -> None:
+def test_an_override_changes_only_its_field() -> None:
     before = config()
     after = with_overrides(before, "m", {"llama_server_n_ctx": 8192, "llama_server_spec_draft_n_max": 3})
     assert after.models["m"].n_ctx == 8192
@@ -147,7 +149,7 @@ def test_a_load_may_change_them_and_nothing_else_changes() -> None:
     "field",
     ["path", "model_path", "llama_server_binary", "llama_server_host", "llama_server_port", "llama_server_extra_args"],
 )
-def test_paths_and_places_are_refused_with_the_names_that_are_allowed(field: str) -> None:
+def test_other_fields_are_refused_with_the_allowed_names(field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         with_overrides(config(), "m", {field: "x"})
     assert caught.value.param == field
@@ -155,7 +157,7 @@ def test_paths_and_places_are_refused_with_the_names_that_are_allowed(field: str
     assert "llama_server_n_ctx" in caught.value.message
 
 
-def test_an_engine_without_any_says_so() -> None:
+def test_an_engine_without_overridable_fields_reports_that() -> None:
     far = {"backend": "openai_remote", "remote_base_url": "https://api.example.com/v1", "remote_model": "large"}
     remote = load_config(env={}, overrides={"models": {"far": far}}).config
     with pytest.raises(InvalidRequest, match="allows no overrides"):
@@ -179,6 +181,6 @@ def test_a_value_out_of_range_is_refused_with_the_range(field: str, value: Any) 
     assert repr(value) in caught.value.message
 
 
-def test_a_window_that_the_caches_set_cannot_be_changed_by_a_load() -> None:
+def test_a_window_set_by_caches_cannot_be_overridden() -> None:
     with pytest.raises(InvalidRequest, match="caches"):
         with_overrides(config(caches={"c": {"model": "m", "n_ctx": 1024}}), "m", {"llama_server_n_ctx": 8192})

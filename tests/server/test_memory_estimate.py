@@ -1,4 +1,4 @@
-"""What people read of a model's memory before it is loaded."""
+"""The memory estimate of a model before it is loaded."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def config(**models: dict[str, Any]) -> Config:
     return load_config(env={}, overrides={"models": models}).config
 
 
-def test_every_model_is_told_of_in_order() -> None:
+def test_every_model_is_estimated_in_order() -> None:
     estimate = list(estimate_all(config(b={"backend": "fake"}, a={"backend": "fake"}), HERE))
     assert [each.model for each in estimate] == ["b", "a"]
     assert all(each.memory is not None for each in estimate)
 
 
-def test_the_default_model_takes_its_file_and_its_caches() -> None:
+def test_the_default_model_needs_its_file_and_its_caches() -> None:
     size = default_model.fetch().stat().st_size
     (estimate,) = estimate_all(load_config(env={}).config, HERE)
     assert estimate.memory is not None
@@ -33,14 +33,14 @@ def test_the_default_model_takes_its_file_and_its_caches() -> None:
     assert estimate.memory.kv == 30 * 2 * 192 * 2 * 24_576
 
 
-def test_a_model_whose_file_is_not_there_says_why_it_cannot_tell() -> None:
+def test_a_model_without_its_file_has_an_unknown_estimate() -> None:
     (estimate,) = estimate_all(config(gone={"backend": "llama_cpp", "path": "/no/such/file.gguf"}), HERE)
     assert estimate.memory is None
     assert "/no/such/file.gguf" in estimate.note
     assert describe_memory(estimate, HERE).startswith("unknown: ")
 
 
-def test_the_sentence_names_the_parts_and_what_is_free() -> None:
+def test_the_description_names_the_parts_and_the_free_memory() -> None:
     taken = ModelMemory("m", MemoryEstimate(weights=3 * GIB, kv=GIB, compute=512 * 2**20))
     assert describe_memory(taken, HERE) == (
         "about 4.5 GiB (weights 3.0 GiB, KV caches 1.0 GiB, compute buffers 512 MiB); free now: 8.0 GiB of RAM"
@@ -49,5 +49,5 @@ def test_the_sentence_names_the_parts_and_what_is_free() -> None:
     assert describe_memory(taken, beside).endswith("free now: 1.0 GiB of RAM, 3.0 GiB of GPU memory")
 
 
-def test_a_model_that_takes_nothing_here_says_so() -> None:
+def test_a_model_without_local_memory_is_described_as_such() -> None:
     assert describe_memory(ModelMemory("far", MemoryEstimate()), HERE) == "none in this process"

@@ -1,4 +1,4 @@
-"""What a model's settings come to, without any engine."""
+"""Model definitions made from settings, without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def defined(**settings: Any) -> ModelDefinition:
     return define_model(config.router().catalog.models["demo"], config.models["demo"])
 
 
-def test_the_notes_say_where_everything_comes_from():
+def test_notes_explain_the_origin_of_every_part():
     notes = dict(defined().notes)
     assert notes["cache main"] == "2 × 4096 tokens talk"
     assert notes["tokenizer"].endswith("tokens")
@@ -37,17 +37,17 @@ def test_a_definition_works_while_nothing_is_loaded():
     assert set(parts.stop_ids) >= parts.tokenizer.eos
 
 
-def test_a_template_of_ones_own_is_compiled_and_named(tmp_path: Path):
+def test_a_custom_template_is_compiled_and_named(tmp_path: Path):
     notes = dict(defined(chat_template="{{ messages[0].content }}").notes)
     assert "chat_template" in notes["template"]
 
 
-def test_the_output_format_of_the_settings_wins():
+def test_the_output_format_setting_wins():
     model = defined(format="harmony").model
     assert model.pipeline.format.name == "harmony"
 
 
-def test_a_chat_engine_has_no_tokenizer_of_ours():
+def test_a_chat_engine_has_no_tokenizer():
     model = defined(kind="chat").model
     assert (model.kind, model.text, model.fault) == ("chat", None, None)
 
@@ -56,7 +56,7 @@ def test_a_chat_engine_has_no_tokenizer_of_ours():
     ("settings", "why"),
     [({"tokenizer_path": "/nowhere/at/all"}, "/nowhere/at/all"), ({"chat_template": "{% if %}"}, "template")],
 )
-def test_what_cannot_be_made_keeps_its_fault_and_tells_it_to_whoever_asks(settings: dict[str, Any], why: str):
+def test_a_broken_definition_keeps_its_fault(settings: dict[str, Any], why: str):
     made = defined(**settings)
     assert made.model.fault is not None
     assert why in made.model.fault.message
@@ -65,7 +65,7 @@ def test_what_cannot_be_made_keeps_its_fault_and_tells_it_to_whoever_asks(settin
         _ = made.model.pipeline
 
 
-def test_a_native_library_is_verified_before_the_vocabulary_is_opened_by_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_native_library_is_verified_before_it_opens_the_vocabulary(monkeypatch: pytest.MonkeyPatch):
     def broken() -> None:
         raise Unavailable("the library died by SIGILL")
 
@@ -86,7 +86,7 @@ NAIVE = (
 )
 
 
-def test_a_model_whose_template_knows_no_tools_is_told_them_and_understood():
+def test_a_model_without_tools_in_its_template_gets_them_in_the_prompt():
     made = defined(chat_template=NAIVE)
     parts = made.model.pipeline
     assert parts.format.name == "plain"
@@ -96,19 +96,19 @@ def test_a_model_whose_template_knows_no_tools_is_told_them_and_understood():
 
 
 @pytest.mark.parametrize("settings", [{}, {"chat_template": NAIVE, "tools_prompt": "never"}])
-def test_a_model_that_is_told_nothing_is_read_as_it_is(settings: dict[str, Any]):
+def test_without_a_tools_prompt_the_detected_format_is_used(settings: dict[str, Any]):
     made = defined(**settings)
     assert made.model.pipeline.tools_prompt_format is None
     assert dict(made.notes)["tools"] == "by the template"
 
 
-def test_how_calls_are_sent_and_held_is_a_setting():
+def test_streaming_and_constraining_calls_are_settings():
     assert (defined().model.tool_stream, defined().model.constrain_calls) == (True, False)
     model = defined(tool_stream=False, constrain_calls=True).model
     assert (model.tool_stream, model.constrain_calls) == (False, True)
 
 
-def test_what_ends_a_turn_of_a_named_format_is_a_token_or_a_stop_string():
+def test_the_end_of_turn_of_a_named_format_is_a_token_or_a_stop_string():
     own, foreign = (
         defined(prompt_format="generic").model.pipeline,
         defined(prompt_format="gemma4_template").model.pipeline,
@@ -118,14 +118,14 @@ def test_what_ends_a_turn_of_a_named_format_is_a_token_or_a_stop_string():
     assert foreign.stop_strings == ("<turn|>",)
 
 
-def test_a_translating_format_is_known_whoever_renders():
+def test_a_translation_format_works_for_text_and_chat_engines():
     assert defined(prompt_format="translategemma_template").model.translates
     assert defined(prompt_format="translategemma_template", kind="chat").model.translates
     assert not defined().model.translates
     assert not defined(prompt_format="generic", kind="chat").model.translates
 
 
-def test_a_format_that_does_not_exist_is_a_fault_whoever_renders():
+def test_an_unknown_format_is_a_fault_for_text_and_chat_engines():
     fault = defined(prompt_format="nonsense", kind="chat").model.fault
     assert fault is not None
     assert fault.code == "unknown_prompt_format"
@@ -135,7 +135,7 @@ def native(**settings: Any) -> ModelDefinition:
     return defined(backend="llama_server", **settings)
 
 
-def test_the_tokens_of_a_llama_server_are_counted_here() -> None:
+def test_tokens_of_a_llama_server_are_counted_in_the_gateway() -> None:
     made = native(path=str(fetch()), prompt_format="gemma4_template")
     assert (made.model.kind, made.model.remote, made.model.fault) == ("chat", False, None)
     assert "<|im_start|>" in made.model.pipeline.renderer.text(
@@ -144,13 +144,13 @@ def test_the_tokens_of_a_llama_server_are_counted_here() -> None:
     assert dict(made.notes)["template"] == "from the model file's metadata", "it is what the program itself uses"
 
 
-def test_a_file_that_is_not_here_is_the_engines_to_complain_of() -> None:
+def test_a_missing_file_is_left_to_the_engine() -> None:
     made = native(path="/nowhere/model.gguf")
     assert (made.model.text, made.model.fault) == (None, None)
     assert "/nowhere/model.gguf" in dict(made.notes)["tokenizer"]
 
 
-def test_a_remote_model_is_sampled_with_what_was_chosen_and_no_more() -> None:
+def test_a_remote_model_gets_only_explicit_sampling_parameters() -> None:
     remote = {"backend": "openai_remote", "remote_base_url": "https://a.b", "remote_model": "m"}
     made = defined(**remote, decoding={"top_p": 0.5})
     assert made.model.remote

@@ -1,4 +1,4 @@
-"""The tokenizers of `tokenizers_made`, as vocabularies, made once."""
+"""The tokenizers of `sample_tokenizers`, created once."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_decoders_without_a_table_stream_exactly_too(ids: list[int]) -> None:
     assert stream(WORDS.detokenizer(), ids) == WORDS.decode(ids)
 
 
-def test_half_a_character_waits_for_its_other_half() -> None:
+def test_an_incomplete_character_waits_for_its_remaining_bytes() -> None:
     ids = BYTES.encode("€")
     assert len(ids) > 1
     pieces = BYTES.detokenizer().feed(ids)
@@ -51,14 +51,14 @@ def test_half_a_character_waits_for_its_other_half() -> None:
     assert [piece.token for piece in pieces] == ids
 
 
-def test_a_stream_cut_inside_a_character_says_so_once_at_the_end() -> None:
+def test_a_stream_cut_inside_a_character_ends_with_one_replacement_character() -> None:
     detokenizer = BYTES.detokenizer()
     assert [p.text for p in detokenizer.feed(BYTES.encode("€")[:1])] == [""]
     assert [(p.text, p.token) for p in detokenizer.finish()] == [("\ufffd", -1)]
     assert detokenizer.finish() == []
 
 
-def test_a_control_token_flushes_and_stands_alone() -> None:
+def test_a_control_token_flushes_and_is_separate() -> None:
     end = BYTES.specials["<|im_end|>"]
     pieces = BYTES.detokenizer().feed([BYTES.encode("€")[0], end])
     assert [(p.text, p.special, p.token) for p in pieces[1:]] == [("\ufffd", False, -1), ("<|im_end|>", True, end)]
@@ -83,7 +83,7 @@ def test_streams_do_not_share_state() -> None:
     assert second.feed(BYTES.encode("a"))[0].text == "a"
 
 
-def test_the_slow_path_flags_control_tokens_and_keeps_the_words_apart() -> None:
+def test_the_slow_path_flags_control_tokens_and_keeps_spaces() -> None:
     ids = [*WORDS.encode("fox"), WORDS.specials["[SEP]"], *WORDS.encode("dog")]
     pieces = WORDS.detokenizer().feed(ids)
     assert [p.text for p in pieces if p.special] == ["[SEP]"]
@@ -95,7 +95,7 @@ def test_the_alphabet_has_a_character_for_each_byte() -> None:
     assert set(detokenize.BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
 
 
-def test_spellings_become_bytes() -> None:
+def test_token_strings_become_bytes() -> None:
     assert detokenize.byte_level("Ġfox") == b" fox"
     assert detokenize.byte_level("｜x") == "｜x".encode()
     assert detokenize.sentencepiece("▁fox", True) == b" fox"
@@ -115,5 +115,5 @@ def test_spellings_become_bytes() -> None:
         ({"type": "Sequence", "decoders": []}, "other"),
     ],
 )
-def test_the_family_is_told_by_the_decoder(decoder: dict[str, Any] | None, family: str) -> None:
+def test_the_family_is_detected_from_the_decoder(decoder: dict[str, Any] | None, family: str) -> None:
     assert detokenize.family_of(decoder) == family

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: the ids of its own tokenizer, cut and put together as the gateway does it."""
+"""The tokenizer of a GGUF file: its ids match llama.cpp, also through the token cache of the gateway."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=6).map(unshield), ma
 
 @cache
 def missing() -> frozenset[int]:
-    """Bytes that no token of this vocabulary stands for: some control characters, and what starts unassigned ones."""
+    """Bytes without a token in this vocabulary: some control characters, and first bytes of unassigned characters."""
     known = {vocabulary().token_bytes(id) for id in range(vocabulary().size)}
     return frozenset(byte for byte in range(256) if bytes([byte]) not in known)
 
@@ -73,19 +73,19 @@ def known(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", SAMPLES)
-def test_ids_are_those_of_the_models_own_tokenizer(text: str) -> None:
+def test_ids_equal_those_of_llama_cpp(text: str) -> None:
     assert vocabulary().encode(text) == hugging_face().encode(text, add_special_tokens=False).ids
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(max_codepoint=0x24F, exclude_categories=["Cs"]), max_size=40).map(known))
-def test_ids_of_latin_text_are_those_of_the_models_own_tokenizer(text: str) -> None:
+def test_ids_of_latin_text_equal_those_of_llama_cpp(text: str) -> None:
     assert vocabulary().encode(text) == hugging_face().encode(text, add_special_tokens=False).ids
 
 
 @settings(max_examples=200, deadline=None)
 @given(TEXTS, TEXTS)
-def test_cache_of_tokens_gives_the_ids_of_a_full_tokenization(prefix: str, more: str) -> None:
+def test_the_token_cache_gives_the_ids_of_a_full_tokenization(prefix: str, more: str) -> None:
     vocab = vocabulary()
     tokens = TokenCache(vocab, vocab.cuts, limit_bytes=20_000)
     assert tokens.encode(prefix) == vocab.encode(prefix)
@@ -99,7 +99,7 @@ def test_plain_text_never_becomes_a_control_token(text: str) -> None:
     assert not set(vocab.encode_plain(text)) & set(vocab.specials.values())
 
 
-def test_control_token_that_a_user_spells_stays_text_in_a_prompt() -> None:
+def test_a_control_token_in_user_text_stays_text() -> None:
     vocab = vocabulary()
     tokens = TokenCache(vocab, vocab.cuts)
     ids = tokens.encode(f"<|im_start|>user\n{shield('say <|im_end|> now', vocab.specials)}<|im_end|>")
@@ -107,7 +107,7 @@ def test_control_token_that_a_user_spells_stays_text_in_a_prompt() -> None:
     assert vocab.decode(ids) == "<|im_start|>user\nsay <|im_end|> now<|im_end|>"
 
 
-def test_character_that_the_vocabulary_lacks_is_dropped_by_both_tokenizers() -> None:
+def test_a_character_without_a_token_is_dropped_by_both_tokenizers() -> None:
     assert 0x1D in missing()
     assert not any(bytes([byte]).isalnum() or byte in b" \n\t" for byte in missing())
     assert vocabulary().encode("\x1d") == hugging_face().encode("\x1d", add_special_tokens=False).ids == []
@@ -115,7 +115,7 @@ def test_character_that_the_vocabulary_lacks_is_dropped_by_both_tokenizers() -> 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=30).map(known))
-def test_text_comes_back_whole_token_by_token(text: str) -> None:
+def test_text_is_decoded_completely_token_by_token(text: str) -> None:
     vocab = vocabulary()
     ids = vocab.encode_plain(text)
     detokenizer = vocab.detokenizer()
@@ -123,11 +123,11 @@ def test_text_comes_back_whole_token_by_token(text: str) -> None:
     assert "".join(piece.text for piece in pieces) == vocab.decode(ids) == text
 
 
-def test_half_a_surrogate_pair_is_tokenized_as_something() -> None:
+def test_a_lone_surrogate_does_not_fail() -> None:
     assert vocabulary().decode(vocabulary().encode("a\ud83d")).startswith("a")
 
 
-def test_marks_of_the_vocabulary_are_the_files() -> None:
+def test_special_tokens_are_those_of_the_file() -> None:
     vocab, facts = vocabulary(), metadata()
     tokens = facts["tokenizer.ggml.tokens"]
     assert vocab.size == len(tokens)
@@ -142,7 +142,7 @@ def test_marks_of_the_vocabulary_are_the_files() -> None:
     assert all(tokens[id] == text for text, id in vocab.specials.items())
 
 
-def test_decoding_without_specials_leaves_them_out() -> None:
+def test_decoding_can_omit_special_tokens() -> None:
     ids = vocabulary().encode("<|im_start|>user\nhi<|im_end|>")
     assert vocabulary().decode(ids, specials=False) == "user\nhi"
 
@@ -155,7 +155,7 @@ def test_ids_outside_the_vocabulary_have_no_bytes() -> None:
     ("data", "reason"),
     [(b"", "failed to read magic"), (b"no such thing" * 100, "invalid magic characters"), (b"GGUF", "failed to read")],
 )
-def test_broken_file_is_told_in_llama_cpps_own_words(
+def test_a_broken_file_is_reported_with_the_message_of_llama_cpp(
     data: bytes, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "broken.gguf"
@@ -166,12 +166,12 @@ def test_broken_file_is_told_in_llama_cpps_own_words(
     assert capfd.readouterr() == ("", "")
 
 
-def test_reading_a_vocabulary_says_nothing_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_reading_a_vocabulary_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     GgufTokenizer(fetch())
     assert capfd.readouterr() == ("", "")
 
 
-def test_no_device_is_looked_at_for_a_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_vocabulary_initialises_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from llama_cpp import llama_cpp as lib
 
     plain, lists = lib.llama_model_load_from_file, []
@@ -185,12 +185,12 @@ def test_no_device_is_looked_at_for_a_vocabulary(monkeypatch: pytest.MonkeyPatch
     assert lists == [None], "a list with no device in it, not the absence of a list, which means all"
 
 
-# llama.cpp's complaints reach the thread that asked, and nobody else.
+# --- log messages of llama.cpp reach only the calling thread ----------------------------------------------------------
 
 ERROR, INFO, CONTINUED = 4, 2, 5
 
 
-def test_first_complaint_is_the_reason_without_its_speaker() -> None:
+def test_the_first_error_is_the_reason_without_its_function_name() -> None:
     llama_log.clear()
     llama_log._on_log(INFO, b"load: all fine\n", None)
     llama_log._on_log(ERROR, b"llama_model_load: error loading model: unknown model architecture: 'x'\n", None)
@@ -199,13 +199,13 @@ def test_first_complaint_is_the_reason_without_its_speaker() -> None:
     assert llama_log.first_error() == "unknown model architecture: 'x'"
 
 
-def test_what_was_forgotten_is_no_reason() -> None:
+def test_cleared_errors_are_not_reported() -> None:
     llama_log._on_log(ERROR, b"old: bad\n", None)
     llama_log.clear()
     assert llama_log.first_error() == "llama.cpp gave no reason"
 
 
-def test_threads_do_not_hear_each_other() -> None:
+def test_errors_are_kept_per_thread() -> None:
     llama_log.clear()
     other = Thread(target=lambda: llama_log._on_log(ERROR, b"other: bad \xff\n", None))
     other.start()
@@ -213,7 +213,7 @@ def test_threads_do_not_hear_each_other() -> None:
     assert llama_log.first_error() == "llama.cpp gave no reason"
 
 
-def test_no_text_at_all_is_survived() -> None:
+def test_a_null_message_is_accepted() -> None:
     llama_log.clear()
     llama_log._on_log(ERROR, None, None)
     assert llama_log.first_error() == "llama.cpp gave no reason"

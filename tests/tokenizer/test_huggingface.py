@@ -60,7 +60,7 @@ def test_plain_text_never_becomes_a_control_token(make: object) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40))
-def test_plain_text_without_control_tokens_encodes_as_always(text: str) -> None:
+def test_plain_text_without_control_tokens_is_encoded_as_usual(text: str) -> None:
     for vocab in (BYTES, FIRST):
         assert vocab.encode_plain(text) == vocab.encode(text)
 
@@ -122,7 +122,7 @@ def test_a_tokenizer_that_adds_no_bos_has_none_for_raw_prompts(tmp_path: Path) -
     )
 
 
-def test_a_missing_tokenizer_says_where_and_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_names_the_path_and_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json.*tokenizer_path"):
         HuggingFaceTokenizer.load(tmp_path)
 
@@ -160,7 +160,7 @@ def test_the_end_of_a_message_ends_a_turn_only_where_there_are_no_channels(extra
 
 
 @pytest.mark.parametrize(("set_before", "expected"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
-def test_the_library_starts_no_threads_unless_it_is_told_to(set_before: dict[str, str], expected: str) -> None:
+def test_the_library_starts_no_threads_by_default(set_before: dict[str, str], expected: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"} | set_before
     program = "import os, modelyard.tokenizer.huggingface; print(os.environ['TOKENIZERS_PARALLELISM'])"
     output = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
@@ -178,49 +178,49 @@ def with_tokens(*contents: str) -> str:
     return json.dumps(made_one)
 
 
-def test_plain_control_tokens_may_be_cut_at() -> None:
+def test_text_can_be_split_at_plain_control_tokens() -> None:
     assert cuts(made.byte_level()) == {*made.CONTROLS, *made.MARKERS}
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "normalized", "single_word"])
-def test_tokens_that_take_neighbours_along_may_not(flag: str) -> None:
+def test_text_is_not_split_at_tokens_that_strip_their_neighbours(flag: str) -> None:
     assert cuts(made.edited(made.byte_level(), **{flag: True})) == frozenset()
 
 
-def test_a_token_inside_another_one_may_not() -> None:
+def test_text_is_not_split_at_a_token_inside_another_one() -> None:
     assert cuts(with_tokens("<a>", "<<a>>")) == {"<<a>>"}
 
 
-def test_a_token_that_another_one_can_run_into_may_not() -> None:
+def test_text_is_not_split_at_overlapping_tokens() -> None:
     assert cuts(with_tokens("ab<x", "<xyz>")) == {"ab<x"}
 
 
-def test_an_unknown_step_rules_all_cuts_out() -> None:
+def test_an_unknown_normalizer_prevents_all_splits() -> None:
     text = json.loads(made.byte_level())
     text["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [text["pre_tokenizer"], {"type": "LooksAround"}]}
     assert cuts(json.dumps(text)) == frozenset()
 
 
-def test_a_model_with_dropout_rules_all_cuts_out() -> None:
+def test_dropout_prevents_all_splits() -> None:
     text = json.loads(made.byte_level())
     text["model"]["dropout"] = 0.1
     assert cuts(json.dumps(text)) == frozenset()
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
-def test_text_in_the_middle_reads_as_it_does_behind_a_control_token(scheme: str) -> None:
+def test_text_in_the_middle_is_encoded_as_after_a_control_token(scheme: str) -> None:
     vocab = HuggingFaceTokenizer.from_text(made.metaspace(scheme))
     for text in ("fox", " fox", "  fox dog", "é👋"):
         assert vocab.encode_plain_inside(text) == vocab.encode("<|im_end|>" + text)[1:]
 
 
-def test_a_model_with_control_tokens_among_its_words_gets_the_spelling_in_pieces() -> None:
+def test_control_tokens_that_are_words_are_encoded_in_pieces() -> None:
     vocab = HuggingFaceTokenizer.from_text(made.unigram())
     ids = vocab.encode_plain("abc</s></s>")
     assert vocab.specials["</s>"] not in ids
     assert vocab.decode(ids).replace(" ", "") == "abc</s></s>"
 
 
-def test_nothing_is_no_tokens() -> None:
+def test_empty_text_has_no_tokens() -> None:
     vocab = HuggingFaceTokenizer.from_text(made.metaspace("always"))
     assert vocab.encode_plain("") == vocab.encode_plain_inside("") == []

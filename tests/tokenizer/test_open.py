@@ -1,4 +1,4 @@
-"""Which library reads which file, and what is said where it is missing."""
+"""Which library reads which file, and the error if it is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from modelyard.plugins import MissingLibrary
 from modelyard.tokenizer import open_tokenizer
 
 
-def test_a_gguf_file_without_its_engine_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_gguf_file_without_llama_cpp_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
     for name in [
         name
         for name in sys.modules

@@ -94,7 +94,7 @@ def test_fresh_counts_the_characters_still_to_tokenize() -> None:
     assert tokens.fresh(text + "<|im_start|>abcd") == 4
 
 
-def test_old_stretches_leave_when_the_cache_is_full() -> None:
+def test_old_segments_are_evicted_when_the_cache_is_full() -> None:
     vocab = VOCABS["byte level"]
     tokens = TokenCache(vocab, vocab.cuts, limit_bytes=4_000)
     tokens.encode("<|im_start|>the first one")
@@ -103,7 +103,7 @@ def test_old_stretches_leave_when_the_cache_is_full() -> None:
     assert tokens.fresh("<|im_start|>the first one") == len("the first one")
 
 
-def test_a_stretch_in_use_stays_while_others_leave() -> None:
+def test_a_segment_in_use_is_not_evicted() -> None:
     vocab = VOCABS["byte level"]
     tokens = TokenCache(vocab, vocab.cuts, limit_bytes=8_000)
     for number in range(100):
@@ -112,7 +112,7 @@ def test_a_stretch_in_use_stays_while_others_leave() -> None:
 
 
 @pytest.mark.parametrize("name", VOCABS)
-def test_shielded_spellings_stay_text_and_real_control_tokens_stay_tokens(name: str) -> None:
+def test_shielded_text_stays_text_and_control_tokens_stay_tokens(name: str) -> None:
     vocab = VOCABS[name]
     tokens = TokenCache(vocab, vocab.cuts)
     start, end = ("[CLS]", "[SEP]") if name == "word piece" else ("<|im_start|>", "<|im_end|>")
@@ -122,7 +122,7 @@ def test_shielded_spellings_stay_text_and_real_control_tokens_stay_tokens(name: 
     assert ids[0] == vocab.specials[start]
 
 
-def test_a_shielded_stretch_has_no_extra_space_in_the_middle_of_a_prompt() -> None:
+def test_a_shielded_segment_gets_no_extra_space() -> None:
     vocab = VOCABS["metaspace first"]
     tokens = TokenCache(vocab, vocab.cuts)
     ids = tokens.encode("<|im_start|>" + shield("fox<|im_end|>", vocab.specials))
@@ -172,7 +172,7 @@ def encode_by_character(text: str) -> list[int]:
     return [token for character in text for token in CHATML.encode_plain(character)]
 
 
-def test_what_a_model_has_said_is_told_in_its_own_tokens() -> None:
+def test_generated_text_is_encoded_with_the_generated_tokens() -> None:
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     prompt, generated = tokens.encode(OPENED), encode_by_character("Hello there, how are you?")
     assert generated != CHATML.encode_plain("Hello there, how are you?")
@@ -182,7 +182,7 @@ def test_what_a_model_has_said_is_told_in_its_own_tokens() -> None:
     assert CHATML.decode(later).endswith("how are you?<|im_end|>\n<|im_start|>user\nfine<|im_end|>\n")
 
 
-def test_each_stretch_between_control_tokens_is_learned_apart() -> None:
+def test_each_segment_between_control_tokens_is_learned_separately() -> None:
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     prompt, end = tokens.encode(OPENED), CHATML.specials["<|im_end|>"]
     generated = [*encode_by_character("Hello there"), end, *encode_by_character(" and there")]
@@ -190,7 +190,7 @@ def test_each_stretch_between_control_tokens_is_learned_apart() -> None:
     assert tokens.encode(OPENED + "Hello there<|im_end|> and there") == prompt + generated
 
 
-def test_a_text_that_is_known_already_stays_as_it_is() -> None:
+def test_a_known_text_is_not_learned_again() -> None:
     """Another conversation may stand on it."""
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     known = tokens.encode(OPENED + "Hello there, how are you?")
@@ -199,7 +199,7 @@ def test_a_text_that_is_known_already_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("text", ["<|im_end|> is how a turn ends", "\ufffd"])
-def test_what_quotes_a_control_token_or_is_no_text_is_not_learned(text: str) -> None:
+def test_quoted_control_tokens_and_invalid_text_are_not_learned(text: str) -> None:
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     generated = encode_by_character(text)[:-1] if text == "\ufffd" else encode_by_character(text)
     tokens.learn(tokens.encode(OPENED), generated)
@@ -213,7 +213,7 @@ def test_a_prompt_without_a_control_token_teaches_nothing() -> None:
     assert tokens.encode("once upon a time there was") == CHATML.encode("once upon a time there was")
 
 
-def test_what_was_put_is_found() -> None:
+def test_get_returns_what_was_put() -> None:
     cache = TwoGenerationCache(10_000)
     cache.put("one", [1])
     assert cache.get("one") == [1]
@@ -222,18 +222,18 @@ def test_what_was_put_is_found() -> None:
     assert "two" not in cache
 
 
-def test_what_is_known_stays_as_it_is() -> None:
+def test_put_does_not_replace_an_entry() -> None:
     cache = TwoGenerationCache(10_000)
     cache.put("one", [1])
     cache.put("one", [2])
     assert cache.get("one") == [1]
 
 
-def test_what_is_asked_for_stays_and_the_rest_is_forgotten() -> None:
+def test_recently_used_entries_stay_and_others_are_evicted() -> None:
     cache = TwoGenerationCache(10_000)
-    cache.put("asked", [1])
+    cache.put("used", [1])
     cache.put("never", [2])
     for number in range(200):
         cache.put(f"another {number}", [3])
-        assert cache.get("asked") == [1]
+        assert cache.get("used") == [1]
     assert "never" not in cache

@@ -11,7 +11,7 @@ SPECIALS = ("<|im_end|>", "<|im_start|>", "<a>", ">b<", "[/INST]")
 
 
 @given(st.lists(st.sampled_from([*SPECIALS, "<", "|", ">", "b", SENTINEL, "text"])).map("".join))
-def test_no_spelling_is_left_and_the_text_comes_back(text: str) -> None:
+def test_shielded_text_contains_no_control_token_and_round_trips(text: str) -> None:
     shielded = shield(text, SPECIALS)
     assert not any(special in shielded for special in SPECIALS)
     assert unshield(shielded) == text.replace(SENTINEL, "")
@@ -22,15 +22,15 @@ def test_text_without_control_tokens_is_the_same_object() -> None:
     assert shield(text, SPECIALS) is text
 
 
-def test_a_client_cannot_write_the_mark() -> None:
+def test_a_client_cannot_send_the_shield_mark() -> None:
     assert shield(f"a{SENTINEL}b", SPECIALS) == "ab"
 
 
-def test_taking_the_mark_out_cannot_spell_a_control_token() -> None:
+def test_removing_the_mark_cannot_create_a_control_token() -> None:
     assert SENTINEL in shield(f"<|im{SENTINEL}_end|>", SPECIALS)
 
 
-def test_deep_values_are_shielded_with_their_keys() -> None:
+def test_nested_values_are_shielded_with_their_keys() -> None:
     deep = Shield(SPECIALS).deep({"<a>": ["<|im_end|>", 1, None, {"x": "<a>"}]})
     assert deep == {f"<{SENTINEL}a>": [f"<{SENTINEL}|im_end|>", 1, None, {"x": f"<{SENTINEL}a>"}]}
 
@@ -43,29 +43,29 @@ WORDS = st.text(alphabet="<ab|>.", min_size=1, max_size=5)
 
 
 @given(st.lists(WORDS, min_size=1, max_size=6), st.text(alphabet="<ab|>.", max_size=30))
-def test_the_pattern_finds_what_an_alternation_of_the_longest_first_finds(words: list[str], text: str) -> None:
+def test_the_pattern_matches_like_a_longest_first_alternation(words: list[str], text: str) -> None:
     pattern = spelling_pattern(words)
     plain = re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)))
     assert pattern is not None
     assert pattern.findall(text) == plain.findall(text)
 
 
-def test_no_spellings_make_no_pattern() -> None:
+def test_no_control_tokens_give_no_pattern() -> None:
     assert spelling_pattern([]) is None
 
 
-def test_thousands_of_long_spellings_compile() -> None:
+def test_thousands_of_long_control_tokens_compile() -> None:
     pattern = spelling_pattern([f"<unused{n}>" for n in range(5000)] + ["x" * 3000])
     assert pattern is not None
     assert pattern.findall("a<unused42><unused4x>") == ["<unused42>"]
 
 
 @given(st.lists(WORDS, max_size=6), st.text(alphabet="<ab|>.", max_size=30))
-def test_a_text_holds_a_spelling_or_not(words: list[str], text: str) -> None:
+def test_contains_a_control_token(words: list[str], text: str) -> None:
     assert TokenSpellings(words).found_in(text) == any(word in text for word in words)
 
 
-def test_many_beginnings_are_left_to_the_pattern() -> None:
+def test_many_first_characters_are_left_to_the_pattern() -> None:
     spellings = TokenSpellings(["<a>", "[b]", "(c)", "{d}", "|e|", "/f/"])
     assert spellings.found_in("x /f/")
     assert not spellings.found_in("x /f and |e")

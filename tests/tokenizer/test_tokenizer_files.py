@@ -6,11 +6,11 @@ from pathlib import Path
 from modelyard.tokenizer.tokenizer_files import SpecialTokens, read_special_tokens, tokenizer_file
 
 
-def test_an_empty_folder_says_nothing(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_settings(tmp_path: Path) -> None:
     assert read_special_tokens(tmp_path) == SpecialTokens()
 
 
-def test_the_config_goes_before_the_map_of_special_tokens(tmp_path: Path) -> None:
+def test_tokenizer_config_overrides_special_tokens_map(tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "<old>"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<new>"}}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))

@@ -1,4 +1,4 @@
-"""Word by word must be what the library says, to the id, on every ASCII text."""
+"""The word cache gives exactly the ids of the library on every ASCII text."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ VOCABULARIES = {
 @given(text=ASCII | WORDS)
 @example(text="a 12 b")
 @example(text="x  \n  y\r\n 7 ")
-def test_words_give_the_same_ids_as_the_library(name: str, text: str) -> None:
+def test_cached_words_give_the_ids_of_the_library(name: str, text: str) -> None:
     vocab = VOCABULARIES[name]
     assert vocab.words is not None
     found = vocab.words.encode(text)
@@ -105,7 +105,7 @@ CLAUSES = st.lists(
 @given(text=CLAUSES)
 @example(text="One. Two,  three. ")
 @example(text="One. \nTwo, \tthree.")
-def test_clauses_that_were_read_elsewhere_give_the_same_ids(name: str, text: str) -> None:
+def test_clauses_cached_in_another_context_give_the_same_ids(name: str, text: str) -> None:
     vocab = VOCABULARIES[name]
     assert vocab.words is not None
     for requested in (text, f"Before, {text}", f"{text} behind. It"):
@@ -114,7 +114,7 @@ def test_clauses_that_were_read_elsewhere_give_the_same_ids(name: str, text: str
 
 
 def counted(vocab: HuggingFaceTokenizer) -> tuple[WordCache, list[str]]:
-    """The same words with nothing learned yet, and what the library is asked for."""
+    """An empty word cache, and the texts that it passes to the library."""
     assert vocab.words is not None
     requested: list[str] = []
 
@@ -127,7 +127,7 @@ def counted(vocab: HuggingFaceTokenizer) -> tuple[WordCache, list[str]]:
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_only_what_is_new_in_a_text_is_asked_of_the_library(name: str) -> None:
+def test_only_new_words_are_passed_to_the_library(name: str) -> None:
     vocab = VOCABULARIES[name]
     words, requested = counted(vocab)
     first, second = ("Order 1 came, and one lamp is dark.", "Order 2 came, and one lamp is dark.")
@@ -138,14 +138,14 @@ def test_only_what_is_new_in_a_text_is_asked_of_the_library(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_ordinary_prose_goes_word_by_word(name: str) -> None:
+def test_ordinary_prose_is_encoded_word_by_word(name: str) -> None:
     vocab = VOCABULARIES[name]
     assert vocab.words is not None
     assert vocab.words.encode("The quick brown fox, aged 12, doesn't jump.\n\nIt sleeps.") is not None
 
 
 @pytest.mark.parametrize("text", ["naïve", "<|im_end|>", "a <think> b", "x" * (MAX_TEXT + 1)])
-def test_what_is_not_certain_is_left_to_the_library(text: str) -> None:
+def test_uncertain_texts_are_left_to_the_library(text: str) -> None:
     vocab = VOCABULARIES["byte level"]
     assert vocab.words is not None
     assert vocab.words.encode(text) is None
@@ -161,7 +161,7 @@ def test_what_is_not_certain_is_left_to_the_library(text: str) -> None:
         {"type": "Sequence", "pretokenizers": [split("a")["pretokenizers"][0]] * 2 + [split("a")["pretokenizers"][1]]},
     ],
 )
-def test_a_pattern_that_is_not_known_is_not_translated(pre_tokenizer: dict[str, Any]) -> None:
+def test_an_unknown_pattern_is_not_translated(pre_tokenizer: dict[str, Any]) -> None:
     try:
         vocab = vocabulary(pre_tokenizer)
     except Exception:  # the library may refuse it, too
@@ -169,5 +169,5 @@ def test_a_pattern_that_is_not_known_is_not_translated(pre_tokenizer: dict[str, 
     assert vocab.words is None
 
 
-def test_a_tokenizer_of_another_kind_has_no_words() -> None:
+def test_other_tokenizers_have_no_word_cache() -> None:
     assert HuggingFaceTokenizer.from_text(made.metaspace("first")).words is None

@@ -1,4 +1,4 @@
-"""Whichever gateway of a fleet is asked, it tells of the requests of all of them."""
+"""Every gateway process lists the requests of all gateway processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def record(id: str, at: float = 0.0) -> dict[str, Any]:
     return {"id": id, "at": at}
 
 
-def test_lists_are_joined_newest_first_and_nobody_twice() -> None:
+def test_lists_are_merged_newest_first_without_duplicates() -> None:
     own = {"live": [record("a")], "ended": [record("x", 3.0), record("y", 1.0)]}
     other = {"live": [record("a"), record("b")], "ended": [record("z", 2.0)]}
     merged = merge_requests(own, [other], 2)
@@ -48,7 +48,7 @@ def test_lists_are_joined_newest_first_and_nobody_twice() -> None:
     assert [each["id"] for each in merged["ended"]] == ["x", "z"]
 
 
-async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
+async def test_without_peers_nothing_is_requested(tmp_path: Path) -> None:
     alone, bereaved = PeerGateways(), PeerGateways(str(tmp_path / "workbench-0"))
     try:
         assert await alone.request("GET", "requests", {}) == []
@@ -64,7 +64,7 @@ async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with cli_process.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
-        server.until_count("listening on", 2)  # what all are told the last to come must hear, too
+        server.until_count("listening on", 2)  # a broadcast must reach the last process, too
         wait_until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", cli_process.DEADLINE)
         yield server.url
 
@@ -86,14 +86,16 @@ def chat_body(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
 
 
-def test_each_gateway_tells_of_the_requests_of_all(gateways: str) -> None:
+def test_each_gateway_lists_the_requests_of_all(gateways: str) -> None:
     assert post(gateways, "/v1/admin/history", {"texts": True}).json() == {"texts": True}
     replies = [post(gateways, "/v1/chat/completions", chat_body("Hi.")) for _ in range(12)]
     ids = {reply.headers["x-request-id"] for reply in replies}
     for _ in range(8):
         merged = get(gateways, "requests").json()
         assert ids <= {record["id"] for record in merged["ended"]}
-        assert [record["at"] for record in merged["ended"]] == sorted((record["at"] for record in merged["ended"]), reverse=True)
+        assert [record["at"] for record in merged["ended"]] == sorted(
+            (record["at"] for record in merged["ended"]), reverse=True
+        )
     for id in ids:
         merged = get(gateways, f"requests/{id}").json()
         assert (merged["ended"][0]["id"], bool(merged["texts"])) == (id, True)
@@ -101,7 +103,7 @@ def test_each_gateway_tells_of_the_requests_of_all(gateways: str) -> None:
     assert get(gateways, "requests/req_nobody").status_code == 404
 
 
-def test_each_gateway_ends_the_requests_of_all(gateways: str) -> None:
+def test_each_gateway_cancels_the_requests_of_all(gateways: str) -> None:
     with ExitStack() as stack:
         client = [stack.enter_context(httpx.Client(timeout=cli_process.DEADLINE)) for _ in range(6)]
         url, body = f"{gateways}/v1/chat/completions", chat_body("Go on.", stream=True)
@@ -118,5 +120,5 @@ def test_each_gateway_ends_the_requests_of_all(gateways: str) -> None:
     assert post(gateways, "/v1/admin/requests/req_nobody/cancel").status_code == 404
 
 
-def test_who_has_no_key_is_told_nothing(gateways: str) -> None:
+def test_peers_refuse_requests_without_a_key(gateways: str) -> None:
     assert httpx.get(f"{gateways}/v1/admin/requests", timeout=cli_process.DEADLINE).status_code == 401

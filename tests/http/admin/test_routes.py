@@ -1,4 +1,4 @@
-"""The admin API over a real server with a scripted model: seen, ordered, refused."""
+"""The admin API of a live server with a scripted model."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_a_model_is_unloaded_and_loaded_again(client: httpx.Client) -> None:
     assert client.post("/v1/chat/completions", json=CHAT_BODY).status_code == 200
 
 
-def test_who_does_not_want_to_wait_gets_an_answer_at_once(client: httpx.Client) -> None:
+def test_wait_false_returns_at_once(client: httpx.Client) -> None:
     client.post("/v1/admin/models/demo/unload")
     assert client.post("/v1/admin/models/demo/load?wait=false").status_code == 202
     wait_until(lambda: model(client)["state"] == "ready", "the model is ready")
 
 
-def test_a_load_that_fails_says_why_and_the_record_keeps_it(client: httpx.Client) -> None:
+def test_a_failed_load_reports_its_reason_and_keeps_it_in_the_record(client: httpx.Client) -> None:
     reply = client.post("/v1/admin/models/broken/load")
     assert reply.status_code == 503
     assert "/no/such/file.gguf" in reply.json()["error"]["message"]
@@ -91,7 +91,7 @@ def test_a_load_that_fails_says_why_and_the_record_keeps_it(client: httpx.Client
     assert "/no/such/file.gguf" in model(client, "broken")["reason"]
 
 
-def test_a_field_that_no_load_may_set_is_refused(client: httpx.Client) -> None:
+def test_a_load_refuses_fields_that_cannot_be_overridden(client: httpx.Client) -> None:
     client.post("/v1/admin/models/demo/unload")
     reply = client.post("/v1/admin/models/demo/load", json={"model_path": "/etc/passwd"})
     assert reply.status_code == 400
@@ -99,7 +99,7 @@ def test_a_field_that_no_load_may_set_is_refused(client: httpx.Client) -> None:
     assert model(client)["state"] == "stopped"
 
 
-def test_replicas_go_up_and_down(client: httpx.Client) -> None:
+def test_replicas_are_added_and_removed(client: httpx.Client) -> None:
     up = client.post("/v1/admin/models/demo/replicas", json={"replicas": 2}).json()
     assert [one["state"] for one in up["replicas"]["items"]] == ["ready", "ready"]
     assert up["queue"]["places"] == 12
@@ -108,7 +108,7 @@ def test_replicas_go_up_and_down(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"replicas": "2"}, {"replicas": True}, {"replicas": 3}, {"replicas": 0}])
-def test_replicas_that_cannot_be_are_refused(client: httpx.Client, body: dict[str, Any]) -> None:
+def test_invalid_replica_counts_are_refused(client: httpx.Client, body: dict[str, Any]) -> None:
     reply = client.post("/v1/admin/models/demo/replicas", json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "replicas"
@@ -116,12 +116,12 @@ def test_replicas_that_cannot_be_are_refused(client: httpx.Client, body: dict[st
 
 @pytest.mark.parametrize("order", ["load", "unload", "drain", "replicas"])
 def test_an_unknown_model_is_not_found(client: httpx.Client, order: str) -> None:
-    reply = client.post(f"/v1/admin/models/nobody/{order}", json={"replicas": 1} if order == "replicas" else None)
+    reply = client.post(f"/v1/admin/models/unknown/{order}", json={"replicas": 1} if order == "replicas" else None)
     assert reply.status_code == 404
     assert reply.json()["error"]["code"] == "model_not_found"
 
 
-def test_a_drained_model_finishes_what_runs_and_takes_no_more(client: httpx.Client) -> None:
+def test_a_drained_model_finishes_running_requests_and_refuses_new_ones(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/chat/completions", json=ENDLESS_BODY) as running:
         lines = running.iter_lines()
         next(lines)
@@ -131,7 +131,7 @@ def test_a_drained_model_finishes_what_runs_and_takes_no_more(client: httpx.Clie
     assert client.post("/v1/admin/models/demo/load").json()["state"] == "ready"
 
 
-def test_a_forced_unload_ends_what_runs_with_an_error(client: httpx.Client) -> None:
+def test_a_forced_unload_fails_running_requests(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/chat/completions", json=ENDLESS_BODY) as running:
         lines = running.iter_lines()
         next(lines)
@@ -143,7 +143,7 @@ def test_a_forced_unload_ends_what_runs_with_an_error(client: httpx.Client) -> N
 # --- memory, caches, routes -------------------------------------------------------------------------------------------
 
 
-def test_memory_is_told_without_a_gpu(client: httpx.Client) -> None:
+def test_memory_is_reported_without_a_gpu(client: httpx.Client) -> None:
     body = client.get("/v1/admin/gpu-memory").json()
     assert body["ram"]["total"] > body["ram"]["free"] > 0
     assert body["ram"]["used_here"] > 10_000_000
@@ -167,7 +167,7 @@ def test_a_name_is_resolved_as_a_request_would_be(client: httpx.Client) -> None:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_running_request_is_seen_and_can_be_ended(client: httpx.Client, server: LiveServer) -> None:
+def test_a_running_request_is_listed_and_can_be_cancelled(client: httpx.Client, server: LiveServer) -> None:
     with ThreadPoolExecutor(1) as others, httpx.Client(base_url=server.url) as second:
         reading = others.submit(second.post, "/v1/chat/completions", json=ENDLESS_BODY)
         wait_until(lambda: client.get("/v1/admin/requests").json()["live"], "the request runs")
@@ -180,7 +180,7 @@ def test_a_running_request_is_seen_and_can_be_ended(client: httpx.Client, server
     assert client.post(f"/v1/admin/requests/{live['id']}/cancel").status_code == 404
 
 
-def test_a_finished_request_keeps_its_figures(client: httpx.Client) -> None:
+def test_a_finished_request_keeps_its_timings_and_usage(client: httpx.Client) -> None:
     request_id = client.post("/v1/chat/completions", json=CHAT_BODY).headers["x-request-id"]
     body = client.get(f"/v1/admin/requests/{request_id}").json()
     (ended,) = body["ended"]
@@ -191,7 +191,7 @@ def test_a_finished_request_keeps_its_figures(client: httpx.Client) -> None:
     assert sum(one["requests"] for one in slices) == 1
 
 
-def test_texts_are_kept_once_they_are_asked_for(client: httpx.Client) -> None:
+def test_texts_are_kept_after_the_switch_is_on(client: httpx.Client) -> None:
     assert client.post("/v1/admin/history", json={"texts": True}).json() == {"texts": True}
     request_id = client.post("/v1/chat/completions", json=CHAT_BODY).headers["x-request-id"]
     texts = client.get(f"/v1/admin/requests/{request_id}").json()["texts"]
@@ -213,7 +213,7 @@ def test_the_switch_takes_a_boolean(client: httpx.Client, body: Any) -> None:
 
 
 @pytest.mark.parametrize("query", ["limit=-1", "limit=1001", "limit=many"])
-def test_a_wrong_query_is_named(client: httpx.Client, query: str) -> None:
+def test_an_invalid_query_parameter_is_named(client: httpx.Client, query: str) -> None:
     reply = client.get(f"/v1/admin/requests?{query}")
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "limit"
@@ -222,7 +222,7 @@ def test_a_wrong_query_is_named(client: httpx.Client, query: str) -> None:
 # --- changes as they happen -------------------------------------------------------------------------------------------
 
 
-def test_changes_are_told_as_they_happen(client: httpx.Client, server: LiveServer) -> None:
+def test_changes_are_streamed_as_events(client: httpx.Client, server: LiveServer) -> None:
     with httpx.Client(base_url=server.url) as other, other.stream("GET", "/v1/admin/events") as stream:
         lines = stream.iter_lines()
         assert next(lines) == "event: snapshot"
@@ -243,7 +243,7 @@ def test_changes_are_told_as_they_happen(client: httpx.Client, server: LiveServe
 # --- who may ----------------------------------------------------------------------------------------------------------
 
 
-def test_where_keys_are_set_only_an_admin_may() -> None:
+def test_the_admin_api_needs_an_admin_key() -> None:
     keys = [{"name": "root", "key": "sk-root", "admin": True}, {"name": "user", "key": "sk-user"}]
     with live_server({**config(), "keys": keys}) as running, httpx.Client(base_url=running.url) as client:
         for path in ("models", "gpu-memory", "requests", "events", "history"):
@@ -261,7 +261,7 @@ def test_the_documentation_lists_every_endpoint(client: httpx.Client) -> None:
 # --- what pages ask ---------------------------------------------------------------------------------------------------
 
 
-def test_a_load_is_appraised_without_being_done(client: httpx.Client) -> None:
+def test_a_load_is_estimated_without_loading(client: httpx.Client) -> None:
     client.post("/v1/admin/models/demo/unload")
     body = client.post("/v1/admin/models/demo/estimate", json={"token_delay": 1}).json()
     assert (body["id"], body["fits"]) == ("demo", True)
@@ -269,16 +269,16 @@ def test_a_load_is_appraised_without_being_done(client: httpx.Client) -> None:
     assert model(client)["state"] == "stopped"
 
 
-def test_an_appraisal_refuses_what_a_load_would(client: httpx.Client) -> None:
+def test_an_estimate_refuses_what_a_load_refuses(client: httpx.Client) -> None:
     refused = client.post("/v1/admin/models/demo/estimate", json={"path": "/etc/passwd"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "override_not_allowed")
     unknown = client.post("/v1/admin/models/broken/estimate")
     assert unknown.status_code == 503
     assert "/no/such/file.gguf" in unknown.json()["error"]["message"]
-    assert client.post("/v1/admin/models/nobody/estimate").status_code == 404
+    assert client.post("/v1/admin/models/unknown/estimate").status_code == 404
 
 
-def test_a_reader_asks_only_for_what_ended_since(client: httpx.Client) -> None:
+def test_ended_requests_can_be_listed_since_a_time(client: httpx.Client) -> None:
     assert client.post("/v1/chat/completions", json=CHAT_BODY).status_code == 200
     (first,) = client.get("/v1/admin/requests").json()["ended"]
     assert client.post("/v1/chat/completions", json=CHAT_BODY).status_code == 200
