@@ -1,4 +1,4 @@
-"""The container file: copied files exist, environment variables are known, the user is unprivileged. No image is built."""
+"""The container file: copied files exist, variables are known, the user is unprivileged. No image is built."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Messages:
             self._add(parsed, block | ({"input": json.loads(block["json"])} if block["json"] else {}))
         return parsed
 
-    def _grow(self, block: dict[str, Any], delta: dict[str, Any]) -> None:
+    def _append(self, block: dict[str, Any], delta: dict[str, Any]) -> None:
         for name, value in delta.items():
             if name != "type":
                 block["json" if name == "partial_json" else name] += value
@@ -158,13 +158,13 @@ class Chat:
                     message[name] += value
         return self._parse(message, choice["finish_reason"], last["usage"])
 
-    def _grow(self, calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
+    def _append(self, calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
         if delta["index"] == len(calls):
             calls.append({"function": dict(delta["function"])})
         else:
             calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
 
-    def _seen(self, message: dict[str, Any], stop: str, usage: dict[str, Any]) -> ParsedReply:
+    def _parse(self, message: dict[str, Any], stop: str, usage: dict[str, Any]) -> ParsedReply:
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
         return ParsedReply(

@@ -1,4 +1,4 @@
-"""Anthropic's own SDK, sync and async, against a running server."""
+"""The Anthropic SDK, sync and async, against a live server."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_tool_is_called_and_its_result_used(sdk: Anthropic) -> None:
 
 
 def test_echoed_thinking_blocks_are_accepted(sdk: Anthropic) -> None:
-    """A client echoes the blocks as they are; the next turn must accept them."""
+    """A client echoes the blocks unchanged; the next turn must accept them."""
     messages = user("thinking")
     messages.append({"role": "assistant", "content": sdk.messages.create(**params("thinking")).content})
     messages += user("text")

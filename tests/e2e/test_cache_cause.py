@@ -1,4 +1,4 @@
-"""What a cache had of a prompt and why not more: in the header, the log, the metrics and the admin API."""
+"""Cache diagnostics: how much of a prompt was cached and why not more, in header, log, metrics and admin API."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ECHOED_ARGUMENTS = {
     "path": "a.txt",
     "n": 5000,
     "why": "because it was asked for",
-}  # as a client tells it: in another order
+}  # as a client echoes it
 
 
 class Conversation:
@@ -58,7 +58,7 @@ class Conversation:
         self.messages += [{"role": "assistant", "content": list(content)}, {"role": "user", "content": results}]
 
     def count(self, url: str) -> int:
-        """The tokens of what would be asked next; without a URL, where nobody has heard the answer."""
+        """The tokens of the next request; without a URL, on a new server that has not seen the conversation."""
         body = {**self.body, "messages": self.messages}
         if url:
             reply = httpx.post(f"{url}/v1/messages/count_tokens", json=body, headers=self.headers, timeout=60)
@@ -67,7 +67,7 @@ class Conversation:
             return self.count(other.url)
 
     @property
-    def header(self) -> dict[str, str]:
+    def cache_header(self) -> dict[str, str]:
         header = self.response.headers["x-modelyard-cache"]
         return dict(part.split("=") for part in header.split("; "))
 
@@ -112,7 +112,7 @@ def test_hidden_reasoning_is_restored() -> None:
 
 
 def test_line_breaks_before_a_call_are_restored() -> None:
-    """The template writes one, the model wrote three, and the client was shown none of them."""
+    """The template writes one, the model generated three, and the client saw none of them."""
     first, last = SCRIPT
     script = [first, {**last, "steps": [{"text": "Looking.\n\n\n"}, last["steps"][-1]]}]
     with live_server(demo_config(script)) as server:
@@ -189,7 +189,7 @@ def test_an_evicted_sequence_is_reported() -> None:
 
 
 def test_a_stream_opened_by_a_keepalive_has_no_cache_header() -> None:
-    """Its headers went out before the engine had looked: the one place is taken for as long as the first hangs."""
+    """Its headers are sent while it queues: the first stream occupies the only slot."""
     config = demo_config([{"steps": [{"text": "ok"}, {"hang": True}]}])
     config["caches"]["main"]["parallel"] = 1
     config["http"] = {"keepalive_s": 0.05}
@@ -223,14 +223,14 @@ def test_a_gateway_with_a_shared_store_restores_the_same_text(tmp_path: Path) ->
     with live_server(config) as first, live_server(config) as other, closing(sqlite3.connect(store)) as file:
         conversation = Conversation(first)
         conversation.append_turn(*echoed(conversation.turn()))
-        wait_until(lambda: file.execute("SELECT entries FROM totals").fetchone()[0] == 1, "the words are in the store")
+        wait_until(lambda: file.execute("SELECT entries FROM totals").fetchone()[0] == 1, "the entry is in the store")
         own_count, other_count, without_store = (conversation.count(url) for url in (first.url, other.url, ""))
     assert own_count == other_count
-    assert own_count != without_store, "the client's words have as many tokens: this test shows nothing"
+    assert own_count != without_store, "the echoed text has as many tokens as the generated one, so this test proves nothing"
 
 
 def test_llama_cpp_evaluates_only_new_tokens(tmp_path: Path) -> None:
-    """With the model's own template, which knows no tools: they are told in words."""
+    """The template of the model has no tools, so they are described in the prompt."""
     script = tmp_path / "replay.jsonl"
     script.write_text("\n".join(map(json.dumps, SCRIPT_WITHOUT_REASONING)))
     default_model.fetch()
@@ -251,7 +251,7 @@ def test_llama_cpp_evaluates_only_new_tokens(tmp_path: Path) -> None:
 
 
 def test_a_deferred_tool_does_not_change_the_prefix() -> None:
-    """The client puts it into the middle of its list, and a reference to it into the result of the search."""
+    """The client inserts it into the middle of its list and refers to it in the result of the search."""
     found = TOOL | {"name": "early", "defer_loading": True}
     reference = [{"type": "tool_reference", "tool_name": "early"}]
     with live_server(demo_config(SCRIPT)) as server:

@@ -1,4 +1,4 @@
-"""The embedded default on its real model, with one thread and small windows: what a first user does."""
+"""llama.cpp with the default model: the built-in configuration, constrained output, LoRA, and the cache of an agent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from modelyard.cli.models import explain_model
 from modelyard.config.load import load_config
 from modelyard.library import default_model
+from tests.telemetry.prometheus_text import sample_values
 from tests.live_server import LiveServer, live_server
 
-# The overflow example of llama-bridge's guide, to the letter but for the port.
+# The overflow example of llama-bridge's guide, unchanged except for the port.
 EXAMPLE = """
 import openai
 
@@ -41,7 +42,7 @@ def server() -> Iterator[LiveServer]:
     with live_server(
         {
             "models": {"smollm2": {"n_threads": 1}},
-            "caches": {"main": {"n_ctx": 1024}, "fast": {"n_ctx": 512, "n_ubatch": 64}},
+            "caches": {"main": {"n_ctx": 1024, "parallel": 2}, "fast": {"n_ctx": 512, "n_ubatch": 64}},
         }
     ) as running:
         yield running
@@ -113,11 +114,12 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 
 def test_a_changed_system_prompt_is_counted(server: LiveServer, sdk: openai.OpenAI):
+    before = sample_values(httpx.get(server.url + "/metrics").content, "system_prompt_changes_total")
     for day in ("Monday", "Tuesday"):
         messages = [{"role": "system", "content": f"Be kind. It is {day}."}, {"role": "user", "content": "Hi."}]
         sdk.chat.completions.create(model="smollm2", messages=messages, max_tokens=1)  # type: ignore[arg-type]
-    metrics = httpx.get(server.url + "/metrics").text
-    assert 'system_prompt_changes_total{cache="main"} 1.0' in metrics
+    changes = sample_values(httpx.get(server.url + "/metrics").content, "system_prompt_changes_total")
+    assert changes["main",] == before.get(("main",), 0) + 1
 
 
 def test_health_lists_the_model(server: LiveServer):

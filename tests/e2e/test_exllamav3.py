@@ -1,4 +1,4 @@
-"""A model of the ExLlamaV3 engine behind the real server, on the stand-in for its library."""
+"""ExLlamaV3."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.live_server import LiveServer, live_server
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def exllama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     model = {
         "backend": "exllamav3",
         "path": str(write_model(tmp_path_factory.mktemp("exl3") / "tiny")),
@@ -33,25 +33,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
             yield running
 
 
-def complete(server: LiveServer, **fields: Any) -> httpx.Response:
+def complete(exllama_server: LiveServer, **fields: Any) -> httpx.Response:
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "Hello there"}],
         "max_tokens": 8,
         "temperature": 0,
     }
-    return httpx.post(server.url + "/v1/chat/completions", json=body | fields, timeout=60)
+    return httpx.post(exllama_server.url + "/v1/chat/completions", json=body | fields, timeout=60)
 
 
-def test_exllamav3_reports_output_and_cached_tokens(server: LiveServer) -> None:
-    first, second = (complete(server).json() for _ in range(2))
+def test_exllamav3_reports_output_and_cached_tokens(exllama_server: LiveServer) -> None:
+    first, second = (complete(exllama_server).json() for _ in range(2))
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
     usage = second["usage"]
     assert usage["completion_tokens"] == 8
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
-def test_exllamav3_supports_json_schema(server: LiveServer) -> None:
+def test_exllamav3_supports_json_schema(exllama_server: LiveServer) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},
@@ -59,25 +59,25 @@ def test_exllamav3_supports_json_schema(server: LiveServer) -> None:
         "additionalProperties": False,
     }
     response_format = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
-    choice = complete(server, response_format=response_format, max_tokens=30).json()["choices"][0]
+    choice = complete(exllama_server, response_format=response_format, max_tokens=30).json()["choices"][0]
     assert json.loads(choice["message"]["content"])["ok"] in (True, False)
     assert choice["finish_reason"] == "stop"
 
 
-def test_exllamav3_refuses_a_prompt_longer_than_the_window(server: LiveServer) -> None:
-    reply = complete(server, messages=[{"role": "user", "content": "word " * 2000}])
+def test_exllamav3_refuses_a_prompt_longer_than_the_window(exllama_server: LiveServer) -> None:
+    reply = complete(exllama_server, messages=[{"role": "user", "content": "word " * 2000}])
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_exllamav3_streams_messages(server: LiveServer) -> None:
+def test_exllamav3_streams_messages(exllama_server: LiveServer) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/messages", json=body, timeout=60) as reply:
+    with httpx.stream("POST", exllama_server.url + "/v1/messages", json=body, timeout=60) as reply:
         events = [line.removeprefix("event: ") for line in reply.iter_lines() if line.startswith("event: ")]
     assert (events[0], events[-1]) == ("message_start", "message_stop")
 
 
-def test_exllamav3_memory_is_estimated_for_the_gpu(server: LiveServer) -> None:
-    (choice,) = httpx.get(server.url + "/v1/admin/gpu-memory", timeout=60).json()["models"]
+def test_exllamav3_memory_is_estimated_for_the_gpu(exllama_server: LiveServer) -> None:
+    (choice,) = httpx.get(exllama_server.url + "/v1/admin/gpu-memory", timeout=60).json()["models"]
     assert choice["estimate"]["device"] == "gpu"
     assert choice["estimate"]["kv"] > 0

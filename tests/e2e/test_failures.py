@@ -1,15 +1,17 @@
-"""What a client hears when the model fails, early or in mid-word, and when its prompt is too long."""
+"""Errors as clients see them: failures before and during a reply, prompts that are too long, deadlines, crashed engines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.helpers import config, wait_until
+from tests.e2e.helpers import config, wait_for_running, wait_until, wait_until_idle
 from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, RESPONSES, VALID_BODIES, Protocol, event_names, parse_events
-from tests.live_server import demo_config, live_server
+from tests.live_server import LiveServer, demo_config, live_server
 
 
 def openai_error(message: str, code: str, type: str = "server_error") -> dict[str, Any]:
@@ -80,7 +82,7 @@ def test_responses_streams_end_with_response_failed(client: httpx.Client) -> Non
     assert [event.data["sequence_number"] for event in events] == list(range(len(events)))
 
 
-# --- overflow: three dialects, both numbers true --------------------------------------------------------------------
+# --- overflow ---------------------------------------------------------------------------------------------------------
 
 LONG_TEXT = "text " + "word " * 5000
 
@@ -153,13 +155,13 @@ def test_a_strict_cache_refuses_max_tokens_that_do_not_fit() -> None:
         httpx.Client(base_url=server.url) as client,
     ):
         prompt_tokens = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
-        body = [post(client, protocol, "text", limit=4096) for protocol in PROTOCOLS.values()]
-        assert [reply.status_code for reply in body] == [400, 400, 400]
-        assert body[0].json()["error"]["message"] == (
+        replies = [post(client, protocol, "text", limit=4096) for protocol in PROTOCOLS.values()]
+        assert [reply.status_code for reply in replies] == [400, 400, 400]
+        assert replies[0].json()["error"]["message"] == (
             f"input length and `max_tokens` exceed context limit: {prompt_tokens} + 4096 > 4096, decrease input length or "
             "`max_tokens` and try again"
         )
-        assert [reply.json()["error"]["code"] for reply in body[1:]] == ["context_length_exceeded"] * 2
+        assert [reply.json()["error"]["code"] for reply in replies[1:]] == ["context_length_exceeded"] * 2
         assert post(client, MESSAGES, "text", limit=4096 - prompt_tokens).status_code == 200
 
 
@@ -171,18 +173,82 @@ def test_the_server_works_after_a_failed_request(client: httpx.Client, protocol:
 # --- a client that sets a deadline ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
-def test_a_request_ends_at_its_deadline(path: str) -> None:
+def test_a_request_ends_at_its_deadline(protocol: Protocol) -> None:
     with live_server(demo_config([{"steps": [{"hang": True}]}])) as server:
-        reply = httpx.post(server.url + path, json=VALID_BODIES[path], headers={"x-modelyard-timeout": "0.05"})
+        headers = {"x-modelyard-timeout": "0.05"}
+        reply = httpx.post(server.url + protocol.path, json=VALID_BODIES[protocol.path], headers=headers)
         assert reply.status_code == 504
-        wait_until(lambda: server.status("demo").running == 0, "its place is free")
+        wait_until(lambda: server.status("demo").running == 0, "the slot is free")
 
 
-@pytest.mark.parametrize("body", ["soon", "0", "-1", "nan", "1e9"])
-def test_an_invalid_deadline_is_refused(body: str) -> None:
-    with live_server(demo_config()) as server:
-        body = VALID_BODIES["/v1/chat/completions"]
-        reply = httpx.post(server.url + "/v1/chat/completions", json=body, headers={"x-modelyard-timeout": body})
-        assert reply.status_code == 400
-        assert "x-modelyard-timeout" in reply.json()["error"]["message"]
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "1e9"])
+def test_an_invalid_deadline_is_refused(client: httpx.Client, value: str) -> None:
+    reply = client.post(CHAT.path, json=VALID_BODIES[CHAT.path], headers={"x-modelyard-timeout": value})
+    assert reply.status_code == 400
+    assert "x-modelyard-timeout" in reply.json()["error"]["message"]
+
+
+# Crashed engines.
+
+
+@pytest.fixture(scope="module")
+def crashing_server() -> Iterator[LiveServer]:
+    with live_server(config()) as running:
+        yield running
+
+
+def crash_engine(server: LiveServer, protocol: Protocol = CHAT) -> httpx.Response:
+    return httpx.post(server.url + protocol.path, json=protocol.body("death during", stream=True))
+
+
+def test_a_crash_ends_streams_with_the_error_of_the_protocol(crashing_server: LiveServer) -> None:
+    error = {"type": "overloaded_error", "message": "segmentation fault", "code": "engine_unavailable"}
+    reply = crash_engine(crashing_server, MESSAGES)
+    last = parse_events(reply.text)[-1]
+    assert last.event == "error"
+    assert last.data == {"type": "error", "error": error, "request_id": reply.headers["request-id"]}
+
+    error = {"message": "segmentation fault", "type": "server_error", "param": None, "code": "engine_unavailable"}
+    assert parse_events(crash_engine(crashing_server, CHAT).text)[-1].data == {"error": error}
+
+    failed = parse_events(crash_engine(crashing_server, RESPONSES).text)[-1]
+    assert failed.event == "response.failed"
+    assert failed.data["response"]["error"] == {"code": "server_error", "message": "segmentation fault"}
+
+
+def test_a_crash_fails_unstreamed_replies_with_retry_after(crashing_server: LiveServer, protocol: Protocol) -> None:
+    reply = httpx.post(crashing_server.url + protocol.path, json=protocol.body("death during"))
+    assert reply.status_code == (529 if protocol is MESSAGES else 503)
+    assert int(reply.headers["retry-after"]) >= 1
+    assert reply.json()["error"]["message"] == "segmentation fault"
+
+
+def test_the_engine_is_reloaded_for_the_next_request(
+    crashing_server: LiveServer, protocol: Protocol, stream: bool
+) -> None:
+    crash_engine(crashing_server)
+    reply = httpx.post(crashing_server.url + protocol.path, json=protocol.body("text", stream=stream))
+    parsed = protocol.parse_stream(parse_events(reply.text)) if stream else protocol.parse_reply(reply.json())
+    assert parsed.text == "Hello there, friend."
+    wait_until_idle(crashing_server)
+
+
+def test_a_request_without_output_is_retried_after_a_crash(
+    crashing_server: LiveServer, protocol: Protocol, stream: bool
+) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        body = protocol.body("slow prefill", stream=stream)
+        pending = executor.submit(httpx.post, crashing_server.url + protocol.path, json=body, timeout=60)
+        wait_for_running(crashing_server, 1)
+        crash_engine(crashing_server)
+        reply = pending.result()
+    assert reply.status_code == 200
+    if stream:
+        events = parse_events(reply.text)
+        assert protocol.parse_stream(events).text == "done"
+        assert len([name for name in event_names(events) if name in ("message_start", "response.created")]) == (
+            protocol is not CHAT
+        )
+    else:
+        assert protocol.parse_reply(reply.json()).text == "done"
+    wait_until_idle(crashing_server)

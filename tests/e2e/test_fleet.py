@@ -1,4 +1,4 @@
-"""Several gateway processes on one port: together they are one server."""
+"""Several gateway processes on one port."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MultiProcessServer:
         return self.parent.children(recursive=True)
 
     def post(self, path: str = CHAT, **body: Any) -> httpx.Response:
-        """On a connection of its own: the kernel deals connections out, not requests."""
+        """Opens a new connection, because the kernel distributes connections, not requests."""
         chat = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {}
         return httpx.post(self.url + path, json={"model": "demo", **chat, **body}, timeout=cli_process.DEADLINE)
 
@@ -62,7 +62,7 @@ class MultiProcessServer:
         )
 
     def processes_with_socket(self, status: str) -> set[int]:
-        """The processes with a socket on the port in this state."""
+        """The processes that have a socket on the port in this state."""
         port = int(self.url.rpartition(":")[2])
         return {
             child.pid
@@ -90,7 +90,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MultiProcessSe
 def test_metrics_are_the_sum_of_all_processes(cluster: MultiProcessServer):
     before = cluster.request_count()
     assert {cluster.post().status_code for _ in range(REQUESTS)} == {200}
-    assert [cluster.request_count() - before for _ in range(6)] == [REQUESTS] * 6, "whichever process is asked"
+    assert [cluster.request_count() - before for _ in range(6)] == [REQUESTS] * 6, "in every process"
 
 
 def test_connections_are_distributed_over_the_processes(cluster: MultiProcessServer):
@@ -116,9 +116,9 @@ def test_a_killed_process_is_replaced_and_loses_no_metrics(cluster: MultiProcess
     killed = cluster.children()[0]
     os.kill(killed.pid, signal.SIGKILL)
     wait_until(
-        lambda: killed.pid not in {child.pid for child in cluster.children()}, "it is gone", cli_process.DEADLINE
+        lambda: killed.pid not in {child.pid for child in cluster.children()}, "the process is gone", cli_process.DEADLINE
     )
-    assert cluster.post().status_code == 200, "the other process answers meanwhile"
+    assert cluster.post().status_code == 200, "the other process serves meanwhile"
     cluster.wait_for_processes(2)
     assert cluster.request_count() == before + 1
     for _ in range(REQUESTS):
@@ -136,7 +136,7 @@ def test_sigterm_ends_all_processes_and_their_streams(tmp_path: Path):
             lines = reply.iter_lines()
             while "so far" not in next(lines):
                 pass
-            assert server.stop() == 0, "nobody had to be killed"
+            assert server.stop() == 0, "all processes stopped by themselves"
             rest = "\n".join(lines)
     assert "the server is shutting down" in rest
     assert not [child for child in children if child.is_running()], "no orphans"

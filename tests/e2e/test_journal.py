@@ -1,4 +1,4 @@
-"""With a debug folder every request leaves four files: what came, what the model read, what it said, what went out."""
+"""Captured requests."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ FILE_NAMES = ("1-client-request.json", "2-prompt.txt", "3-model-output.txt")
 
 
 class CaptureFolder:
-    """The journal's folder, and a server that fills it."""
+    """The folder of captured requests and its server."""
 
     def __init__(self, capture: Path, server: LiveServer) -> None:
         self._folder, self.url = capture, server.url
 
     def post(self, path: str, content: bytes, **headers: str) -> tuple[httpx.Response, dict[str, bytes]]:
-        """An answer and the four files it left; they are written soon after, not before."""
+        """A reply and its four files, which are written after the reply."""
         reply = httpx.post(self.url + path, content=content, headers=headers, timeout=cli_process.DEADLINE)
         trace = reply.headers["request-id"].removeprefix("req_")
         wait_until(
-            lambda: any(path.stat().st_size for path in self._folder.glob(f"*-{trace}.4-*")), "the fourth is written"
+            lambda: any(path.stat().st_size for path in self._folder.glob(f"*-{trace}.4-*")), "the fourth file is written"
         )
         return reply, self._files(trace)
 
@@ -111,7 +111,7 @@ def test_only_the_last_requests_are_kept(tmp_path: Path):
         bodies = [json.dumps(CHAT.body(f"number {n}")).encode() for n in range(5)]
         for body in bodies:
             capture.post("/v1/chat/completions", body)
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 8, "the older ones are gone")
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 8, "older files are deleted")
         kept = {path.read_bytes() for path in tmp_path.glob("*.1-client-request.json")}
     assert kept == set(bodies[-2:])
 

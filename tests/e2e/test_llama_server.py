@@ -1,4 +1,4 @@
-"""A real llama-server behind the gateway: its tokens are ours to count, and its death is nobody's end."""
+"""Managed engines behind the gateway: a real llama-server, and a program that imitates `vllm serve`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engines.llama_server import helpers
 from tests.live_server import LiveServer, live_server
 
 WINDOW = 256
-NO_END_TOKENS = {"0": -100, "2": -100}  # the tokens that would end its turn
+NO_END_TOKENS = {"0": -100, "2": -100}  # end tokens
 
 
 def llama_server_config(window: int = WINDOW, **more: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def llama_server_config(window: int = WINDOW, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def managed_server(settings: dict[str, Any]) -> Iterator[LiveServer]:
-    """Stops its engines before the server: one that is dropped is ended by its tether, not by us."""
+    """Stops the engines before the server, so that they end regularly and not by the death of their parent."""
     with live_server(settings) as running:
         try:
             yield running
@@ -102,7 +102,7 @@ def test_a_reply_that_fills_the_window_has_that_stop_reason(client: httpx.Client
     assert parsed.usage.prompt + parsed.usage.output >= WINDOW - 1
 
 
-# --- death ------------------------------------------------------------------------------------------------------------
+# --- crashes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""LoRA adapters through the door: one by its name changes the answer, an unknown one is a 400 with the known names."""
+"""LoRA adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.live_server import live_server
 
 
 @pytest.fixture(scope="module")
-def sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def lora_sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     default_model.fetch()
     file = write_lora(tmp_path_factory.mktemp("lora") / "law.gguf", width=576, layers=30, seed=3, strength=0.2)
     models = {"smollm2": {"n_threads": 1, "lora": {"law": str(file)}}}
@@ -24,8 +24,8 @@ def sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def complete(sdk: openai.OpenAI, adapter: str | None) -> str | None:
-    reply = sdk.chat.completions.create(
+def colours(lora_sdk: openai.OpenAI, adapter: str | None) -> str | None:
+    reply = lora_sdk.chat.completions.create(
         model="smollm2",
         messages=[{"role": "user", "content": "Name three colours."}],
         max_tokens=8,
@@ -35,16 +35,16 @@ def complete(sdk: openai.OpenAI, adapter: str | None) -> str | None:
     return reply.choices[0].message.content
 
 
-def test_a_lora_adapter_affects_only_its_request(sdk: openai.OpenAI):
-    before, adapted, after = complete(sdk, None), complete(sdk, "law"), complete(sdk, None)
+def test_a_lora_adapter_affects_only_its_request(lora_sdk: openai.OpenAI):
+    before, adapted, after = colours(lora_sdk, None), colours(lora_sdk, "law"), colours(lora_sdk, None)
     assert adapted != before
     assert after == before
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_unknown_lora_adapter_is_a_400_that_lists_the_known_ones(sdk: openai.OpenAI, stream: bool):
+def test_an_unknown_lora_adapter_is_a_400_that_lists_the_known_ones(lora_sdk: openai.OpenAI, stream: bool):
     with pytest.raises(openai.BadRequestError, match="unknown adapter 'poet'; use one of 'law'") as caught:
-        sdk.chat.completions.create(
+        lora_sdk.chat.completions.create(
             model="smollm2",
             messages=[{"role": "user", "content": "hi"}],
             stream=stream,

@@ -1,4 +1,4 @@
-"""/metrics after traffic that is known to the last token."""
+"""Telemetry over HTTP: /metrics after known traffic, and the four files of captured requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Scrape:
 
 @pytest.fixture
 def new_server() -> Iterator[LiveServer]:
-    """A server of its own, so that every number is this test's."""
+    """A new server, so that all counters start at zero."""
     with live_server(scripted()) as server:
         yield server
 
@@ -145,7 +145,7 @@ def test_every_failed_request_is_counted_once_by_its_code(new_server: LiveServer
 def test_a_disconnect_is_counted_as_cancelled(new_server: LiveServer):
     with raw_request(new_server, "/v1/messages", MESSAGES.body("endless stream", stream=True)) as caller:
         caller.read_until(b"so far")
-    wait_until(lambda: Scrape(new_server)("errors_total", "cancelled") == 1, "it is counted")
+    wait_until(lambda: Scrape(new_server)("errors_total", "cancelled") == 1, "the error is counted")
 
 
 def test_time_to_first_token_and_inter_token_time_are_measured():
@@ -156,7 +156,7 @@ def test_time_to_first_token_and_inter_token_time_are_measured():
     assert scrape("time_to_first_token_seconds_sum", *DEMO) >= 0.4, "prefill is part of it"
     assert scrape("time_to_first_token_seconds_bucket", "0.1", *DEMO) == 0
     between = scrape("inter_token_seconds_count", *DEMO)
-    assert 0 < between <= sum(usage.output for usage in usages) - 2, "the first token of an answer follows none"
+    assert 0 < between <= sum(usage.output for usage in usages) - 2, "the first token of a reply has no predecessor"
     assert scrape("inter_token_seconds_sum", *DEMO) > 0
 
 
@@ -183,7 +183,7 @@ def test_queue_length_and_wait_time_are_measured():
 
 def test_no_request_is_active_after_the_last_reply(new_server: LiveServer):
     post(new_server, CHAT, "text")
-    wait_until(lambda: Scrape(new_server)("active_requests_current") == 0, "all is over")
+    wait_until(lambda: Scrape(new_server)("active_requests_current") == 0, "no active requests")
 
 
 def test_process_metrics_are_measured(new_server: LiveServer):

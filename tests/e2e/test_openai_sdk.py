@@ -1,4 +1,4 @@
-"""OpenAI's own SDK, sync and async, against a running server."""
+"""The OpenAI SDK, sync and async, against a live server."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_legacy_completions(sdk: OpenAI) -> None:
 
 
 def test_embeddings_as_numbers_and_as_base64(sdk: OpenAI) -> None:
-    """The SDK asks for base64 by itself and decodes it."""
+    """The SDK requests base64 by default and decodes it."""
     plain = sdk.embeddings.create(model=MODEL, input=["one", "two"], encoding_format="float")
     packed = sdk.embeddings.create(model=MODEL, input=["one", "two"])
     assert [e.index for e in plain.data] == [0, 1]

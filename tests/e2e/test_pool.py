@@ -1,4 +1,4 @@
-"""Models that come and go, replicas and limits, as clients see them."""
+"""The model pool over HTTP: unload, autoload, rate limits, replicas and full queues."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.e2e.helpers import (
     wait_until,
     wait_until_idle,
 )
-from tests.e2e.protocols import CHAT, RESPONSES, Protocol, parse_events
+from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, RESPONSES, Protocol, parse_events
 from tests.live_server import LiveServer, live_server
 
 
 def call_in_loop(server: LiveServer, action: Callable[[], Any]) -> None:
-    """Given on the server's own loop, and waited for."""
+    """Run on the loop of the server and wait."""
 
     async def run() -> None:
         await action()
@@ -34,7 +34,7 @@ def call_in_loop(server: LiveServer, action: Callable[[], Any]) -> None:
 
 
 def running_requests(server: LiveServer) -> list[RequestSnapshot]:
-    """Looked up on the server's own loop: between two of its steps."""
+    """Read on the loop of the server, between two of its steps."""
 
     async def snapshot() -> list[RequestSnapshot]:
         return [request for request in server.app.scheduler.requests() if request.state == "running"]
@@ -102,7 +102,7 @@ def test_each_replica_has_its_own_slots() -> None:
             wait_for_queued(server, 1)
             first.close()
             third.read_until(b"so far")
-        wait_until(lambda: server.status("demo").running == 0, "all places free")
+        wait_until(lambda: server.status("demo").running == 0, "all slots free")
 
 
 def test_a_request_moves_to_the_other_replica_if_its_replica_dies_before_output() -> None:
@@ -114,12 +114,79 @@ def test_a_request_moves_to_the_other_replica_if_its_replica_dies_before_output(
         with raw_request(server, CHAT.path, CHAT.body("endless prefill")):
             wait_for_running(server, 1)
             (before,) = running_requests(server)
-            wait_until(lambda: sum(engine.stats().running for engine in scheduler.engines("demo")) == 1, "it has begun")
+            wait_until(
+                lambda: sum(engine.stats().running for engine in scheduler.engines("demo")) == 1, "the generation runs"
+            )
             (busy,) = [engine for engine in scheduler.engines("demo") if engine.stats().running]
             server.loop.call_soon_threadsafe(busy.die, Unavailable("killed"))
             wait_until(
                 lambda: [request.replica for request in running_requests(server)] not in ([before.replica], []),
-                "it has moved",
+                "the request has moved",
             )
             assert [request.trace for request in running_requests(server)] == [before.trace]
-        wait_until(lambda: server.status("demo").running == 0, "all places free")
+        wait_until(lambda: server.status("demo").running == 0, "all slots free")
+
+
+# Full queues.
+
+
+def expect_queue_full(server: LiveServer, protocol: Protocol, stream: bool, position: int) -> None:
+    reply = httpx.post(server.url + protocol.path, json=protocol.body("text", stream=stream))
+    assert (reply.headers["content-type"], reply.headers["x-queue-position"]) == ("application/json", str(position))
+    assert int(reply.headers["retry-after"]) >= 1
+    error = reply.json()["error"]
+    if protocol is MESSAGES:
+        assert (reply.status_code, error["type"]) == (529, "overloaded_error")
+        assert reply.json()["type"] == "error"
+    else:
+        assert (reply.status_code, error["type"], error["code"]) == (503, "server_error", "server_is_overloaded")
+        assert error["queue_position"] == position
+    assert "queue is full" in error["message"]
+
+
+def test_max_waiting_zero_refuses_a_second_request() -> None:
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
+        with raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running:
+            running.read_until(b"so far")
+            for protocol in PROTOCOLS.values():
+                expect_queue_full(server, protocol, stream=False, position=1)
+                expect_queue_full(server, protocol, stream=True, position=1)
+        wait_until_idle(server)
+
+
+def test_requests_beyond_max_waiting_are_refused() -> None:
+    with live_server(single_slot_config(scheduler={"max_waiting": 1})) as server:
+        for protocol in PROTOCOLS.values():
+            with (
+                raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running,
+                raw_request(server, protocol.path, protocol.body("text")) as queued,
+            ):
+                wait_for_queued(server, 1)
+                expect_queue_full(server, protocol, stream=False, position=2)
+                expect_queue_full(server, protocol, stream=True, position=2)
+                running.close()
+                queued.read_until(b"Hello there, friend.")
+            wait_until_idle(server)
+
+
+def test_max_waiting_tokens_limits_queued_prompts() -> None:
+    with live_server(single_slot_config(scheduler={"max_waiting_tokens": 20})) as server:
+        with raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running:
+            running.read_until(b"so far")
+            reply = httpx.post(server.url + CHAT.path, json=CHAT.body("text " * 50))
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "server_is_overloaded")
+            with raw_request(server, CHAT.path, CHAT.body("text")):
+                wait_for_queued(server, 1)
+        wait_until_idle(server)
+
+
+def test_counting_does_not_queue() -> None:
+    with live_server(single_slot_config(scheduler={"max_waiting": 0})) as server:
+        with raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as running:
+            running.read_until(b"so far")
+            for path, protocol in (
+                ("/v1/messages/count_tokens", MESSAGES),
+                ("/v1/responses/input_tokens", RESPONSES),
+            ):
+                assert httpx.post(server.url + path, json=protocol.body("text")).json()["input_tokens"] > 0
+        wait_until_idle(server)

@@ -1,4 +1,4 @@
-"""The pool dialect of POST /v1/responses over a socket: its guide's requests to the letter, its stream, its errors."""
+"""The pool dialect of POST /v1/responses: the requests of its guide, its stream, its errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 def pool_config() -> dict[str, Any]:
-    """The guide's model ids on the default model; where a picture is shown, on a scripted one."""
+    """The model ids of the guide on the default model; requests with images go to a scripted model."""
     small = {"backend": "llama_cpp", "model_path": default_model.DEFAULT_MODEL.path, "gguf_n_ctx": 512, "n_threads": 1}
     small |= {"n_ubatch": 64, "enabled": True}
     menu = {"backend": "fake", "script": [{"steps": [{"text": "Soup of the day."}]}], "enabled": True}
@@ -130,7 +130,7 @@ def test_requests_of_the_guide_get_replies_in_its_format(client: httpx.Client, e
     body = EXAMPLES[example]
     reply = create(client, body)
     check_shape(reply, body["model"])
-    assert reply["output_text"] or body["model"] == TRANSLATOR  # this model never learnt the other one's prompts
+    assert reply["output_text"] or body["model"] == TRANSLATOR  # the default model does not know these prompts
     limit = body.get("decoding", {}).get("max_tokens", 16)
     assert 0 <= reply["metrics"]["engine_output_tokens"] <= limit
 
@@ -168,7 +168,7 @@ def delta_text(stream: list[ServerSentEvent]) -> str:
     return "".join(data["delta"] for name, data in stream if name == "response.output_text.delta")
 
 
-# --- what it refuses --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -180,7 +180,7 @@ def delta_text(stream: list[ServerSentEvent]) -> str:
         (EXAMPLES["a known source"] | {"instructions": "Be kind."}, 400, "instructions_unsupported"),
         (EXAMPLES["a known source"] | {"target_lang_code": None}, 400, "target_lang_code_required"),
         (EXAMPLES["several turns"] | {"model": TRANSLATOR, "target_lang_code": "en"}, 400, "multi_turn_unsupported"),
-        (TRANSLATE | {"model": "nobody"}, 404, "model_not_found"),
+        (TRANSLATE | {"model": "unknown"}, 404, "model_not_found"),
         (TRANSLATE | {"input": "word " * 600}, 400, "context_length_exceeded"),
         (TRANSLATE | {"messages": [{"role": "user", "content": "x"}]}, 400, "input_and_messages"),
     ],
@@ -206,7 +206,7 @@ def test_openai_bodies_get_the_openai_format_with_metrics(client: httpx.Client) 
     assert set(reply["metrics"]) == METRICS
 
 
-# --- models elsewhere -------------------------------------------------------------------------------------------------
+# --- remote models ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A gateway in front of another: every protocol × every kind of upstream, and what becomes of an upstream's errors."""
+"""Remote models: every protocol with every kind of upstream, and how errors of the upstream are mapped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.helpers import RawClient, config, wait_for_running, wait_until_idle
 from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, Protocol, parse_events, send
-from tests.e2e.test_matrix import CASES, PROTOCOL_INDEX
+from tests.e2e.test_protocols import CASES, PROTOCOL_INDEX
 from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 from tests.live_server import LiveServer, live_server
 
@@ -47,7 +47,7 @@ def test_replies_of_the_upstream_reach_the_client_unchanged(
     fields, text, thinking, calls, stops = CASES[case]
     parsed = send(gateway_client, PROTOCOLS[name], stream, case, **fields)
     assert (parsed.text, parsed.thinking, parsed.calls) == (text, thinking, calls)
-    # Only one of the three upstream wires tells which stop string it was.
+    # Only one of the three upstream protocols reports the stop string.
     assert parsed.stop == stops[PROTOCOL_INDEX[name]] or (case, parsed.stop) == ("stop string", "end_turn")
 
 
@@ -82,7 +82,9 @@ def test_tokens_are_counted_by_the_upstream(upstream: LiveServer) -> None:
         assert httpx.post(server.url + "/v1/messages/count_tokens", json=body, headers=CONSENT).status_code == 501
 
 
-def test_nothing_is_sent_to_the_upstream_without_consent(upstream: LiveServer, protocol: Protocol, stream: bool) -> None:
+def test_nothing_is_sent_to_the_upstream_without_consent(
+    upstream: LiveServer, protocol: Protocol, stream: bool
+) -> None:
     with live_server(remote_config(upstream.url + "/v1")) as server:
         reply = httpx.post(server.url + protocol.path, json=protocol.body("text", stream=stream))
         assert reply.status_code == 403
@@ -101,7 +103,7 @@ def test_a_disconnect_frees_the_slot_of_the_upstream(upstream: LiveServer) -> No
         wait_until_idle(server)
 
 
-# --- an upstream that answers as it is told ---------------------------------------------------------------------------
+# --- a fake upstream -------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -185,7 +187,7 @@ async def test_an_image_reaches_the_upstream_as_a_data_url() -> None:
 
 
 async def test_only_explicit_sampling_parameters_are_sent() -> None:
-    """An upstream has its own defaults: ours for local models are not forced upon it."""
+    """The upstream has its own defaults; those for local models are not sent."""
     async with (
         fake_upstream(Answer(body=chat_stream("Hi"))) as fake,
         gateway_for(fake, decoding={"top_p": 0.5}) as client,

@@ -1,4 +1,4 @@
-"""Stored responses: whose they are, how many are kept, and what outlives a restart."""
+"""Stored responses: ownership by key, limits, and restarts."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_chain_keeps_the_conversation_but_not_the_instructions() -> None:
 
 
 def input_texts(connect: httpx.Client, id: str) -> list[str]:
-    """The texts that a response was given, oldest first."""
+    """The input texts of a response, oldest first."""
     found = connect.get(f"{PATH}/{id}/input_items").json()["data"]
     return [part["text"] for item in reversed(found) for part in item["content"]]
 

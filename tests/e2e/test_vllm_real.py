@@ -1,4 +1,4 @@
-"""A real vLLM behind the gateway: every protocol, tools, forms, overflow, and two replicas of which one is killed."""
+"""A real vLLM behind the gateway: every protocol, tools, schemas, overflow, and a killed replica."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_named_call_fits_the_schema_of_its_tool(client: httpx.Client, stream: 
 
 
 def test_a_call_in_the_output_is_parsed(client: httpx.Client, stream: bool) -> None:
-    """The tiny model writes none of its own accord: its words are laid into its mouth."""
+    """The tiny model makes no calls by itself; a regex forces one."""
     words = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "Rome"\}\}\n</tool_call>'
     parsed = send(client, CHAT, stream, "Weather in Rome?", tools=True, limit=60, regex=words)
     assert parsed.calls == [("get_weather", {"city": "Rome"})]
@@ -107,7 +107,7 @@ def test_one_of_two_replicas_is_killed_and_the_other_continues() -> None:
     with managed_server(vllm_config(replicas=2, parallel=1)) as server:
         wait_until(lambda: len(_ready(server)) == 2, "both replicas are loaded", 400)
         first, second = _ready(server)
-        # Two texts: whoever asks the same at the same time, where nothing is random, shares one answer.
+        # Two texts, because identical deterministic requests share one reply.
         bodies = [
             CHAT.body(text, limit=400, logit_bias=NO_END_TOKENS, stream=True) for text in ("Count.", "Tell a story.")
         ]
@@ -127,7 +127,7 @@ def test_one_of_two_replicas_is_killed_and_the_other_continues() -> None:
 
 
 def _ready(server: LiveServer) -> list[Any]:
-    """Engines that take work; one that is only being loaded has a process, too."""
+    """Engines that accept requests; an engine that is still loading has a process, too."""
     if server.status("demo").state != "ready":
         return []
     return [each for each in server.app.scheduler.engines("demo") if getattr(each, "_watching", None) is not None]

@@ -1,4 +1,4 @@
-"""A `vllm serve` behind the gateway, by a program that stands in for it: overflow, death, and settings of one load."""
+"""An imitated `vllm serve`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_killed_vllm_replica_does_not_affect_the_other() -> None:
             first, second = fake_vllm_server.app.scheduler.engines("demo")
             assert [each.stats().running for each in (first, second)] == [1, 1]
             os.kill(_pids(fake_vllm_server)[0], signal.SIGKILL)
-            wait_until(first.lost.done, "the death of one is known")
+            wait_until(first.lost.done, "the crash is noticed")
             assert (second.stats().running, second.lost.done()) == (1, False)
 
 

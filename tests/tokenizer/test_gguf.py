@@ -9,11 +9,11 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from bench.smollm import build_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from bench.smollm import build_tokenizer
 from modelyard.core.errors import InvalidRequest
 from modelyard.library.default_model import fetch
 from modelyard.library.gguf import read_metadata

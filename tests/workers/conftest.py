@@ -10,7 +10,7 @@ Closing = Callable[[Any], Any]
 
 @pytest.fixture
 async def closing() -> AsyncIterator[Closing]:
-    """Closes what it was given when the test is over, also one that has failed: an open socket is another's error."""
+    """Closes its arguments after the test, even if it failed: an open socket would fail another test."""
     things: list[Any] = []
 
     def keep(thing: Any) -> Any:

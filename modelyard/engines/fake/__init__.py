@@ -5,23 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
-from modelyard.engines.fake.engine import CAPABILITIES, FakeChatEngine, FakeTextEngine
-from modelyard.engines.fake.options import LIVE_OVERRIDES, chat_template, tokenizer_path
-from modelyard.engines.fake.options import FakeOptions as Options
-
-__all__ = [
-    "CAPABILITIES",
-    "HOLDS_WEIGHTS",
-    "KIND",
-    "LIVE_OVERRIDES",
-    "PROMPT_FORMAT",
-    "Options",
-    "chat_template",
-    "create",
-    "estimate",
-    "kind",
-    "tokenizer_path",
-]
+from modelyard.engines.fake.engine import CAPABILITIES as CAPABILITIES
+from modelyard.engines.fake.engine import FakeChatEngine, FakeTextEngine
+from modelyard.engines.fake.script import LIVE_OVERRIDES as LIVE_OVERRIDES
+from modelyard.engines.fake.script import FakeOptions as Options
+from modelyard.engines.fake.script import tokenizer_path as tokenizer_path
 
 HOLDS_WEIGHTS = False
 PROMPT_FORMAT = "generic"
@@ -30,6 +18,12 @@ KIND: Literal["text", "chat"] = "text"  # the default; `kind` reads the options 
 
 def kind(options: Options) -> Literal["text", "chat"]:
     return options.kind
+
+
+def chat_template(options: Options) -> str | None:
+    """None: the built-in generic template. The fake engine reads ChatML and harmony prompts."""
+    del options
+    return None
 
 
 def create(spec: EngineSpec) -> Engine:

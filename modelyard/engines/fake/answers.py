@@ -6,8 +6,7 @@ import importlib
 import json
 import math
 import re
-import string
-from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from modelyard.core.errors import InvalidRequest
@@ -22,16 +21,13 @@ _THINK = re.compile(r"\bthink\b", re.IGNORECASE)
 _MAX_QUOTE = 300  # characters
 
 
-# --- demo -------------------------------------------------------------------------------------------------------------
-
-
 def demo_answer(conversation: ConversationView) -> Steps:
     user = conversation.user
     if conversation.result is not None:
         return (ScriptStep(text=f"The tool answered: {_shorten(conversation.result)}"),)
     call = _CALL.search(user)
     if call and (name := call[1].rstrip(".")) in conversation.tools:
-        return (ScriptStep(text=f"I call {name} for you. "), ScriptStep(call=_make_call(name, conversation, call[2])))
+        return (ScriptStep(text=f"I call {name} for you. "), _call_step(name, conversation, call[2]))
     quote = f"You said: “{_shorten(user)}”. " if user else ""
     # Finding the tools decodes the whole prompt: only do it when the user mentions them.
     tool = next(iter(conversation.tools), None) if "tool" in user.lower() else None
@@ -50,7 +46,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_QUOTE else text[:_MAX_QUOTE] + "…"
 
 
-def _make_call(name: str, conversation: ConversationView, arguments: str | None) -> ScriptCall:
+def _call_step(name: str, conversation: ConversationView, arguments: str | None) -> ScriptStep:
     """Uses the user's arguments if they are a JSON object, else the smallest ones that the tool's schema accepts."""
     try:
         value = json.loads(arguments or "null")
@@ -58,15 +54,12 @@ def _make_call(name: str, conversation: ConversationView, arguments: str | None)
         value = None
     if not isinstance(value, dict):
         value = schema_instance(conversation.tools.get(name) or {"type": "object"})
-    return ScriptCall(name=name, arguments=value if isinstance(value, dict) else {})
+    return ScriptStep(call=ScriptCall(name=name, arguments=value if isinstance(value, dict) else {}))
 
 
-# --- constraints ------------------------------------------------------------------------------------------------------
-
-
-def constrained_answer(constraint: Constraint, conversation: ConversationView) -> Steps | None:
+def constrained_answer(constraint: Constraint | None, conversation: ConversationView) -> Steps | None:
     """None if the constraint leaves the answer free or is a grammar, which the fake engine does not support."""
-    if constraint.trigger is not None:
+    if constraint is None or constraint.trigger is not None:
         return None
     if constraint.kind == "json_object":
         return (ScriptStep(text="{}"),)
@@ -75,8 +68,7 @@ def constrained_answer(constraint: Constraint, conversation: ConversationView) -
             schema = json.loads(constraint.text)
         except ValueError as error:
             raise InvalidRequest(f"the JSON schema is not JSON: {error}", code="invalid_json_schema") from None
-        value = schema_instance(schema if isinstance(schema, dict | bool) else {})
-        return (ScriptStep(text=json.dumps(value, ensure_ascii=False)),)
+        return (ScriptStep(text=json.dumps(schema_instance(schema), ensure_ascii=False)),)
     if constraint.kind == "regex":
         return (ScriptStep(text=regex_sample(constraint.text)),)
     if constraint.kind != "tools" and not constraint.tools:
@@ -86,7 +78,7 @@ def constrained_answer(constraint: Constraint, conversation: ConversationView) -
         return None
     call = _CALL.search(conversation.user)
     name = call[1] if call and call[1] in allowed else allowed[0]
-    return (ScriptStep(call=_make_call(name, conversation, call[2] if call else None)),)
+    return (_call_step(name, conversation, call[2] if call else None),)
 
 
 # --- JSON schema ------------------------------------------------------------------------------------------------------
@@ -103,73 +95,79 @@ _FORMATS = {
     "uri": "https://example.com/",
     "uuid": "00000000-0000-4000-8000-000000000000",
 }
+_TYPES_BY_KEYWORD = {  # the type of a schema without a type
+    **dict.fromkeys(("properties", "required"), "object"),
+    **dict.fromkeys(("items", "prefixItems"), "array"),
+    **dict.fromkeys(("minimum", "maximum"), "number"),
+}
 _MAX_NODES = 10_000
-
-
-def schema_instance(schema: Schema | bool) -> Any:
-    """Returns a minimal value that the JSON schema accepts. Raises InvalidRequest if the schema is invalid, needs an
-    infinite value, or has a dangling reference."""
-    try:
-        return _SchemaSampler(schema if isinstance(schema, dict) else {}).make(schema, ())
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise InvalidRequest(f"the JSON schema is not valid: {error}", code="invalid_json_schema") from None
 
 
 class _InfiniteSchema(InvalidRequest):
     default_code = "invalid_json_schema"
 
 
-def _check_size(count: int) -> int:
-    if count > _MAX_NODES:
-        raise _InfiniteSchema("the JSON schema asks for a value that is too large to generate")
-    return count
+def schema_instance(schema: Any) -> Any:
+    """Returns a minimal value that the JSON schema accepts. Raises InvalidRequest if the schema is invalid, needs an
+    infinite value, or has a dangling reference."""
+    try:
+        return _SchemaSampler(schema).make(schema)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise InvalidRequest(f"the JSON schema is not valid: {error}", code="invalid_json_schema") from None
 
 
 class _SchemaSampler:
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Any) -> None:
         self._root = root
         self._nodes = 0
 
-    def make(self, schema: Schema | bool, path: tuple[str, ...]) -> Any:
-        """`path` holds the references being followed; meeting one again means infinite recursion."""
-        self._nodes += 1
-        _check_size(self._nodes)
+    def make(self, schema: Any, path: tuple[str, ...] = (), nth: int = 0) -> Any:
+        """`path` holds the references being followed; meeting one again means infinite recursion. `nth` asks for the
+        n-th of several distinct values."""
+        self._nodes = _check_size(self._nodes + 1)
         if not isinstance(schema, dict):
             return "text"
         if "$ref" in schema:
             ref = schema["$ref"]
             if ref in path:
                 raise _InfiniteSchema(f"the JSON schema never ends: every value of {ref} contains another one")
-            return self.make(_merge(self._resolve(ref), _without(schema, "$ref")), (*path, ref))
+            return self.make(_merge(self._resolve(ref), _without(schema, "$ref")), (*path, ref), nth)
         if "const" in schema:
             return schema["const"]
         if "enum" in schema:
-            return schema["enum"][0]
+            return schema["enum"][nth % len(schema["enum"])]
         if parts := schema.get("allOf"):
             merged = _without(schema, "allOf")
             for part in parts:
                 merged = _merge(merged, self._resolve(part["$ref"]) if "$ref" in part else part)
-            return self.make(merged, path)
-        for keyword in ("anyOf", "oneOf"):
-            if options := schema.get(keyword):
-                return self._first_finite(_without(schema, keyword), options, path)
-        return self._make_type(_type_of(schema), schema, path)
-
-    def _make_type(self, type_: str, schema: Schema, path: tuple[str, ...]) -> Any:
-        if type_ == "object":
-            return self._object(schema, path)
-        if type_ == "array":
-            return self._array(schema, path)
-        if type_ == "string":
-            return _string(schema)
-        if type_ == "integer":
-            return math.ceil(_number(schema, integer=True))
-        if type_ == "number":
-            return _number(schema, integer=False)
-        return True if type_ == "boolean" else None
+            return self.make(merged, path, nth)
+        if keyword := next((each for each in ("anyOf", "oneOf") if schema.get(each)), None):
+            problem: _InfiniteSchema | None = None
+            for option in schema[keyword]:
+                try:
+                    return self.make(_merge(_without(schema, keyword), option), path, nth)
+                except _InfiniteSchema as error:
+                    problem = error
+            raise problem or ValueError(f"{keyword} is empty")
+        types = schema.get("type") or [type_ for key, type_ in _TYPES_BY_KEYWORD.items() if key in schema] or "string"
+        match types if isinstance(types, str) else types[0]:
+            case "object":
+                return self._object(schema, path, nth)
+            case "array":
+                items = list(schema.get("prefixItems", ()))
+                items += [schema.get("items", {})] * (_check_size(schema.get("minItems", 0)) - len(items))
+                items = items[: schema.get("maxItems", len(items))]
+                return [self.make(item, path, i if schema.get("uniqueItems") else nth) for i, item in enumerate(items)]
+            case "integer" | "number" as type_:
+                return _number(schema, type_ == "integer") + nth * schema.get("multipleOf", 1)
+            case "boolean":
+                return nth % 2 == 0
+            case "null":
+                return None
+        return _string(schema, nth)
 
     def _resolve(self, ref: str) -> Schema:
-        target: Any = self._root
+        target = self._root
         for part in ref.removeprefix("#").strip("/").split("/"):
             key = part.replace("~1", "/").replace("~0", "~")
             target = target if key == "" else target.get(key) if isinstance(target, dict) else None
@@ -177,34 +175,19 @@ class _SchemaSampler:
             raise InvalidRequest(f"the JSON schema has no definition for {ref}", code="invalid_json_schema")
         return target
 
-    def _first_finite(self, rest: Schema, options: Iterable[Schema], path: tuple[str, ...]) -> Any:
-        problem: InvalidRequest = _InfiniteSchema("the JSON schema has an empty choice")
-        for option in options:
-            try:
-                return self.make(_merge(rest, option), path)
-            except _InfiniteSchema as error:
-                problem = error
-        raise problem
-
-    def _object(self, schema: Schema, path: tuple[str, ...]) -> Any:
-        properties, required = schema.get("properties", {}), schema.get("required", ())
-        if not all(isinstance(name, str) for name in required):
+    def _object(self, schema: Schema, path: tuple[str, ...], nth: int) -> Schema:
+        properties, names = schema.get("properties", {}), list(dict.fromkeys(schema.get("required", ())))
+        if not all(isinstance(name, str) for name in names):
             raise TypeError("a required property must be a string")
-        names = list(dict.fromkeys(required))
         missing = _check_size(max(0, schema.get("minProperties", 0) - len(names)))
-        optional = [name for name in properties if name not in names]
-        optional += [f"key{i}" for i in range(missing)] if len(optional) < missing else []
-        return {name: self.make(properties.get(name, {}), path) for name in names + optional[:missing]}
+        optional = [name for name in properties if name not in names] + [f"key{i}" for i in range(missing)]
+        return {name: self.make(properties.get(name, {}), path, nth) for name in names + optional[:missing]}
 
-    def _array(self, schema: Schema, path: tuple[str, ...]) -> Any:
-        items = list(schema.get("prefixItems", ()))
-        count = _check_size(max(schema.get("minItems", 0), 0))
-        items += [schema.get("items", {})] * (count - len(items))
-        items = items[: schema.get("maxItems", len(items))]
-        if not schema.get("uniqueItems"):
-            return [self.make(item, path) for item in items]
-        schemas = [self._resolve(item["$ref"]) if "$ref" in item else item for item in items]
-        return [_distinct(schemas[i], self.make(item, path), i) for i, item in enumerate(items)]
+
+def _check_size(count: int) -> int:
+    if count > _MAX_NODES:
+        raise _InfiniteSchema("the JSON schema asks for a value that is too large to generate")
+    return count
 
 
 def _without(schema: Schema, keyword: str) -> Schema:
@@ -218,114 +201,75 @@ def _merge(base: Schema, over: Schema | bool) -> Schema:
     if "properties" in base and "properties" in over:
         merged["properties"] = base["properties"] | over["properties"]
     if "required" in base and "required" in over:
-        merged["required"] = list(dict.fromkeys([*base["required"], *over["required"]]))
+        merged["required"] = [*base["required"], *over["required"]]
     return merged
 
 
-def _type_of(schema: Schema) -> str:
-    type_ = schema.get("type")
-    if isinstance(type_, list):
-        type_ = type_[0] if type_ else None
-    if type_ in ("object", "array", "string", "integer", "number", "boolean", "null"):
-        return str(type_)
-    if "properties" in schema or "required" in schema:
-        return "object"
-    if "items" in schema or "prefixItems" in schema:
-        return "array"
-    return "number" if "minimum" in schema or "maximum" in schema else "string"
-
-
-def _string(schema: Schema) -> str:
+def _string(schema: Schema, nth: int) -> str:
     if schema.get("format") in _FORMATS:
         return _FORMATS[schema["format"]]
     if "pattern" in schema:
         return regex_sample(schema["pattern"])
-    return "text"[: schema.get("maxLength", 4)].ljust(_check_size(schema.get("minLength", 0)), "x")
+    text = "text"[: schema.get("maxLength", 4)].ljust(_check_size(schema.get("minLength", 0)), "x")
+    return f"{text[: len(text) - len(str(nth))]}{nth}" if nth else text
 
 
-def _number(schema: Schema, *, integer: bool) -> float | int:
+def _number(schema: Schema, is_integer: bool) -> float | int:
     """Returns the lowest allowed number, or 0 if there is no lower bound."""
     low, exclusive = schema.get("minimum"), schema.get("exclusiveMinimum")
-    if exclusive is not None and integer:
+    if exclusive is not None and is_integer:
         low = math.floor(exclusive) + 1
     elif exclusive is not None:
         bound = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
         low = float(exclusive + 1 if bound > exclusive + 1 else (exclusive + bound) / 2)
     high = schema.get("maximum", schema.get("exclusiveMaximum", math.inf) - 1)
     value: float | int = low if low is not None else min(0, high)
-    multiple: float | int | None = schema.get("multipleOf")
-    return math.ceil(value / multiple) * multiple if multiple else value
-
-
-def _distinct(schema: Schema, value: Any, index: int) -> Any:
-    """The item at `index` of an array whose items must differ."""
-    if "enum" in schema:
-        return schema["enum"][index % len(schema["enum"])]
-    if isinstance(value, bool):
-        return index % 2 == 0
-    if isinstance(value, int | float):
-        return value + index * schema.get("multipleOf", 1)
-    return f"{value[: len(value) - len(str(index))]}{index}" if isinstance(value, str) and index else value
+    if multiple := schema.get("multipleOf"):
+        value = math.ceil(value / multiple) * multiple
+    return math.ceil(value) if is_integer else value
 
 
 # --- regular expressions ----------------------------------------------------------------------------------------------
 
-_CATEGORIES = {
-    "CATEGORY_DIGIT": string.digits,
-    "CATEGORY_SPACE": " \t\n",
-    "CATEGORY_WORD": string.ascii_letters + string.digits + "_",
-    "CATEGORY_NOT_DIGIT": string.ascii_letters,
-    "CATEGORY_NOT_SPACE": string.ascii_letters,
-    "CATEGORY_NOT_WORD": " -",
-}
+_parser: Any = importlib.import_module("re._parser")
+_compiler: Any = importlib.import_module("re._compiler")
+_CANDIDATES = (range(97, 123), range(32, 0x110000), range(32))  # code points, the nicest first
 _MAX_SAMPLE = 100_000  # characters
-_PRINTABLE = string.ascii_letters + string.digits + string.punctuation + " "
 
 
 def regex_sample(pattern: str) -> str:
     """Returns a short text that the pattern matches. It uses the parser of `re`, so it understands every pattern that
     `re` does; it ignores look-arounds."""
     try:
-        parsed = importlib.import_module("re._parser").parse(pattern)
+        parsed = _parser.parse(pattern)
     except re.error as error:
         raise InvalidRequest(f"{pattern!r} is not a regular expression: {error}", code="invalid_regex") from None
     return _sample(parsed, {})
 
 
-def _sample(parsed: Iterable[tuple[Any, Any]], groups: dict[int, str]) -> str:
-    return "".join(_sample_node(str(op), argument, groups) for op, argument in parsed)
-
-
-def _sample_node(op: str, argument: Any, groups: dict[int, str]) -> str:
-    if op == "LITERAL":
-        return chr(argument)
-    if op == "ANY":
-        return "a"
-    if op == "NOT_LITERAL":
-        return next(c for c in _PRINTABLE if ord(c) != argument)
-    if op == "IN":
-        if str(argument[0][0]) != "NEGATE":
-            return _members(*argument[0])[0]
-        excluded = {c for item in argument[1:] for c in _members(*item)}
-        return next((c for c in _PRINTABLE if c not in excluded), "\u00e9")
-    if op in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-        text = _sample(argument[2], groups)
-        if len(text) * argument[0] > _MAX_SAMPLE:
-            raise InvalidRequest("a match of the regular expression is too long to generate", code="invalid_regex")
-        return text * int(argument[0])
-    if op == "SUBPATTERN":
-        text = _sample(argument[-1], groups)
-        if argument[0] is not None:
-            groups[argument[0]] = text
-        return text
-    if op in ("BRANCH", "ATOMIC_GROUP"):
-        return _sample(argument[1][0] if op == "BRANCH" else argument, groups)
-    return groups.get(argument, "") if op == "GROUPREF" else ""
-
-
-def _members(op: Any, argument: Any) -> str:
-    if str(op) == "LITERAL":
-        return chr(argument)
-    if str(op) == "RANGE":
-        return "".join(map(chr, range(argument[0], min(argument[1], argument[0] + 0x100) + 1)))
-    return _CATEGORIES.get(str(argument), "a")
+def _sample(parsed: Any, groups: dict[int, str]) -> str:
+    out: list[str] = []
+    for node in parsed:
+        match str(node[0]), node[1]:
+            case "LITERAL", code:
+                out.append(chr(code))
+            case "ANY" | "IN" | "NOT_LITERAL", _:
+                one = _compiler.compile(_parser.SubPattern(parsed.state, [node]))
+                out.append(next(filter(one.match, map(chr, chain(*_CANDIDATES)))))
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT", (least, _, repeated):
+                text = _sample(repeated, groups)
+                if len(text) * least > _MAX_SAMPLE:
+                    raise InvalidRequest(
+                        "a match of the regular expression is too long to generate", code="invalid_regex"
+                    )
+                out.append(text * int(least))
+            case "SUBPATTERN", (group, _, _, inner):
+                groups[group] = _sample(inner, groups)
+                out.append(groups[group])
+            case "BRANCH", (_, branches):
+                out.append(_sample(branches[0], groups))
+            case "ATOMIC_GROUP", inner:
+                out.append(_sample(inner, groups))
+            case "GROUPREF", group:
+                out.append(groups.get(group, ""))
+    return "".join(out)

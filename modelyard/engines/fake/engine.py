@@ -11,18 +11,20 @@ import hashlib
 import logging
 import math
 import struct
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
-from typing import Any, Generic, Literal, TypeVar
+from itertools import chain, islice
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from uuid import uuid4
 
 from msgspec.structs import replace
 
+from modelyard.core import events
 from modelyard.core.engine import (
     Accepted,
     CacheInfo,
@@ -41,30 +43,19 @@ from modelyard.core.engine import (
     Tokens,
 )
 from modelyard.core.errors import Cancelled, ContextOverflow, Internal, ModelyardError, NotFound, Timeout, Unavailable
-from modelyard.core.events import (
-    BlockDelta,
-    BlockEnd,
-    BlockKind,
-    BlockStart,
-    Event,
-    Failed,
-    Finished,
-    Started,
-    StopReason,
-    Timings,
-    Usage,
-)
+from modelyard.core.events import BlockKind, Event, StopReason, Timings, Usage
 from modelyard.core.request import Constraint, Message, Request, Sampling, Text, Thinking, ToolCall, ToolResult
 from modelyard.core.tokenizer import IdLogprob, Tokenizer
-from modelyard.engines.fake.answers import Steps, constrained_answer, demo_answer
-from modelyard.engines.fake.options import FakeOptions, tokenizer_path
-from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler, format_writer
+from modelyard.engines.fake.answers import constrained_answer, demo_answer
+from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler
 from modelyard.engines.fake.script import (
     ConversationView,
+    FakeOptions,
     PromptView,
     RequestView,
     Script,
     ScriptStep,
+    tokenizer_path,
     unroll,
 )
 from modelyard.engines.generation_queue import GenerationQueue
@@ -73,7 +64,11 @@ from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-EndReason = Literal["stop", "length", "window", "cancelled", "error"]
+Output = TypeVar("Output")  # what one step emits: token ids or a block
+EndReason = Literal["stop", "stop_string", "length", "window", "cancelled", "error"]
+Batches = Iterator[list[T] | float | None]  # items to write, seconds to wait, or None to wait for ever
+Playback = Generator[list[T] | float, None, EndReason | None]  # returns the reason if the output has ended the job
+Sequences = OrderedDict[str | int, list[int]]
 
 CAPABILITIES = Capabilities(
     modalities=("text", "image"),
@@ -85,35 +80,33 @@ CAPABILITIES = Capabilities(
 )
 BURST = 4096  # tokens of one batch; then the job yields to the event loop
 QUEUE_LIMIT = 256  # items that may wait for the reader
+_MAX_CACHED_STEPS = 1000  # a longer answer is encoded again for every job
 _PREFILL_REPORTS = 8  # progress reports if only `prefill_rate` sets the duration of the prefill
 
 
-class FakeEngine:
+class FakeEngine(ABC, Generic[Output]):
     """The part that both engines share: script, tokenizer, running jobs. Create it on its event loop."""
+
+    tokenizer: Tokenizer
 
     def __init__(self, spec: EngineSpec, capabilities: Capabilities) -> None:
         self.options: FakeOptions = spec.options
+        self.delay = self.options.delay
         self.loop = asyncio.get_running_loop()
         self.thread = threading.get_ident()
         self.lost: asyncio.Future[ModelyardError] = self.loop.create_future()
         self.info = EngineInfo("fake", dict(spec.caches), replace(capabilities, modalities=spec.modalities))
-        self.jobs: set[FakeJob[Any]] = set()
+        self.jobs: set[FakeJob[Any, Output]] = set()
         self.closed: ModelyardError | None = None
         self._script = Script(self.options.script)
-        self._tokenizer: Tokenizer | None = None
+        self._encoded: dict[tuple[int, bool], list[Output | ScriptStep]] = {}  # by (id of a rule, in_reasoning)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.jobs)} running>"
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise RuntimeError("the engine is not open")
-        return self._tokenizer
-
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "reading the tokenizer")
-        self._tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, tokenizer_path(self.options))
+        self.tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, tokenizer_path(self.options))
         progress(1.0, "ready")
 
     async def close(self) -> None:
@@ -129,61 +122,121 @@ class FakeEngine:
         for job in tuple(self.jobs):
             job.fail(error)
 
-    def answer(self, conversation: ConversationView, constraint: Constraint | None, session: str | None) -> Steps:
-        rule = self._script.choose(conversation, session)
-        if rule is not None and (constraint is None or not rule.is_unconditional):
-            return rule.steps
-        if constraint is not None and (steps := constrained_answer(constraint, conversation)):
-            return steps
-        if rule is not None:
-            return rule.steps
-        return (ScriptStep(text=conversation.user),) if self.options.echo else demo_answer(conversation)
+    def answer(
+        self, view: ConversationView, constraint: Constraint | None, session: str | None, in_reasoning: bool = False
+    ) -> Iterator[Output | ScriptStep]:
+        """The outputs of the answer, and the steps that wait or fail."""
+        rule = self._script.choose(view, session)
+        steps = constrained_answer(constraint, view) if rule is None or rule.is_unconditional else None
+        if rule is None and steps is None:
+            steps = (ScriptStep(text=view.user),) if self.options.echo else demo_answer(view)
+        if rule is None or steps is not None:
+            return self.encode(steps or (), in_reasoning)
+        key = id(rule), in_reasoning
+        if (encoded := self._encoded.get(key)) is not None:
+            return iter(encoded)
+        rest = self.encode(rule.steps, in_reasoning)
+        encoded = list(islice(rest, _MAX_CACHED_STEPS))
+        if len(encoded) < _MAX_CACHED_STEPS:
+            self._encoded[key] = encoded
+        return chain(encoded, rest)
+
+    @abstractmethod
+    def encode(self, steps: Iterable[ScriptStep], in_reasoning: bool) -> Iterator[Output | ScriptStep]: ...
 
 
-class FakeJob(ABC, Generic[T]):
-    """Drives `_run` and writes its batches to `queue`. `emitted` counts the tokens that were written."""
+class FakeJob(ABC, Generic[T, Output]):
+    """Drives `_run` and writes its batches to `queue`. `_emitted` counts the tokens that were written."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine[Output]) -> None:
         self._engine = engine
-        self._batches: Iterator[list[T] | float | None] = self._run()
-        self._delay = engine.options.delay
+        self._batches = self._run()
         self._timer: asyncio.Handle | None = None
+        self._deadline: asyncio.Handle | None = None
         self._is_blocked = False
         self._started = time.perf_counter()
-        self.emitted = 0
-        self.queue: GenerationQueue[T] = GenerationQueue(
+        self._emitted, self._limit = 0, sys.maxsize
+        self._limit_reason: EndReason = "length"
+        self._queue: GenerationQueue[T] = GenerationQueue(
             on_cancel=self._cancel, on_drained=self._resume, limit=QUEUE_LIMIT, loop=engine.loop
         )
 
     @abstractmethod
-    def _run(self) -> Iterator[list[T] | float | None]:
-        """Yields items to write, seconds to wait, or None to wait for ever."""
-
+    def _choose_answer(self) -> Iterator[Output | ScriptStep]: ...
     @abstractmethod
+    def _accept(self, first: Output | ScriptStep | None) -> Batches[T]: ...
+    @abstractmethod
+    def _prefill(self, seconds: float, reports: int) -> Batches[T]: ...
+    @abstractmethod
+    def _play(self, output: Output) -> Playback[T]: ...
+    @abstractmethod
+    def _last_items(self, reason: EndReason, error: ModelyardError | None) -> list[T]: ...
+
+    def _run(self) -> Batches[T]:
+        answer = self._choose_answer()
+        step = next(answer, None)
+        if not isinstance(step, ScriptStep) or step.error is None:  # else it fails before it is accepted
+            yield from self._accept(step)
+        while step is not None:
+            if not isinstance(step, ScriptStep):
+                if reason := (yield from self._play(step)):
+                    return self._end(reason)
+            elif (error := step.error) is not None:
+                return self._engine.die(error) if step.die is not None else self.fail(error)
+            elif step.prefill is not None:
+                yield from self._prefill(step.prefill, step.progress)
+            elif step.delay is not None:
+                yield step.delay
+            elif step.hang:
+                yield None
+            step = next(answer, None)
+        return self._end("stop")
+
+    def _emit(self, tokens: Sequence[Any], write: Callable[[Any], T]) -> Playback[T]:
+        """Emits one token per `token_delay`; without a delay everything at once."""
+        tokens, delay = tokens[: self._limit - self._emitted], self._engine.delay
+        size = 1 if delay else BURST
+        for at in range(0, len(tokens), size):
+            batch = tokens[at : at + size]
+            self._emitted += len(batch)
+            yield [write(batch)]
+            if delay or at + size < len(tokens):
+                yield delay
+        return self._limit_reason if self._emitted >= self._limit else None
+
     def fail(self, error: ModelyardError) -> None:
         """Ends the job with the error; does nothing if it has ended."""
+        self._end("cancelled" if isinstance(error, Cancelled) else "error", error)
 
-    def start(self) -> Generation[T]:
+    def _end(self, reason: EndReason, error: ModelyardError | None = None) -> None:
+        if self._queue.closed:
+            return
+        for timer in (self._timer, self._deadline):
+            if timer is not None:
+                timer.cancel()
+        self._batches = iter(())  # breaks the reference cycle of job and generator, which costs garbage collection
+        self._engine.jobs.discard(self)
+        self._queue.put_many(self._last_items(reason, error), last=True)
+
+    def start(self) -> GenerationQueue[T]:
         if self._engine.closed is not None:
             self.fail(self._engine.closed)
         else:
             self._engine.jobs.add(self)
             self._advance()
-        return self.queue
+        return self._queue
 
     def _advance(self) -> None:
         self._timer = None
+        queue = self._queue
         try:
             for batch in self._batches:
-                if isinstance(batch, list):
-                    if not self.queue.put_many(batch):
-                        self._is_blocked = True
-                        return
-                    if self.queue.closed:  # the reader cancelled inside put_many
-                        return
-                else:
+                if not isinstance(batch, list):
                     if batch is not None:
                         self._timer = self._engine.loop.call_later(batch, self._advance)
+                    return
+                self._is_blocked = not queue.put_many(batch)
+                if self._is_blocked or queue.closed:  # the reader may cancel inside put_many
                     return
         except ModelyardError as error:
             self.fail(error)
@@ -199,57 +252,34 @@ class FakeJob(ABC, Generic[T]):
             self._timer = self._engine.loop.call_soon(self._advance)
 
     def _cancel(self) -> None:
+        cancelled = Cancelled("the job was cancelled")
         if threading.get_ident() == self._engine.thread:
-            self._on_cancel()
+            self.fail(cancelled)
         else:
-            self._engine.loop.call_soon_threadsafe(self._on_cancel)
-
-    @abstractmethod
-    def _on_cancel(self) -> None: ...
-
-    def _finish(self, last: list[T]) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._batches = iter(())  # breaks the reference cycle of job and generator, which costs garbage collection
-        self._engine.jobs.discard(self)
-        self.queue.put_many(last, last=True)
-
-    def _emit(self, tokens: Sequence[Any], wrap: Callable[[Any], T]) -> Iterator[list[T] | float]:
-        """Emits one token per `token_delay`; without a delay everything at once."""
-        size = 1 if self._delay else BURST
-        for at in range(0, len(tokens), size):
-            batch = tokens[at : at + size]
-            self.emitted += len(batch)
-            yield [wrap(batch)]
-            if self._delay or at + size < len(tokens):
-                yield self._delay
-
-    def _play_failure(self, step: ScriptStep, error: ModelyardError) -> None:
-        if step.die is not None:
-            self._engine.die(error)
-        else:
-            self.fail(error)
+            self._engine.loop.call_soon_threadsafe(self.fail, cancelled)
 
 
 # --- text engine ------------------------------------------------------------------------------------------------------
 
 
-class FakeTextEngine(FakeEngine):
+class FakeTextEngine(FakeEngine[list[int]]):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, CAPABILITIES)
         self.reused_tokens = self.evaluated_tokens = 0
-        self._caches = {name: (info, PrefixCache(info.parallel)) for name, info in spec.caches.items()}
-        self._saved: dict[str, dict[str, PrefixCache]] = {}
-        self._adapters: set[str] = set()
+        self._caches = {name: PrefixCache(info) for name, info in spec.caches.items()}
+        self._saved: dict[str, dict[str, Sequences]] = {}
 
     async def open(self, progress: OnProgress) -> None:
         await super().open(progress)
-        self.encoder = OutputEncoder(self.tokenizer)
+        self._encoder = OutputEncoder(self.tokenizer, self.options.format)
+
+    def encode(self, steps: Iterable[ScriptStep], in_reasoning: bool) -> Iterator[list[int] | ScriptStep]:
+        return self._encoder.encode(steps, in_reasoning=in_reasoning)
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
         return TextJob(self, prompt).start()
 
-    def cache(self, name: str) -> tuple[CacheInfo, PrefixCache]:
+    def cache(self, name: str) -> PrefixCache:
         """The first cache if `name` is empty."""
         found = self._caches.get(name or next(iter(self._caches), ""))
         if found is None:
@@ -257,74 +287,58 @@ class FakeTextEngine(FakeEngine):
         return found
 
     def stats(self) -> EngineStats:
-        caches = [cache for _, cache in self._caches.values()]
+        sequences = [ids for cache in self._caches.values() for ids in cache.sequences.values()]
         return EngineStats(
             running=len(self.jobs),
-            sequences=sum(len(cache) for cache in caches),
-            occupied_tokens=sum(cache.tokens for cache in caches),
+            sequences=len(sequences),
+            occupied_tokens=sum(map(len, sequences)),
             reused_tokens=self.reused_tokens,
             evaluated_tokens=self.evaluated_tokens,
         )
 
     async def control(self, op: Control) -> None:
-        names = [op.cache] if op.cache is not None else list(self._caches)
-        argument = op.argument or ""
+        """Adapters are accepted and have no effect."""
+        names, file = [op.cache] if op.cache is not None else list(self._caches), op.argument or ""
         if op.op == "evict":
             for name in names:
-                self.cache(name)[1].clear()
+                self.cache(name).sequences.clear()
         elif op.op == "save":
-            self._saved[argument] = {name: self.cache(name)[1].copy() for name in names}
+            self._saved[file] = {name: self.cache(name).sequences.copy() for name in names}
         elif op.op == "restore":
-            if argument not in self._saved:
-                raise NotFound(f"no cache was saved under the name {argument!r}")
-            for name, saved in self._saved[argument].items():
-                self._caches[name] = (self._caches[name][0], saved.copy())
-        elif op.op == "load_adapter":
-            self._adapters.add(argument)
-        else:
-            self._adapters.discard(argument)
+            if file not in self._saved:
+                raise NotFound(f"no cache was saved under the name {file!r}")
+            for name, sequences in self._saved[file].items():
+                self.cache(name).sequences = sequences.copy()
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
         size = self.options.embedding_size
         return Embeddings([unit_vector(ids, size) for ids in batch], sum(map(len, batch)))
 
 
-class TextJob(FakeJob[Chunk]):
+class TextJob(FakeJob[Chunk, list[int]]):
     _engine: FakeTextEngine
 
     def __init__(self, engine: FakeTextEngine, prompt: Prompt) -> None:
         super().__init__(engine)
-        self._prompt = prompt
-        self._ids, self._total = prompt.ids, prompt.n_tokens
+        self._prompt, self._ids, self._total = prompt, prompt.ids, prompt.n_tokens
         self._output: list[int] = []
-        self._limit = self._cached = 0
-        self._limit_reason: EndReason = "length"
+        self._cached = 0
         self._sequence: tuple[PrefixCache, str | int] | None = None
         self._prefilled_at: float | None = None
         self._first_token_at: float | None = None
-        self._deadline: asyncio.TimerHandle | None = None
 
-    def start(self) -> Generation[Chunk]:
-        if self._prompt.deadline is not None:
+    def start(self) -> GenerationQueue[Chunk]:
+        queue = super().start()
+        if self._prompt.deadline is not None and not queue.closed:
             remaining = max(0.0, self._prompt.deadline - time.time())
             expired = Timeout("the deadline of the job passed")
             self._deadline = self._engine.loop.call_later(remaining, self.fail, expired)
-        return super().start()
+        return queue
 
-    def fail(self, error: ModelyardError) -> None:
-        self._end("error", error)
-
-    def _on_cancel(self) -> None:
-        self._end("cancelled")
-
-    def _end(self, reason: EndReason, error: ModelyardError | None = None) -> None:
-        if self.queue.closed:
-            return
-        if self._deadline is not None:
-            self._deadline.cancel()
+    def _last_items(self, reason: EndReason, error: ModelyardError | None) -> list[Chunk]:
         if self._sequence is not None:
             cache, key = self._sequence
-            cache.put(key, self._ids + self._output[: self.emitted])
+            cache.put(key, self._ids + self._output)
         now, start, first = time.perf_counter(), self._started, self._first_token_at
         timings = Timings(
             prefill=self._prefilled_at - start if self._prefilled_at is not None else None,
@@ -333,74 +347,50 @@ class TextJob(FakeJob[Chunk]):
             backend=now - start,
             total=now - start,
         )
-        self._finish([End(reason, Usage(self._total, self._cached, self.emitted), timings, error)])
+        usage = Usage(self._total, self._cached, self._emitted)
+        return [End(reason, usage, timings, error if reason == "error" else None)]
 
-    def _run(self) -> Iterator[list[Chunk] | float | None]:
-        info, cache = self._engine.cache(self._prompt.cache)
-        total, max_tokens = self._total, self._prompt.max_tokens
-        room = info.window - total
-        if room < 1:
-            raise ContextOverflow(total, info.window)
-        self._limit = min(room, max_tokens)
-        self._limit_reason = "window" if room < max_tokens else "length"
-        view, options = PromptView(self._ids, self._engine.tokenizer), self._engine.options
-        steps = unroll(self._engine.answer(view, self._prompt.constraint, self._prompt.session))
-        step = next(steps, None)
-        if step is not None and (error := step.error) is not None:
-            return self._play_failure(step, error)  # before the job is accepted
+    def _choose_answer(self) -> Iterator[list[int] | ScriptStep]:
+        prompt, window = self._prompt, self._engine.cache(self._prompt.cache).window
+        if self._total >= window:
+            raise ContextOverflow(self._total, window)
+        self._limit = min(window - self._total, prompt.max_tokens)
+        self._limit_reason = "window" if self._limit < prompt.max_tokens else "length"
+        view = PromptView(self._ids, self._engine.tokenizer)
+        return self._engine.answer(view, prompt.constraint, prompt.session, view.starts_in_reasoning)
 
+    def _accept(self, first: list[int] | ScriptStep | None) -> Batches[Chunk]:
+        cache, rate = self._engine.cache(self._prompt.cache), self._engine.options.prefill_rate
         key, accepted = cache.take(self._ids, self._prompt.session)
         self._sequence, self._cached = (cache, key), accepted.cached_tokens
+        evaluated = self._total - self._cached
         self._engine.reused_tokens += self._cached
-        self._engine.evaluated_tokens += total - self._cached
+        self._engine.evaluated_tokens += evaluated
         yield [accepted]
-        if options.prefill_rate is not None and (step is None or step.prefill is None):
-            yield from self._prefill((total - self._cached) / options.prefill_rate, _PREFILL_REPORTS)
+        if rate is not None and not (isinstance(first, ScriptStep) and first.prefill is not None):
+            yield from self._prefill(evaluated / rate, _PREFILL_REPORTS)
         self._prefilled_at = time.perf_counter()
 
-        writer = format_writer(options.format, in_reasoning=view.starts_in_reasoning)
-        while step is not None:
-            if step.delay is not None:
-                yield step.delay
-            elif step.prefill is not None:
-                yield from self._prefill(step.prefill, step.progress)
-            elif step.hang is not None:
-                if step.hang:
-                    yield None
-            elif (error := step.error) is not None:
-                return self._play_failure(step, error)
-            elif (yield from self._play_tokens(self._engine.encoder.encode(step, writer))):
-                return None
-            step = next(steps, None)
-        end = self._engine.encoder.encode_end(writer)
-        if not (end and (yield from self._play_tokens(end))):
-            self._end("stop")
-
-    def _play_tokens(self, ids: list[int]) -> Generator[list[Chunk] | float, None, bool]:
-        """True if a limit or a stop token ends the job."""
-        left = self._limit - len(self._output)
-        stop = min((ids.index(token) for token in self._prompt.stop_ids if token in ids), default=None)
-        ids = ids[: left if stop is None else min(left, stop)]
-        if self._first_token_at is None:
-            self._first_token_at = time.perf_counter()
-        self._output += ids
-        yield from self._emit(ids, Tokens if self._prompt.logprobs is None else self._with_logprobs)
-        if len(ids) < left and stop is None:
-            return False
-        self._end("stop" if len(ids) < left else self._limit_reason)
-        return True
-
-    def _prefill(self, seconds: float, reports: int) -> Iterator[list[Chunk] | float]:
-        total, parts = self._total, max(1, reports)
+    def _prefill(self, seconds: float, reports: int) -> Batches[Chunk]:
+        parts = max(1, reports)
         for part in range(1, parts + 1):
             yield seconds / parts
             if reports:
-                yield [Progress(self._cached + (total - self._cached) * part // parts, total)]
+                yield [Progress(self._cached + (self._total - self._cached) * part // parts, self._total)]
         self._prefilled_at = time.perf_counter()
 
-    def _with_logprobs(self, ids: list[int]) -> Tokens:
-        size, count = self._engine.tokenizer.size, self._prompt.logprobs or 0
-        return Tokens(ids, [fake_logprob(token, count, size) for token in ids])
+    def _play(self, output: list[int]) -> Playback[Chunk]:
+        stops = [output.index(token) for token in self._prompt.stop_ids if token in output]
+        reason = yield from self._emit(output[: min(stops)] if stops else output, self._write)
+        return reason or ("stop" if stops else None)
+
+    def _write(self, ids: list[int]) -> Tokens:
+        if self._first_token_at is None:
+            self._first_token_at = time.perf_counter()
+        self._output += ids
+        if (count := self._prompt.logprobs) is None:
+            return Tokens(ids)
+        return Tokens(ids, [fake_logprob(token, count, self._engine.tokenizer.size) for token in ids])
 
 
 @lru_cache(maxsize=65536)
@@ -429,63 +419,46 @@ class PrefixCache:
 
     _CANDIDATES = 2  # recent sequences that a prompt without a session is compared with
 
-    def __init__(self, parallel: int) -> None:
-        self._parallel = max(1, parallel)
-        self._sequences: OrderedDict[str | int, list[int]] = OrderedDict()
+    def __init__(self, info: CacheInfo) -> None:
+        self.window, self._parallel = info.window, max(1, info.parallel)
+        self.sequences: Sequences = OrderedDict()
         self._unnamed = 0
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self._sequences.values()))
 
     def take(self, ids: list[int], session: str | None) -> tuple[str | int, Accepted]:
         """Removes and returns the sequence that the prompt continues, until `put`. `divergence` is None if the prompt
         does not diverge from it."""
-        key: str | int | None
-        if session is not None and session in self._sequences:
-            key, shared = session, common_prefix(self._sequences[session], ids)
+        found: tuple[str | int | None, int] = (None, 0)
+        if session is not None and session in self.sequences:
+            found = session, common_prefix(self.sequences[session], ids)
         else:
-            key, shared = self._best_match(ids)
-        if key is None:
+            for key, sequence in islice(reversed(self.sequences.items()), self._CANDIDATES):
+                # A sequence of which the prompt shares less than half is another conversation; it is kept.
+                half = (len(sequence) + 1) // 2
+                if sequence[:half] == ids[:half] and (shared := common_prefix(sequence, ids)) > found[1]:
+                    found = key, shared
+        best, shared = found
+        if best is None:
             self._unnamed += 1
-            evicted = len(self._sequences) >= self._parallel
+            evicted = len(self.sequences) >= self._parallel
             if evicted:
-                self._sequences.popitem(last=False)
+                self.sequences.popitem(last=False)
             return session or self._unnamed, Accepted(evicted=evicted)
-        sequence = self._sequences.pop(key)
+        sequence = self.sequences.pop(best)
         cached = max(0, min(shared, len(ids) - 1))  # the last token is always evaluated, to sample from it
-        return session or key, Accepted(cached, shared if sequence and shared < len(ids) else None)
-
-    def _best_match(self, ids: list[int]) -> tuple[str | int | None, int]:
-        """A sequence of which the prompt shares less than half is another conversation; it is kept."""
-        best: tuple[str | int | None, int] = (None, 0)
-        for key, sequence in islice(reversed(self._sequences.items()), self._CANDIDATES):
-            half = (len(sequence) + 1) // 2
-            if sequence[:half] == ids[:half] and (shared := common_prefix(sequence, ids)) > best[1]:
-                best = key, shared
-        return best
+        return session or best, Accepted(cached, shared if sequence and shared < len(ids) else None)
 
     def put(self, key: str | int, ids: list[int]) -> None:
-        self._sequences[key] = ids
-        self._sequences.move_to_end(key)
-        while len(self._sequences) > self._parallel:
-            self._sequences.popitem(last=False)
-
-    def copy(self) -> PrefixCache:
-        copy = PrefixCache(self._parallel)
-        copy._sequences, copy._unnamed = self._sequences.copy(), self._unnamed
-        return copy
-
-    def clear(self) -> None:
-        self._sequences.clear()
+        self.sequences[key] = ids
+        self.sequences.move_to_end(key)
+        while len(self.sequences) > self._parallel:
+            self.sequences.popitem(last=False)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """The length of the common prefix, by bisection: slices are compared in C."""
     low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:
@@ -498,13 +471,40 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 # --- chat engine ------------------------------------------------------------------------------------------------------
 
 
-class FakeChatEngine(FakeEngine):
+class BlockOutput(NamedTuple):
+    kind: BlockKind
+    text: str
+    name: str = ""  # of the called tool
+
+
+class FakeChatEngine(FakeEngine[BlockOutput]):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, replace(CAPABILITIES, logprobs=False, lora=False, embeddings=False))
+        self.pieces = lru_cache(maxsize=1024)(self._split)
 
     async def open(self, progress: OnProgress) -> None:
         await super().open(progress)
-        self.filler = find_filler(self.tokenizer)
+        self._filler = find_filler(self.tokenizer)
+
+    def encode(self, steps: Iterable[ScriptStep], in_reasoning: bool) -> Iterator[BlockOutput | ScriptStep]:
+        del in_reasoning
+        for step in unroll(steps):
+            if step.think is not None:
+                yield BlockOutput("thinking", step.think)
+            elif step.call is not None:
+                yield from (BlockOutput("tool_call", call.arguments_text, call.name) for call in step.calls)
+            elif step.tokens is not None:
+                yield BlockOutput("text", self.tokenizer.decode(filler_tokens(self._filler, step.tokens)))
+            elif (text := step.text if step.raw is None else step.raw) is not None:
+                yield BlockOutput("text", text)
+            else:
+                yield step
+
+    def _split(self, text: str) -> list[str]:
+        """One text per token; a character that has several tokens is not split."""
+        detokenizer = self.tokenizer.detokenizer()
+        pieces = detokenizer.feed(self.tokenizer.encode_plain(text)) + detokenizer.finish()
+        return [piece.text for piece in pieces if piece.text]
 
     def chat(self, request: Request) -> Generation[Event]:
         return ChatJob(self, request).start()
@@ -520,17 +520,11 @@ class FakeChatEngine(FakeEngine):
         tokens = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, tuple))
         return 4 * len(request.messages) + tokens + sum(len(self.tokenizer.encode_plain(text)) for text in texts)
 
-    def steps(self, request: Request) -> Steps:
-        choice, constraint = request.tool_choice, request.constraint
-        if choice.mode in ("required", "named") and request.tools:
-            constraint = Constraint("tools", tools=(choice.name,) if choice.name else ())
-        return self.answer(RequestView(request), constraint, request.session)
-
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.jobs))
 
 
-class ChatJob(FakeJob[Event]):
+class ChatJob(FakeJob[Event, BlockOutput]):
     _engine: FakeChatEngine
 
     def __init__(self, engine: FakeChatEngine, request: Request) -> None:
@@ -538,92 +532,55 @@ class ChatJob(FakeJob[Event]):
         self._request = request
         self._index = -1
         self._block: BlockKind | None = None  # the open one
+        self._stop: str | None = None
         self._has_called = False
-        self._tokens_left = request.max_tokens
         self._prompt_tokens = self._reasoning_tokens = 0
+        if request.max_tokens is not None:
+            self._limit = request.max_tokens
 
-    def fail(self, error: ModelyardError) -> None:
-        self._end(Failed(error))
+    def _last_items(self, reason: EndReason, error: ModelyardError | None) -> list[Event]:
+        is_complete = reason in ("stop", "stop_string")
+        end: list[Event] = [events.BlockEnd(self._index, complete=is_complete)] if self._block else []
+        if error is not None:
+            return [*end, events.Failed(error)]
+        usage = Usage(self._prompt_tokens, 0, self._emitted, self._reasoning_tokens)
+        timings = Timings(total=time.perf_counter() - self._started)
+        reasons: dict[str, StopReason] = {"length": "max_tokens", "stop_string": "stop_string"}
+        finish = reasons.get(reason, "tool_calls" if self._has_called else "end")
+        return [*end, events.Finished(finish, usage, self._stop, timings)]
 
-    def _on_cancel(self) -> None:
-        self.fail(Cancelled("the job was cancelled"))
+    def _choose_answer(self) -> Iterator[BlockOutput | ScriptStep]:
+        request, choice, constraint = self._request, self._request.tool_choice, self._request.constraint
+        self._prompt_tokens = self._engine.count_tokens(request)
+        if choice.mode in ("required", "named") and request.tools:
+            constraint = Constraint("tools", tools=(choice.name,) if choice.name else ())
+        return self._engine.answer(RequestView(request), constraint, request.session)
 
-    def _complete(self, reason: StopReason, stop: str | None = None) -> None:
-        reason = "tool_calls" if reason == "end" and self._has_called else reason
-        usage = Usage(self._prompt_tokens, 0, self.emitted, self._reasoning_tokens)
-        self._end(Finished(reason, usage, stop, Timings(total=time.perf_counter() - self._started)))
+    def _accept(self, first: BlockOutput | ScriptStep | None) -> Batches[Event]:
+        del first
+        yield [events.Started(uuid4().hex, self._request.model, int(time.time()), Usage(self._prompt_tokens))]
 
-    def _end(self, last: Finished | Failed) -> None:
-        if self.queue.closed:
-            return
-        complete = isinstance(last, Finished) and last.reason in ("end", "tool_calls", "stop_string")
-        self._finish([*([BlockEnd(self._index, complete=complete)] if self._block else []), last])
+    def _prefill(self, seconds: float, reports: int) -> Batches[Event]:
+        del reports  # a remote server has none
+        yield seconds
 
-    def _run(self) -> Iterator[list[Event] | float | None]:
-        steps = self._engine.steps(self._request)
-        self._prompt_tokens = self._engine.count_tokens(self._request)
-        if not (steps and steps[0].error):
-            yield [Started(uuid4().hex, self._request.model, int(time.time()), Usage(self._prompt_tokens))]
-        for step in unroll(steps):
-            if step.delay is not None or step.prefill is not None:
-                yield step.delay or step.prefill or 0.0
-            elif step.hang is not None:
-                if step.hang:
-                    yield None
-            elif (error := step.error) is not None:
-                return self._play_failure(step, error)
-            elif (yield from self._play_calls(step) if step.call is not None else self._play_text(step)):
-                return None
-        return self._complete("end")
-
-    def _play_text(self, step: ScriptStep) -> Generator[list[Event] | float, None, bool]:
-        """True if the text ends the answer: at a stop string or at the token limit."""
-        kind: BlockKind = "thinking" if step.think is not None else "text"
-        text = step.think or step.text or step.raw or ""
-        if step.tokens is not None:
-            text = self._engine.tokenizer.decode(filler_tokens(self._engine.filler, step.tokens))
-        stops = [(at, stop) for stop in self._request.stop if (at := text.find(stop)) >= 0]
-        at, stop = min(stops) if stops and kind == "text" else (len(text), None)
+    def _play(self, output: BlockOutput) -> Playback[Event]:
+        kind, text, name = output
+        stops = [(at, stop) for stop in self._request.stop if kind == "text" and (at := text.find(stop)) >= 0]
+        at, self._stop = min(stops, default=(len(text), None))
         if self._block != kind:
-            yield [*self._close_block(), self._open_block(BlockStart(self._index + 1, kind))]
-        if (yield from self._play_tokens(text[:at])):
-            return True
-        if stop is not None:
-            self._complete("stop_string", stop)
-        return stop is not None
-
-    def _play_calls(self, step: ScriptStep) -> Generator[list[Event] | float, None, bool]:
-        for call in step.calls:
-            start = BlockStart(self._index + 1, "tool_call", f"call_{uuid4().hex[:24]}", call.name)
-            yield [*self._close_block(), self._open_block(start)]
-            if (yield from self._play_tokens(call.arguments_text)):
-                return True
-            yield self._close_block()
-            self._has_called = True
-        return False
-
-    def _play_tokens(self, text: str) -> Generator[list[Event] | float, None, bool]:
-        """Emits the text token by token; True if the token limit ends the answer."""
-        detokenizer = self._engine.tokenizer.detokenizer()
-        pieces = detokenizer.feed(self._engine.tokenizer.encode_plain(text)) + detokenizer.finish()
-        texts = [piece.text for piece in pieces if piece.text][: self._tokens_left]
-        self._reasoning_tokens += len(texts) if self._block == "thinking" else 0
-        index = self._index
-        yield from self._emit(texts, lambda batch: BlockDelta(index, "".join(batch)))
-        if self._tokens_left is None:
-            return False
-        self._tokens_left -= len(texts)
-        if self._tokens_left == 0:
-            self._complete("max_tokens")
-        return self._tokens_left == 0
-
-    def _open_block(self, block: BlockStart) -> Event:
-        self._index, self._block = block.index, block.kind
-        return block
-
-    def _close_block(self) -> list[Event]:
-        block, self._block = self._block, None
-        return [BlockEnd(self._index)] if block else []
+            end: list[Event] = [events.BlockEnd(self._index)] if self._block else []
+            self._index, self._block = self._index + 1, kind
+            call_id = f"call_{uuid4().hex[:24]}" if kind == "tool_call" else ""
+            yield [*end, events.BlockStart(self._index, kind, call_id, name)]
+        index, before = self._index, self._emitted
+        pieces = self._engine.pieces(text[:at])
+        reason = yield from self._emit(pieces, lambda batch: events.BlockDelta(index, "".join(batch)))
+        self._reasoning_tokens += self._emitted - before if kind == "thinking" else 0
+        if reason is None and kind == "tool_call":
+            self._has_called, self._block = True, None
+            yield [events.BlockEnd(index)]
+        return reason or ("stop_string" if stops else None)
 
 
 def _message_text(message: Message) -> str:

@@ -1,156 +1,128 @@
-"""The raw model output of a scripted answer: reasoning and calls in a model's format, as token ids.
-
-A segment is (text, special). Only special segments may become control tokens, so a scripted text that quotes a marker
-stays text.
-"""
+"""The raw model output of a scripted answer: reasoning and calls in a model's format, as token ids."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
 
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines.fake.script import ScriptCall, ScriptStep, unroll
 
-Segment = tuple[str, bool]
+Segment = tuple[str, str]  # (markup, text); only markup becomes control tokens, so a text may quote a marker
+Channel = Literal["think", "text", "call"]
 
 
-# --- formats ----------------------------------------------------------------------------------------------------------
+class Format(NamedTuple):
+    """`channels` has the opening and closing markup of each kind of message. `start` precedes every message but the
+    first. `end` closes the message that is open at the end of the answer; None: as if another one followed."""
+
+    channels: dict[Channel, tuple[str, str]]
+    write_call: Callable[[ScriptCall], list[Segment]]
+    start: str = ""
+    end: str | None = None
 
 
-class FormatWriter(Protocol):
-    """Stateful: one per answer."""
-
-    def text(self, text: str) -> list[Segment]: ...
-    def think(self, text: str) -> list[Segment]: ...
-    def calls(self, calls: Sequence[ScriptCall]) -> list[Segment]: ...
-    def end(self) -> list[Segment]: ...
+def _hermes_call(call: ScriptCall) -> list[Segment]:
+    return [("", f'\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments_text}}}\n')]
 
 
-class HermesWriter:
-    """<think>…</think> text <tool_call>{"name": …, "arguments": {…}}</tool_call>"""
-
-    def __init__(self, in_reasoning: bool = False) -> None:
-        self._in_reasoning = in_reasoning
-
-    def end(self) -> list[Segment]:
-        in_reasoning, self._in_reasoning = self._in_reasoning, False
-        return [("\n", False), ("</think>", True), ("\n\n", False)] if in_reasoning else []
-
-    def text(self, text: str) -> list[Segment]:
-        return [*self.end(), (text, False)]
-
-    def think(self, text: str) -> list[Segment]:
-        opening: list[Segment] = [] if self._in_reasoning else [("<think>", True), ("\n", False)]
-        self._in_reasoning = True
-        return [*opening, (text, False), *self.end()]
-
-    def calls(self, calls: Sequence[ScriptCall]) -> list[Segment]:
-        out = self.end()
-        for call in calls:
-            out += [("<tool_call>", True), (f"\n{self._body(call)}\n", False), ("</tool_call>", True), ("\n", False)]
-        return out[:-1]
-
-    def _body(self, call: ScriptCall) -> str:
-        return f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments_text}}}'
+def _qwen3_coder_call(call: ScriptCall) -> list[Segment]:
+    lines = [call.arguments] if isinstance(call.arguments, str) else list[str]()
+    for key, value in call.arguments.items() if isinstance(call.arguments, dict) else ():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines.append(f"<parameter={key}>\n{text}\n</parameter>")
+    return [("", "\n".join(["", f"<function={call.name}>", *lines, "</function>", ""]))]
 
 
-class Qwen3CoderWriter(HermesWriter):
-    """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>"""
-
-    def _body(self, call: ScriptCall) -> str:
-        if isinstance(call.arguments, str):
-            return f"<function={call.name}>\n{call.arguments}\n</function>"
-        lines = [f"<function={call.name}>"]
-        for key, value in call.arguments.items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            lines.append(f"<parameter={key}>\n{text}\n</parameter>")
-        return "\n".join([*lines, "</function>"])
+def _harmony_call(call: ScriptCall) -> list[Segment]:
+    return [
+        ("", f"commentary to=functions.{call.name} "),
+        ("<|constrain|>json<|message|>", call.arguments_text),
+    ]
 
 
-class HarmonyWriter:
-    """<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+_HERMES: dict[Channel, tuple[str, str]] = {
+    "think": ("<think>\n", "\n</think>\n\n"),
+    "text": ("", ""),
+    "call": ("<tool_call>", "</tool_call>"),
+}
+_HARMONY: dict[Channel, tuple[str, str]] = {
+    "think": ("<|channel|>analysis<|message|>", "<|end|>"),
+    "text": ("<|channel|>final<|message|>", "<|end|>"),
+    "call": ("<|channel|>", "<|call|>"),
+}
+_FORMATS = {  # a format without an entry uses Hermes; its scripts use `raw` steps
+    "hermes": Format(_HERMES, _hermes_call),
+    "qwen3_coder": Format(_HERMES, _qwen3_coder_call),
+    "harmony": Format(_HARMONY, _harmony_call, start="<|start|>assistant", end="<|return|>"),
+}
 
-    The prompt ends with `<|start|>assistant`, so the first message needs no start.
-    """
 
-    def __init__(self, in_reasoning: bool = False) -> None:
-        del in_reasoning  # no template of this family opens the analysis
-        self._channel: str | None = None
-        self._started = False
+class FormatWriter:
+    """One per answer. `in_reasoning`: the template has opened the reasoning already."""
 
-    def _open(self, channel: str, header: Sequence[Segment]) -> list[Segment]:
-        if self._channel == channel:
-            return []
-        out: list[Segment] = [("<|end|>", True)] if self._channel else []
-        out += [("<|start|>", True), ("assistant", False)] if self._started else []
-        self._channel, self._started = channel, True
-        return [*out, ("<|channel|>", True), *header, ("<|message|>", True)]
+    def __init__(self, format: Format, in_reasoning: bool) -> None:
+        self._format, self._start = format, ""
+        self._channel: Channel | None = "think" if in_reasoning else None  # of the open message
 
-    def text(self, text: str) -> list[Segment]:
-        return [*self._open("final", [("final", False)]), (text, False)]
+    def write(self, channel: Channel, text: str) -> list[Segment]:
+        return [(self._open(channel), text)]
 
-    def think(self, text: str) -> list[Segment]:
-        return [*self._open("analysis", [("analysis", False)]), (text, False)]
-
-    def calls(self, calls: Sequence[ScriptCall]) -> list[Segment]:
+    def write_calls(self, calls: Iterable[ScriptCall]) -> list[Segment]:
         out: list[Segment] = []
         for call in calls:
-            header = [(f"commentary to=functions.{call.name} ", False), ("<|constrain|>", True), ("json", False)]
-            out += [*self._open("call", header), (call.arguments_text, False), ("<|call|>", True)]
-            self._channel = None
+            separator = "\n" if out and not self._format.start else ""
+            out += [(separator + self._open("call"), ""), *self._format.write_call(call), (self._close(), "")]
         return out
 
     def end(self) -> list[Segment]:
-        return [("<|return|>", True)] if self._channel else []
+        end = self._close()
+        return [(end if self._format.end is None else self._format.end, "")] if end else []
 
+    def _open(self, channel: Channel) -> str:
+        if channel == self._channel:
+            return ""
+        markup = f"{self._close()}{self._start}{self._format.channels[channel][0]}"
+        self._channel, self._start = channel, self._format.start
+        return markup
 
-_WRITERS: dict[str, type[HermesWriter | HarmonyWriter]] = {"qwen3_coder": Qwen3CoderWriter, "harmony": HarmonyWriter}
-
-
-def format_writer(format: str, *, in_reasoning: bool = False) -> FormatWriter:
-    """Formats without a writer use Hermes; their scripts use `raw` steps. `in_reasoning`: the template has opened the
-    reasoning already."""
-    return _WRITERS.get(format, HermesWriter)(in_reasoning)
-
-
-# --- token ids --------------------------------------------------------------------------------------------------------
+    def _close(self) -> str:
+        channel, self._channel = self._channel, None
+        return self._format.channels[channel][1] if channel else ""
 
 
 class OutputEncoder:
-    """Encodes the output of steps. It caches the token ids, because the steps of a script recur in every job."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, format: str = "hermes") -> None:
+        self._tokenizer, self._format = tokenizer, _FORMATS.get(format, _FORMATS["hermes"])
         self._filler = find_filler(tokenizer)
-        self._encode = lru_cache(maxsize=1024)(self._encode_segments)
 
-    def encode(self, step: ScriptStep, writer: FormatWriter) -> list[int]:
-        """The output of a `text`, `think`, `call`, `raw` or `tokens` step. Do not modify the list."""
-        if step.text is not None:
-            return self._encode(tuple(writer.text(step.text)))
-        if step.think is not None:
-            return self._encode(tuple(writer.think(step.think)))
-        if step.call is not None:
-            return self._encode(tuple(writer.calls(step.calls)))
-        if step.raw is not None:
-            return self._encode(((step.raw, True),))
-        return self._encode(tuple(writer.text(""))) + filler_tokens(self._filler, step.tokens or 0)
+    def encode(self, steps: Iterable[ScriptStep], *, in_reasoning: bool) -> Iterator[list[int] | ScriptStep]:
+        """Yields the token ids of each step with output, and every other step as it is. Lazily: a script may repeat a
+        million times."""
+        writer = FormatWriter(self._format, in_reasoning)
+        for step in unroll(steps):
+            if step.text is not None:
+                yield self._ids(writer.write("text", step.text))
+            elif step.think is not None:
+                yield self._ids(writer.write("think", step.think))
+            elif step.call is not None:
+                yield self._ids(writer.write_calls(step.calls))
+            elif step.raw is not None:
+                yield self._tokenizer.encode(step.raw)
+            elif step.tokens is not None:
+                yield self._ids(writer.write("text", "")) + filler_tokens(self._filler, step.tokens)
+            else:
+                yield step
+        if ids := self._ids(writer.end()):
+            yield ids
 
-    def encode_answer(self, steps: Iterable[ScriptStep], writer: FormatWriter) -> list[int]:
-        """The output of all steps; those that wait or fail have none."""
-        ids = [token for step in unroll(steps) if step.has_output for token in self.encode(step, writer)]
-        return ids + self.encode_end(writer)
-
-    def encode_end(self, writer: FormatWriter) -> list[int]:
-        return self._encode(tuple(writer.end()))
-
-    def _encode_segments(self, segments: tuple[Segment, ...]) -> list[int]:
-        encode, encode_plain = self._tokenizer.encode, self._tokenizer.encode_plain
-        texts = ((text, encode if special else encode_plain) for text, special in segments if text)
-        return [token for text, tokenize in texts for token in tokenize(text)]
+    def _ids(self, segments: Iterable[Segment]) -> list[int]:
+        ids: list[int] = []
+        for markup, text in segments:
+            ids += self._tokenizer.encode(markup) if markup else ()
+            ids += self._tokenizer.encode_plain(text) if text else ()
+        return ids
 
 
 def find_filler(tokenizer: Tokenizer) -> list[int]:

@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
@@ -39,8 +39,6 @@ from modelyard.core import errors
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import Message, Request, Text, ToolResult
 from modelyard.core.tokenizer import Tokenizer
-
-_MAX_COUNTERS = 4096
 
 _ERRORS: dict[str, Callable[[str], ModelyardError]] = {
     "invalid": errors.InvalidRequest,
@@ -56,6 +54,8 @@ _ERRORS: dict[str, Callable[[str], ModelyardError]] = {
     "unimplemented": errors.Unimplemented,
     "internal": lambda message: errors.Internal(message, id="scripted"),
 }
+_ACTIONS = ("text", "think", "call", "raw", "tokens", "delay", "prefill", "fail", "die", "repeat", "hang")
+_PARAMETERS = {"progress": "prefill", "kind": "fail", "steps": "repeat"}
 
 
 class _Model(BaseModel):
@@ -107,14 +107,8 @@ class ScriptStep(_Model):
         return self
 
     @property
-    def has_output(self) -> bool:
-        return any(getattr(self, name) is not None for name in _OUTPUTS)
-
-    @property
     def calls(self) -> tuple[ScriptCall, ...]:
-        if self.call is None:
-            return ()
-        return (self.call,) if isinstance(self.call, ScriptCall) else self.call
+        return (self.call,) if isinstance(self.call, ScriptCall) else self.call or ()
 
     @property
     def error(self) -> ModelyardError | None:
@@ -122,11 +116,6 @@ class ScriptStep(_Model):
         if self.fail is not None:
             return _ERRORS[self.kind](self.fail)
         return errors.Unavailable(self.die) if self.die is not None else None
-
-
-_OUTPUTS = ("text", "think", "call", "raw", "tokens")
-_ACTIONS = (*_OUTPUTS, "delay", "prefill", "fail", "die", "repeat", "hang")
-_PARAMETERS = {"progress": "prefill", "kind": "fail", "steps": "repeat"}
 
 
 def unroll(steps: Iterable[ScriptStep]) -> Iterator[ScriptStep]:
@@ -159,14 +148,85 @@ class ScriptRule(_Model):
     def is_unconditional(self) -> bool:
         return self.when is None and self.turn is None and self.result is None
 
-    def matches(self, conversation: ConversationView) -> bool:
-        if self.when is not None and not re.search(self.when, conversation.user):
-            return False
-        result = conversation.result if self.result is not None else None
-        return self.result is None or (result is not None and bool(re.search(self.result, result)))
+
+class Script:
+    """The rules, with a counter per session and pattern. Rules with the same pattern share a counter."""
+
+    _MAX_COUNTERS = 4096
+
+    def __init__(self, rules: Sequence[ScriptRule]) -> None:
+        def compiled(pattern: str | None) -> re.Pattern[str] | None:
+            return re.compile(pattern) if pattern is not None else None
+
+        self._rules = [(rule, compiled(rule.when), compiled(rule.result)) for rule in rules]
+        self._counters: OrderedDict[tuple[str, str | None, str | None], int] = OrderedDict()
+
+    def choose(self, conversation: ConversationView, session: str | None = None) -> ScriptRule | None:
+        turns: dict[tuple[str, str | None, str | None], int] = {}
+        for rule, when, result in self._rules:
+            if when is not None and not when.search(conversation.user):
+                continue
+            if result is not None and (conversation.result is None or not result.search(conversation.result)):
+                continue
+            if rule.turn is None:
+                return rule
+            key = (session or "", rule.when, rule.result)
+            if key not in turns:  # a conversation counts once for all rules with this pattern
+                turns[key] = self._counters[key] = self._counters.pop(key, 0) + 1
+                if len(self._counters) > self._MAX_COUNTERS:
+                    self._counters.popitem(last=False)
+            if rule.turn == turns[key]:
+                return rule
+        return None
 
 
-_rules = TypeAdapter(tuple[ScriptRule, ...])
+# --- the fields of a model definition ---------------------------------------------------------------------------------
+
+_SHIPPED_TOKENIZER = Path(__file__).parent / "tokenizer"
+_DEMO_DELAY = 0.01  # seconds; about the speed of a good local model
+
+# field → type with range: what the admin API may set for one load
+LIVE_OVERRIDES: dict[str, Any] = {
+    "n_ctx": Annotated[int, Field(ge=1, le=1 << 24)],
+    "token_delay": Annotated[float, Field(ge=0, le=60)],
+    "echo": bool,
+    "embedding_size": Annotated[int, Field(ge=1, le=65536)],
+}
+
+
+class FakeOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["text", "chat"] = Field(default="text", description="Kind of engine: tokens or conversations.")
+    script: tuple[ScriptRule, ...] = Field(
+        default=(), description="Rules, inline or as the path of a TOML file; none: a demo."
+    )
+    echo: bool = Field(default=False, description="If no rule matches, answer with the user's message.")
+    token_delay: float | None = Field(
+        default=None, ge=0, description="Seconds between tokens; default: 0, for the demo 0.01."
+    )
+    prefill_rate: float | None = Field(
+        default=None, gt=0, description="Prompt tokens per second during prefill; default: no prefill time."
+    )
+    format: str = Field(
+        default="hermes",
+        description="Output format of scripted reasoning and calls: hermes, qwen3_coder or harmony.",
+    )
+    tokenizer_path: Path | None = Field(
+        default=None, description="A tokenizer.json or its folder, instead of the shipped one."
+    )
+    embedding_size: int = Field(default=64, ge=1, le=65536, description="Length of embedding vectors.")
+
+    @field_validator("script", mode="before")
+    @classmethod
+    def _read_script_file(cls, script: Any) -> Any:
+        return read_script(Path(script)) if isinstance(script, str | Path) else script
+
+    @property
+    def delay(self) -> float:
+        if self.token_delay is not None:
+            return self.token_delay
+        return 0.0 if self.script or self.echo else _DEMO_DELAY
 
 
 def read_script(path: Path) -> tuple[ScriptRule, ...]:
@@ -179,78 +239,34 @@ def read_script(path: Path) -> tuple[ScriptRule, ...]:
         raise ValueError(f"the script {path} is not valid TOML: {error}") from None
     if set(content) != {"script"}:
         raise ValueError(f"the script {path} must contain only [[script]] tables, found: {', '.join(content)}")
-    return _rules.validate_python(content["script"])
+    return TypeAdapter(tuple[ScriptRule, ...]).validate_python(content["script"])
 
 
-class Script:
-    """The rules, with a counter per session and pattern. Rules with the same pattern share a counter."""
-
-    def __init__(self, rules: Sequence[ScriptRule]) -> None:
-        self._rules = tuple(rules)
-        self._counters: OrderedDict[tuple[str, str | None, str | None], int] = OrderedDict()
-
-    def choose(self, conversation: ConversationView, session: str | None = None) -> ScriptRule | None:
-        turns: dict[tuple[str | None, str | None], int] = {}
-        for rule in self._rules:
-            if not rule.matches(conversation):
-                continue
-            pattern = (rule.when, rule.result)
-            if rule.turn is not None and pattern not in turns:
-                turns[pattern] = self._count((session or "", *pattern))
-            if rule.turn is None or rule.turn == turns[pattern]:
-                return rule
-        return None
-
-    def _count(self, key: tuple[str, str | None, str | None]) -> int:
-        self._counters[key] = count = self._counters.pop(key, 0) + 1
-        if len(self._counters) > _MAX_COUNTERS:
-            self._counters.popitem(last=False)
-        return count
+def tokenizer_path(options: FakeOptions) -> Path:
+    return options.tokenizer_path or _SHIPPED_TOKENIZER
 
 
 # --- the conversation that rules are matched against ------------------------------------------------------------------
 
 
-class ConversationView(Protocol):
-    @property
-    def user(self) -> str:
-        """The last user message."""
-        ...
-
-    @property
-    def result(self) -> str | None:
-        """The tool results after it."""
-        ...
-
-    @property
-    def tools(self) -> dict[str, dict[str, Any]]:
-        """Name → parameter schema of the offered tools; the schema is empty if the prompt has none as JSON."""
-        ...
-
-
 class RequestView:
-    """The conversation of a request, for the chat engine."""
+    """The conversation of a request, for the chat engine.
+
+    `user` is the last user message, `result` the tool results after it. `tools` maps the names of the offered tools to
+    their parameter schemas; a schema is empty if a prompt has none as JSON.
+    """
 
     def __init__(self, request: Request) -> None:
-        self._request = request
-
-    @cached_property
-    def user(self) -> str:
-        raw = [prompt for prompt in self._request.prompts if isinstance(prompt, str)]
-        return next((_text(m) for m in reversed(self._request.messages) if m.role == "user"), "".join(raw[:1]))
-
-    @cached_property
-    def result(self) -> str | None:
-        results: list[str] = []
-        for message in reversed(self._request.messages):
+        raw = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        self.user, results = "".join(raw[:1]), list[str]()
+        for message in reversed(request.messages):
             if message.role == "user":
+                self.user = _text(message)
                 break
-            results[:0] = [_text(message)] if message.role == "tool" else []
-        return "\n".join(results) if results else None
-
-    @cached_property
-    def tools(self) -> dict[str, dict[str, Any]]:
-        return {tool.name: tool.parameters for tool in self._request.tools if tool.kind == "function"}
+            if message.role == "tool":
+                results.insert(0, _text(message))
+        self.result = "\n".join(results) if results else None
+        self.tools = {tool.name: tool.parameters for tool in request.tools if tool.kind == "function"}
 
 
 def _text(message: Message) -> str:
@@ -267,10 +283,14 @@ _XML_TOOL = re.compile(r"<name>([\w.-]+)</name>")
 _HARMONY_TOOL = re.compile(r"^type ([\w.-]+) = \(", re.MULTILINE)
 _TAIL = 2000  # tokens to read if the prompt has no turn markers
 _THINK_TAIL = 4  # a template that opens the reasoning does so within the last tokens of the prompt
+_TURNS = {  # opening token of a turn → (end of its role, end of its text)
+    "<|im_start|>": ("\n", "<|im_end|>"),
+    "<|start|>": ("<|message|>", "<|end|>"),
+}
 
 
 class PromptView:
-    """The conversation of a rendered prompt, for the text engine.
+    """The same of a rendered prompt, for the text engine.
 
     It decodes lazily and from the end: only `tools` decodes a long prompt completely.
     """
@@ -298,38 +318,28 @@ class PromptView:
 
     @cached_property
     def _last_turns(self) -> tuple[str, str | None]:
-        result: str | None = None
+        results: list[str] = []
+        user = ""
         for role, text in self._turns_backwards():
-            results = _RESULT.findall(text) if role == "user" else [text] if role == "tool" else []
-            if results:
-                result = "\n".join(results) if result is None else "\n".join([*results, result])
-            elif role == "user":
-                return text, result
-        return "", result
+            found = _RESULT.findall(text) if role == "user" else [text] if role == "tool" else []
+            results[:0] = found
+            if role == "user" and not found:
+                user = text
+                break
+        return user, "\n".join(results) if results else None
 
     def _turns_backwards(self) -> Iterator[tuple[str, str]]:
-        for opener, parse in (("<|im_start|>", _parse_chatml), ("<|start|>", _parse_harmony)):
-            marker = self._tokenizer.specials.get(opener)
-            if marker is None or marker not in self._ids:
-                continue
-            backwards, end = self._ids[::-1], 0
-            for _ in range(backwards.count(marker)):
-                start = backwards.index(marker, end)
-                yield parse(self._tokenizer.decode(backwards[end:start][::-1]))
-                end = start + 1
-            return
+        for opener, (end_of_role, end_of_text) in _TURNS.items():
+            marker, backwards = self._tokenizer.specials.get(opener, -1), self._ids[::-1]
+            while marker in backwards:
+                start = backwards.index(marker)
+                head, _, text = self._tokenizer.decode(backwards[:start][::-1]).partition(end_of_role)
+                role = head.split("<|")[0].split(" ")[0]  # harmony: functions.NAME to=assistant<|channel|>commentary
+                yield "tool" if role.startswith("functions.") else role, text.split(end_of_text)[0].strip("\n")
+                del backwards[: start + 1]
+            if len(backwards) < len(self._ids):
+                return
         yield "user", self._tokenizer.decode(self._ids[-_TAIL:], specials=False).strip()
-
-
-def _parse_chatml(turn: str) -> tuple[str, str]:
-    role, _, text = turn.partition("\n")
-    return role, text.split("<|im_end|>")[0].strip("\n")
-
-
-def _parse_harmony(turn: str) -> tuple[str, str]:
-    head, _, text = turn.partition("<|message|>")
-    role = head.split("<|")[0].split(" ")[0]
-    return "tool" if role.startswith("functions.") else role, text.split("<|end|>")[0]
 
 
 def find_tools(text: str) -> dict[str, dict[str, Any]]:
@@ -344,3 +354,6 @@ def find_tools(text: str) -> dict[str, dict[str, Any]]:
         if "name" in tool:
             tools[tool["name"]] = tool.get("parameters") or {}
     return tools or {name: {} for name in _XML_TOOL.findall(text) + _HARMONY_TOOL.findall(text)}
+
+
+ConversationView = RequestView | PromptView

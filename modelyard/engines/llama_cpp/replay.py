@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines.fake.output import OutputEncoder, format_writer
+from modelyard.engines.fake.output import OutputEncoder
 from modelyard.engines.fake.script import PromptView, Script, ScriptRule
 from modelyard.tokenizer.gguf import GgufTokenizer
 
@@ -40,8 +40,8 @@ class Replay:
         rule = self._script.choose(view, session)
         if rule is None:
             return iter(())
-        writer = format_writer("hermes", in_reasoning=view.starts_in_reasoning)
-        answer = self._encoder.encode_answer(rule.steps, writer)
+        encoded = self._encoder.encode(rule.steps, in_reasoning=view.starts_in_reasoning)
+        answer = [token for step in encoded if isinstance(step, list) for token in step]
         # The split depends on the text before it, so the end of the prompt is tokenized with it.
         tail = ids[-_PROMPT_TAIL:]
         whole = self._tokenizer.encode(self._tokenizer.decode([*tail, *answer]))

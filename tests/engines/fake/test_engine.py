@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from modelyard.core.engine import (
     Accepted,
+    CacheInfo,
     Control,
     EmbeddingEngine,
     End,
@@ -344,56 +345,48 @@ async def test_many_jobs_run_concurrently() -> None:
 
 
 def test_first_prompt_has_nothing_cached() -> None:
-    key, accepted = PrefixCache(2).take([1, 2, 3], None)
+    key, accepted = PrefixCache(CacheInfo(4096, 2)).take([1, 2, 3], None)
     assert key
     assert accepted == Accepted(0, None, False)
 
 
 def test_same_prompt_leaves_one_token_to_evaluate() -> None:
-    cache = PrefixCache(2)
+    cache = PrefixCache(CacheInfo(4096, 2))
     cache.put("a", [1, 2, 3])
     assert cache.take([1, 2, 3], "a") == ("a", Accepted(2, None, False))
 
 
 def test_session_continues_its_own_sequence() -> None:
-    cache = PrefixCache(2)
+    cache = PrefixCache(CacheInfo(4096, 2))
     cache.put("a", [1, 2, 9, 9])
     cache.put("b", [1, 2, 3, 4])
     assert cache.take([1, 2, 3, 4, 5], "a") == ("a", Accepted(2, 2, False))
 
 
 def test_new_session_may_continue_another_sequence() -> None:
-    cache = PrefixCache(2)
+    cache = PrefixCache(CacheInfo(4096, 2))
     cache.put("a", [1, 2, 3])
     assert cache.take([1, 2, 3, 4], "b") == ("b", Accepted(3, 3, False))
 
 
 def test_prompt_that_shares_less_than_half_of_a_sequence_is_another_conversation() -> None:
-    cache = PrefixCache(4)
+    cache = PrefixCache(CacheInfo(4096, 4))
     cache.put("long", [1, 1, 1, 7, 1, 1, 1, 1])
     assert cache.take([1, 1, 1, 8], None)[1] == Accepted()
-    assert len(cache) == 1
+    assert len(cache.sequences) == 1
     cache.put("short", [1, 1, 1, 7, 1])
     assert cache.take([1, 1, 1, 8], None) == ("short", Accepted(3, 3))
 
 
 def test_least_recently_used_sequence_is_evicted() -> None:
-    cache = PrefixCache(2)
+    cache = PrefixCache(CacheInfo(4096, 2))
     cache.put("a", [1, 1])
     cache.put("b", [2, 2])
     key, accepted = cache.take([3, 3], "c")
     assert accepted.evicted
     cache.put(key, [3, 3])
-    assert (len(cache), cache.tokens) == (2, 4)
+    assert (len(cache.sequences), sum(map(len, cache.sequences.values()))) == (2, 4)
     assert cache.take([1, 1], "a")[1].cached_tokens == 0
-
-
-def test_copy_is_independent() -> None:
-    cache = PrefixCache(1)
-    cache.put("a", [1])
-    copy = cache.copy()
-    cache.clear()
-    assert (len(cache), len(copy)) == (0, 1)
 
 
 def prefix_length(a: list[int], b: list[int]) -> int:
@@ -442,7 +435,7 @@ jobs = st.tuples(tokens, st.sampled_from([None, None, "a", "b"]), tokens, st.int
 def test_overlapping_jobs_find_what_the_reference_finds(
     parallel: int, jobs: list[tuple[list[int], str | None, list[int], int]]
 ) -> None:
-    cache, reference, running = PrefixCache(parallel), ReferenceCache(parallel), []
+    cache, reference, running = PrefixCache(CacheInfo(4096, parallel)), ReferenceCache(parallel), []
     for start, session, output, most in jobs:
         (key, found), (name, expected) = cache.take(start, session), reference.take(start, session)
         assert found == expected
@@ -451,7 +444,10 @@ def test_overlapping_jobs_find_what_the_reference_finds(
             key, name, sequence = running.pop(0)
             cache.put(key, sequence)
             reference.put(name, sequence)
-        assert (len(cache), cache.tokens) == (len(reference.sequences), sum(len(s) for _, s in reference.sequences))
+        assert (len(cache.sequences), sum(map(len, cache.sequences.values()))) == (
+            len(reference.sequences),
+            sum(len(s) for _, s in reference.sequences),
+        )
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler, format_writer
-from modelyard.engines.fake.script import ScriptCall, ScriptStep
+from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler
+from modelyard.engines.fake.script import ScriptStep
 from tests.engines.fake.helpers import answer, chatml, prompt, text_engine, tokenizer
 from tests.engines.reading import ids, read
 
@@ -64,31 +64,28 @@ async def test_only_raw_steps_produce_control_tokens() -> None:
         assert (marker in ids(await read(engine.generate(prompt())))) is special
 
 
-def test_broken_arguments_are_written_verbatim() -> None:
-    call = ScriptCall(name="f", arguments='{"a": ')
-    assert ('\n{"name": "f", "arguments": {"a": }\n', False) in format_writer("hermes").calls([call])
-    assert ('\n<function=f>\n{"a": \n</function>\n', False) in format_writer("qwen3_coder").calls([call])
+async def test_broken_arguments_are_written_verbatim() -> None:
+    script = [{"steps": [{"call": {"name": "f", "arguments": '{"a": '}}]}]
+    assert '\n{"name": "f", "arguments": {"a": }\n' in await answer(script=script)
+    assert '\n<function=f>\n{"a": \n</function>\n' in await answer(script=script, format="qwen3_coder")
 
 
-def test_format_without_a_writer_uses_hermes() -> None:
-    assert format_writer("plain").think("a") == format_writer("hermes").think("a")
+async def test_format_without_a_writer_uses_hermes() -> None:
+    assert await answer(script=[{"steps": STEPS}], format="plain") == await answer(script=[{"steps": STEPS}])
+
+
+async def test_reasoning_of_several_steps_is_one_block() -> None:
+    steps: list[dict[str, Any]] = [{"repeat": 2, "steps": [{"think": "hm "}]}, {"text": "Yes"}]
+    assert await answer(script=[{"steps": steps}]) == "<think>\nhm hm \n</think>\n\nYes"
 
 
 # --- token ids --------------------------------------------------------------------------------------------------------
 
 
-def test_encoded_answer_skips_steps_without_output() -> None:
-    steps = [
-        ScriptStep(delay=1),
-        ScriptStep(text="a"),
-        ScriptStep(hang=True),
-        ScriptStep(think="b"),
-        ScriptStep(fail="x"),
-    ]
-    encoder = OutputEncoder(tokenizer())
-    for _ in range(2):  # the second time from the cache
-        ids = encoder.encode_answer(steps, format_writer("hermes"))
-        assert tokenizer().decode(ids) == "a<think>\nb\n</think>\n\n"
+def test_steps_without_output_stay_steps() -> None:
+    delay, failure = ScriptStep(delay=1), ScriptStep(fail="x")
+    encoded = OutputEncoder(tokenizer()).encode([delay, ScriptStep(text="a"), failure], in_reasoning=False)
+    assert list(encoded) == [delay, tokenizer().encode("a"), failure]
 
 
 def test_filler_words_are_one_token_each() -> None:

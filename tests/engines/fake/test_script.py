@@ -13,10 +13,9 @@ from modelyard.engines.fake.script import PromptView, RequestView, Script, Scrip
 from tests.engines.fake.helpers import WEATHER, answer, chatml, tokenizer
 
 
-class Conversation:
-    def __init__(self, user: str, result: str | None = None) -> None:
-        self.user, self.result = user, result
-        self.tools: dict[str, dict[str, Any]] = {}
+def conversation(user: str, result: str | None = None) -> RequestView:
+    results = () if result is None else (Message("tool", (ToolResult("1", (Text(result),)),)),)
+    return RequestView(Request(model="m", messages=(Message("user", (Text(user),)), *results)))
 
 
 def rule(**fields: Any) -> ScriptRule:
@@ -26,29 +25,29 @@ def rule(**fields: Any) -> ScriptRule:
 def test_first_matching_rule_wins() -> None:
     rules = [rule(when="rain"), rule(when="sun"), rule()]
     script = Script(rules)
-    assert script.choose(Conversation("will the sun shine")) is rules[1]
-    assert script.choose(Conversation("rain or sun")) is rules[0]
-    assert script.choose(Conversation("neither")) is rules[2]
+    assert script.choose(conversation("will the sun shine")) is rules[1]
+    assert script.choose(conversation("rain or sun")) is rules[0]
+    assert script.choose(conversation("neither")) is rules[2]
 
 
 def test_no_rule_may_match() -> None:
-    assert Script([rule(when="rain")]).choose(Conversation("sun")) is None
+    assert Script([rule(when="rain")]).choose(conversation("sun")) is None
 
 
 def test_turn_counts_the_matches_of_a_pattern_in_a_session() -> None:
     first, second = rule(when="go", turn=1), rule(when="go", turn=2)
     script = Script([first, second])
-    assert script.choose(Conversation("go"), "a") is first
-    assert script.choose(Conversation("go"), "b") is first
-    assert script.choose(Conversation("stay"), "a") is None
-    assert script.choose(Conversation("go"), "a") is second
-    assert script.choose(Conversation("go"), "a") is None
+    assert script.choose(conversation("go"), "a") is first
+    assert script.choose(conversation("go"), "b") is first
+    assert script.choose(conversation("stay"), "a") is None
+    assert script.choose(conversation("go"), "a") is second
+    assert script.choose(conversation("go"), "a") is None
 
 
 def test_result_is_searched_in_tool_results() -> None:
     script = Script([rule(result="sunny")])
-    assert script.choose(Conversation("x", "it is sunny")) is not None
-    assert script.choose(Conversation("sunny")) is None
+    assert script.choose(conversation("x", "it is sunny")) is not None
+    assert script.choose(conversation("sunny")) is None
 
 
 def test_rules_are_read_from_a_toml_file(tmp_path: Path) -> None:
