@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.helpers import stream_events, wait_until
 from tests.e2e.protocols import CHAT, MESSAGES, RESPONSES, Protocol, parse_events, send
-from tests.e2e.test_llama_server import NO_END_TOKENS, count_tokens, is_content, managed_server
+from tests.e2e.test_managed_engines import NO_END_TOKENS, count_tokens, is_content, managed_server
 from tests.engines.vllm_serve.real_server import TOOLS_TEMPLATE, fields
 from tests.live_server import LiveServer
 
@@ -55,7 +55,9 @@ def test_every_protocol_works_and_prompt_tokens_match_our_count(
     assert 1 <= parsed.usage.output <= 12
 
 
-def test_an_overflow_is_refused_before_the_first_byte_in_each_protocol(server: LiveServer, client: httpx.Client) -> None:
+def test_an_overflow_is_refused_before_the_first_byte_in_each_protocol(
+    server: LiveServer, client: httpx.Client
+) -> None:
     long = "word " * 1200
     tokens = count_tokens(server.url, long)
     message = client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]

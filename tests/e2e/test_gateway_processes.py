@@ -116,7 +116,9 @@ def test_a_killed_process_is_replaced_and_loses_no_metrics(cluster: MultiProcess
     killed = cluster.children()[0]
     os.kill(killed.pid, signal.SIGKILL)
     wait_until(
-        lambda: killed.pid not in {child.pid for child in cluster.children()}, "the process is gone", cli_process.DEADLINE
+        lambda: killed.pid not in {child.pid for child in cluster.children()},
+        "the process is gone",
+        cli_process.DEADLINE,
     )
     assert cluster.post().status_code == 200, "the other process serves meanwhile"
     cluster.wait_for_processes(2)

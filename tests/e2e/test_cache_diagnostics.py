@@ -226,7 +226,9 @@ def test_a_gateway_with_a_shared_store_restores_the_same_text(tmp_path: Path) ->
         wait_until(lambda: file.execute("SELECT entries FROM totals").fetchone()[0] == 1, "the entry is in the store")
         own_count, other_count, without_store = (conversation.count(url) for url in (first.url, other.url, ""))
     assert own_count == other_count
-    assert own_count != without_store, "the echoed text has as many tokens as the generated one, so this test proves nothing"
+    assert own_count != without_store, (
+        "the echoed text has as many tokens as the generated one, so this test proves nothing"
+    )
 
 
 def test_llama_cpp_evaluates_only_new_tokens(tmp_path: Path) -> None:
