@@ -34,7 +34,7 @@ from modelyard.library import default_model
 from modelyard.library.cache_dir import cache_dir
 from modelyard.prompt.template_source import builtin
 from modelyard.telemetry.history import RequestRecord
-from tests.clients.bench import Bench, Done
+from tests.clients.agent_bench import AgentBench, AgentResult
 from tests.live_server import LiveServer, live_server
 
 WINDOW, SLOTS = 65536, 3
@@ -112,7 +112,7 @@ class SessionResult(Struct, frozen=True):
 
 def run(session: AgentSession, template: str, llama_server: bool) -> SessionResult:
     with tempfile.TemporaryDirectory(prefix="modelyard-reuse-") as folder:
-        bench = Bench(session.agent, Path(folder))
+        bench = AgentBench(session.agent, Path(folder))
         write_files(bench.work)
         script = Path(folder) / "replay.jsonl"
         script.write_text("".join(json.dumps(rule) + "\n" for rule in session.rules(bench.work)))
@@ -136,7 +136,7 @@ def _llama_server_counts(recorded: Sequence[RecordedRequest], template: str) -> 
         return []
 
 
-def _drive(bench: Bench, session: AgentSession) -> None:
+def _drive(bench: AgentBench, session: AgentSession) -> None:
     session_id = ""
     for own in session.runs:
         done = bench.run(*(word.replace("{session}", session_id) for word in own), **session.env)
@@ -145,7 +145,7 @@ def _drive(bench: Bench, session: AgentSession) -> None:
         session_id = session_id or _session_id(done)
 
 
-def _session_id(done: Done) -> str:
+def _session_id(done: AgentResult) -> str:
     """Claude Code prints it in its last line."""
     try:
         return str(json.loads(done.out.strip().splitlines()[-1])["session_id"])

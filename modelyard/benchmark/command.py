@@ -54,7 +54,7 @@ CacheName = Annotated[str | None, typer.Option(help="Which cache of the model; d
 
 # --- the workload -----------------------------------------------------------------------------------------------------
 
-WorkloadName = Annotated[str, typer.Option(help="chat (short), agent (long, several turns) or batch (many streams).")]
+WorkloadName = Annotated[str, typer.Option(help="Chat (short), agent (long, several turns) or batch (many streams).")]
 Streams = Annotated[str | None, typer.Option("--concurrency", "-c", help="How many streams at once, such as 1,4,8.")]
 PromptTokens = Annotated[int | None, typer.Option(min=1, help="Length of the first prompt.")]
 OutputTokens = Annotated[int | None, typer.Option(min=1, help="Maximum length of an output.")]

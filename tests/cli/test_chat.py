@@ -38,7 +38,7 @@ def server() -> Iterator[LiveServer]:
 
 
 class FakeScreen(ChatScreen):
-    """What a person types, given beforehand; `interrupt` is a word at whose sight they press Ctrl-C."""
+    """A screen with prepared input; when `interrupt` is shown, it acts as Ctrl-C."""
 
     def __init__(self, *lines: str, colour: bool = False, interrupt: str | None = None) -> None:
         self.paper = io.StringIO()

@@ -1,4 +1,4 @@
-"""Every test here runs a real agent: none of them is part of a run that does not ask for them."""
+"""All tests here run real agents; they run only if selected explicitly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""aider, headless, against a scripted model: its edits land in files, and it gets over what goes wrong."""
+"""aider, headless, against a scripted model: its edits are written, and it recovers from errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.bench import DEADLINE, Bench, rule, says, texts
+from tests.clients.agent_bench import DEADLINE, AgentBench, rule, says, texts
 from tests.e2e.helpers import wait_until_idle
 
 MESSAGE = ("--yes-always", "--no-git", "--no-auto-commits", "--no-pretty", "--message")
@@ -14,12 +14,12 @@ EDIT = "Here it is.\n\nnote.txt\n```\nforty-two\n```\n"
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench("aider", tmp_path)
+def bench(tmp_path: Path) -> AgentBench:
+    return AgentBench("aider", tmp_path)
 
 
 @pytest.mark.steady
-def test_it_writes_a_file_from_a_reply(bench: Bench) -> None:
+def test_it_writes_a_file_from_a_reply(bench: AgentBench) -> None:
     (bench.work / "note.txt").write_text("nothing\n")
     with bench.serve([rule({"think": "An edit."}, says(EDIT), when="write a note"), rule(says("ok"))]):
         done = bench.run(*MESSAGE, "write a note", "note.txt")
@@ -29,7 +29,7 @@ def test_it_writes_a_file_from_a_reply(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_a_second_turn_continues_the_first(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first(bench: AgentBench) -> None:
     script = [rule(says("Remembered."), when="remember 42"), rule(says("It was 42."), when="what was")]
     with bench.serve(script):
         bench.run(*MESSAGE, "remember 42")
@@ -38,7 +38,7 @@ def test_a_second_turn_continues_the_first(bench: Bench) -> None:
     assert "Remembered." in texts(bench.requests[-1])
 
 
-def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: AgentBench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True})]) as server:
         process = bench.start(*MESSAGE, "wait for ever")
         bench.is_waiting_for()
@@ -46,8 +46,8 @@ def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
         wait_until_idle(server)
 
 
-def test_it_compacts_before_the_conversation_exceeds_the_window(bench: Bench) -> None:
-    """By the window that the launcher tells it and its own count."""
+def test_it_compacts_before_the_conversation_exceeds_the_window(bench: AgentBench) -> None:
+    """From the window set by the launcher and its own count."""
     script = [
         rule(says("We spoke of yards."), when="# ASSISTANT"),  # it shows the conversation to be summarised
         rule({"tokens": 1800}, when="tell me a long story"),
@@ -62,7 +62,7 @@ def test_it_compacts_before_the_conversation_exceeds_the_window(bench: Bench) ->
     assert "github" not in done.out.lower(), "it asked the internet for a model that it was told of"
 
 
-def test_an_overflow_error_is_recognised(bench: Bench) -> None:
+def test_an_overflow_error_is_recognised(bench: AgentBench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=500):
         done = bench.run(*MESSAGE, "hello", target=bench.target(window=200_000))
     assert "has hit a token limit" in done.out, done
@@ -71,7 +71,7 @@ def test_an_overflow_error_is_recognised(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal"])
-def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
+def test_it_retries_after_an_overloaded_error(bench: AgentBench, kind: str) -> None:
     script = [
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
         rule(says("Second time lucky."), when="try it"),
@@ -81,7 +81,7 @@ def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
     assert "Second time lucky." in done.out, done
 
 
-def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: AgentBench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
         process = bench.start(*MESSAGE, "try it")
         bench.is_waiting_for()

@@ -1,4 +1,4 @@
-"""Claude Code, headless, against a scripted model: its own tools work, and it gets over everything that goes wrong."""
+"""Claude Code, headless, against a scripted model: its tools work, and it recovers from errors."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 
-from tests.clients.bench import (
+from tests.clients.agent_bench import (
     DEADLINE,
-    Bench,
+    AgentBench,
     called,
     calls,
     pictures,
+    png,
     results,
     rule,
     says,
     texts,
     thoughts,
 )
-from tests.clients.pictures import png
 from tests.e2e.helpers import wait_until_idle
 
 ALLOWED = "--dangerously-skip-permissions"
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench("claude", tmp_path)
+def bench(tmp_path: Path) -> AgentBench:
+    return AgentBench("claude", tmp_path)
 
 
 def result_of(out: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def result_of(out: str) -> dict[str, Any]:
 
 
 @pytest.mark.steady
-def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: Bench) -> None:
+def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: AgentBench) -> None:
     note = bench.work / "note.txt"
     script = [
         rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
@@ -62,7 +62,7 @@ def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: B
 
 
 @pytest.mark.steady
-def test_a_second_turn_continues_the_first_from_the_cache(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first_from_the_cache(bench: AgentBench) -> None:
     script = [
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),
         rule(says("It was 42."), when="what was"),
@@ -80,7 +80,7 @@ def test_a_second_turn_continues_the_first_from_the_cache(bench: Bench) -> None:
     assert usage["cache_read_input_tokens"] > 0.9 * known
 
 
-def test_a_sub_agent_has_its_own_conversation(bench: Bench) -> None:
+def test_a_sub_agent_has_its_own_conversation(bench: AgentBench) -> None:
     script = [
         rule(says("The sub-agent has found it."), when="FOUND-IT"),
         rule(says("FOUND-IT"), when="look for the needle"),
@@ -99,7 +99,7 @@ def test_a_sub_agent_has_its_own_conversation(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_an_image_in_a_tool_result_reaches_the_model(bench: Bench) -> None:
+def test_an_image_in_a_tool_result_reaches_the_model(bench: AgentBench) -> None:
     picture = bench.work / "red.png"
     picture.write_bytes(png())
     script = [
@@ -113,7 +113,7 @@ def test_an_image_in_a_tool_result_reaches_the_model(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_a_text_only_model_gets_a_placeholder_for_an_image(bench: Bench) -> None:
+def test_a_text_only_model_gets_a_placeholder_for_an_image(bench: AgentBench) -> None:
     picture = bench.work / "red.png"
     picture.write_bytes(png())
     script = [
@@ -126,7 +126,7 @@ def test_a_text_only_model_gets_a_placeholder_for_an_image(bench: Bench) -> None
 
 
 @pytest.mark.steady
-def test_a_deferred_tool_is_found_by_search_and_then_called(bench: Bench) -> None:
+def test_a_deferred_tool_is_found_by_search_and_then_called(bench: AgentBench) -> None:
     script = [
         rule(says("Nothing is planned."), result="(?i)no scheduled"),
         rule(calls("CronList"), result="From here on this tool"),
@@ -138,7 +138,7 @@ def test_a_deferred_tool_is_found_by_search_and_then_called(bench: Bench) -> Non
     assert called(bench.turns[-1]) == ["ToolSearch", "CronList"]
 
 
-def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: AgentBench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True})]) as served:
         process = bench.start("-p", "wait for ever", ALLOWED)
         bench.is_waiting_for()
@@ -146,8 +146,8 @@ def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
         wait_until_idle(served)
 
 
-def test_it_compacts_when_the_conversation_exceeds_the_window(bench: Bench) -> None:
-    """The client believes in a larger window, so that only the server's refusal can tell it."""
+def test_it_compacts_when_the_conversation_exceeds_the_window(bench: AgentBench) -> None:
+    """The client assumes a larger window, so only the error of the server shows the limit."""
     script = [
         rule(says("<summary>We spoke of yards.</summary>"), when="(?i)summary of the conversation|detailed summary"),
         rule({"tokens": 6000}, when="tell me a long story"),
@@ -168,7 +168,7 @@ def test_it_compacts_when_the_conversation_exceeds_the_window(bench: Bench) -> N
 @pytest.mark.parametrize(
     ("kind", "requests"), [("rate_limited", 2), ("overloaded", 2), ("internal", 2), ("timeout", 2)]
 )
-def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str, requests: int) -> None:
+def test_it_retries_after_an_overloaded_error(bench: AgentBench, kind: str, requests: int) -> None:
     script = [
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
         rule(says("Second time lucky."), when="try it"),
@@ -179,7 +179,7 @@ def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str, requests:
     assert len(bench.turns) == requests
 
 
-def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: AgentBench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
         process = bench.start("-p", "try it", ALLOWED)
         bench.is_waiting_for()
@@ -188,7 +188,7 @@ def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> No
     assert "Back again." in out, (out, err)
 
 
-def test_it_ends_with_an_error_if_its_own_prompt_exceeds_the_window(bench: Bench) -> None:
+def test_it_ends_with_an_error_if_its_own_prompt_exceeds_the_window(bench: AgentBench) -> None:
     """The server's numbers reach the user, and it does not try in vain."""
     with bench.serve([rule(says("Never said."))], n_ctx=8_000):
         done = bench.run("-p", "hello", ALLOWED, target=bench.target(window=200_000))

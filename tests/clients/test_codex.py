@@ -1,4 +1,4 @@
-"""Codex, headless, against a scripted model: its own tools work, and it gets over everything that goes wrong."""
+"""Codex, headless, against a scripted model: its tools work, and it recovers from errors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,33 @@ import pytest
 
 from modelyard.core.request import ToolCall
 from modelyard.scanner.custom_grammar import input_pattern
-from tests.clients.bench import DEADLINE, Bench, called, calls, parts, pictures, results, rule, says, texts, thoughts
-from tests.clients.conversation import Conversation
-from tests.clients.pictures import png
+from tests.clients.agent_bench import (
+    DEADLINE,
+    AgentBench,
+    called,
+    calls,
+    parts,
+    pictures,
+    png,
+    results,
+    rule,
+    says,
+    texts,
+    thoughts,
+)
+from tests.clients.codex_conversation import Conversation
 from tests.e2e.helpers import wait_until_idle
 
 EXEC = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench("codex", tmp_path)
+def bench(tmp_path: Path) -> AgentBench:
+    return AgentBench("codex", tmp_path)
 
 
 @pytest.mark.steady
-def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: Bench) -> None:
+def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: AgentBench) -> None:
     script = [
         rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
         rule({"think": "Now read it."}, calls("exec_command", cmd="cat note.txt"), result="exited with code 0"),
@@ -45,7 +57,7 @@ def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: B
 
 
 @pytest.mark.steady
-def test_a_second_turn_continues_the_first(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first(bench: AgentBench) -> None:
     script = [
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),
         rule(says("It was 42."), when="what was"),
@@ -63,7 +75,7 @@ def test_a_second_turn_continues_the_first(bench: Bench) -> None:
     assert new < 0.1 * read
 
 
-def test_a_sub_agent_is_called_in_its_namespace_with_its_own_conversation(bench: Bench) -> None:
+def test_a_sub_agent_is_called_in_its_namespace_with_its_own_conversation(bench: AgentBench) -> None:
     """The main agent waits for a file that the sub-agent makes: to wait for it by name, a script cannot know its id."""
     script = [
         rule(says("FOUND-IT"), when="look for the needle", result="code 0"),
@@ -87,7 +99,7 @@ def test_a_sub_agent_is_called_in_its_namespace_with_its_own_conversation(bench:
 
 
 @pytest.mark.steady
-def test_a_custom_tool_is_called_with_free_text(bench: Bench) -> None:
+def test_a_custom_tool_is_called_with_free_text(bench: AgentBench) -> None:
     patch = "*** Begin Patch\n*** Add File: note.txt\n+forty-two\n*** End Patch\n"
     script = [
         rule(says("Patched."), result="Success"),
@@ -107,7 +119,7 @@ def test_a_custom_tool_is_called_with_free_text(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_an_image_in_a_tool_result_reaches_the_model(bench: Bench) -> None:
+def test_an_image_in_a_tool_result_reaches_the_model(bench: AgentBench) -> None:
     (bench.work / "red.png").write_bytes(png())
     script = [
         rule(says("It is red."), result=r"\[image\]"),
@@ -119,7 +131,7 @@ def test_an_image_in_a_tool_result_reaches_the_model(bench: Bench) -> None:
     assert pictures(bench.turns[-1]) == 1
 
 
-def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: AgentBench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True})]) as server:
         process = bench.start(*EXEC, "wait for ever")
         bench.is_waiting_for()
@@ -127,8 +139,8 @@ def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
         wait_until_idle(server)
 
 
-def test_it_compacts_before_the_conversation_exceeds_the_window(bench: Bench) -> None:
-    """By the window that the launcher tells it and the usage that we report."""
+def test_it_compacts_before_the_conversation_exceeds_the_window(bench: AgentBench) -> None:
+    """From the window set by the launcher and the reported usage."""
     script = [
         rule(says("We spoke of yards."), when="(?i)handoff summary|compaction"),
         rule({"tokens": 3000}, when="tell me a long story"),
@@ -143,7 +155,7 @@ def test_it_compacts_before_the_conversation_exceeds_the_window(bench: Bench) ->
     assert len(bench.requests) == len(bench.turns) + 1
 
 
-def test_long_tool_results_do_not_exceed_the_window(bench: Bench) -> None:
+def test_long_tool_results_do_not_exceed_the_window(bench: AgentBench) -> None:
     """It counts four bytes a token. These have two, and the second would go over the window unless it is cut."""
     line = 60 * "x" + "\n"
     (bench.work / "first.txt").write_text(90 * line)
@@ -161,8 +173,8 @@ def test_long_tool_results_do_not_exceed_the_window(bench: Bench) -> None:
     assert len(results(bench.turns[2])) < 11_000, "nothing was cut"
 
 
-def test_after_an_overflow_it_stops_with_the_reason_and_compacts_on_command(bench: Bench) -> None:
-    """The client believes in a larger window, so that only the server's refusal can tell it."""
+def test_after_an_overflow_it_stops_with_the_reason_and_compacts_on_command(bench: AgentBench) -> None:
+    """The client assumes a larger window, so only the error of the server shows the limit."""
     script = [
         rule(says("We spoke of yards."), when="(?i)handoff summary|compaction"),
         rule({"tokens": 3000}, when="tell me a long story"),
@@ -183,7 +195,7 @@ def test_after_an_overflow_it_stops_with_the_reason_and_compacts_on_command(benc
 
 
 @pytest.mark.steady
-def test_an_overflow_error_is_recognised(bench: Bench) -> None:
+def test_an_overflow_error_is_recognised(bench: AgentBench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=8_000):
         done = bench.run(*EXEC, "hello", target=bench.target(window=200_000))
     assert done.code != 0
@@ -192,7 +204,7 @@ def test_an_overflow_error_is_recognised(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal", "timeout"])
-def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
+def test_it_retries_after_an_overloaded_error(bench: AgentBench, kind: str) -> None:
     script = [
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
         rule(says("Second time lucky."), when="try it"),
@@ -203,7 +215,7 @@ def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
     assert len(bench.turns) == 2
 
 
-def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: AgentBench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
         process = bench.start(*EXEC, "try it")
         bench.is_waiting_for()

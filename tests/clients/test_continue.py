@@ -1,4 +1,4 @@
-"""Continue's command line, headless, against a scripted model: its own tools work, and it survives what goes wrong."""
+"""Continue's command line, headless, against a scripted model: its tools work, and it recovers from errors."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.bench import DEADLINE, Bench, called, calls, results, rule, says, texts
+from tests.clients.agent_bench import DEADLINE, AgentBench, called, calls, results, rule, says, texts
 from tests.e2e.helpers import wait_until_idle
 
 PRINT = ("--auto", "-p")
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench("continue", tmp_path)
+def bench(tmp_path: Path) -> AgentBench:
+    return AgentBench("continue", tmp_path)
 
 
 @pytest.mark.steady
-def test_it_writes_and_reads_a_file_with_its_tools(bench: Bench) -> None:
+def test_it_writes_and_reads_a_file_with_its_tools(bench: AgentBench) -> None:
     note = bench.work / "note.txt"
     script = [
         rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
@@ -39,7 +39,7 @@ def test_it_writes_and_reads_a_file_with_its_tools(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_a_second_turn_continues_the_first(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first(bench: AgentBench) -> None:
     script = [rule(says("Remembered."), when="remember 42"), rule(says("It was 42."), when="what was")]
     with bench.serve(script):
         bench.run(*PRINT, "remember 42")
@@ -49,7 +49,7 @@ def test_a_second_turn_continues_the_first(bench: Bench) -> None:
 
 
 @pytest.mark.steady
-def test_a_model_named_like_gpt_5_uses_the_responses_api(bench: Bench) -> None:
+def test_a_model_named_like_gpt_5_uses_the_responses_api(bench: AgentBench) -> None:
     note = bench.work / "note.txt"
     script = [
         rule(says("Written."), result="(?i)success|created|wrote"),
@@ -61,7 +61,7 @@ def test_a_model_named_like_gpt_5_uses_the_responses_api(bench: Bench) -> None:
     assert note.read_text() == "forty-two\n"
 
 
-def test_it_waits_for_a_long_prefill(bench: Bench) -> None:
+def test_it_waits_for_a_long_prefill(bench: AgentBench) -> None:
     """Its own patience is a few seconds where a timeout is set in the wrong unit."""
     with bench.serve([rule({"prefill": 6}, says("At last."))]):
         done = bench.run(*PRINT, "a long prompt")
@@ -69,7 +69,7 @@ def test_it_waits_for_a_long_prefill(bench: Bench) -> None:
     assert len(bench.requests) == 1
 
 
-def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: AgentBench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True})]) as server:
         process = bench.start(*PRINT, "wait for ever")
         bench.is_waiting_for()
@@ -77,8 +77,8 @@ def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
         wait_until_idle(server)
 
 
-def test_it_compacts_before_the_conversation_exceeds_the_window(bench: Bench) -> None:
-    """By the window that the launcher tells it and its own count."""
+def test_it_compacts_before_the_conversation_exceeds_the_window(bench: AgentBench) -> None:
+    """From the window set by the launcher and its own count."""
     script = [
         rule(says("We spoke of yards."), when="(?i)summar[iy]"),
         rule({"tokens": 1800}, when="tell me a long story"),
@@ -93,7 +93,7 @@ def test_it_compacts_before_the_conversation_exceeds_the_window(bench: Bench) ->
     assert len(bench.requests) == 4
 
 
-def test_an_overflow_error_is_shown(bench: Bench) -> None:
+def test_an_overflow_error_is_shown(bench: AgentBench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=1000):
         done = bench.run(*PRINT, "hello", target=bench.target(window=200_000))
     assert done.code != 0
@@ -101,7 +101,7 @@ def test_an_overflow_error_is_shown(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal"])
-def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
+def test_it_retries_after_an_overloaded_error(bench: AgentBench, kind: str) -> None:
     script = [
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
         rule(says("Second time lucky."), when="try it"),
@@ -112,7 +112,7 @@ def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
     assert len(bench.turns) == 2
 
 
-def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: AgentBench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
         process = bench.start(*PRINT, "try it")
         bench.is_waiting_for()

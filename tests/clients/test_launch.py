@@ -1,4 +1,4 @@
-"""The command `modelyard launch` itself, with the real agents: a server of its own, and one answer."""
+"""`modelyard launch` with real agents: it starts a server, and the agent gets a reply."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.launch.agents import AGENTS
 from tests.cli_process import MODELYARD, ROOT
-from tests.clients.bench import DEADLINE, Bench
+from tests.clients.agent_bench import DEADLINE, AgentBench
 from tests.launch.test_server import free_port
 
 ONE_QUESTION = {
@@ -33,7 +33,7 @@ model = "demo"
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_launch_starts_a_server_and_the_agent_and_ends_both(name: str, tmp_path: Path) -> None:
-    bench = Bench(name, tmp_path)
+    bench = AgentBench(name, tmp_path)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / bench.agent.program).symlink_to(bench.program)
     (tmp_path / "yard.toml").write_text(CONFIG)

@@ -1,4 +1,4 @@
-"""opencode, headless, against a scripted model: its own tools work, and it gets over everything that goes wrong."""
+"""opencode, headless, against a scripted model: its tools work, and it recovers from errors."""
 
 from __future__ import annotations
 
@@ -7,20 +7,31 @@ from pathlib import Path
 import pytest
 
 from modelyard.gateway.priority import priority
-from tests.clients.bench import DEADLINE, Bench, called, calls, pictures, results, rule, says, texts, thoughts
-from tests.clients.pictures import png
+from tests.clients.agent_bench import (
+    DEADLINE,
+    AgentBench,
+    called,
+    calls,
+    pictures,
+    png,
+    results,
+    rule,
+    says,
+    texts,
+    thoughts,
+)
 from tests.e2e.helpers import wait_until_idle
 
 RUN = ("run", "--auto")
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench("opencode", tmp_path)
+def bench(tmp_path: Path) -> AgentBench:
+    return AgentBench("opencode", tmp_path)
 
 
 @pytest.mark.steady
-def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: Bench) -> None:
+def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: AgentBench) -> None:
     note = bench.work / "note.txt"
     script = [
         rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
@@ -45,7 +56,7 @@ def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: B
 
 
 @pytest.mark.steady
-def test_a_second_turn_continues_the_first(bench: Bench) -> None:
+def test_a_second_turn_continues_the_first(bench: AgentBench) -> None:
     script = [
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),
         rule(says("It was 42."), when="what was"),
@@ -59,7 +70,7 @@ def test_a_second_turn_continues_the_first(bench: Bench) -> None:
     assert bench.turns[0].session == bench.turns[-1].session
 
 
-def test_a_sub_agent_has_its_own_conversation(bench: Bench) -> None:
+def test_a_sub_agent_has_its_own_conversation(bench: AgentBench) -> None:
     script = [
         rule(says("The sub-agent has found it."), result="FOUND-IT"),
         rule(says("FOUND-IT"), when="look for the needle"),
@@ -74,7 +85,7 @@ def test_a_sub_agent_has_its_own_conversation(bench: Bench) -> None:
     assert len({request.session for request in bench.turns}) == 2
 
 
-def test_an_image_in_a_tool_result_reaches_the_model_or_is_described(bench: Bench) -> None:
+def test_an_image_in_a_tool_result_reaches_the_model_or_is_described(bench: AgentBench) -> None:
     (bench.work / "red.png").write_bytes(png())
     script = [
         rule(says("It is there."), when="(?i)image"),
@@ -88,7 +99,7 @@ def test_an_image_in_a_tool_result_reaches_the_model_or_is_described(bench: Benc
     assert pictures(bench.turns[-1]) <= 1
 
 
-def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
+def test_an_interrupted_reply_frees_its_slot(bench: AgentBench) -> None:
     with bench.serve([rule(says("So far "), {"hang": True}, when="wait for ever"), rule(says("ok"))]) as server:
         process = bench.start(*RUN, "wait for ever")
         bench.is_waiting_for()
@@ -96,8 +107,8 @@ def test_an_interrupted_reply_frees_its_slot(bench: Bench) -> None:
         wait_until_idle(server)
 
 
-def test_it_compacts_when_the_conversation_exceeds_the_window(bench: Bench) -> None:
-    """The client believes in a larger window, so that only the server's refusal can tell it. It goes on, and still
+def test_it_compacts_when_the_conversation_exceeds_the_window(bench: AgentBench) -> None:
+    """The client assumes a larger window, so only the error of the server shows the limit. It goes on, and still
     ends with the error's exit code."""
     script = [
         rule(says("We spoke of yards."), when="(?i)anchored summary|summary of|summar[iy]"),
@@ -114,7 +125,7 @@ def test_it_compacts_when_the_conversation_exceeds_the_window(bench: Bench) -> N
 
 
 @pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal"])
-def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
+def test_it_retries_after_an_overloaded_error(bench: AgentBench, kind: str) -> None:
     script = [
         rule(says("A title"), when="(?i)generate a title"),
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
@@ -126,7 +137,7 @@ def test_it_retries_after_an_overloaded_error(bench: Bench, kind: str) -> None:
     assert len(bench.turns) == 2
 
 
-def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> None:
+def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: AgentBench) -> None:
     with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it"), rule(says("ok"))]):
         process = bench.start(*RUN, "--title", "t", "try it")
         bench.is_waiting_for()
@@ -135,7 +146,7 @@ def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: Bench) -> No
     assert "Back again." in out, (out, err)
 
 
-def test_it_ends_with_advice_if_its_own_prompt_exceeds_the_window(bench: Bench) -> None:
+def test_it_ends_with_advice_if_its_own_prompt_exceeds_the_window(bench: AgentBench) -> None:
     """With its own settings it would make one summary after another for ever."""
     with bench.serve([rule(says("Never said."))], n_ctx=4_000):
         done = bench.run(*RUN, "--title", "t", "hello")

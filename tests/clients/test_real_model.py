@@ -1,4 +1,4 @@
-"""Agents on the real default model, as far as its window of 8,192 tokens carries: each gets an answer and ends well."""
+"""Agents on the real default model with its window of 8,192 tokens: each gets a reply and exits without error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from modelyard.library import default_model
-from tests.clients.bench import Bench
+from tests.clients.agent_bench import AgentBench
 from tests.live_server import LiveServer, live_server
 
 SHORT = "You are a helpful assistant. Answer in one sentence.\n"
@@ -29,8 +29,8 @@ def server() -> Iterator[LiveServer]:
         yield running
 
 
-def bench(name: str, folder: Path, server: LiveServer) -> Bench:
-    made = Bench(name, folder)
+def bench(name: str, folder: Path, server: LiveServer) -> AgentBench:
+    made = AgentBench(name, folder)
     made.talk_to(server)
     return made
 
@@ -71,7 +71,7 @@ def test_aider_gets_a_reply(tmp_path: Path, server: LiveServer) -> None:
 
 
 def test_both_sdks_stream_the_same_answer(server: LiveServer) -> None:
-    """On three protocols; greedy, so the words are the model's own each time."""
+    """Greedy decoding on three protocols gives the same text."""
     question = [{"role": "user", "content": "Say hello."}]
     with Anthropic(base_url=server.url, api_key="none") as sdk:
         with sdk.messages.stream(model="claude-x", max_tokens=16, messages=question) as stream:  # type: ignore[arg-type]

@@ -118,5 +118,5 @@ def test_a_stream_without_start_or_end_is_incomplete(events: list[Event]):
 
 
 def test_a_block_cannot_end_before_its_start():
-    with pytest.raises(Incomplete, match="never began"):
+    with pytest.raises(Incomplete, match="not open"):
         collect_reply([STARTED, BlockEnd(0), FINISHED])

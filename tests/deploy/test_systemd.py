@@ -70,7 +70,7 @@ def run(command: list[str | Path], home: Path, **env: str) -> subprocess.Complet
 
 @pytest.fixture
 def home(tmp_path: Path, checkout: Path) -> Path:
-    """Somebody's home in which the service was installed."""
+    """A home folder in which the service was installed."""
     place = tmp_path / "home"
     place.mkdir()
     done = run([checkout / "deploy" / "systemd" / "install.sh"], place)

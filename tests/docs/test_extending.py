@@ -57,7 +57,7 @@ def test_the_recipe_for_a_sampling_parameter_works(tmp_path: Path) -> None:
 
 
 def _apply(file: Path, change: str) -> None:
-    """Each line with a plus goes behind the line above it, which occurs once in the file."""
+    """Each line with a plus is inserted after the line above it, which occurs once in the file."""
     before, added = (line[1:] for line in change.splitlines())
     text = file.read_text()
     assert text.count(f"{before}\n") == 1, f"{file} has no one place for {before!r}"

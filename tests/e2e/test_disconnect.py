@@ -111,7 +111,7 @@ def test_a_disconnect_cancels_a_legacy_completion(single_slot_server: LiveServer
         wait_for_running(single_slot_server, 1)
 
 
-# Deduplication of identical requests.
+# --- deduplication of identical requests ------------------------------------------------------------------------------
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 

@@ -1,4 +1,4 @@
-"""Errors as clients see them: failures before and during a reply, prompts that are too long, deadlines, crashed engines."""
+"""Errors as clients see them: failures before and during a reply, long prompts, deadlines, crashed engines."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_messages_overflow_has_the_text_that_claude_code_parses(
 
 def overflow_error(prompt_tokens: int, param: str) -> dict[str, Any]:
     message = (
-        f"This model's maximum context length is 4096 tokens. However, your messages resulted in {prompt_tokens} tokens. "
-        "Please reduce the length of the messages."
+        f"This model's maximum context length is 4096 tokens. However, your messages resulted in "
+        f"{prompt_tokens} tokens. Please reduce the length of the messages."
     )
     error = {"message": message, "type": "invalid_request_error", "param": param, "code": "context_length_exceeded"}
     return {"error": error | {"n_prompt_tokens": prompt_tokens, "n_ctx": 4096}}
@@ -158,8 +158,8 @@ def test_a_strict_cache_refuses_max_tokens_that_do_not_fit() -> None:
         replies = [post(client, protocol, "text", limit=4096) for protocol in PROTOCOLS.values()]
         assert [reply.status_code for reply in replies] == [400, 400, 400]
         assert replies[0].json()["error"]["message"] == (
-            f"input length and `max_tokens` exceed context limit: {prompt_tokens} + 4096 > 4096, decrease input length or "
-            "`max_tokens` and try again"
+            f"input length and `max_tokens` exceed context limit: {prompt_tokens} + 4096 > 4096, decrease input length "
+            "or `max_tokens` and try again"
         )
         assert [reply.json()["error"]["code"] for reply in replies[1:]] == ["context_length_exceeded"] * 2
         assert post(client, MESSAGES, "text", limit=4096 - prompt_tokens).status_code == 200
@@ -188,7 +188,7 @@ def test_an_invalid_deadline_is_refused(client: httpx.Client, value: str) -> Non
     assert "x-modelyard-timeout" in reply.json()["error"]["message"]
 
 
-# Crashed engines.
+# --- crashed engines --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def test_ct2_refuses_required_calls_and_accepts_optional_ones(ct2_server: LiveSe
     assert optional.status_code == 200
 
 
-# ExLlamaV3.
+# --- ExLlamaV3 --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,7 @@ def test_the_claude_code_configuration_finds_its_model(tmp_path: Path, monkeypat
     assert rows["cache fast"] == "1 × 8192 tokens 后台任务缓存"
 
 
-# Constrained output.
+# --- constrained output -----------------------------------------------------------------------------------------------
 
 WEATHER = {
     "type": "object",
@@ -294,7 +294,7 @@ def test_an_unsupported_grammar_does_not_fail_the_request(server: LiveServer) ->
     assert reply["output"]
 
 
-# LoRA adapters.
+# --- LoRA adapters ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +339,7 @@ def test_an_unknown_lora_adapter_is_a_400_that_lists_the_known_ones(lora_sdk: op
     assert caught.value.param == "lora_adapter"
 
 
-# An agent with one slot.
+# --- an agent with one slot -------------------------------------------------------------------------------------------
 
 AGENT_TOOLS = [
     {"name": "Bash", "description": "Runs a command. " * 20, "input_schema": {"type": "object", "properties": {}}}

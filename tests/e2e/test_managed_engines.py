@@ -160,7 +160,7 @@ def test_a_failed_load_reports_the_reason_of_llama_server() -> None:
         assert "invalid argument: --nonsense" in reply.json()["error"]["message"]
 
 
-# An imitated `vllm serve`.
+# --- an imitated `vllm serve` -----------------------------------------------------------------------------------------
 
 FAKE_WINDOW = 64
 

@@ -127,7 +127,7 @@ def test_a_request_moves_to_the_other_replica_if_its_replica_dies_before_output(
         wait_until(lambda: server.status("demo").running == 0, "all slots free")
 
 
-# Full queues.
+# --- full queues ------------------------------------------------------------------------------------------------------
 
 
 def expect_queue_full(server: LiveServer, protocol: Protocol, stream: bool, position: int) -> None:

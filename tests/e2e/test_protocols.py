@@ -144,7 +144,7 @@ def _argument_delta(data: dict[str, Any]) -> str:
     return "".join(call["function"]["arguments"] for call in calls)
 
 
-# Order and fields of events.
+# --- order and fields of events ---------------------------------------------------------------------------------------
 
 
 def stream_of(client: httpx.Client, name: str, text: str, **fields: Any) -> list[ServerSentEvent]:
@@ -321,7 +321,7 @@ def test_responses_has_no_done_line(client: httpx.Client) -> None:
     assert DONE not in client.post(RESPONSES.path, json=RESPONSES.body("text", stream=True)).text
 
 
-# Keepalives in the queue and in prefill.
+# --- keepalives in the queue and in prefill ---------------------------------------------------------------------------
 
 KEEPALIVE_EVENTS = {"messages": "ping", "chat": ":", "responses": "response.in_progress"}
 

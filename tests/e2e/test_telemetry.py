@@ -197,7 +197,7 @@ def test_process_metrics_are_measured(new_server: LiveServer):
     assert len(sample_values(scrape.text, "modelyard_build_info")) == 1
 
 
-# Captured requests.
+# --- captured requests ------------------------------------------------------------------------------------------------
 
 FILE_NAMES = ("1-client-request.json", "2-prompt.txt", "3-model-output.txt")
 

@@ -31,7 +31,7 @@ from modelyard.store.memory import MemoryStore
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.gateway.harness import GatewayHarness, read_events
 from tests.prompt.histories import TALKING, TOOL, ask, result, say
-from tests.tokenizer import tokenizers_made as sample_tokenizers
+from tests.tokenizer import sample_tokenizers
 
 GENERATED, ECHOED = '{"b":1,"a":2}', '{"a": 2, "b": 1}'
 

@@ -26,18 +26,18 @@ KEYS = read_keys(
 SECRETS = {"plain": "plain-secret", "hashed": "hashed-secret", "env": "env-secret", "boss": "boss-secret"}
 
 
-def make_scope(path: str = "/v1/messages", **headers: str) -> RequestContext:
+def make_context(path: str = "/v1/messages", **headers: str) -> RequestContext:
     return RequestContext("t", path, {"host": "localhost:8000"} | {k.replace("_", "-"): v for k, v in headers.items()})
 
 
-def admitted(seen: RequestContext, keys: Any = KEYS, **settings: Any) -> RequestContext:
-    Authenticator(HttpSettings(**settings), keys).admit(seen)
-    return seen
+def admit(context: RequestContext, keys: Any = KEYS, **settings: Any) -> RequestContext:
+    Authenticator(HttpSettings(**settings), keys).admit(context)
+    return context
 
 
-def rejected(seen: RequestContext, keys: Any = KEYS, **settings: Any) -> ModelyardError:
+def rejection(context: RequestContext, keys: Any = KEYS, **settings: Any) -> ModelyardError:
     with pytest.raises(ModelyardError) as caught:
-        admitted(seen, keys, **settings)
+        admit(context, keys, **settings)
     return caught.value
 
 
@@ -47,13 +47,13 @@ def rejected(seen: RequestContext, keys: Any = KEYS, **settings: Any) -> Modelya
 @pytest.mark.parametrize("name", SECRETS)
 @pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", "Bearer  {} "])
 def test_every_form_of_key_is_accepted_as_bearer_token(name: str, form: str) -> None:
-    assert admitted(make_scope(authorization=form.format(SECRETS[name]))).key == name
+    assert admit(make_context(authorization=form.format(SECRETS[name]))).key == name
 
 
 @pytest.mark.parametrize("name", SECRETS)
 def test_every_form_of_key_is_accepted_as_api_key(name: str) -> None:
-    seen = admitted(make_scope(x_api_key=SECRETS[name]))
-    assert (seen.key, seen.admin, seen.allow_remote) == (name, name == "boss", name == "env")
+    context = admit(make_context(x_api_key=SECRETS[name]))
+    assert (context.key, context.admin, context.allow_remote) == (name, name == "boss", name == "env")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_every_form_of_key_is_accepted_as_api_key(name: str) -> None:
     ],
 )
 def test_one_valid_key_in_either_header_is_enough(bearer: str, api_key: str, name: str) -> None:
-    assert admitted(make_scope(authorization=f"Bearer {bearer}", x_api_key=api_key)).key == name
+    assert admit(make_context(authorization=f"Bearer {bearer}", x_api_key=api_key)).key == name
 
 
 @pytest.mark.parametrize(
@@ -87,15 +87,15 @@ def test_one_valid_key_in_either_header_is_enough(bearer: str, api_key: str, nam
     ],
 )
 def test_missing_and_wrong_keys_get_the_same_error(headers: dict[str, str]) -> None:
-    error = rejected(make_scope(**headers))
+    error = rejection(make_context(**headers))
     assert isinstance(error, Unauthenticated)
     assert error.code == "invalid_api_key"
     assert "Authorization: Bearer" in error.message
-    assert error == rejected(make_scope()), "what was shown has left a trace"
+    assert error == rejection(make_context()), "what was shown has left a trace"
 
 
 def test_without_keys_every_client_is_an_admin() -> None:
-    assert admitted(make_scope("/v1/admin/models"), ()).admin is True
+    assert admit(make_context("/v1/admin/models"), ()).admin is True
 
 
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,27 +103,27 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: (compared.append(b), a == b)[1])
     for secret in ("boss-secret", "plain-secret", "wrong"):
         compared.clear()
-        seen = make_scope(x_api_key=secret, authorization="Bearer other")
+        context = make_context(x_api_key=secret, authorization="Bearer other")
         if secret == "wrong":
-            rejected(seen)
+            rejection(context)
         else:
-            admitted(seen)
+            admit(context)
         assert compared == [key.digest for key in KEYS] * 2
 
 
 @pytest.mark.parametrize("path", ["/v1/admin", "/v1/admin/models/demo/load"])
 def test_admin_paths_need_an_admin_key(path: str) -> None:
-    assert admitted(make_scope(path, x_api_key="boss-secret")).admin
-    error = rejected(make_scope(path, x_api_key="plain-secret"))
+    assert admit(make_context(path, x_api_key="boss-secret")).admin
+    error = rejection(make_context(path, x_api_key="plain-secret"))
     assert isinstance(error, Forbidden)
     assert error.code == "admin_key_required"
-    assert isinstance(rejected(make_scope(path)), Unauthenticated)
+    assert isinstance(rejection(make_context(path)), Unauthenticated)
 
 
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))
 def test_open_paths_need_no_key_but_recognise_valid_ones(path: str) -> None:
-    assert admitted(make_scope(path)).key == ""
-    assert admitted(make_scope(path, x_api_key="plain-secret")).key == "plain"
+    assert admit(make_context(path)).key == ""
+    assert admit(make_context(path, x_api_key="plain-secret")).key == "plain"
 
 
 def test_a_key_whose_variable_is_not_set_is_named() -> None:
@@ -136,8 +136,8 @@ def test_no_secret_is_kept() -> None:
 
 
 def test_a_header_gives_consent_to_remote_models() -> None:
-    assert admitted(make_scope(x_modelyard_allow_remote="true"), ()).allow_remote is True
-    assert admitted(make_scope(x_modelyard_allow_remote="no"), ()).allow_remote is False
+    assert admit(make_context(x_modelyard_allow_remote="true"), ()).allow_remote is True
+    assert admit(make_context(x_modelyard_allow_remote="no"), ()).allow_remote is False
 
 
 # --- names and pages --------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_header_gives_consent_to_remote_models() -> None:
     "host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "127.9.9.9", "[::1]:8000", "a.localhost", "", "my.box:80"]
 )
 def test_own_host_names_are_accepted(host: str) -> None:
-    assert admitted(make_scope(host=host), (), allowed_hosts=["My.Box"])
+    assert admit(make_context(host=host), (), allowed_hosts=["My.Box"])
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_own_host_names_are_accepted(host: str) -> None:
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "10.0.0.1", "[::2]"],
 )
 def test_foreign_host_names_are_refused(host: str) -> None:
-    error = rejected(make_scope("/health", host=host, x_api_key="plain-secret"))
+    error = rejection(make_context("/health", host=host, x_api_key="plain-secret"))
     assert isinstance(error, Forbidden)
     assert error.code == "host_not_allowed"
     assert "http.allowed_hosts" in error.message
 
 
 def test_a_public_server_accepts_every_host_name() -> None:
-    assert admitted(make_scope(host="box.lan", x_api_key="plain-secret"), host="0.0.0.0")
+    assert admit(make_context(host="box.lan", x_api_key="plain-secret"), host="0.0.0.0")
 
 
 PAGES = ["https://evil.example", "null", "http://[", "http://localhost:3000", "://", "", "x" * 10_000]
@@ -173,7 +173,7 @@ PAGES = ["https://evil.example", "null", "http://[", "http://localhost:3000", ":
     "settings", [{}, {"cors_origins": PAGES}, {"cors_enabled": True, "cors_origins": ["https://a"]}]
 )
 def test_a_foreign_origin_is_refused_before_its_request_runs(origin: str, settings: dict[str, Any]) -> None:
-    error = rejected(make_scope(origin=origin, x_api_key="plain-secret"), **settings)
+    error = rejection(make_context(origin=origin, x_api_key="plain-secret"), **settings)
     assert isinstance(error, Forbidden)
     assert error.code == "origin_not_allowed"
     assert len(error.message) < 500
@@ -181,16 +181,16 @@ def test_a_foreign_origin_is_refused_before_its_request_runs(origin: str, settin
 
 @pytest.mark.parametrize("origin", ["http://localhost:8000", "https://LOCALHOST:8000"])
 def test_our_own_origin_is_accepted(origin: str) -> None:
-    assert admitted(make_scope(origin=origin), ())
+    assert admit(make_context(origin=origin), ())
 
 
 def test_an_empty_origin_does_not_match_an_empty_host() -> None:
-    assert isinstance(rejected(make_scope(origin="null", host=""), ()), Forbidden)
+    assert isinstance(rejection(make_context(origin="null", host=""), ()), Forbidden)
 
 
 @pytest.mark.parametrize("origins", [[], ["*"], ["https://chat.example"]])
 def test_an_origin_allowed_by_cors_is_accepted(origins: list[str]) -> None:
-    assert admitted(make_scope(origin="https://chat.example"), (), cors_enabled=True, cors_origins=origins)
+    assert admit(make_context(origin="https://chat.example"), (), cors_enabled=True, cors_origins=origins)
 
 
 # --- where to listen --------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_addresses_that_only_look_like_loopback_need_a_key(host: str) -> None:
 def test_one_accepted_host_name_does_not_accept_another() -> None:
     doorkeeper = Authenticator(HttpSettings(), ())
     for number in range(200):
-        doorkeeper.admit(make_scope(host=f"a{number}.localhost:8000"))
+        doorkeeper.admit(make_context(host=f"a{number}.localhost:8000"))
         with pytest.raises(Forbidden):
-            doorkeeper.admit(make_scope(host=f"a{number}.localhost.evil.example"))
+            doorkeeper.admit(make_context(host=f"a{number}.localhost.evil.example"))
     assert len(doorkeeper._known_hosts) == 64

@@ -36,7 +36,7 @@ async def test_every_route_is_described_and_nothing_else() -> None:
         for path, operations in (await schema())["paths"].items()
         if not path.startswith("/v1/admin/")  # FastAPI describes what it serves itself
     }
-    prefixed = {path for path in routes() if f"/v1{path}" in routes()}  # the same place without /v1
+    prefixed = {path for path in routes() if f"/v1{path}" in routes()}  # the same route without /v1
     served = {path: methods - {"head"} for path, methods in routes().items() if path not in UNDESCRIBED | prefixed}
     assert described == served
 

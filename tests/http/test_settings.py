@@ -1,3 +1,5 @@
+"""Settings of the HTTP server and its keys."""
+
 from __future__ import annotations
 
 from typing import Any

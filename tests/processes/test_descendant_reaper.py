@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -24,13 +25,21 @@ time.sleep(3600)
 WAIT_S = 60.0
 
 
+def found(reaper: DescendantReaper) -> list[int]:
+    """The environment of a process is not readable for a moment while it is in execve."""
+    deadline = time.monotonic() + WAIT_S
+    while not (pids := reaper.pids):
+        assert time.monotonic() < deadline
+    return pids
+
+
 def test_marked_processes_are_found_and_killed() -> None:
     reaper = DescendantReaper()
     with reaper.mark_children():
         child = subprocess.Popen(SLEEP)
     other = subprocess.Popen(SLEEP)
     try:
-        assert reaper.pids == [child.pid]
+        assert found(reaper) == [child.pid]
         reaper.kill_all()
         assert child.wait(WAIT_S) == -9
         assert other.poll() is None
@@ -66,7 +75,7 @@ def test_concurrent_reapers_mark_only_their_own_processes() -> None:
     with ThreadPoolExecutor(2) as pool:
         (one, first), (two, second) = [each.result() for each in [pool.submit(start) for _ in range(2)]]
     try:
-        assert (one.pids, two.pids) == ([first.pid], [second.pid])
+        assert (found(one), found(two)) == ([first.pid], [second.pid])
     finally:
         for reaper, child in ((one, first), (two, second)):
             reaper.kill_all()

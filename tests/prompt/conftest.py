@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from tests.tokenizer import tokenizers_made as made
+from tests.tokenizer import sample_tokenizers
 
 
 @pytest.fixture(scope="session")
 def vocab() -> HuggingFaceTokenizer:
-    return HuggingFaceTokenizer.from_text(made.byte_level())
+    return HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level())

@@ -26,7 +26,7 @@ def ask(*messages: Message, tools: tuple[Tool, ...] = ()) -> Request:
     return Request(model="m", messages=messages, tools=tools)
 
 
-# name → (request, words that the prompt must hold in this order)
+# name → (request, strings that the prompt must contain in this order)
 HISTORIES: dict[str, tuple[Request, tuple[str, ...]]] = {
     "plain": (ask(say("system", "WORD-RULES"), say("user", "WORD-ONE")), ("WORD-RULES", "WORD-ONE")),
     "system in the middle": (

@@ -1,5 +1,7 @@
 """Images that a request names by URL."""
 
+from __future__ import annotations
+
 import base64
 import os
 from collections.abc import AsyncIterator
@@ -8,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Request, Text, ToolResult
 from modelyard.prompt.images import Images, image_media, is_public, sniff
 from modelyard.prompt.settings import ImageSettings
-from tests.prompt.picture_server import PNG, PictureServer, serve
+from tests.prompt.image_server import PNG, ImageServer, serve
 
 DATA = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[PictureServer]:
+async def server() -> AsyncIterator[ImageServer]:
     async with serve() as running:
         yield running
 
@@ -89,7 +92,7 @@ async def test_data_of_exactly_the_limit_is_accepted() -> None:
 # --- http -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_allowed_image_is_inlined_everywhere_and_fetched_once(server: PictureServer) -> None:
+async def test_an_allowed_image_is_inlined_everywhere_and_fetched_once(server: ImageServer) -> None:
     image = Image(server.url("/ok"), "high")
     request = request_with(image, ToolResult("1", (Text("t"), image)), Image(DATA))
     got = await inline(request, **local_images())
@@ -98,14 +101,14 @@ async def test_an_allowed_image_is_inlined_everywhere_and_fetched_once(server: P
     assert server.paths == ["/ok"]
 
 
-async def test_a_host_that_is_not_allowed_is_not_resolved(server: PictureServer) -> None:
+async def test_a_host_that_is_not_allowed_is_not_resolved(server: ImageServer) -> None:
     error = await refusal(server.url("/ok"), allow=["*.example.com"], allow_private=True)
     assert error.code == "image_not_allowed"
     assert "images.allow" in error.message
     assert server.paths == []
 
 
-async def test_private_address_is_refused_unless_allowed(server: PictureServer) -> None:
+async def test_private_address_is_refused_unless_allowed(server: ImageServer) -> None:
     error = await refusal(server.url("/ok"), allow=["*"])
     assert error.code == "image_not_allowed"
     assert "images.allow_private" in error.message
@@ -113,7 +116,7 @@ async def test_private_address_is_refused_unless_allowed(server: PictureServer) 
 
 
 async def test_connection_goes_to_the_address_that_was_checked(
-    server: PictureServer, monkeypatch: pytest.MonkeyPatch
+    server: ImageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.name("pictures.test", monkeypatch, "127.0.0.1")
     url = server.url("/ok").replace("127.0.0.1", "Pictures.test")
@@ -124,7 +127,7 @@ async def test_connection_goes_to_the_address_that_was_checked(
 
 
 async def test_next_address_is_tried_when_one_does_not_answer(
-    server: PictureServer, monkeypatch: pytest.MonkeyPatch
+    server: ImageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.name("pictures.test", monkeypatch, "127.0.0.2", "127.0.0.1")
     url = server.url("/ok").replace("127.0.0.1", "pictures.test")
@@ -134,13 +137,13 @@ async def test_next_address_is_tried_when_one_does_not_answer(
 
 @pytest.mark.parametrize("hidden", ["10.0.0.1", "::1", "::ffff:192.168.0.1", "64:ff9b::7f00:1", "169.254.169.254"])
 async def test_one_private_address_among_public_ones_is_enough_to_refuse(
-    server: PictureServer, monkeypatch: pytest.MonkeyPatch, hidden: str
+    server: ImageServer, monkeypatch: pytest.MonkeyPatch, hidden: str
 ) -> None:
     server.name("pictures.test", monkeypatch, "93.184.215.14", hidden)
     assert (await refusal("http://pictures.test/", allow=["*"])).code == "image_not_allowed"
 
 
-async def test_redirects_are_followed_and_checked_again(server: PictureServer) -> None:
+async def test_redirects_are_followed_and_checked_again(server: ImageServer) -> None:
     got = await inline(request_with(Image(server.url("/hop/3"))), **local_images())
     assert got.messages[0].parts[1] == Image(DATA)
     assert (await refusal(server.url("/hop/4"), **local_images())).code == "image_unreachable"
@@ -161,7 +164,7 @@ async def test_redirects_are_followed_and_checked_again(server: PictureServer) -
     ],
 )
 async def test_an_invalid_reply_is_an_error_with_a_reason(
-    server: PictureServer, path: str, code: str, complaint: str
+    server: ImageServer, path: str, code: str, complaint: str
 ) -> None:
     error = await refusal(server.url(path), **local_images(max_bytes=5000, timeout_s=0.2 if path == "/silent" else 10))
     assert error.code == code
@@ -169,7 +172,7 @@ async def test_an_invalid_reply_is_an_error_with_a_reason(
 
 
 async def test_closed_port_and_unknown_host_are_unreachable(
-    server: PictureServer, monkeypatch: pytest.MonkeyPatch
+    server: ImageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await server.close()
     assert (await refusal(server.url("/ok"), **local_images())).code == "image_unreachable"
@@ -289,3 +292,21 @@ def test_addresses_that_are_not_public(address: str) -> None:
 )
 def test_the_media_type_is_detected_from_the_first_bytes(data: bytes, kind: str | None) -> None:
     assert sniff(data) == kind
+
+
+# Settings of images.
+
+
+def test_nothing_is_allowed_by_default() -> None:
+    assert (ImageSettings().allow, ImageSettings().allow_private) == ([], False)
+
+
+def test_hosts_and_folders_are_parsed() -> None:
+    allow = ["*.example.com", "localhost", "file:///pictures/"]
+    assert ImageSettings(allow=allow).allow == allow
+
+
+@pytest.mark.parametrize("entry", ["https://example.com", "file://pictures/", "file:///pictures", "a/b", ""])
+def test_invalid_entries_are_refused_with_an_explanation(entry: str) -> None:
+    with pytest.raises(ValidationError, match=r"host glob|written file:///"):
+        ImageSettings(allow=[entry])

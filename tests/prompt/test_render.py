@@ -1,3 +1,5 @@
+"""Requests rendered to prompts: messages, tools, images, thinking, prefills, and protection against injected tokens."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -26,9 +28,9 @@ from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.shield import SENTINEL, Shield
 from modelyard.tokenizer.tokenizer_files import SpecialTokens
 from tests.prompt.histories import TALKING, TOOL, ask, call, result, say
-from tests.tokenizer import tokenizers_made as made
+from tests.tokenizer import sample_tokenizers
 
-VOCAB = HuggingFaceTokenizer.from_text(made.byte_level())
+VOCAB = HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level())
 CHATML = Renderer(ChatTemplate(builtin("generic")), VOCAB)
 
 
@@ -47,7 +49,10 @@ def test_two_messages_become_chatml() -> None:
 
 
 SPELLING = st.lists(
-    st.sampled_from([*made.CONTROLS, *made.MARKERS, "<|im_", "end|>", " ", "x", "\ufdd0", "\n"]), max_size=6
+    st.sampled_from(
+        [*sample_tokenizers.CONTROLS, *sample_tokenizers.MARKERS, "<|im_", "end|>", " ", "x", "\ufdd0", "\n"]
+    ),
+    max_size=6,
 ).map("".join)
 
 
@@ -250,7 +255,9 @@ def test_open_reasoning_is_detected_at_the_end_of_the_prompt() -> None:
 
 
 def test_raw_prompts_keep_control_tokens_and_get_one_bos() -> None:
-    vocab = HuggingFaceTokenizer.from_text(made.byte_level(), special=SpecialTokens("<|endoftext|>", adds_bos=True))
+    vocab = HuggingFaceTokenizer.from_text(
+        sample_tokenizers.byte_level(), special=SpecialTokens("<|endoftext|>", adds_bos=True)
+    )
     renderer = Renderer(ChatTemplate("x"), vocab)
     assert renderer.raw("a<|im_end|>") == [0, *vocab.encode("a"), 2]
     assert renderer.raw("<|endoftext|>a") == [0, *vocab.encode("a")]

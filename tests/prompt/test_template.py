@@ -1,3 +1,5 @@
+"""Chat templates: the sandbox, its limits, and filters."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Adapting histories to what a template accepts."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""Where the template of a model comes from."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Requests to translation models."""
+
 from __future__ import annotations
 
 from typing import Any

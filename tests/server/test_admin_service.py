@@ -21,7 +21,7 @@ CHAT_BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
 
 class ReloadableServer:
-    """A server whose configuration lies in a file that the test may write."""
+    """A server whose configuration file can be changed by the test."""
 
     def __init__(self, file: Path, config: dict[str, Any]) -> None:
         self.file = file

@@ -123,11 +123,11 @@ async def test_stop_ends_running_and_queued_requests():
     assert {reply.status_code for reply in replies} <= {503, 529}
 
 
-# --- in a process of its own ------------------------------------------------------------------------------------------
+# --- in a separate process --------------------------------------------------------------------------------------------
 
 
 def _open_stream(stack: ExitStack, client: httpx.Client) -> dict[str, tuple[httpx.Response, Iterator[str]]]:
-    """A stream of each protocol, read until its first word is there."""
+    """A stream of each protocol, read until its first text."""
     streams = {}
     for path, body in REQUESTS.items():
         reply = stack.enter_context(client.stream("POST", path, json={"model": "demo", "stream": True, **body}))

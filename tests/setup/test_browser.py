@@ -1,3 +1,5 @@
+"""The script that installs a browser."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The script that installs agents."""
+
 from __future__ import annotations
 
 import importlib.util

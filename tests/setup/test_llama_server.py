@@ -1,3 +1,5 @@
+"""The script that builds llama-server."""
+
 from __future__ import annotations
 
 import os

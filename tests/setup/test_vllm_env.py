@@ -1,3 +1,5 @@
+"""The script that creates the environment of vLLM."""
+
 from __future__ import annotations
 
 import importlib.util

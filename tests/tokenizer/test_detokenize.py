@@ -1,3 +1,5 @@
+"""Streaming detokenization."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,11 +12,11 @@ from tokenizers import pre_tokenizers
 from modelyard.core.tokenizer import Detokenizer, IdLogprob
 from modelyard.tokenizer import detokenize
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from tests.tokenizer import tokenizers_made as made
+from tests.tokenizer import sample_tokenizers
 
-BYTES = HuggingFaceTokenizer.from_text(made.byte_level())
-PIECES = HuggingFaceTokenizer.from_text(made.metaspace("first"))
-WORDS = HuggingFaceTokenizer.from_text(made.word_piece())
+BYTES = HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level())
+PIECES = HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("first"))
+WORDS = HuggingFaceTokenizer.from_text(sample_tokenizers.word_piece())
 
 
 def stream(detokenizer: Detokenizer, ids: list[int]) -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
-from bench.smollm import build_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from bench.prompts import build_tokenizer
 from modelyard.core.errors import InvalidRequest
 from modelyard.library.default_model import fetch
 from modelyard.library.gguf import read_metadata
+from modelyard.plugins import MissingLibrary
 from modelyard.tokenizer import llama_log, open_tokenizer
 from modelyard.tokenizer.gguf import GgufTokenizer
 from modelyard.tokenizer.prefix_cache import TokenCache
@@ -217,3 +219,18 @@ def test_a_null_message_is_accepted() -> None:
     llama_log.clear()
     llama_log._on_log(ERROR, None, None)
     assert llama_log.first_error() == "llama.cpp gave no reason"
+
+
+# Which library reads which file, and the error if it is missing.
+
+
+def test_a_gguf_file_without_llama_cpp_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("llama_cpp", "modelyard.tokenizer.gguf", "modelyard.tokenizer.llama"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(MissingLibrary, match="run make install"):
+        open_tokenizer(Path("x.GGUF"))

@@ -1,3 +1,5 @@
+"""Tokenizers of Hugging Face: special tokens, files, and safe split points."""
+
 from __future__ import annotations
 
 import json
@@ -15,13 +17,16 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, TokenizerFile, exact_split_points
 from modelyard.tokenizer.tokenizer_files import SpecialTokens
-from tests.tokenizer import tokenizers_made as made
+from tests.tokenizer import sample_tokenizers
 
-SPELLED = st.lists(st.sampled_from([*made.CONTROLS, *made.MARKERS, "</s>", " ", "a", "é", "\n", "👋"]), max_size=8)
+SPELLED = st.lists(
+    st.sampled_from([*sample_tokenizers.CONTROLS, *sample_tokenizers.MARKERS, "</s>", " ", "a", "é", "\n", "👋"]),
+    max_size=8,
+)
 
 
 def folder(path: Path, **files: object) -> Path:
-    (path / "tokenizer.json").write_text(made.byte_level())
+    (path / "tokenizer.json").write_text(sample_tokenizers.byte_level())
     for name, content in files.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
@@ -34,7 +39,7 @@ def test_special_tokens_are_recognised_and_no_bos_is_added(byte_vocab: HuggingFa
 
 
 def test_markers_without_the_special_flag_are_control_tokens_and_html_is_not() -> None:
-    text = json.loads(made.byte_level())
+    text = json.loads(sample_tokenizers.byte_level())
     text["added_tokens"].append(
         text["added_tokens"][-1] | {"id": 999, "content": "<table>"},
     )
@@ -44,7 +49,15 @@ def test_markers_without_the_special_flag_are_control_tokens_and_html_is_not() -
     assert vocab.size == 1000
 
 
-@pytest.mark.parametrize("make", [made.byte_level, made.unigram, lambda: made.metaspace("first"), made.word_piece])
+@pytest.mark.parametrize(
+    "make",
+    [
+        sample_tokenizers.byte_level,
+        sample_tokenizers.unigram,
+        lambda: sample_tokenizers.metaspace("first"),
+        sample_tokenizers.word_piece,
+    ],
+)
 def test_plain_text_never_becomes_a_control_token(make: object) -> None:
     vocab = HuggingFaceTokenizer.from_text(make())  # type: ignore[operator]
     controls = {id for text, id in vocab.specials.items() if text not in ("<unk>", "[UNK]")}
@@ -65,8 +78,8 @@ def test_plain_text_without_control_tokens_is_encoded_as_usual(text: str) -> Non
         assert vocab.encode_plain(text) == vocab.encode(text)
 
 
-BYTES = HuggingFaceTokenizer.from_text(made.byte_level())
-FIRST = HuggingFaceTokenizer.from_text(made.metaspace("first"))
+BYTES = HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level())
+FIRST = HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("first"))
 
 
 @settings(max_examples=100, deadline=None)
@@ -118,7 +131,10 @@ def test_a_tokenizer_that_adds_no_bos_has_none_for_raw_prompts(tmp_path: Path) -
     path = folder(tmp_path, special_tokens_map={"bos_token": "<|im_start|>"})
     assert HuggingFaceTokenizer.load(path).bos is None
     assert (
-        HuggingFaceTokenizer.from_text(made.byte_level(), special=SpecialTokens("<|im_start|>", adds_bos=True)).bos == 1
+        HuggingFaceTokenizer.from_text(
+            sample_tokenizers.byte_level(), special=SpecialTokens("<|im_start|>", adds_bos=True)
+        ).bos
+        == 1
     )
 
 
@@ -142,14 +158,14 @@ def test_a_broken_file_beside_the_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off() -> None:
-    text = json.loads(made.byte_level())
+    text = json.loads(sample_tokenizers.byte_level())
     text["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     assert len(HuggingFaceTokenizer.from_text(json.dumps(text)).encode("a b c d e f g h")) > 2
 
 
 @pytest.mark.parametrize(("extra", "ends"), [([], True), (["<|channel|>"], False)])
 def test_the_end_of_a_message_ends_a_turn_only_where_there_are_no_channels(extra: list[str], ends: bool) -> None:
-    text = json.loads(made.byte_level())
+    text = json.loads(sample_tokenizers.byte_level())
     last = text["added_tokens"][-1]
     free = HuggingFaceTokenizer.from_text(json.dumps(text)).size
     for number, token in enumerate(["<|end|>", "<|return|>", *extra], start=free):
@@ -172,19 +188,19 @@ def cuts(text: str) -> frozenset[str]:
 
 
 def with_tokens(*contents: str) -> str:
-    made_one = json.loads(made.byte_level())
+    tokenizer_json = json.loads(sample_tokenizers.byte_level())
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    made_one["added_tokens"] = [{"id": n, "content": content} | flags for n, content in enumerate(contents)]
-    return json.dumps(made_one)
+    tokenizer_json["added_tokens"] = [{"id": n, "content": content} | flags for n, content in enumerate(contents)]
+    return json.dumps(tokenizer_json)
 
 
 def test_text_can_be_split_at_plain_control_tokens() -> None:
-    assert cuts(made.byte_level()) == {*made.CONTROLS, *made.MARKERS}
+    assert cuts(sample_tokenizers.byte_level()) == {*sample_tokenizers.CONTROLS, *sample_tokenizers.MARKERS}
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "normalized", "single_word"])
 def test_text_is_not_split_at_tokens_that_strip_their_neighbours(flag: str) -> None:
-    assert cuts(made.edited(made.byte_level(), **{flag: True})) == frozenset()
+    assert cuts(sample_tokenizers.edited(sample_tokenizers.byte_level(), **{flag: True})) == frozenset()
 
 
 def test_text_is_not_split_at_a_token_inside_another_one() -> None:
@@ -196,31 +212,31 @@ def test_text_is_not_split_at_overlapping_tokens() -> None:
 
 
 def test_an_unknown_normalizer_prevents_all_splits() -> None:
-    text = json.loads(made.byte_level())
+    text = json.loads(sample_tokenizers.byte_level())
     text["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [text["pre_tokenizer"], {"type": "LooksAround"}]}
     assert cuts(json.dumps(text)) == frozenset()
 
 
 def test_dropout_prevents_all_splits() -> None:
-    text = json.loads(made.byte_level())
+    text = json.loads(sample_tokenizers.byte_level())
     text["model"]["dropout"] = 0.1
     assert cuts(json.dumps(text)) == frozenset()
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_text_in_the_middle_is_encoded_as_after_a_control_token(scheme: str) -> None:
-    vocab = HuggingFaceTokenizer.from_text(made.metaspace(scheme))
+    vocab = HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace(scheme))
     for text in ("fox", " fox", "  fox dog", "é👋"):
         assert vocab.encode_plain_inside(text) == vocab.encode("<|im_end|>" + text)[1:]
 
 
 def test_control_tokens_that_are_words_are_encoded_in_pieces() -> None:
-    vocab = HuggingFaceTokenizer.from_text(made.unigram())
+    vocab = HuggingFaceTokenizer.from_text(sample_tokenizers.unigram())
     ids = vocab.encode_plain("abc</s></s>")
     assert vocab.specials["</s>"] not in ids
     assert vocab.decode(ids).replace(" ", "") == "abc</s></s>"
 
 
 def test_empty_text_has_no_tokens() -> None:
-    vocab = HuggingFaceTokenizer.from_text(made.metaspace("always"))
+    vocab = HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("always"))
     assert vocab.encode_plain("") == vocab.encode_plain_inside("") == []

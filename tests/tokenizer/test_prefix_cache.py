@@ -1,3 +1,5 @@
+"""The token cache: unchanged prefixes are not tokenized again."""
+
 from __future__ import annotations
 
 import json
@@ -10,11 +12,11 @@ from hypothesis import strategies as st
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.prefix_cache import TokenCache, TwoGenerationCache
 from modelyard.tokenizer.shield import shield, unshield
-from tests.tokenizer import tokenizers_made as made
+from tests.tokenizer import sample_tokenizers
 
 
 def stripping() -> str:
-    text = json.loads(made.byte_level())
+    text = json.loads(sample_tokenizers.byte_level())
     text["normalizer"] = {
         "type": "Sequence",
         "normalizers": [{"type": "Strip", "strip_left": True, "strip_right": True}],
@@ -23,21 +25,23 @@ def stripping() -> str:
 
 
 VOCABS = {
-    "byte level": HuggingFaceTokenizer.from_text(made.byte_level()),
-    "byte level, prefix space": HuggingFaceTokenizer.from_text(made.byte_level(prefix_space=True)),
-    "metaspace first": HuggingFaceTokenizer.from_text(made.metaspace("first")),
-    "metaspace always": HuggingFaceTokenizer.from_text(made.metaspace("always")),
-    "metaspace never": HuggingFaceTokenizer.from_text(made.metaspace("never")),
-    "legacy llama": HuggingFaceTokenizer.from_text(made.legacy_llama()),
-    "word piece": HuggingFaceTokenizer.from_text(made.word_piece()),
+    "byte level": HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level()),
+    "byte level, prefix space": HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level(prefix_space=True)),
+    "metaspace first": HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("first")),
+    "metaspace always": HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("always")),
+    "metaspace never": HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("never")),
+    "legacy llama": HuggingFaceTokenizer.from_text(sample_tokenizers.legacy_llama()),
+    "word piece": HuggingFaceTokenizer.from_text(sample_tokenizers.word_piece()),
     "stripping normalizer": HuggingFaceTokenizer.from_text(stripping()),
-    "greedy neighbours": HuggingFaceTokenizer.from_text(made.edited(made.byte_level(), lstrip=True, rstrip=True)),
+    "greedy neighbours": HuggingFaceTokenizer.from_text(
+        sample_tokenizers.edited(sample_tokenizers.byte_level(), lstrip=True, rstrip=True)
+    ),
 }
 TEXTS = st.lists(
     st.sampled_from(
         [
-            *made.CONTROLS,
-            *made.MARKERS,
+            *sample_tokenizers.CONTROLS,
+            *sample_tokenizers.MARKERS,
             "[SEP]",
             "[CLS]",
             " ",
@@ -75,7 +79,7 @@ def test_the_cache_gives_the_ids_of_a_full_tokenization(name: str) -> None:
 
 
 def test_an_unchanged_prefix_is_never_tokenized_again() -> None:
-    vocab = CountingTokenizer(made.byte_level())
+    vocab = CountingTokenizer(sample_tokenizers.byte_level())
     tokens = TokenCache(vocab, vocab.cuts)
     turn = "<|im_start|>user\nThe quick brown fox<|im_end|>\n"
     tokens.encode(turn)
@@ -148,13 +152,13 @@ def test_two_threads_and_a_small_cache_agree_with_the_tokenizer() -> None:
 
 class CountingTokenizer(HuggingFaceTokenizer):
     def __new__(cls, text: str) -> CountingTokenizer:
-        made_one = HuggingFaceTokenizer.from_text(text)
-        made_one.__class__ = cls
-        return made_one  # type: ignore[return-value]
+        tokenizer_json = HuggingFaceTokenizer.from_text(text)
+        tokenizer_json.__class__ = cls
+        return tokenizer_json  # type: ignore[return-value]
 
     def __init__(self, text: str) -> None:
         self.seen: list[str] = []
-        self.words = None  # every stretch goes through `encode`, and is counted
+        self.words = None  # every segment goes through `encode` and is counted
 
     def encode(self, text: str) -> list[int]:
         self.seen.append(text)
@@ -191,7 +195,7 @@ def test_each_segment_between_control_tokens_is_learned_separately() -> None:
 
 
 def test_a_known_text_is_not_learned_again() -> None:
-    """Another conversation may stand on it."""
+    """Another conversation may use it as its prefix."""
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     known = tokens.encode(OPENED + "Hello there, how are you?")
     tokens.learn(tokens.encode(OPENED), encode_by_character("Hello there, how are you?"))

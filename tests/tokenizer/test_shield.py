@@ -1,3 +1,5 @@
+"""Shielding control tokens in user text."""
+
 from __future__ import annotations
 
 import re

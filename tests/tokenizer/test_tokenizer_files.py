@@ -1,3 +1,5 @@
+"""Settings in the files of a tokenizer."""
+
 from __future__ import annotations
 
 import json

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.shield import TokenSpellings
 from modelyard.tokenizer.word_cache import MAX_TEXT, WordCache
-from tests.tokenizer import tokenizers_made as made
+from tests.tokenizer import sample_tokenizers
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -41,7 +41,7 @@ def split(pattern: str) -> dict[str, Any]:
 
 
 def vocabulary(pre_tokenizer: dict[str, Any] | None = None) -> HuggingFaceTokenizer:
-    text = json.loads(made.byte_level())
+    text = json.loads(sample_tokenizers.byte_level())
     if pre_tokenizer is not None:
         text["pre_tokenizer"] = pre_tokenizer
     return HuggingFaceTokenizer.from_text(json.dumps(text))
@@ -170,4 +170,4 @@ def test_an_unknown_pattern_is_not_translated(pre_tokenizer: dict[str, Any]) -> 
 
 
 def test_other_tokenizers_have_no_word_cache() -> None:
-    assert HuggingFaceTokenizer.from_text(made.metaspace("first")).words is None
+    assert HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("first")).words is None

@@ -6,7 +6,7 @@ import importlib
 import json
 import math
 import re
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 from modelyard.core.errors import InvalidRequest
@@ -95,7 +95,7 @@ _FORMATS = {
     "uri": "https://example.com/",
     "uuid": "00000000-0000-4000-8000-000000000000",
 }
-_TYPES_BY_KEYWORD = {  # the type of a schema without a type
+_IMPLIED_TYPES = {  # by the keywords of a schema without a type
     **dict.fromkeys(("properties", "required"), "object"),
     **dict.fromkeys(("items", "prefixItems"), "array"),
     **dict.fromkeys(("minimum", "maximum"), "number"),
@@ -107,67 +107,13 @@ class _InfiniteSchema(InvalidRequest):
     default_code = "invalid_json_schema"
 
 
-def schema_instance(schema: Any) -> Any:
+def schema_instance(root: Any) -> Any:
     """Returns a minimal value that the JSON schema accepts. Raises InvalidRequest if the schema is invalid, needs an
     infinite value, or has a dangling reference."""
-    try:
-        return _SchemaSampler(schema).make(schema)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise InvalidRequest(f"the JSON schema is not valid: {error}", code="invalid_json_schema") from None
+    nodes = count()
 
-
-class _SchemaSampler:
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._nodes = 0
-
-    def make(self, schema: Any, path: tuple[str, ...] = (), nth: int = 0) -> Any:
-        """`path` holds the references being followed; meeting one again means infinite recursion. `nth` asks for the
-        n-th of several distinct values."""
-        self._nodes = _check_size(self._nodes + 1)
-        if not isinstance(schema, dict):
-            return "text"
-        if "$ref" in schema:
-            ref = schema["$ref"]
-            if ref in path:
-                raise _InfiniteSchema(f"the JSON schema never ends: every value of {ref} contains another one")
-            return self.make(_merge(self._resolve(ref), _without(schema, "$ref")), (*path, ref), nth)
-        if "const" in schema:
-            return schema["const"]
-        if "enum" in schema:
-            return schema["enum"][nth % len(schema["enum"])]
-        if parts := schema.get("allOf"):
-            merged = _without(schema, "allOf")
-            for part in parts:
-                merged = _merge(merged, self._resolve(part["$ref"]) if "$ref" in part else part)
-            return self.make(merged, path, nth)
-        if keyword := next((each for each in ("anyOf", "oneOf") if schema.get(each)), None):
-            problem: _InfiniteSchema | None = None
-            for option in schema[keyword]:
-                try:
-                    return self.make(_merge(_without(schema, keyword), option), path, nth)
-                except _InfiniteSchema as error:
-                    problem = error
-            raise problem or ValueError(f"{keyword} is empty")
-        types = schema.get("type") or [type_ for key, type_ in _TYPES_BY_KEYWORD.items() if key in schema] or "string"
-        match types if isinstance(types, str) else types[0]:
-            case "object":
-                return self._object(schema, path, nth)
-            case "array":
-                items = list(schema.get("prefixItems", ()))
-                items += [schema.get("items", {})] * (_check_size(schema.get("minItems", 0)) - len(items))
-                items = items[: schema.get("maxItems", len(items))]
-                return [self.make(item, path, i if schema.get("uniqueItems") else nth) for i, item in enumerate(items)]
-            case "integer" | "number" as type_:
-                return _number(schema, type_ == "integer") + nth * schema.get("multipleOf", 1)
-            case "boolean":
-                return nth % 2 == 0
-            case "null":
-                return None
-        return _string(schema, nth)
-
-    def _resolve(self, ref: str) -> Schema:
-        target = self._root
+    def resolve(ref: str) -> Schema:
+        target = root
         for part in ref.removeprefix("#").strip("/").split("/"):
             key = part.replace("~1", "/").replace("~0", "~")
             target = target if key == "" else target.get(key) if isinstance(target, dict) else None
@@ -175,13 +121,60 @@ class _SchemaSampler:
             raise InvalidRequest(f"the JSON schema has no definition for {ref}", code="invalid_json_schema")
         return target
 
-    def _object(self, schema: Schema, path: tuple[str, ...], nth: int) -> Schema:
+    def make(schema: Any, path: tuple[str, ...] = (), nth: int = 0) -> Any:
+        """`path` holds the references being followed; meeting one again means infinite recursion. `nth` asks for the
+        n-th of several distinct values."""
+        _check_size(next(nodes))
+        match schema:
+            case {"$ref": ref, **rest}:
+                if ref in path:
+                    raise _InfiniteSchema(f"the JSON schema never ends: every value of {ref} contains another one")
+                return make(_merge(resolve(ref), rest), (*path, ref), nth)
+            case {"const": value}:
+                return value
+            case {"enum": values}:
+                return values[nth % len(values)]
+            case {"allOf": [part, *parts], **rest}:
+                return make(_merge({**rest, "allOf": parts}, part), path, nth)
+            case {"anyOf": [option, *others], **rest} | {"oneOf": [option, *others], **rest}:
+                try:
+                    return make(_merge(rest, option), path, nth)
+                except _InfiniteSchema:
+                    if not others:
+                        raise
+                    return make({**rest, "anyOf": others}, path, nth)
+            case {"type": "object"} | {"type": ["object", *_]}:
+                return make_object(schema, path, nth)
+            case {"type": "array"} | {"type": ["array", *_]}:
+                items = list(schema.get("prefixItems", ()))
+                items += [schema.get("items", {})] * (_check_size(schema.get("minItems", 0)) - len(items))
+                items = items[: schema.get("maxItems", len(items))]
+                return [make(item, path, i if schema.get("uniqueItems") else nth) for i, item in enumerate(items)]
+            case {"type": "integer" | "number" as type_} | {"type": ["integer" | "number" as type_, *_]}:
+                return _number(schema, type_ == "integer") + nth * schema.get("multipleOf", 1)
+            case {"type": "boolean"} | {"type": ["boolean", *_]}:
+                return nth % 2 == 0
+            case {"type": "null"} | {"type": ["null", *_]}:
+                return None
+            case {"type": _}:
+                return _string(schema, nth)
+            case dict():  # the keywords imply the type
+                implied = (type_ for keyword, type_ in _IMPLIED_TYPES.items() if keyword in schema)
+                return make({**schema, "type": next(implied, "string")}, path, nth)
+        return "text"
+
+    def make_object(schema: Schema, path: tuple[str, ...], nth: int) -> Schema:
         properties, names = schema.get("properties", {}), list(dict.fromkeys(schema.get("required", ())))
         if not all(isinstance(name, str) for name in names):
             raise TypeError("a required property must be a string")
         missing = _check_size(max(0, schema.get("minProperties", 0) - len(names)))
         optional = [name for name in properties if name not in names] + [f"key{i}" for i in range(missing)]
-        return {name: self.make(properties.get(name, {}), path, nth) for name in names + optional[:missing]}
+        return {name: make(properties.get(name, {}), path, nth) for name in names + optional[:missing]}
+
+    try:
+        return make(root)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise InvalidRequest(f"the JSON schema is not valid: {error}", code="invalid_json_schema") from None
 
 
 def _check_size(count: int) -> int:
@@ -190,18 +183,15 @@ def _check_size(count: int) -> int:
     return count
 
 
-def _without(schema: Schema, keyword: str) -> Schema:
-    return {key: value for key, value in schema.items() if key != keyword}
-
-
 def _merge(base: Schema, over: Schema | bool) -> Schema:
     if not isinstance(over, dict):
         return base
     merged = base | over
     if "properties" in base and "properties" in over:
         merged["properties"] = base["properties"] | over["properties"]
-    if "required" in base and "required" in over:
-        merged["required"] = [*base["required"], *over["required"]]
+    for keyword in ("required", "allOf"):
+        if keyword in base and keyword in over:
+            merged[keyword] = [*base[keyword], *over[keyword]]
     return merged
 
 

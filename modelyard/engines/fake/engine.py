@@ -44,10 +44,10 @@ from modelyard.core.engine import (
 )
 from modelyard.core.errors import Cancelled, ContextOverflow, Internal, ModelyardError, NotFound, Timeout, Unavailable
 from modelyard.core.events import BlockKind, Event, StopReason, Timings, Usage
-from modelyard.core.request import Constraint, Message, Request, Sampling, Text, Thinking, ToolCall, ToolResult
+from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.core.tokenizer import IdLogprob, Tokenizer
 from modelyard.engines.fake.answers import constrained_answer, demo_answer
-from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler
+from modelyard.engines.fake.output import OutputEncoder
 from modelyard.engines.fake.script import (
     ConversationView,
     FakeOptions,
@@ -55,6 +55,7 @@ from modelyard.engines.fake.script import (
     RequestView,
     Script,
     ScriptStep,
+    message_text,
     tokenizer_path,
     unroll,
 )
@@ -65,18 +66,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Output = TypeVar("Output")  # what one step emits: token ids or a block
-EndReason = Literal["stop", "stop_string", "length", "window", "cancelled", "error"]
+EndReason = Literal["stop", "length", "window", "cancelled", "error"]
 Batches = Iterator[list[T] | float | None]  # items to write, seconds to wait, or None to wait for ever
 Playback = Generator[list[T] | float, None, EndReason | None]  # returns the reason if the output has ended the job
 Sequences = OrderedDict[str | int, list[int]]
 
+_IGNORED = Sampling.__struct_fields__
 CAPABILITIES = Capabilities(
-    modalities=("text", "image"),
-    structured=True,
-    logprobs=True,
-    lora=True,
-    embeddings=True,
-    ignored=Sampling.__struct_fields__,
+    ("text", "image"), structured=True, logprobs=True, lora=True, embeddings=True, ignored=_IGNORED
 )
 BURST = 4096  # tokens of one batch; then the job yields to the event loop
 QUEUE_LIMIT = 256  # items that may wait for the reader
@@ -101,12 +98,10 @@ class FakeEngine(ABC, Generic[Output]):
         self._script = Script(self.options.script)
         self._encoded: dict[tuple[int, bool], list[Output | ScriptStep]] = {}  # by (id of a rule, in_reasoning)
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {len(self.jobs)} running>"
-
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "reading the tokenizer")
         self.tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, tokenizer_path(self.options))
+        self.encoder = OutputEncoder(self.tokenizer, self.options.format)
         progress(1.0, "ready")
 
     async def close(self) -> None:
@@ -132,13 +127,12 @@ class FakeEngine(ABC, Generic[Output]):
             steps = (ScriptStep(text=view.user),) if self.options.echo else demo_answer(view)
         if rule is None or steps is not None:
             return self.encode(steps or (), in_reasoning)
-        key = id(rule), in_reasoning
-        if (encoded := self._encoded.get(key)) is not None:
+        if (encoded := self._encoded.get((id(rule), in_reasoning))) is not None:
             return iter(encoded)
         rest = self.encode(rule.steps, in_reasoning)
         encoded = list(islice(rest, _MAX_CACHED_STEPS))
         if len(encoded) < _MAX_CACHED_STEPS:
-            self._encoded[key] = encoded
+            self._encoded[id(rule), in_reasoning] = encoded
         return chain(encoded, rest)
 
     @abstractmethod
@@ -269,12 +263,8 @@ class FakeTextEngine(FakeEngine[list[int]]):
         self._caches = {name: PrefixCache(info) for name, info in spec.caches.items()}
         self._saved: dict[str, dict[str, Sequences]] = {}
 
-    async def open(self, progress: OnProgress) -> None:
-        await super().open(progress)
-        self._encoder = OutputEncoder(self.tokenizer, self.options.format)
-
     def encode(self, steps: Iterable[ScriptStep], in_reasoning: bool) -> Iterator[list[int] | ScriptStep]:
-        return self._encoder.encode(steps, in_reasoning=in_reasoning)
+        return self.encoder.encode(steps, in_reasoning=in_reasoning)
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
         return TextJob(self, prompt).start()
@@ -323,9 +313,9 @@ class TextJob(FakeJob[Chunk, list[int]]):
         self._prompt, self._ids, self._total = prompt, prompt.ids, prompt.n_tokens
         self._output: list[int] = []
         self._cached = 0
-        self._sequence: tuple[PrefixCache, str | int] | None = None
-        self._prefilled_at: float | None = None
-        self._first_token_at: float | None = None
+        self._sequence: str | int | None = None  # its key in the cache, once the job is accepted
+        self._prefill_s: float | None = None  # since the start, as the next one
+        self._first_token_s: float | None = None
 
     def start(self) -> GenerationQueue[Chunk]:
         queue = super().start()
@@ -337,21 +327,17 @@ class TextJob(FakeJob[Chunk, list[int]]):
 
     def _last_items(self, reason: EndReason, error: ModelyardError | None) -> list[Chunk]:
         if self._sequence is not None:
-            cache, key = self._sequence
-            cache.put(key, self._ids + self._output)
-        now, start, first = time.perf_counter(), self._started, self._first_token_at
-        timings = Timings(
-            prefill=self._prefilled_at - start if self._prefilled_at is not None else None,
-            first_token=first - start if first is not None else None,
-            decode=now - first if first is not None else None,
-            backend=now - start,
-            total=now - start,
-        )
+            self._cache.put(self._sequence, self._ids + self._output)
+        total, first = time.perf_counter() - self._started, self._first_token_s
+        decode = total - first if first is not None else None
+        timings = Timings(prefill=self._prefill_s, first_token=first, decode=decode, backend=total, total=total)
         usage = Usage(self._total, self._cached, self._emitted)
         return [End(reason, usage, timings, error if reason == "error" else None)]
 
     def _choose_answer(self) -> Iterator[list[int] | ScriptStep]:
-        prompt, window = self._prompt, self._engine.cache(self._prompt.cache).window
+        prompt = self._prompt
+        self._cache = self._engine.cache(prompt.cache)
+        window = self._cache.window
         if self._total >= window:
             raise ContextOverflow(self._total, window)
         self._limit = min(window - self._total, prompt.max_tokens)
@@ -360,16 +346,15 @@ class TextJob(FakeJob[Chunk, list[int]]):
         return self._engine.answer(view, prompt.constraint, prompt.session, view.starts_in_reasoning)
 
     def _accept(self, first: list[int] | ScriptStep | None) -> Batches[Chunk]:
-        cache, rate = self._engine.cache(self._prompt.cache), self._engine.options.prefill_rate
-        key, accepted = cache.take(self._ids, self._prompt.session)
-        self._sequence, self._cached = (cache, key), accepted.cached_tokens
+        self._sequence, accepted = self._cache.take(self._ids, self._prompt.session)
+        self._cached, rate = accepted.cached_tokens, self._engine.options.prefill_rate
         evaluated = self._total - self._cached
         self._engine.reused_tokens += self._cached
         self._engine.evaluated_tokens += evaluated
         yield [accepted]
         if rate is not None and not (isinstance(first, ScriptStep) and first.prefill is not None):
             yield from self._prefill(evaluated / rate, _PREFILL_REPORTS)
-        self._prefilled_at = time.perf_counter()
+        self._prefill_s = time.perf_counter() - self._started
 
     def _prefill(self, seconds: float, reports: int) -> Batches[Chunk]:
         parts = max(1, reports)
@@ -377,7 +362,7 @@ class TextJob(FakeJob[Chunk, list[int]]):
             yield seconds / parts
             if reports:
                 yield [Progress(self._cached + (self._total - self._cached) * part // parts, self._total)]
-        self._prefilled_at = time.perf_counter()
+        self._prefill_s = time.perf_counter() - self._started
 
     def _play(self, output: list[int]) -> Playback[Chunk]:
         stops = [output.index(token) for token in self._prompt.stop_ids if token in output]
@@ -385,8 +370,8 @@ class TextJob(FakeJob[Chunk, list[int]]):
         return reason or ("stop" if stops else None)
 
     def _write(self, ids: list[int]) -> Tokens:
-        if self._first_token_at is None:
-            self._first_token_at = time.perf_counter()
+        if self._first_token_s is None:
+            self._first_token_s = time.perf_counter() - self._started
         self._output += ids
         if (count := self._prompt.logprobs) is None:
             return Tokens(ids)
@@ -427,16 +412,16 @@ class PrefixCache:
     def take(self, ids: list[int], session: str | None) -> tuple[str | int, Accepted]:
         """Removes and returns the sequence that the prompt continues, until `put`. `divergence` is None if the prompt
         does not diverge from it."""
-        found: tuple[str | int | None, int] = (None, 0)
+        best: str | int | None = None
+        shared = 0
         if session is not None and session in self.sequences:
-            found = session, common_prefix(self.sequences[session], ids)
+            best, shared = session, common_prefix(self.sequences[session], ids)
         else:
             for key, sequence in islice(reversed(self.sequences.items()), self._CANDIDATES):
                 # A sequence of which the prompt shares less than half is another conversation; it is kept.
                 half = (len(sequence) + 1) // 2
-                if sequence[:half] == ids[:half] and (shared := common_prefix(sequence, ids)) > found[1]:
-                    found = key, shared
-        best, shared = found
+                if sequence[:half] == ids[:half] and (length := common_prefix(sequence, ids)) > shared:
+                    best, shared = key, length
         if best is None:
             self._unnamed += 1
             evicted = len(self.sequences) >= self._parallel
@@ -482,10 +467,6 @@ class FakeChatEngine(FakeEngine[BlockOutput]):
         super().__init__(spec, replace(CAPABILITIES, logprobs=False, lora=False, embeddings=False))
         self.pieces = lru_cache(maxsize=1024)(self._split)
 
-    async def open(self, progress: OnProgress) -> None:
-        await super().open(progress)
-        self._filler = find_filler(self.tokenizer)
-
     def encode(self, steps: Iterable[ScriptStep], in_reasoning: bool) -> Iterator[BlockOutput | ScriptStep]:
         del in_reasoning
         for step in unroll(steps):
@@ -494,7 +475,7 @@ class FakeChatEngine(FakeEngine[BlockOutput]):
             elif step.call is not None:
                 yield from (BlockOutput("tool_call", call.arguments_text, call.name) for call in step.calls)
             elif step.tokens is not None:
-                yield BlockOutput("text", self.tokenizer.decode(filler_tokens(self._filler, step.tokens)))
+                yield BlockOutput("text", self.tokenizer.decode(self.encoder.filler(step.tokens)))
             elif (text := step.text if step.raw is None else step.raw) is not None:
                 yield BlockOutput("text", text)
             else:
@@ -514,7 +495,7 @@ class FakeChatEngine(FakeEngine[BlockOutput]):
 
     def count_tokens(self, request: Request) -> int:
         """An estimate, as a remote server's would be: the texts, and four tokens per message for the template."""
-        texts = [_message_text(message) for message in request.messages]
+        texts = [message_text(message, everything=True) for message in request.messages]
         texts += [f"{tool.name}{tool.description}{tool.parameters}" for tool in request.tools]
         texts += [prompt for prompt in request.prompts if isinstance(prompt, str)]
         tokens = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, tuple))
@@ -539,14 +520,14 @@ class ChatJob(FakeJob[Event, BlockOutput]):
             self._limit = request.max_tokens
 
     def _last_items(self, reason: EndReason, error: ModelyardError | None) -> list[Event]:
-        is_complete = reason in ("stop", "stop_string")
-        end: list[Event] = [events.BlockEnd(self._index, complete=is_complete)] if self._block else []
+        end: list[Event] = [events.BlockEnd(self._index, complete=reason == "stop")] if self._block else []
         if error is not None:
             return [*end, events.Failed(error)]
         usage = Usage(self._prompt_tokens, 0, self._emitted, self._reasoning_tokens)
         timings = Timings(total=time.perf_counter() - self._started)
-        reasons: dict[str, StopReason] = {"length": "max_tokens", "stop_string": "stop_string"}
-        finish = reasons.get(reason, "tool_calls" if self._has_called else "end")
+        finish: StopReason = "tool_calls" if self._has_called else "end"
+        if reason != "stop" or self._stop is not None:
+            finish = "max_tokens" if reason != "stop" else "stop_string"
         return [*end, events.Finished(finish, usage, self._stop, timings)]
 
     def _choose_answer(self) -> Iterator[BlockOutput | ScriptStep]:
@@ -580,16 +561,4 @@ class ChatJob(FakeJob[Event, BlockOutput]):
         if reason is None and kind == "tool_call":
             self._has_called, self._block = True, None
             yield [events.BlockEnd(index)]
-        return reason or ("stop_string" if stops else None)
-
-
-def _message_text(message: Message) -> str:
-    out: list[str] = [message.role]
-    for part in message.parts:
-        if isinstance(part, Text | Thinking):
-            out.append(part.text)
-        elif isinstance(part, ToolCall):
-            out += (part.name, part.arguments)
-        elif isinstance(part, ToolResult):
-            out += (each.text for each in part.content if isinstance(each, Text))
-    return "\n".join(out)
+        return reason or ("stop" if stops else None)

@@ -36,10 +36,7 @@ def _qwen3_coder_call(call: ScriptCall) -> list[Segment]:
 
 
 def _harmony_call(call: ScriptCall) -> list[Segment]:
-    return [
-        ("", f"commentary to=functions.{call.name} "),
-        ("<|constrain|>json<|message|>", call.arguments_text),
-    ]
+    return [("", f"commentary to=functions.{call.name} "), ("<|constrain|>json<|message|>", call.arguments_text)]
 
 
 _HERMES: dict[Channel, tuple[str, str]] = {
@@ -95,7 +92,9 @@ class FormatWriter:
 class OutputEncoder:
     def __init__(self, tokenizer: Tokenizer, format: str = "hermes") -> None:
         self._tokenizer, self._format = tokenizer, _FORMATS.get(format, _FORMATS["hermes"])
-        self._filler = find_filler(tokenizer)
+        # Tokens that are one word each; if a vocabulary has none, the tokens of a word.
+        words = [token for token in range(min(tokenizer.size, 4096)) if _is_word(tokenizer.token_bytes(token))]
+        self._words = words[:97] or tokenizer.encode_plain(" word")
 
     def encode(self, steps: Iterable[ScriptStep], *, in_reasoning: bool) -> Iterator[list[int] | ScriptStep]:
         """Yields the token ids of each step with output, and every other step as it is. Lazily: a script may repeat a
@@ -111,11 +110,14 @@ class OutputEncoder:
             elif step.raw is not None:
                 yield self._tokenizer.encode(step.raw)
             elif step.tokens is not None:
-                yield self._ids(writer.write("text", "")) + filler_tokens(self._filler, step.tokens)
+                yield self._ids(writer.write("text", "")) + self.filler(step.tokens)
             else:
                 yield step
         if ids := self._ids(writer.end()):
             yield ids
+
+    def filler(self, count: int) -> list[int]:
+        return (self._words * (count // len(self._words) + 1))[:count]
 
     def _ids(self, segments: Iterable[Segment]) -> list[int]:
         ids: list[int] = []
@@ -125,15 +127,5 @@ class OutputEncoder:
         return ids
 
 
-def find_filler(tokenizer: Tokenizer) -> list[int]:
-    """Tokens that are one word each; if a vocabulary has none, the tokens of a word."""
-
-    def is_word(spelling: bytes) -> bool:
-        return len(spelling) > 3 and spelling[:1] == b" " and spelling[1:].isalpha() and spelling[1:].islower()
-
-    words = [token for token in range(min(tokenizer.size, 4096)) if is_word(tokenizer.token_bytes(token))]
-    return words[:97] or tokenizer.encode_plain(" word")
-
-
-def filler_tokens(filler: list[int], count: int) -> list[int]:
-    return (filler * (count // len(filler) + 1))[:count]
+def _is_word(spelling: bytes) -> bool:
+    return len(spelling) > 3 and spelling[:1] == b" " and spelling[1:].isalpha() and spelling[1:].islower()

@@ -37,7 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator,
 
 from modelyard.core import errors
 from modelyard.core.errors import ModelyardError
-from modelyard.core.request import Message, Request, Text, ToolResult
+from modelyard.core.request import Message, Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.core.tokenizer import Tokenizer
 
 _ERRORS: dict[str, Callable[[str], ModelyardError]] = {
@@ -261,20 +261,25 @@ class RequestView:
         self.user, results = "".join(raw[:1]), list[str]()
         for message in reversed(request.messages):
             if message.role == "user":
-                self.user = _text(message)
+                self.user = message_text(message)
                 break
             if message.role == "tool":
-                results.insert(0, _text(message))
+                results.insert(0, message_text(message))
         self.result = "\n".join(results) if results else None
         self.tools = {tool.name: tool.parameters for tool in request.tools if tool.kind == "function"}
 
 
-def _text(message: Message) -> str:
-    return "\n".join(
-        part.text if isinstance(part, Text) else "\n".join(p.text for p in part.content if isinstance(p, Text))
-        for part in message.parts
-        if isinstance(part, Text | ToolResult)
-    )
+def message_text(message: Message, *, everything: bool = False) -> str:
+    """The texts and tool results of a message; with `everything` its reasoning and calls too."""
+    texts: list[str] = []
+    for part in message.parts:
+        if isinstance(part, Text) or (everything and isinstance(part, Thinking)):
+            texts.append(part.text)
+        elif isinstance(part, ToolResult):
+            texts += (each.text for each in part.content if isinstance(each, Text))
+        elif everything and isinstance(part, ToolCall):
+            texts.append(f"{part.name}{part.arguments}")
+    return "\n".join(texts)
 
 
 _RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)

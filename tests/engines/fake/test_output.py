@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler
+from modelyard.engines.fake.output import OutputEncoder
 from modelyard.engines.fake.script import ScriptStep
 from tests.engines.fake.helpers import answer, chatml, prompt, text_engine, tokenizer
 from tests.engines.reading import ids, read
@@ -89,6 +89,6 @@ def test_steps_without_output_stay_steps() -> None:
 
 
 def test_filler_words_are_one_token_each() -> None:
-    tokens = filler_tokens(find_filler(tokenizer()), 500)
+    tokens = OutputEncoder(tokenizer()).filler(500)
     assert len(tokens) == 500
     assert len(tokenizer().decode(tokens).split()) == 500

@@ -15,8 +15,9 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import embedding, loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.embedding import EmbeddingContext, InputSlice, plan_embedding_steps
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.telemetry import system
-from tests.engines.llama_cpp.helpers import Tap, answer, model_file, prompt, running, spec, vocabulary
+from tests.engines.llama_cpp.helpers import Tap, answer, model_file, prompt, running, shared_loop, spec, vocabulary
 from tests.engines.reading import end, ids, read, until
 
 CAT, KITTEN, LAW = "A cat sleeps on the sofa.", "A kitten naps on the couch.", "The court rejected the tax appeal."
@@ -59,11 +60,11 @@ def test_every_token_is_read_once_in_order_and_no_step_is_too_large(lengths: lis
 # --- on the model -----------------------------------------------------------------------------------------------------
 
 
-async def test_similar_sentences_have_similar_vectors_of_length_one() -> None:
-    async with running() as engine:
-        assert isinstance(engine, EmbeddingEngine)
-        assert engine.info.capabilities.embeddings
-        made = await engine.embed(tokens(CAT, KITTEN, LAW, CAT))
+@shared_loop
+async def test_similar_sentences_have_similar_vectors_of_length_one(engine: LlamaCppEngine) -> None:
+    assert isinstance(engine, EmbeddingEngine)
+    assert engine.info.capabilities.embeddings
+    made = await engine.embed(tokens(CAT, KITTEN, LAW, CAT))
     cat, kitten, law, again = made.vectors
     assert made.prompt_tokens == sum(map(len, tokens(CAT, KITTEN, LAW, CAT)))
     assert cosine(cat, kitten) > cosine(cat, law)
@@ -71,11 +72,11 @@ async def test_similar_sentences_have_similar_vectors_of_length_one() -> None:
     assert [cosine(one, one) for one in made.vectors] == pytest.approx([1.0] * 4, abs=1e-5)
 
 
-async def test_a_vector_does_not_depend_on_the_batch() -> None:
-    async with running() as engine:
-        (alone,) = (await engine.embed(tokens(CAT))).vectors
-        (again,) = (await engine.embed(tokens(CAT))).vectors
-        _, _, beside = (await engine.embed(tokens(LAW * 16, KITTEN, CAT))).vectors
+@shared_loop
+async def test_a_vector_does_not_depend_on_the_batch(engine: LlamaCppEngine) -> None:
+    (alone,) = (await engine.embed(tokens(CAT))).vectors
+    (again,) = (await engine.embed(tokens(CAT))).vectors
+    _, _, beside = (await engine.embed(tokens(LAW * 16, KITTEN, CAT))).vectors
     assert alone == again
     assert cosine(alone, beside) > 0.999
 
@@ -131,21 +132,21 @@ async def test_a_stream_waits_for_one_slice_of_a_long_input_at_most(
         assert "token" in order[earlier:later]
 
 
-async def test_embeddings_do_not_touch_the_caches() -> None:
-    async with running() as engine:
-        before = await answer(engine, "Tell me about Paris.", session="a")
-        await engine.embed(tokens(CAT))
-        after = await answer(engine, "Tell me about Paris.", session="a")
+@shared_loop
+async def test_embeddings_do_not_touch_the_caches(engine: LlamaCppEngine) -> None:
+    before = await answer(engine, "Tell me about Paris.", session="a")
+    await engine.embed(tokens(CAT))
+    after = await answer(engine, "Tell me about Paris.", session="a")
     assert ids(after) == ids(before)
     assert end(after).usage.cached > 0
 
 
+@shared_loop
 @pytest.mark.parametrize("bad", [[], [49152], [-1]])
-async def test_an_invalid_input_is_refused(bad: list[int]) -> None:
-    async with running() as engine:
-        with pytest.raises(InvalidRequest):
-            await engine.embed([*tokens(CAT), bad])
-        assert len((await engine.embed(tokens(CAT))).vectors) == 1
+async def test_an_invalid_input_is_refused(engine: LlamaCppEngine, bad: list[int]) -> None:
+    with pytest.raises(InvalidRequest):
+        await engine.embed([*tokens(CAT), bad])
+    assert len((await engine.embed(tokens(CAT))).vectors) == 1
 
 
 async def test_a_context_that_does_not_fit_is_refused_and_the_engine_continues(monkeypatch: pytest.MonkeyPatch) -> None:

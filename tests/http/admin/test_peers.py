@@ -74,7 +74,7 @@ def _is_ready(url: str) -> bool:
 
 
 def get(url: str, path: str) -> httpx.Response:
-    """On a connection of its own, as all here are: any gateway may get it."""
+    """Uses a new connection, so that any gateway process may serve it."""
     return httpx.get(f"{url}/v1/admin/{path}", headers=HEADERS, timeout=cli_process.DEADLINE)
 
 

@@ -23,9 +23,9 @@ SCRIPT = [
 
 
 def config() -> dict[str, Any]:
-    made = demo_config(SCRIPT, replica_max=2, description="For tests", aliases=["other"])
-    made["models"]["broken"] = {"backend": "llama_cpp", "path": "/no/such/file.gguf", "enabled": False}
-    return made
+    client = demo_config(SCRIPT, replica_max=2, description="For tests", aliases=["other"])
+    client["models"]["broken"] = {"backend": "llama_cpp", "path": "/no/such/file.gguf", "enabled": False}
+    return client
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as made:
-        yield made
+    with httpx.Client(base_url=server.url) as client:
+        yield client
 
 
 def model(client: httpx.Client, name: str = "demo") -> Any:

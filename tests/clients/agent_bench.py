@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,7 +32,7 @@ DEADLINE = 240.0  # seconds, for a busy machine: an agent that is well needs a f
 _DEAD_END = "http://127.0.0.1:9"  # the discard port has no listener
 
 
-class Done:
+class AgentResult:
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
 
@@ -38,7 +40,7 @@ class Done:
         return f"<Done {self.code}\n--- out\n{self.out[-4000:]}\n--- err\n{self.err[-4000:]}>"
 
 
-class Bench:
+class AgentBench:
     """`work` is the folder of the agent; `requests` are its requests as parsed by the server, in order of arrival."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -92,7 +94,7 @@ class Bench:
         finally:
             server.close()
 
-    def run(self, *own: str, target: LaunchTarget | None = None, **env: str) -> Done:
+    def run(self, *own: str, target: LaunchTarget | None = None, **env: str) -> AgentResult:
         """The agent with these arguments of its own, to its end. One that failed before it asked anything at all has
         not been launched: that is its own trouble, and it gets a second chance."""
         before = len(self.requests)
@@ -130,7 +132,7 @@ class Bench:
         own = {"HOME": str(home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "IS_SANDBOX": "1"}
         return own | proxies | loopback
 
-    def interrupt(self, process: subprocess.Popen[str]) -> Done:
+    def interrupt(self, process: subprocess.Popen[str]) -> AgentResult:
         process.send_signal(signal.SIGINT)
         return _ended(process)
 
@@ -138,21 +140,21 @@ class Bench:
         wait_until(lambda: self.server.status("demo").running >= wanted, "the agent sent a request", DEADLINE)
 
     def lose_the_engine(self, afterwards: list[dict[str, Any]]) -> None:
-        """The engine is gone in mid-answer; the one that comes in its place follows another script."""
+        """The engine dies during a reply; the next engine follows another script."""
         rules = [ScriptRule.model_validate(each) for each in afterwards]
         self._held.enter_context(mock.patch.object(fake_engine, "Script", return_value=Script(rules)))
         engine: Any = self.server.app.scheduler.engine("demo")
         self.server.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))
 
 
-def _ended(process: subprocess.Popen[str]) -> Done:
+def _ended(process: subprocess.Popen[str]) -> AgentResult:
     try:
         out, err = process.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        raise AssertionError(f"it did not end: {Done(-9, out, err)}") from None
-    return Done(process.returncode, out, err)
+        raise AssertionError(f"it did not end: {AgentResult(-9, out, err)}") from None
+    return AgentResult(process.returncode, out, err)
 
 
 def _config(script: list[dict[str, Any]], n_ctx: int, model: dict[str, Any]) -> dict[str, Any]:
@@ -206,3 +208,18 @@ def calls(name: str, **arguments: Any) -> dict[str, Any]:
 
 def rule(*steps: dict[str, Any], **conditions: Any) -> dict[str, Any]:
     return {**conditions, "steps": list(steps)}
+
+
+# A small PNG that every agent accepts.
+
+
+def png(size: int = 16) -> bytes:
+    """Red, `size` by `size`."""
+    rows = b"".join(b"\x00" + b"\xff\x00\x00" * size for _ in range(size))
+    head = struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)
+    chunks = _chunk(b"IHDR", head) + _chunk(b"IDAT", zlib.compress(rows)) + _chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -75,7 +75,7 @@ def word_piece() -> str:
 
 
 def unigram() -> str:
-    """A model that holds its control tokens among its words."""
+    """A tokenizer whose control tokens are also words of its model."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((character, -5.0) for character in "▁</s>abcde"), ("▁abc", -2.0)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -1,7 +1,6 @@
-"""Whether an agent runs on this machine at all: `python -m tests.clients.canned claude` gives it one canned answer.
+"""Check whether an agent runs on this machine: `python -m tests.clients.canned_server claude` gives it a canned reply.
 
-The answer comes from a few lines that know nothing of Modelyard: an agent that fails here would fail with any server,
-and its tests would say nothing about ours.
+The reply does not come from Modelyard, so an agent that fails here fails with any server.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from modelyard.launch.plan import LaunchTarget
-from tests.clients.bench import Bench
+from tests.clients.agent_bench import AgentBench
 
 REPLY = "CANNED-ANSWER"
 PROMPT: dict[str, tuple[str, ...]] = {
@@ -62,7 +61,7 @@ def _frame(event: dict[str, Any]) -> str:
     return f"{named}data: {json.dumps(event)}\n\n"
 
 
-class Canned(BaseHTTPRequestHandler):
+class CannedReplyHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._send(b'{"object": "list", "data": [{"id": "demo", "object": "model"}]}', "application/json")
 
@@ -87,7 +86,7 @@ class Canned(BaseHTTPRequestHandler):
 
 @contextmanager
 def server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Canned) as made:
+    with ThreadingHTTPServer(("127.0.0.1", 0), CannedReplyHandler) as made:
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
         try:
@@ -101,7 +100,9 @@ def runs_here(name: str, folder: Path) -> str:
     """Nothing, or what is wrong."""
     with server() as url:
         try:
-            done = Bench(name, folder).run(*PROMPT[name], target=LaunchTarget(url=url, model="demo", window=131072))
+            done = AgentBench(name, folder).run(
+                *PROMPT[name], target=LaunchTarget(url=url, model="demo", window=131072)
+            )
         except (AssertionError, OSError) as fault:
             return str(fault)
     return "" if REPLY in done.out else repr(done)

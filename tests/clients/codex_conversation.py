@@ -1,4 +1,4 @@
-"""A conversation with Codex over several turns in one process, by the protocol that its editor extensions speak."""
+"""A conversation with Codex over several turns in one process, by the protocol of its editor extensions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 from typing import Any, Self
 
 from modelyard.launch.plan import LaunchTarget
-from tests.clients.bench import DEADLINE, Bench
+from tests.clients.agent_bench import DEADLINE, AgentBench
 
 
 class Conversation:
     """JSON, one message a line. The bench ends the process with its server, this block ends it before."""
 
-    def __init__(self, bench: Bench, target: LaunchTarget) -> None:
+    def __init__(self, bench: AgentBench, target: LaunchTarget) -> None:
         self._process = bench.start("app-server", target=target, stdin=subprocess.PIPE)
         self._late = threading.Timer(DEADLINE, self._process.kill)
         self._number = 0
@@ -37,12 +37,12 @@ class Conversation:
         self._process.communicate()
 
     def ask(self, text: str) -> dict[str, Any] | None:
-        """What went wrong, or nothing."""
+        """Returns the error of the turn, if any."""
         self._call("turn/start", threadId=self._thread, input=[{"type": "text", "text": text}])
         return self._fault()
 
     def compact(self) -> dict[str, Any] | None:
-        """What its command `/compact` does."""
+        """The command `/compact`."""
         self._call("thread/compact/start", threadId=self._thread)
         return self._fault()
 
@@ -56,7 +56,7 @@ class Conversation:
         self._number += 1
         self._send({"id": self._number, "method": method, "params": params})
         while (message := self._receive()).get("id") != self._number or "method" in message:
-            pass  # a notification, or a question of its own
+            pass  # a notification or a request
         assert "result" in message, message
         result: dict[str, Any] = message["result"]
         return result
@@ -69,6 +69,6 @@ class Conversation:
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, "it has ended, or was ended for being late"
+        assert line, "the process has ended, or was killed at the deadline"
         message: dict[str, Any] = json.loads(line)
         return message

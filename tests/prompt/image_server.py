@@ -11,7 +11,7 @@ import pytest
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(100))
 
 
-class PictureServer:
+class ImageServer:
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.hosts: list[str] = []
@@ -98,8 +98,8 @@ def _redirect(where: str) -> bytes:
 
 
 @asynccontextmanager
-async def serve() -> AsyncIterator[PictureServer]:
-    server = PictureServer()
+async def serve() -> AsyncIterator[ImageServer]:
+    server = ImageServer()
     await server.open()
     try:
         yield server
