@@ -160,7 +160,7 @@ def test_messages_start_with_the_system_prompt():
 # The new session has no terminal until a process claims one; only then does Ctrl-C reach it as a signal.
 _CLAIM = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
-_A_WHILE_S = 20.0
+_RETRY_AFTER_S = 20.0
 
 
 class Terminal:
@@ -175,24 +175,24 @@ class Terminal:
         os.close(theirs)
         self.text = ""
 
-    def types(self, text: str) -> None:
+    def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
-    def shows(self, wanted: str) -> None:
-        """Waits for it, and forgets what came before."""
-        assert self._comes(wanted, cli_process.DEADLINE), f"it never showed {wanted!r}, only {self.text!r}"
-        self.text = self.text.partition(wanted)[2]
+    def wait_for(self, expected: str) -> None:
+        """Wait for this text and drop everything before it."""
+        assert self._appears(expected, cli_process.DEADLINE), f"it never showed {expected!r}, only {self.text!r}"
+        self.text = self.text.partition(expected)[2]
 
-    def is_interrupted(self, wanted: str) -> None:
-        """By Ctrl-C, and by another where nothing came of the first, as a person does: a signal in the last moment
-        before Python waits for the network is noticed when something comes from there, and not before."""
-        self.types("\x03")
-        if not self._comes(wanted, _A_WHILE_S):
-            self.types("\x03")
-        self.shows(wanted)
+    def interrupt_until(self, expected: str) -> None:
+        """Send Ctrl-C, and once more if nothing happens: Python handles a signal that arrives just before it waits for
+        the network only when data arrives."""
+        self.type("\x03")
+        if not self._appears(expected, _RETRY_AFTER_S):
+            self.type("\x03")
+        self.wait_for(expected)
 
-    def _comes(self, wanted: str, silence_s: float) -> bool:
-        while wanted not in self.text:
+    def _appears(self, expected: str, silence_s: float) -> bool:
+        while expected not in self.text:
             readable, _, _ = select.select([self._ours], [], [], silence_s)
             if not readable:
                 return False
@@ -208,17 +208,17 @@ class Terminal:
 def test_ctrl_c_stops_a_reply_and_ctrl_d_the_chat(server: LiveServer):
     terminal = Terminal("chat", "demo", "--url", server.url)
     try:
-        terminal.shows("› ")
-        terminal.types("think\r")
-        terminal.shows("\x1b[2;3mLet me see.")
-        terminal.shows("Forty-two.")
-        terminal.shows("› ")
-        terminal.types("endless\r")
-        terminal.shows("so far")
-        terminal.is_interrupted("stopped")
+        terminal.wait_for("› ")
+        terminal.type("think\r")
+        terminal.wait_for("\x1b[2;3mLet me see.")
+        terminal.wait_for("Forty-two.")
+        terminal.wait_for("› ")
+        terminal.type("endless\r")
+        terminal.wait_for("so far")
+        terminal.interrupt_until("stopped")
         wait_until(lambda: server.status("demo").running == 0, "the server lets go")
-        terminal.shows("› ")
-        terminal.types("\x04")
+        terminal.wait_for("› ")
+        terminal.type("\x04")
         assert terminal.process.wait(cli_process.DEADLINE) == 0
     finally:
         terminal.close()

@@ -95,8 +95,8 @@ class AgentBench:
             server.close()
 
     def run(self, *own: str, target: LaunchTarget | None = None, **env: str) -> AgentResult:
-        """The agent with these arguments of its own, to its end. One that failed before it asked anything at all has
-        not been launched: that is its own trouble, and it gets a second chance."""
+        """Run the agent with these arguments to its end. If it fails before its first request, it is started once more:
+        such a failure has nothing to do with the server."""
         before = len(self.requests)
         try:
             done = _ended(self.start(*own, target=target, **env))

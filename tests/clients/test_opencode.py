@@ -108,8 +108,8 @@ def test_an_interrupted_reply_frees_its_slot(bench: AgentBench) -> None:
 
 
 def test_it_compacts_when_the_conversation_exceeds_the_window(bench: AgentBench) -> None:
-    """The client assumes a larger window, so only the error of the server shows the limit. It goes on, and still
-    ends with the error's exit code."""
+    """The client assumes a larger window, so only the error of the server shows the limit. It continues and
+    ends with the exit code of the error."""
     script = [
         rule(says("We spoke of yards."), when="(?i)anchored summary|summary of|summar[iy]"),
         rule({"tokens": 4000}, when="tell me a long story"),

@@ -16,7 +16,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 class Call(NamedTuple):
-    """What one curl command sends; `path` has its query."""
+    """The request of one curl command; `path` includes the query."""
 
     method: str
     path: str
@@ -30,7 +30,7 @@ def calls(page: str) -> list[Call]:
 
 
 def _call(words: list[str]) -> Call:
-    """The few options that the pages use: anything else is a mistake in the page."""
+    """Only the options used in the pages; any other option is an error in the page."""
     assert words[0] == "curl", words
     method, url, headers, body = "", "", {}, ""
     rest = iter(words[1:])

@@ -14,7 +14,7 @@ from modelyard.core.request import Constraint
 from modelyard.engines.fake.script import ConversationView, ScriptCall, ScriptStep
 
 Steps = tuple[ScriptStep, ...]
-Schema = dict[str, Any]
+Schema = dict[Any, Any]
 
 _CALL = re.compile(r"\bcall\s+[`\"']?([\w.-]+)[`\"']?\s*(\{.*\})?", re.IGNORECASE | re.DOTALL)
 _THINK = re.compile(r"\bthink\b", re.IGNORECASE)
