@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import modelyard.engines.fake
 from modelyard import __version__
-from modelyard.cli import app
+from modelyard.cli import app, console
 from modelyard.config.load import load_config
 from modelyard.core.errors import Unavailable
 from modelyard.library import default_model
@@ -52,7 +52,8 @@ def _separate_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("modelyard.server.serve.log.setup", lambda settings: None)
-    monkeypatch.setenv("COLUMNS", "200")
+    for printer in (console.out, console.err):
+        monkeypatch.setattr(printer, "_width", 200)
 
 
 def invoke(*arguments: str) -> Result:

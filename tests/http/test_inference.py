@@ -19,6 +19,7 @@ from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols import openai_chat
+from tests.e2e.helpers import wait_for_running
 from tests.http.app_client import app_client
 from tests.live_server import demo_config, live_server
 
@@ -113,41 +114,32 @@ def test_a_stalled_client_on_a_socket_frees_its_slot() -> None:
     config["caches"] = {"main": {"model": "demo", "n_ctx": 100_000_000, "parallel": 1}}
     config["routes"] = [{"match": "*", "cache": "main"}]
     body = httpx.Request("POST", "http://x", json=BODY | {"stream": True}).read()
-    with live_server(config) as served:
-        host, port = served.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as line:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
-            line.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
-            _until(lambda: served.status("demo").running == 1)
-            _until(lambda: served.status("demo").running == 0)
-
-
-def _until(condition: Any) -> None:
-    import time
-
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen within a minute"
-        time.sleep(0.01)
+    with live_server(config) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
+            connection.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            wait_for_running(server, 1)
+            wait_for_running(server, 0)
 
 
 async def test_a_handler_runs_in_a_task_so_that_asyncio_timeout_works() -> None:
     """Also for inference endpoints, on a real connection."""
-    seen: list[Any] = []
+    tasks: list[Any] = []
     original = RequestMiddleware.__call__
 
     async def with_timeout(self: Any, scope: Any, receive: Any, send: Any) -> None:
         async with asyncio.timeout(60):
-            seen.append(asyncio.current_task())
+            tasks.append(asyncio.current_task())
             await original(self, scope, receive, send)
 
-    with pytest.MonkeyPatch.context() as patch, live_server(demo_config()) as served:
+    with pytest.MonkeyPatch.context() as patch, live_server(demo_config()) as server:
         patch.setattr(RequestMiddleware, "__call__", with_timeout)
-        reply = await asyncio.to_thread(httpx.post, f"{served.url}/v1/chat/completions", json=BODY)
+        reply = await asyncio.to_thread(httpx.post, f"{server.url}/v1/chat/completions", json=BODY)
     assert reply.status_code == 200
-    assert seen
-    assert None not in seen
+    assert tasks
+    assert None not in tasks
 
 
 class Records(logging.Handler):

@@ -139,7 +139,7 @@ def _open_stream(stack: ExitStack, client: httpx.Client) -> dict[str, tuple[http
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_sigterm_ends_streams_with_their_protocols_error_and_exits_cleanly(tmp_path: Path, number: int):
+def test_a_signal_ends_streams_with_the_error_of_the_protocol_and_exits_cleanly(tmp_path: Path, number: int):
     with cli_process.serve(tmp_path, config=HANG) as server, ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=server.url, timeout=cli_process.DEADLINE))
         streams = _open_stream(stack, client)
@@ -152,18 +152,14 @@ def test_sigterm_ends_streams_with_their_protocols_error_and_exits_cleanly(tmp_p
     assert "Traceback" not in "".join(server.raw)
 
 
-def test_a_single_server_does_not_share_its_port(tmp_path: Path):
+def test_a_single_server_logs_its_url_and_does_not_share_its_port(tmp_path: Path):
     with cli_process.serve(tmp_path, *cli_process.DEMO) as server:
         port = server.url.rpartition(":")[2]
         second = cli_process.run("serve", "--port", port, *cli_process.DEMO, cwd=tmp_path)
+    first = server.lines[0]
+    assert first["message"].startswith("listening on http://localhost:")
+    assert first["models"] == "demo"
     assert second.returncode == 2
     assert second.stdout == ""
     assert second.stderr.splitlines()[-1].startswith(f"error port {port} on 127.0.0.1 is in use")
     assert "Traceback" not in second.stderr
-
-
-def test_the_first_log_line_has_the_url_and_the_models(tmp_path: Path):
-    with cli_process.serve(tmp_path, *cli_process.DEMO) as server:
-        first = server.lines[0]
-    assert first["message"].startswith("listening on http://localhost:")
-    assert first["models"] == "demo"
