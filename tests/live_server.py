@@ -17,10 +17,10 @@ from modelyard.server.app import ServerApp, compose
 
 
 class LiveServer:
-    """`app` is for inspection only: its loop runs in another thread."""
+    """`app` is for inspection only: its loop runs in another thread. `listener` is its listening socket."""
 
-    def __init__(self, url: str, app: ServerApp, loop: asyncio.AbstractEventLoop) -> None:
-        self.url, self.app, self.loop = url, app, loop
+    def __init__(self, url: str, app: ServerApp, loop: asyncio.AbstractEventLoop, listener: Any) -> None:
+        self.url, self.app, self.loop, self.listener = url, app, loop, listener
 
     def status(self, model: str) -> Any:
         return self.app.scheduler.status()[model]
@@ -71,9 +71,10 @@ async def _run(config: Any, env: dict[str, str], result: list[Any], started: thr
         task = asyncio.create_task(server._serve())
         while not server.started and not task.done():  # noqa: ASYNC110  uvicorn only sets a flag
             await asyncio.sleep(0.001)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        listener = server.servers[0].sockets[0]
+        port = listener.getsockname()[1]
         scheme = "https" if config.http.ssl_certfile else "http"
-        result += [LiveServer(f"{scheme}://127.0.0.1:{port}", app, asyncio.get_running_loop()), server]
+        result += [LiveServer(f"{scheme}://127.0.0.1:{port}", app, asyncio.get_running_loop(), listener), server]
     except BaseException as error:
         result.append(error)
         started.set()

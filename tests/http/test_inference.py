@@ -109,12 +109,13 @@ async def test_a_client_that_reads_nothing_for_stall_s_is_cancelled() -> None:
 
 def test_a_stalled_client_on_a_socket_frees_its_slot() -> None:
     """http.stall_s, end to end: the client sends a request for an endless stream and never reads."""
-    endless = [{"steps": [{"repeat": 100_000, "steps": [{"text": "word " * 2000}]}]}]
+    endless = [{"steps": [{"repeat": 100_000, "steps": [{"text": "word " * 200}]}]}]
     config = demo_config(endless) | {"http": {"stall_s": 0.2, "keepalive_s": 0.05}}
     config["caches"] = {"main": {"model": "demo", "n_ctx": 100_000_000, "parallel": 1}}
     config["routes"] = [{"match": "*", "cache": "main"}]
     body = httpx.Request("POST", "http://x", json=BODY | {"stream": True}).read()
     with live_server(config) as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited: the buffers fill up quickly
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from modelyard.core.tokenizer import Tokenizer
@@ -91,7 +92,9 @@ class FormatWriter:
 
 class OutputEncoder:
     def __init__(self, tokenizer: Tokenizer, format: str = "hermes") -> None:
-        self._tokenizer, self._format = tokenizer, _FORMATS.get(format, _FORMATS["hermes"])
+        self._format = _FORMATS.get(format, _FORMATS["hermes"])
+        # Long scripts repeat texts; the ids of a list must not be changed.
+        self._encode, self._encode_plain = lru_cache(1024)(tokenizer.encode), lru_cache(1024)(tokenizer.encode_plain)
         # Tokens that are one word each; if a vocabulary has none, the tokens of a word.
         words = [token for token in range(min(tokenizer.size, 4096)) if _is_word(tokenizer.token_bytes(token))]
         self._words = words[:97] or tokenizer.encode_plain(" word")
@@ -108,7 +111,7 @@ class OutputEncoder:
             elif step.call is not None:
                 yield self._ids(writer.write_calls(step.calls))
             elif step.raw is not None:
-                yield self._tokenizer.encode(step.raw)
+                yield self._encode(step.raw)
             elif step.tokens is not None:
                 yield self._ids(writer.write("text", "")) + self.filler(step.tokens)
             else:
@@ -122,8 +125,8 @@ class OutputEncoder:
     def _ids(self, segments: Iterable[Segment]) -> list[int]:
         ids: list[int] = []
         for markup, text in segments:
-            ids += self._tokenizer.encode(markup) if markup else ()
-            ids += self._tokenizer.encode_plain(text) if text else ()
+            ids += self._encode(markup) if markup else ()
+            ids += self._encode_plain(text) if text else ()
         return ids
 
 

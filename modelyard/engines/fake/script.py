@@ -77,9 +77,7 @@ class ScriptStep(_Model):
 
     text: str | None = Field(default=None, description="Visible text.")
     think: str | None = Field(default=None, description="Reasoning.")
-    call: ScriptCall | tuple[ScriptCall, ...] | None = Field(
-        default=None, description="One tool call, or several in parallel."
-    )
+    call: ScriptCall | tuple[ScriptCall, ...] | None = Field(default=None, description="A call, or parallel calls.")
     raw: str | None = Field(default=None, description="Raw model output, special tokens included.")
     tokens: int | None = Field(default=None, ge=1, description="Number of filler words.")
     delay: float | None = Field(default=None, ge=0, description="Seconds to wait.")
@@ -130,9 +128,7 @@ def unroll(steps: Iterable[ScriptStep]) -> Iterator[ScriptStep]:
 class ScriptRule(_Model):
     when: str | None = Field(default=None, description="Regex searched in the last user message; absent: always.")
     turn: int | None = Field(default=None, ge=1, description="Only the n-th match of the pattern in a session.")
-    result: str | None = Field(
-        default=None, description="Regex searched in the tool results after the last user message."
-    )
+    result: str | None = Field(default=None, description="Regex searched in the tool results after that message.")
     steps: tuple[ScriptStep, ...] = Field(description="The answer.")
 
     @field_validator("when", "result")
@@ -198,22 +194,13 @@ class FakeOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     kind: Literal["text", "chat"] = Field(default="text", description="Kind of engine: tokens or conversations.")
-    script: tuple[ScriptRule, ...] = Field(
-        default=(), description="Rules, inline or as the path of a TOML file; none: a demo."
-    )
+    script: tuple[ScriptRule, ...] = Field(default=(), description="Rules, inline or in a TOML file; none: a demo.")
     echo: bool = Field(default=False, description="If no rule matches, answer with the user's message.")
-    token_delay: float | None = Field(
-        default=None, ge=0, description="Seconds between tokens; default: 0, for the demo 0.01."
-    )
-    prefill_rate: float | None = Field(
-        default=None, gt=0, description="Prompt tokens per second during prefill; default: no prefill time."
-    )
-    format: str = Field(
-        default="hermes",
-        description="Output format of scripted reasoning and calls: hermes, qwen3_coder or harmony.",
-    )
+    token_delay: float | None = Field(default=None, ge=0, description="Seconds between tokens; default: 0, demo: 0.01.")
+    prefill_rate: float | None = Field(default=None, gt=0, description="Prompt tokens per second; default: no delay.")
+    format: str = Field(default="hermes", description="Format of reasoning and calls: hermes, qwen3_coder or harmony.")
     tokenizer_path: Path | None = Field(
-        default=None, description="A tokenizer.json or its folder, instead of the shipped one."
+        default=None, description="A tokenizer.json or its folder; default: the shipped one."
     )
     embedding_size: int = Field(default=64, ge=1, le=65536, description="Length of embedding vectors.")
 
@@ -324,14 +311,12 @@ class PromptView:
     @cached_property
     def _last_turns(self) -> tuple[str, str | None]:
         results: list[str] = []
-        user = ""
         for role, text in self._turns_backwards():
             found = _RESULT.findall(text) if role == "user" else [text] if role == "tool" else []
             results[:0] = found
             if role == "user" and not found:
-                user = text
-                break
-        return user, "\n".join(results) if results else None
+                return text, "\n".join(results) if results else None
+        return "", "\n".join(results) if results else None
 
     def _turns_backwards(self) -> Iterator[tuple[str, str]]:
         for opener, (end_of_role, end_of_text) in _TURNS.items():
