@@ -93,7 +93,7 @@ class FormatWriter:
 class OutputEncoder:
     def __init__(self, tokenizer: Tokenizer, format: str = "hermes") -> None:
         self._format = _FORMATS.get(format, _FORMATS["hermes"])
-        # Long scripts repeat texts; the ids of a list must not be changed.
+        # Scripts repeat texts. The lists are shared: do not modify them.
         self._encode, self._encode_plain = lru_cache(1024)(tokenizer.encode), lru_cache(1024)(tokenizer.encode_plain)
         # Tokens that are one word each; if a vocabulary has none, the tokens of a word.
         words = [token for token in range(min(tokenizer.size, 4096)) if _is_word(tokenizer.token_bytes(token))]
