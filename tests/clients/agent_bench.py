@@ -28,8 +28,8 @@ from modelyard.launch.server import TargetServer
 from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, live_server
 
-DEADLINE = 240.0  # seconds, for a busy machine: an agent that is well needs a few
-_DEAD_END = "http://127.0.0.1:9"  # the discard port has no listener
+DEADLINE = 240.0  # seconds, for a busy machine: an agent usually needs a few
+_UNREACHABLE_PROXY = "http://127.0.0.1:9"  # the discard port has no listener
 
 
 class AgentResult:
@@ -37,7 +37,7 @@ class AgentResult:
         self.code, self.out, self.err = code, out, err
 
     def __repr__(self) -> str:
-        return f"<Done {self.code}\n--- out\n{self.out[-4000:]}\n--- err\n{self.err[-4000:]}>"
+        return f"<AgentResult {self.code}\n--- out\n{self.out[-4000:]}\n--- err\n{self.err[-4000:]}>"
 
 
 class AgentBench:
@@ -56,35 +56,35 @@ class AgentBench:
 
     @contextmanager
     def serve(self, script: list[dict[str, Any]], *, n_ctx: int = 131072, **model: Any) -> Iterator[LiveServer]:
-        with ExitStack() as self._held, live_server(_config(script, n_ctx, model)) as server:
-            self.talk_to(server)
+        with ExitStack() as self._stack, live_server(_config(script, n_ctx, model)) as server:
+            self.connect(server)
             try:
                 yield server
             finally:
-                self._end_all()
+                self._kill_started()
 
-    def _end_all(self) -> None:
-        """Also where a test failed: what it leaves behind would fail another one."""
+    def _kill_started(self) -> None:
+        """Also after a failed test: a process that keeps running could break other tests."""
         for process in self._started:
             process.kill()
             process.communicate()
 
-    def talk_to(self, server: LiveServer) -> None:
+    def connect(self, server: LiveServer) -> None:
         self.server = server
-        self._listen(server.app.gateway)
+        self._record_requests(server.app.gateway)
 
-    def _listen(self, gateway: Gateway) -> None:
+    def _record_requests(self, gateway: Gateway) -> None:
         prepare = gateway.prepare
 
-        async def noted(request: Request, caller: Caller) -> PreparedRequest:
+        async def recording(request: Request, caller: Caller) -> PreparedRequest:
             self.requests.append(request)
             return await prepare(request, caller)
 
-        gateway.prepare = noted  # type: ignore[method-assign]
+        gateway.prepare = recording  # type: ignore[method-assign]
 
     @property
     def turns(self) -> list[Request]:
-        """Without side requests, such as those for a title: they bring no tools."""
+        """Requests with tools, that is, without side requests such as those for a title."""
         return [request for request in self.requests if request.tools]
 
     def target(self, **more: Any) -> LaunchTarget:
@@ -99,13 +99,13 @@ class AgentBench:
         such a failure has nothing to do with the server."""
         before = len(self.requests)
         try:
-            done = _ended(self.start(*own, target=target, **env))
+            done = _wait_for_end(self.start(*own, target=target, **env))
             if done.code == 0 or len(self.requests) > before:
                 return done
         except AssertionError:
             if len(self.requests) > before:
                 raise
-        return _ended(self.start(*own, target=target, **env))
+        return _wait_for_end(self.start(*own, target=target, **env))
 
     def start(
         self, *own: str, target: LaunchTarget | None = None, stdin: int = subprocess.DEVNULL, **env: str
@@ -127,33 +127,33 @@ class AgentBench:
     def environment(self) -> dict[str, str]:
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
-        proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), _DEAD_END)
+        proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), _UNREACHABLE_PROXY)
         loopback = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
         own = {"HOME": str(home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "IS_SANDBOX": "1"}
         return own | proxies | loopback
 
     def interrupt(self, process: subprocess.Popen[str]) -> AgentResult:
         process.send_signal(signal.SIGINT)
-        return _ended(process)
+        return _wait_for_end(process)
 
-    def is_waiting_for(self, wanted: int = 1) -> None:
+    def wait_for_request(self, wanted: int = 1) -> None:
         wait_until(lambda: self.server.status("demo").running >= wanted, "the agent sent a request", DEADLINE)
 
-    def lose_the_engine(self, afterwards: list[dict[str, Any]]) -> None:
+    def kill_engine(self, afterwards: list[dict[str, Any]]) -> None:
         """The engine dies during a reply; the next engine follows another script."""
         rules = [ScriptRule.model_validate(each) for each in afterwards]
-        self._held.enter_context(mock.patch.object(fake_engine, "Script", return_value=Script(rules)))
+        self._stack.enter_context(mock.patch.object(fake_engine, "Script", return_value=Script(rules)))
         engine: Any = self.server.app.scheduler.engine("demo")
         self.server.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))
 
 
-def _ended(process: subprocess.Popen[str]) -> AgentResult:
+def _wait_for_end(process: subprocess.Popen[str]) -> AgentResult:
     try:
         out, err = process.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        raise AssertionError(f"it did not end: {AgentResult(-9, out, err)}") from None
+        raise AssertionError(f"the agent did not end: {AgentResult(-9, out, err)}") from None
     return AgentResult(process.returncode, out, err)
 
 
@@ -166,43 +166,43 @@ def _config(script: list[dict[str, Any]], n_ctx: int, model: dict[str, Any]) -> 
     }
 
 
-# --- what a request holds -------------------------------------------------------------------------------------------
+# --- parts of a request -----------------------------------------------------------------------------------------------
 
 
-def parts(request: Request, kind: type[Part]) -> list[Any]:
+def parts_of_kind(request: Request, kind: type[Part]) -> list[Any]:
     return [part for message in request.messages for part in message.parts if isinstance(part, kind)]
 
 
-def texts(request: Request) -> str:
-    return "\n".join(part.text for part in parts(request, Text))
+def request_text(request: Request) -> str:
+    return "\n".join(part.text for part in parts_of_kind(request, Text))
 
 
-def thoughts(request: Request) -> list[str]:
-    return [part.text for part in parts(request, Thinking)]
+def reasoning_texts(request: Request) -> list[str]:
+    return [part.text for part in parts_of_kind(request, Thinking)]
 
 
-def called(request: Request) -> list[str]:
-    return [part.name for part in parts(request, ToolCall)]
+def called_tools(request: Request) -> list[str]:
+    return [part.name for part in parts_of_kind(request, ToolCall)]
 
 
-def results(request: Request) -> str:
-    found = (inner for part in parts(request, ToolResult) for inner in part.content)
+def tool_results(request: Request) -> str:
+    found = (inner for part in parts_of_kind(request, ToolResult) for inner in part.content)
     return "\n".join(part.text for part in found if isinstance(part, Text))
 
 
-def pictures(request: Request) -> int:
-    inside = [inner for part in parts(request, ToolResult) for inner in part.content]
-    return sum(isinstance(part, Image) for part in [*parts(request, Image), *inside])
+def count_images(request: Request) -> int:
+    inside = [inner for part in parts_of_kind(request, ToolResult) for inner in part.content]
+    return sum(isinstance(part, Image) for part in [*parts_of_kind(request, Image), *inside])
 
 
-# --- scripts --------------------------------------------------------------------------------------------------------
+# --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-def says(text: str) -> dict[str, str]:
+def text_step(text: str) -> dict[str, str]:
     return {"text": text}
 
 
-def calls(name: str, **arguments: Any) -> dict[str, Any]:
+def call_step(name: str, **arguments: Any) -> dict[str, Any]:
     return {"call": {"name": name, "arguments": arguments}}
 
 
@@ -210,10 +210,10 @@ def rule(*steps: dict[str, Any], **conditions: Any) -> dict[str, Any]:
     return {**conditions, "steps": list(steps)}
 
 
-# A small PNG that every agent accepts.
+# --- images -----------------------------------------------------------------------------------------------------------
 
 
-def png(size: int = 16) -> bytes:
+def red_png(size: int = 16) -> bytes:
     """Red, `size` by `size`."""
     rows = b"".join(b"\x00" + b"\xff\x00\x00" * size for _ in range(size))
     head = struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)

@@ -11,15 +11,15 @@ import pytest
 from tests.clients.agent_bench import (
     DEADLINE,
     AgentBench,
-    called,
-    calls,
-    pictures,
-    png,
-    results,
+    call_step,
+    called_tools,
+    count_images,
+    reasoning_texts,
+    red_png,
+    request_text,
     rule,
-    says,
-    texts,
-    thoughts,
+    text_step,
+    tool_results,
 )
 from tests.e2e.helpers import wait_until_idle
 
@@ -41,12 +41,12 @@ def result_of(out: str) -> dict[str, Any]:
 def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: AgentBench) -> None:
     note = bench.work / "note.txt"
     script = [
-        rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
-        rule({"think": "Now read it."}, calls("Read", file_path=str(note)), result="(?i)created|written"),
+        rule({"think": "It is there."}, text_step("The note says: forty-two."), result="forty-two"),
+        rule({"think": "Now read it."}, call_step("Read", file_path=str(note)), result="(?i)created|written"),
         rule(
             {"think": "Write it first."},
-            says("Writing."),
-            calls("Write", file_path=str(note), content="forty-two\n"),
+            text_step("Writing."),
+            call_step("Write", file_path=str(note), content="forty-two\n"),
             when="write a note",
         ),
     ]
@@ -56,16 +56,16 @@ def test_it_writes_and_reads_a_file_with_its_tools_and_echoes_reasoning(bench: A
     assert result_of(done.out)["result"] == "The note says: forty-two.", done
     assert note.read_text() == "forty-two\n"
     first, second, third = bench.turns
-    assert (called(first), called(second), called(third)) == ([], ["Write"], ["Write", "Read"])
-    assert thoughts(third) == ["Write it first.", "Now read it."]
-    assert "forty-two" in results(third)
+    assert (called_tools(first), called_tools(second), called_tools(third)) == ([], ["Write"], ["Write", "Read"])
+    assert reasoning_texts(third) == ["Write it first.", "Now read it."]
+    assert "forty-two" in tool_results(third)
 
 
 @pytest.mark.steady
 def test_a_second_turn_continues_the_first_from_the_cache(bench: AgentBench) -> None:
     script = [
-        rule({"think": "A number."}, says("Remembered."), when="remember 42"),
-        rule(says("It was 42."), when="what was"),
+        rule({"think": "A number."}, text_step("Remembered."), when="remember 42"),
+        rule(text_step("It was 42."), when="what was"),
     ]
     with bench.serve(script):
         first = bench.run("-p", "remember 42", ALLOWED, "--output-format", "json")
@@ -73,8 +73,8 @@ def test_a_second_turn_continues_the_first_from_the_cache(bench: AgentBench) -> 
         second = bench.run("-p", "what was it?", ALLOWED, "--output-format", "json", "--resume", session)
     assert result_of(second.out)["result"] == "It was 42.", second
     assert bench.turns[0].session == bench.turns[1].session
-    assert thoughts(bench.turns[1]) == ["A number."]
-    assert "Remembered." in texts(bench.turns[1])
+    assert reasoning_texts(bench.turns[1]) == ["A number."]
+    assert "Remembered." in request_text(bench.turns[1])
     before, usage = result_of(first.out)["usage"], result_of(second.out)["usage"]
     known = before["input_tokens"] + before["cache_read_input_tokens"] + before["output_tokens"]
     assert usage["cache_read_input_tokens"] > 0.9 * known
@@ -82,11 +82,11 @@ def test_a_second_turn_continues_the_first_from_the_cache(bench: AgentBench) -> 
 
 def test_a_sub_agent_has_its_own_conversation(bench: AgentBench) -> None:
     script = [
-        rule(says("The sub-agent has found it."), when="FOUND-IT"),
-        rule(says("FOUND-IT"), when="look for the needle"),
-        rule(says("Waiting."), result="."),
+        rule(text_step("The sub-agent has found it."), when="FOUND-IT"),
+        rule(text_step("FOUND-IT"), when="look for the needle"),
+        rule(text_step("Waiting."), result="."),
         rule(
-            calls("Agent", description="find it", prompt="look for the needle", subagent_type="general-purpose"),
+            call_step("Agent", description="find it", prompt="look for the needle", subagent_type="general-purpose"),
             when="send somebody",
         ),
     ]
@@ -101,24 +101,24 @@ def test_a_sub_agent_has_its_own_conversation(bench: AgentBench) -> None:
 @pytest.mark.steady
 def test_an_image_in_a_tool_result_reaches_the_model(bench: AgentBench) -> None:
     picture = bench.work / "red.png"
-    picture.write_bytes(png())
+    picture.write_bytes(red_png())
     script = [
-        rule(says("It is red."), result=r"\[image\]"),
-        rule(calls("Read", file_path=str(picture)), when="look at"),
+        rule(text_step("It is red."), result=r"\[image\]"),
+        rule(call_step("Read", file_path=str(picture)), when="look at"),
     ]
     with bench.serve(script):
         done = bench.run("-p", "look at red.png", ALLOWED)
     assert "It is red." in done.out, done
-    assert pictures(bench.turns[-1]) == 1
+    assert count_images(bench.turns[-1]) == 1
 
 
 @pytest.mark.steady
 def test_a_text_only_model_gets_a_placeholder_for_an_image(bench: AgentBench) -> None:
     picture = bench.work / "red.png"
-    picture.write_bytes(png())
+    picture.write_bytes(red_png())
     script = [
-        rule(says("A picture, I am told."), result=r"\[image"),
-        rule(calls("Read", file_path=str(picture)), when="look at"),
+        rule(text_step("A picture, I am told."), result=r"\[image"),
+        rule(call_step("Read", file_path=str(picture)), when="look at"),
     ]
     with bench.serve(script, modalities=["text"]):
         done = bench.run("-p", "look at red.png", ALLOWED)
@@ -128,20 +128,20 @@ def test_a_text_only_model_gets_a_placeholder_for_an_image(bench: AgentBench) ->
 @pytest.mark.steady
 def test_a_deferred_tool_is_found_by_search_and_then_called(bench: AgentBench) -> None:
     script = [
-        rule(says("Nothing is planned."), result="(?i)no scheduled"),
-        rule(calls("CronList"), result="From here on this tool"),
-        rule(calls("ToolSearch", query="select:CronList"), when="what is planned", turn=1),
+        rule(text_step("Nothing is planned."), result="(?i)no scheduled"),
+        rule(call_step("CronList"), result="From here on this tool"),
+        rule(call_step("ToolSearch", query="select:CronList"), when="what is planned", turn=1),
     ]
     with bench.serve(script):
         done = bench.run("-p", "what is planned", ALLOWED)
     assert "Nothing is planned." in done.out, done
-    assert called(bench.turns[-1]) == ["ToolSearch", "CronList"]
+    assert called_tools(bench.turns[-1]) == ["ToolSearch", "CronList"]
 
 
 def test_an_interrupted_reply_frees_its_slot(bench: AgentBench) -> None:
-    with bench.serve([rule(says("So far "), {"hang": True})]) as served:
+    with bench.serve([rule(text_step("So far "), {"hang": True})]) as served:
         process = bench.start("-p", "wait for ever", ALLOWED)
-        bench.is_waiting_for()
+        bench.wait_for_request()
         bench.interrupt(process)
         wait_until_idle(served)
 
@@ -149,9 +149,11 @@ def test_an_interrupted_reply_frees_its_slot(bench: AgentBench) -> None:
 def test_it_compacts_when_the_conversation_exceeds_the_window(bench: AgentBench) -> None:
     """The client assumes a larger window, so only the error of the server shows the limit."""
     script = [
-        rule(says("<summary>We spoke of yards.</summary>"), when="(?i)summary of the conversation|detailed summary"),
+        rule(
+            text_step("<summary>We spoke of yards.</summary>"), when="(?i)summary of the conversation|detailed summary"
+        ),
         rule({"tokens": 6000}, when="tell me a long story"),
-        rule(says("Short enough."), when="and now"),
+        rule(text_step("Short enough."), when="and now"),
     ]
     with bench.serve(script, n_ctx=24_000):
         target = bench.target(window=200_000)
@@ -162,7 +164,7 @@ def test_it_compacts_when_the_conversation_exceeds_the_window(bench: AgentBench)
             assert done.code == 0, done
         done = bench.run("-p", "and now", ALLOWED, "--resume", session, target=target)
     assert "Short enough." in done.out, done
-    assert "We spoke of yards." in texts(bench.turns[-1])
+    assert "We spoke of yards." in request_text(bench.turns[-1])
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_it_compacts_when_the_conversation_exceeds_the_window(bench: AgentBench)
 def test_it_retries_after_an_overloaded_error(bench: AgentBench, kind: str, requests: int) -> None:
     script = [
         rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
-        rule(says("Second time lucky."), when="try it"),
+        rule(text_step("Second time lucky."), when="try it"),
     ]
     with bench.serve(script):
         done = bench.run("-p", "try it", ALLOWED)
@@ -180,17 +182,17 @@ def test_it_retries_after_an_overloaded_error(bench: AgentBench, kind: str, requ
 
 
 def test_it_recovers_from_an_engine_that_dies_during_a_reply(bench: AgentBench) -> None:
-    with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
+    with bench.serve([rule(text_step("Half an ans"), {"hang": True}, when="try it")]):
         process = bench.start("-p", "try it", ALLOWED)
-        bench.is_waiting_for()
-        bench.lose_the_engine([rule(says("Back again."), when="try it")])
+        bench.wait_for_request()
+        bench.kill_engine([rule(text_step("Back again."), when="try it")])
         out, err = process.communicate(timeout=DEADLINE)
     assert "Back again." in out, (out, err)
 
 
 def test_it_ends_with_an_error_if_its_own_prompt_exceeds_the_window(bench: AgentBench) -> None:
     """The server's numbers reach the user, and it does not try in vain."""
-    with bench.serve([rule(says("Never said."))], n_ctx=8_000):
+    with bench.serve([rule(text_step("Never said."))], n_ctx=8_000):
         done = bench.run("-p", "hello", ALLOWED, target=bench.target(window=200_000))
     assert done.code != 0
     assert "Prompt is too long" in done.out, done

@@ -31,7 +31,7 @@ def server() -> Iterator[LiveServer]:
 
 def bench(name: str, folder: Path, server: LiveServer) -> AgentBench:
     made = AgentBench(name, folder)
-    made.talk_to(server)
+    made.connect(server)
     return made
 
 

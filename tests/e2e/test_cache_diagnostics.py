@@ -183,7 +183,7 @@ def test_an_evicted_sequence_is_reported() -> None:
         first = conversation.turn()
         conversation.append_turn(*echoed(first))
         engine: Any = server.app.scheduler.engine("demo")
-        server.loop.call_soon_threadsafe(engine.cache("main")[1].clear)
+        server.loop.call_soon_threadsafe(engine.cache("main").sequences.clear)
         conversation.turn()
     assert conversation.cache_header["cause"] == "evicted"
 

@@ -61,7 +61,9 @@ def sdk(server: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 def test_the_overflow_example_prints_both_token_counts(server: LiveServer, capsys: pytest.CaptureFixture[str]):
-    exec(compile(EXAMPLE.replace("http://localhost:8000", server.url), "example", "exec"), {})
+    namespace: dict[str, Any] = {}
+    exec(compile(EXAMPLE.replace("http://localhost:8000", server.url), "example", "exec"), namespace)
+    namespace["client"].close()
     output = capsys.readouterr().out
     assert output.startswith("Context Overflow: Error code: 400")
     assert "maximum context length is 1024 tokens" in output
@@ -98,7 +100,7 @@ def test_background_requests_do_not_use_the_main_cache(server: LiveServer, sdk: 
 
     cached("claude-sonnet-5", messages)
     for number in range(3):
-        cached("claude-haiku-4-5", [{"role": "user", "content": f"{number} is another title to be found. " * 8}])
+        cached("claude-haiku-4-5", [{"role": "user", "content": f"{number} is another title to be found. " * 3}])
     assert cached("claude-sonnet-5", messages) > 60
 
 
@@ -272,8 +274,11 @@ def test_the_input_of_a_custom_tool_fits_its_grammar(server: LiveServer, choice:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled_input_of_a_custom_tool_fits_its_grammar(server: LiveServer, seed: int) -> None:
-    reply = call_apply_patch(server, SHORT_GRAMMAR, "required", temperature=1.5, seed=seed)
-    assert all(is_patch(item["input"]) for item in reply["output"] if item["type"] == "custom_tool_call")
+    """The output limit may cut the last call off; such a call is marked as incomplete."""
+    reply = call_apply_patch(server, SHORT_GRAMMAR, "required", temperature=1.5, seed=seed, max_output_tokens=100)
+    for item in reply["output"]:
+        if item["type"] == "custom_tool_call" and (item is not reply["output"][-1] or reply["status"] == "completed"):
+            assert (item["status"], is_patch(item["input"])) == ("completed", True), item
 
 
 def test_an_incomplete_patch_is_not_called(server: LiveServer) -> None:
@@ -342,11 +347,11 @@ def test_an_unknown_lora_adapter_is_a_400_that_lists_the_known_ones(lora_sdk: op
 # --- an agent with one slot -------------------------------------------------------------------------------------------
 
 AGENT_TOOLS = [
-    {"name": "Bash", "description": "Runs a command. " * 20, "input_schema": {"type": "object", "properties": {}}}
+    {"name": "Bash", "description": "Runs a command. " * 6, "input_schema": {"type": "object", "properties": {}}}
 ]
 AGENT_SYSTEM = [
     {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=00000;"},
-    {"type": "text", "text": "You are a coding agent. Be brief and exact. " * 10},
+    {"type": "text", "text": "You are a coding agent. Be brief and exact. " * 4},
 ]
 TITLE_FORMAT = {"format": {"type": "json_schema", "schema": {"type": "object", "properties": {"t": {"const": "Fix"}}}}}
 TASK = {"role": "user", "content": "Fix the tests."}
@@ -381,7 +386,7 @@ def test_background_requests_do_not_evict_the_conversation_of_an_agent(agent_ser
     first = send(agent_server, system=AGENT_SYSTEM, tools=AGENT_TOOLS)
     send(agent_server, system="Explore the code.", tools=AGENT_TOOLS, agent="a1")
     send(agent_server, output_config=TITLE_FORMAT, max_tokens=32)
-    send(agent_server, system="Block or not? " * 40, stop_sequences=["</block>"], thinking={"type": "disabled"})
+    send(agent_server, system="Block or not? " * 12, stop_sequences=["</block>"], thinking={"type": "disabled"})
     send(agent_server, system="Explore more.", tools=AGENT_TOOLS, agent="a2")
     history = [TASK, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And now?"}]
     changed = [AGENT_SYSTEM[0] | {"text": "x-anthropic-billing-header: cc_version=1; cch=11111;"}, AGENT_SYSTEM[1]]

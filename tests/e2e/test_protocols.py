@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -26,23 +26,34 @@ from tests.live_server import LiveServer, live_server
 ROME = ("get_weather", {"city": "Rome"})
 CET = ("get_time", {"zone": "CET"})
 
-# case → (request fields, text, thinking, calls, stop reason in each protocol)
-CASES: dict[str, tuple[dict[str, Any], str, str, list[Any], tuple[str, str, str]]] = {
-    "text": ({}, "Hello there, friend.", "", [], ("end_turn", "stop", "completed")),
-    "thinking": ({}, "Forty-two.", "Let me see.", [], ("end_turn", "stop", "completed")),
-    "one tool": ({"tools": True}, "I look.", "", [ROME], ("tool_use", "tool_calls", "completed")),
-    "parallel tools": ({"tools": True}, "", "", [ROME, CET], ("tool_use", "tool_calls", "completed")),
-    "length": (
+
+class Case(NamedTuple):
+    fields: dict[str, Any]
+    text: str
+    thinking: str
+    calls: list[Any]
+    stops: tuple[str, str, str]
+
+    def stop(self, protocol: Protocol) -> str:
+        """The stop reason in the words of the protocol."""
+        return self.stops[[*PROTOCOLS.values()].index(protocol)]
+
+
+CASES = {
+    "text": Case({}, "Hello there, friend.", "", [], ("end_turn", "stop", "completed")),
+    "thinking": Case({}, "Forty-two.", "Let me see.", [], ("end_turn", "stop", "completed")),
+    "one tool": Case({"tools": True}, "I look.", "", [ROME], ("tool_use", "tool_calls", "completed")),
+    "parallel tools": Case({"tools": True}, "", "", [ROME, CET], ("tool_use", "tool_calls", "completed")),
+    "length": Case(
         {"limit": 5},
         " the and for file return",
         "",
         [],
         ("max_tokens", "length", "incomplete max_output_tokens"),
     ),
-    "stop string": ({"stop": "STOP"}, "one two ", "", [], ("stop_sequence STOP", "stop", "completed")),
-    "nothing": ({}, "", "", [], ("end_turn", "stop", "completed")),
+    "stop string": Case({"stop": "STOP"}, "one two ", "", [], ("stop_sequence STOP", "stop", "completed")),
+    "nothing": Case({}, "", "", [], ("end_turn", "stop", "completed")),
 }
-PROTOCOL_INDEX = {name: place for place, name in enumerate(PROTOCOLS)}
 
 
 @pytest.fixture(scope="module", params=["text", "chat"])
@@ -54,25 +65,21 @@ def engine_kind_client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]
         yield client
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", PROTOCOLS)
 def test_replies_reach_the_client_as_generated(
-    engine_kind_client: httpx.Client, name: str, case: str, stream: bool
+    engine_kind_client: httpx.Client, protocol: Protocol, stream: bool
 ) -> None:
-    fields, text, thinking, calls, stops = CASES[case]
-    parsed = send(engine_kind_client, PROTOCOLS[name], stream, case, **fields)
-    assert (parsed.text, parsed.thinking, parsed.calls, parsed.stop) == (
-        text,
-        thinking,
-        calls,
-        stops[PROTOCOL_INDEX[name]],
-    )
+    for name, case in CASES.items():
+        parsed = send(engine_kind_client, protocol, stream, name, **case.fields)
+        assert (parsed.text, parsed.thinking, parsed.calls) == (case.text, case.thinking, case.calls), name
+        assert parsed.stop == case.stop(protocol), name
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_protocol_reports_the_same_usage(client: httpx.Client, case: str) -> None:
-    parsed = [send(client, w, s, case, **CASES[case][0]).usage for w in PROTOCOLS.values() for s in (False, True)]
-    assert len({(usage.prompt, usage.output, usage.reasoning) for usage in parsed}) == 1
+def test_every_protocol_reports_the_same_usage(client: httpx.Client) -> None:
+    for name, case in CASES.items():
+        usages = [
+            send(client, p, stream, name, **case.fields).usage for p in PROTOCOLS.values() for stream in (False, True)
+        ]
+        assert len({(usage.prompt, usage.output, usage.reasoning) for usage in usages}) == 1, name
 
 
 def test_usage_matches_the_tokenizer(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
@@ -104,13 +111,9 @@ def test_a_reply_is_cut_at_the_end_of_the_window(client: httpx.Client, stream: b
         assert parsed.usage.prompt + parsed.usage.output == 4096
 
 
-LIMIT_REASONS = ("max_tokens", "length", "incomplete max_output_tokens")
-
-
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_call_that_is_complete_at_the_limit_is_kept(client: httpx.Client, name: str, stream: bool) -> None:
-    parsed = send(client, PROTOCOLS[name], stream, "one tool", tools=True, limit=23)
-    assert (parsed.calls, parsed.stop) == ([ROME], LIMIT_REASONS[PROTOCOL_INDEX[name]])
+def test_a_call_that_is_complete_at_the_limit_is_kept(client: httpx.Client, protocol: Protocol, stream: bool) -> None:
+    parsed = send(client, protocol, stream, "one tool", tools=True, limit=23)
+    assert (parsed.calls, parsed.stop) == ([ROME], CASES["length"].stop(protocol))
 
 
 def test_a_call_cut_off_by_the_limit_is_dropped(client: httpx.Client) -> None:

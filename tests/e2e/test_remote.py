@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.helpers import RawClient, config, wait_for_running, wait_until_idle
 from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, Protocol, parse_events, send
-from tests.e2e.test_protocols import CASES, PROTOCOL_INDEX
+from tests.e2e.test_protocols import CASES
 from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 from tests.live_server import LiveServer, live_server
 
@@ -39,16 +39,14 @@ def gateway_client(upstream: LiveServer, request: pytest.FixtureRequest) -> Iter
         yield client
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", PROTOCOLS)
 def test_replies_of_the_upstream_reach_the_client_unchanged(
-    gateway_client: httpx.Client, name: str, case: str, stream: bool
+    gateway_client: httpx.Client, protocol: Protocol, stream: bool
 ) -> None:
-    fields, text, thinking, calls, stops = CASES[case]
-    parsed = send(gateway_client, PROTOCOLS[name], stream, case, **fields)
-    assert (parsed.text, parsed.thinking, parsed.calls) == (text, thinking, calls)
-    # Only one of the three upstream protocols reports the stop string.
-    assert parsed.stop == stops[PROTOCOL_INDEX[name]] or (case, parsed.stop) == ("stop string", "end_turn")
+    for name, case in CASES.items():
+        parsed = send(gateway_client, protocol, stream, name, **case.fields)
+        assert (parsed.text, parsed.thinking, parsed.calls) == (case.text, case.thinking, case.calls), name
+        # Only one of the three upstream protocols reports the stop string.
+        assert parsed.stop == case.stop(protocol) or (name, parsed.stop) == ("stop string", "end_turn"), name
 
 
 def test_usage_is_that_of_the_upstream(

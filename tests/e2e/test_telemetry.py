@@ -255,15 +255,14 @@ REFUSED_BODIES: dict[str, tuple[bytes, int]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED_BODIES)
-def test_a_refused_request_writes_four_files(capture: CaptureFolder, protocol: Protocol, case: str):
-    body, status = REFUSED_BODIES[case]
-    reply, files = capture.post(protocol.path, body)
-    assert reply.status_code == status
-    assert set(files) == {*FILE_NAMES, "4-client-response.json"}
-    assert files["1-client-request.json"] == (b"" if status == 413 else body)
-    assert (files["2-prompt.txt"], files["3-model-output.txt"]) == (b"", b"")
-    assert files["4-client-response.json"] == reply.content
+def test_a_refused_request_writes_four_files(capture: CaptureFolder, protocol: Protocol):
+    for case, (body, status) in REFUSED_BODIES.items():
+        reply, files = capture.post(protocol.path, body)
+        assert reply.status_code == status, case
+        assert set(files) == {*FILE_NAMES, "4-client-response.json"}, case
+        assert files["1-client-request.json"] == (b"" if status == 413 else body), case
+        assert (files["2-prompt.txt"], files["3-model-output.txt"]) == (b"", b"")
+        assert files["4-client-response.json"] == reply.content
 
 
 @pytest.mark.parametrize("text", ["error before", "error during"])

@@ -30,7 +30,7 @@ from modelyard.prompt.template_source import builtin
 from modelyard.store.memory import MemoryStore
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.gateway.harness import GatewayHarness, read_events
-from tests.prompt.histories import TALKING, TOOL, ask, result, say
+from tests.prompt.histories import CHAT_TEMPLATES, TOOL, make_message, make_request, tool_result
 from tests.tokenizer import sample_tokenizers
 
 GENERATED, ECHOED = '{"b":1,"a":2}', '{"a": 2, "b": 1}'
@@ -195,7 +195,7 @@ GENERATED_CALLS = generated_calls(
 
 
 def restore_turn(*parts: Any) -> Message:
-    (message,) = restored([say("assistant", *parts)], GENERATED_CALLS)
+    (message,) = restored([make_message("assistant", *parts)], GENERATED_CALLS)
     return message
 
 
@@ -235,7 +235,11 @@ def test_omitted_or_redacted_reasoning_is_restored() -> None:
 
 
 def test_unknown_calls_and_other_roles_are_unchanged() -> None:
-    talk = (say("user", "hi"), say("assistant", call(GENERATED_ARGUMENTS, "foreign")), say("assistant", "text"))
+    talk = (
+        make_message("user", "hi"),
+        make_message("assistant", call(GENERATED_ARGUMENTS, "foreign")),
+        make_message("assistant", "text"),
+    )
     assert restored(talk, GENERATED_CALLS) == talk
     assert list(call_ids(talk)) == ["foreign"]
 
@@ -265,7 +269,7 @@ def test_line_breaks_are_kept_only_for_a_single_text() -> None:
 def test_line_breaks_are_restored_only_if_the_text_is_equal() -> None:
     generated = generated_calls(make_reply(Text("Looking."), call("{}")), "Looking.\n")
     same, other = (
-        restored([say("assistant", text, call("{}"))], generated)[0].parts[0] for text in ("Looking.", "No.")
+        restored([make_message("assistant", text, call("{}"))], generated)[0].parts[0] for text in ("Looking.", "No.")
     )
     assert (same, other) == (Text("Looking.\n"), Text("No."))
 
@@ -275,11 +279,11 @@ def test_line_breaks_are_restored_only_if_the_text_is_equal() -> None:
 
 def prompt(name: str, *echo: Any, kept: bool = True) -> str:
     renderer = Renderer(ChatTemplate(builtin(name)), VOCAB)
-    history = (say("user", "read it"), say("assistant", *echo), result("call_1"))
-    return renderer.apply(ask(*(restored(history, GENERATED_CALLS) if kept else history), tools=(TOOL,))).text
+    history = (make_message("user", "read it"), make_message("assistant", *echo), tool_result("call_1"))
+    return renderer.apply(make_request(*(restored(history, GENERATED_CALLS) if kept else history), tools=(TOOL,))).text
 
 
-@pytest.mark.parametrize("name", TALKING)
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_every_template_renders_a_reordered_call_like_the_generated_one(name: str) -> None:
     own = prompt(name, Thinking("Look first."), "Looking.", call(GENERATED_ARGUMENTS))
     assert prompt(name, "Looking.", call('{"path": "a.txt", "timeout": 5000}')) == own
@@ -309,7 +313,7 @@ def test_an_echoed_call_renders_like_the_generated_one(value: dict[str, Any], co
     renderer = Renderer(ChatTemplate(builtin("generic")), VOCAB)
 
     def restored_parts(arguments: str) -> str:
-        history = (say("user", "go"), say("assistant", call(arguments)), result("call_1"))
-        return renderer.text(ask(*restored(history, generated), tools=(TOOL,)))
+        history = (make_message("user", "go"), make_message("assistant", call(arguments)), tool_result("call_1"))
+        return renderer.text(make_request(*restored(history, generated), tools=(TOOL,)))
 
     assert restored_parts(echo) == restored_parts(own)

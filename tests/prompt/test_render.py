@@ -27,7 +27,7 @@ from modelyard.prompt.template_source import builtin
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.shield import SENTINEL, Shield
 from modelyard.tokenizer.tokenizer_files import SpecialTokens
-from tests.prompt.histories import TALKING, TOOL, ask, call, result, say
+from tests.prompt.histories import CHAT_TEMPLATES, TOOL, call, make_message, make_request, tool_result
 from tests.tokenizer import sample_tokenizers
 
 VOCAB = HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level())
@@ -39,7 +39,7 @@ def echo(source: str, **settings: Any) -> Renderer:
 
 
 def test_two_messages_become_chatml() -> None:
-    rendered = CHATML.apply(ask(say("system", "Be brief."), say("user", "Hi")))
+    rendered = CHATML.apply(make_request(make_message("system", "Be brief."), make_message("user", "Hi")))
     assert (
         rendered.text
         == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -61,11 +61,11 @@ SPELLING = st.lists(
 def test_text_never_becomes_a_control_token(user: str, tool: str, system: str) -> None:
     def ids(user: str, tool: str, system: str) -> list[int]:
         turns = (
-            say("system", system),
-            say("user", "q", user),
-            say("assistant", call(arguments=f'{{"path": {_json(tool)}}}')),
+            make_message("system", system),
+            make_message("user", "q", user),
+            make_message("assistant", call(arguments=f'{{"path": {_json(tool)}}}')),
         )
-        request = ask(*turns, result(text=tool), tools=(Tool("read_file", user, {"title": tool}),))
+        request = make_request(*turns, tool_result(text=tool), tools=(Tool("read_file", user, {"title": tool}),))
         return [id for id in CHATML.apply(request).ids if id in VOCAB.specials.values()]
 
     assert ids(user + ".", tool + ".", system + ".") == ids(".", ".", ".")
@@ -76,15 +76,20 @@ def _json(text: str) -> str:
 
 
 def test_a_quoted_end_of_turn_decodes_to_the_same_text() -> None:
-    rendered = CHATML.apply(ask(say("user", "what is <|im_end|>?")))
+    rendered = CHATML.apply(make_request(make_message("user", "what is <|im_end|>?")))
     assert "what is <|im_end|>?" in rendered.text
     assert VOCAB.decode(rendered.ids) == rendered.text
     assert rendered.ids.count(VOCAB.specials["<|im_end|>"]) == 1
 
 
 def test_a_growing_conversation_keeps_its_prefix_and_is_not_tokenized_again() -> None:
-    first = ask(say("system", "rules"), say("user", "one"), say("assistant", "two"), say("user", "three"))
-    grown = ask(*first.messages, say("assistant", "four"), say("user", "five five"))
+    first = make_request(
+        make_message("system", "rules"),
+        make_message("user", "one"),
+        make_message("assistant", "two"),
+        make_message("user", "three"),
+    )
+    grown = make_request(*first.messages, make_message("assistant", "four"), make_message("user", "five five"))
     renderer = echo(builtin("generic"))
     renderer.apply(first)
     text = renderer.text(grown)
@@ -94,8 +99,8 @@ def test_a_growing_conversation_keeps_its_prefix_and_is_not_tokenized_again() ->
 
 def test_calls_results_and_reasoning_reach_the_template() -> None:
     source = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
-    turns = say("assistant", Thinking("hm"), "let me", call()), result()
-    lines = echo(source).text(ask(*turns)).splitlines()
+    turns = make_message("assistant", Thinking("hm"), "let me", call()), tool_result()
+    lines = echo(source).text(make_request(*turns)).splitlines()
     assert lines == [
         '{"role": "assistant", "content": "let me", "reasoning_content": "hm", "tool_calls": [{"id": '
         '"call_0123456789", "type": "function", "function": {"name": "read_file", "arguments": {"path": "a.txt"}}}]}',
@@ -114,7 +119,9 @@ def test_calls_results_and_reasoning_reach_the_template() -> None:
     ],
 )
 def test_arguments_are_always_a_dictionary(made_call: ToolCall, arguments: str) -> None:
-    text = echo("{% for m in messages %}{{ m | tojson }}{% endfor %}").text(ask(say("assistant", made_call)))
+    text = echo("{% for m in messages %}{{ m | tojson }}{% endfor %}").text(
+        make_request(make_message("assistant", made_call))
+    )
     assert f'"arguments": {arguments}}}' in text
 
 
@@ -125,8 +132,10 @@ def test_deferred_tools_are_rendered_where_they_were_found_and_server_tools_are_
         Tool("cloud_search", kind="server"),
         Tool("patch", kind="custom"),
     )
-    found = say("tool", ToolResult("1", (Text("found"), ToolReference("late_one"))))
-    text = CHATML.text(ask(say("user", "WORD-ONE"), say("assistant", call("1")), found, tools=tools))
+    found = make_message("tool", ToolResult("1", (Text("found"), ToolReference("late_one"))))
+    text = CHATML.text(
+        make_request(make_message("user", "WORD-ONE"), make_message("assistant", call("1")), found, tools=tools)
+    )
     assert text.index("WORD-ONE") < text.index("late_one")
     assert text.index("patch") < text.index("WORD-ONE")
     assert "cloud_search" not in text
@@ -135,7 +144,7 @@ def test_deferred_tools_are_rendered_where_they_were_found_and_server_tools_are_
 
 def test_tools_are_described_in_the_prompt_if_the_template_has_no_tools() -> None:
     text = echo("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}").text(
-        ask(say("user", "x"), tools=(TOOL,))
+        make_request(make_message("user", "x"), tools=(TOOL,))
     )
     assert text.startswith("system:")
     assert '"name": "read_file"' in text
@@ -158,14 +167,14 @@ NATIVE = "{{ tools | tojson if tools else 'none' }}\n{% for m in messages %}{{ m
 )
 def test_tools_prompt_decides_whether_tools_are_described(template: str, setting: Any, tells: bool) -> None:
     renderer = echo(template, tools_prompt=setting)
-    text = renderer.text(ask(say("user", "x"), tools=(TOOL,)))
+    text = renderer.text(make_request(make_message("user", "x"), tools=(TOOL,)))
     assert renderer.describes_tools is tells
     assert ("<tool_call>" in text) is tells
-    assert ("<tool_call>" in renderer.text(ask(say("user", "x")))) is False
+    assert ("<tool_call>" in renderer.text(make_request(make_message("user", "x")))) is False
 
 
 def test_calls_in_the_history_match_the_described_tools() -> None:
-    turns = ask(say("user", "x"), say("assistant", call("1")), result(), tools=(TOOL,))
+    turns = make_request(make_message("user", "x"), make_message("assistant", call("1")), tool_result(), tools=(TOOL,))
     rendered, native = echo(NATIVE, tools_prompt="always").text(turns), echo(NATIVE).text(turns)
     assert rendered.startswith("none")
     assert "tool_calls" not in rendered
@@ -179,12 +188,12 @@ def test_a_separate_tools_template_counts_as_tool_support() -> None:
 
 def test_a_tools_template_is_used_only_with_tools() -> None:
     renderer = echo("plain", tools_template=ChatTemplate("{{ tools | length }} tools"))
-    assert renderer.text(ask(say("user", "x"))) == "plain"
-    assert renderer.text(ask(say("user", "x"), tools=(TOOL,))) == "1 tools"
+    assert renderer.text(make_request(make_message("user", "x"))) == "plain"
+    assert renderer.text(make_request(make_message("user", "x"), tools=(TOOL,))) == "1 tools"
 
 
 def test_images_are_parts_if_the_template_supports_them_and_text_otherwise() -> None:
-    request = ask(say("user", "look", Image("data:image/png;base64,")))
+    request = make_request(make_message("user", "look", Image("data:image/png;base64,")))
     with_images = (
         "{% for m in messages %}{% for p in m.content %}"
         "[{{ 'PIC' if p.type == 'image' else p.text }}]{% endfor %}{% endfor %}"
@@ -194,7 +203,7 @@ def test_images_are_parts_if_the_template_supports_them_and_text_otherwise() -> 
 
 
 @pytest.mark.parametrize(
-    ("turns", "default", "kwargs", "expected"),
+    ("enabled", "default", "kwargs", "expected"),
     [
         (None, None, {}, "unset"),
         (True, None, {}, "True"),
@@ -204,11 +213,14 @@ def test_images_are_parts_if_the_template_supports_them_and_text_otherwise() -> 
     ],
 )
 def test_thinking_of_the_request_overrides_that_of_the_model(
-    turns: bool | None, default: bool | None, kwargs: dict[str, Any], expected: str
+    enabled: bool | None, default: bool | None, kwargs: dict[str, Any], expected: str
 ) -> None:
     renderer = echo("{{ enable_thinking | default('unset') }}", thinking_default=default)
     request = Request(
-        model="m", messages=(say("user", "x"),), reasoning=Reasoning(enabled=turns), chat_template_kwargs=kwargs
+        model="m",
+        messages=(make_message("user", "x"),),
+        reasoning=Reasoning(enabled=enabled),
+        chat_template_kwargs=kwargs,
     )
     assert renderer.text(request) == expected
 
@@ -224,10 +236,10 @@ def test_a_client_cannot_replace_the_messages() -> None:
         CHATML.text(Request(model="m", chat_template_kwargs={"messages": []}))
 
 
-@pytest.mark.parametrize("name", TALKING)
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_a_prefilled_reply_is_continued(name: str) -> None:
     renderer = echo(builtin(name))
-    rendered = renderer.apply(ask(say("user", "WORD-ONE"), say("assistant", "Sure, here")))
+    rendered = renderer.apply(make_request(make_message("user", "WORD-ONE"), make_message("assistant", "Sure, here")))
     assert rendered.text.endswith("Sure, here")
     assert rendered.tail.endswith("Sure, here")
     assert "WORD-ONE" not in rendered.tail
@@ -238,12 +250,12 @@ def test_a_prefill_refused_by_the_template_is_appended() -> None:
         "{% if messages[-1].role == 'assistant' %}{{ raise_exception('last must be user') }}{% endif %}"
         "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
     )
-    assert echo(source).text(ask(say("user", "a"), say("assistant", "b"))) == "<a>bot:b"
+    assert echo(source).text(make_request(make_message("user", "a"), make_message("assistant", "b"))) == "<a>bot:b"
 
 
 def test_an_empty_reply_at_the_end_is_ignored() -> None:
-    turns = ask(say("user", "a"))
-    assert CHATML.text(ask(*turns.messages, say("assistant", ""))) == CHATML.text(turns)
+    turns = make_request(make_message("user", "a"))
+    assert CHATML.text(make_request(*turns.messages, make_message("assistant", ""))) == CHATML.text(turns)
 
 
 def test_open_reasoning_is_detected_at_the_end_of_the_prompt() -> None:
@@ -251,7 +263,7 @@ def test_open_reasoning_is_detected_at_the_end_of_the_prompt() -> None:
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    assert echo(source).apply(ask(say("user", "a"))).tail == "<|im_start|>assistant\n<think>\n"
+    assert echo(source).apply(make_request(make_message("user", "a"))).tail == "<|im_start|>assistant\n<think>\n"
 
 
 def test_raw_prompts_keep_control_tokens_and_get_one_bos() -> None:
@@ -300,16 +312,20 @@ THOUGHT = "{% for m in messages %}[{{ m.content }}]{SWITCH}{{ m.reasoning_conten
 @pytest.mark.parametrize("switch", KEEPING)
 def test_reasoning_of_earlier_turns_is_kept_if_the_template_can(switch: str) -> None:
     source = THOUGHT.replace("{SWITCH}", KEEPING[switch])
-    history = ask(say("user", "one"), say("assistant", Thinking("WHY"), "two"), say("user", "three"))
+    history = make_request(
+        make_message("user", "one"), make_message("assistant", Thinking("WHY"), "two"), make_message("user", "three")
+    )
     assert echo(source).apply(history).text == "[one][two]WHY[three]"
     overruled = {switch: switch in ("clear_thinking", "truncate_history_thinking", "drop_thinking")}
     assert echo(source, template_kwargs=overruled).apply(history).text == "[one][two][three]"
 
 
-@pytest.mark.parametrize("name", TALKING)
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_the_separator_between_text_and_call_is_detected(name: str) -> None:
     renderer = Renderer(ChatTemplate(builtin(name)), VOCAB)
-    history = ask(say("user", "go"), say("assistant", "Looking.", call()), result(), tools=(TOOL,))
+    history = make_request(
+        make_message("user", "go"), make_message("assistant", "Looking.", call()), tool_result(), tools=(TOOL,)
+    )
     rest = renderer.apply(history).text.partition("Looking.")[2]
     assert rest.startswith(renderer.separator)
     assert not rest.removeprefix(renderer.separator)[0].isspace()
@@ -321,31 +337,33 @@ CONVERSATION = MessageConverter(SPECIALS, ToolDefinitions(SHIELD), SHIELD, image
 
 
 def test_a_reply_keeps_its_reasoning_tags_but_no_other_control_tokens() -> None:
-    (entry,) = CONVERSATION.convert(ask(say("assistant", "<think>a</think>b<|im_end|>")))
+    (entry,) = CONVERSATION.convert(make_request(make_message("assistant", "<think>a</think>b<|im_end|>")))
     assert entry["content"] == f"<think>a</think>b<{SENTINEL}|im_end|>"
-    (entry,) = CONVERSATION.convert(ask(say("user", "<think>")))
+    (entry,) = CONVERSATION.convert(make_request(make_message("user", "<think>")))
     assert entry["content"] == f"<{SENTINEL}think>"
 
 
 def test_a_control_token_in_json_escapes_is_found() -> None:
-    (entry,) = CONVERSATION.convert(ask(say("assistant", call(arguments='{"path": "\\u003c|im_end|>"}'))))
+    (entry,) = CONVERSATION.convert(
+        make_request(make_message("assistant", call(arguments='{"path": "\\u003c|im_end|>"}')))
+    )
     assert entry["tool_calls"][0]["function"]["arguments"] == {"path": f"<{SENTINEL}|im_end|>"}
 
 
 def test_a_control_token_across_two_blocks_is_found() -> None:
     shield = Shield(["a\nb"])
     conversation = MessageConverter(("a\nb",), ToolDefinitions(shield), shield, images=False)
-    (entry,) = conversation.convert(ask(say("user", "a", "b")))
+    (entry,) = conversation.convert(make_request(make_message("user", "a", "b")))
     assert entry["content"] == f"a{SENTINEL}\nb"
 
 
 def test_blocks_of_a_message_are_joined_as_lines_and_its_name_is_kept() -> None:
     message = Message("user", (Text("one"), Text("two")), name="Ann")
-    assert CONVERSATION.convert(ask(message)) == [{"role": "user", "content": "one\ntwo", "name": "Ann"}]
+    assert CONVERSATION.convert(make_request(message)) == [{"role": "user", "content": "one\ntwo", "name": "Ann"}]
 
 
 def test_an_empty_message_is_empty_text() -> None:
-    assert CONVERSATION.convert(ask(say("user"), say("assistant"))) == [
+    assert CONVERSATION.convert(make_request(make_message("user"), make_message("assistant"))) == [
         {"role": "user", "content": ""},
         {"role": "assistant", "content": ""},
     ]

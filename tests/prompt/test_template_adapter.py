@@ -12,7 +12,7 @@ from modelyard.prompt.template import ChatTemplate, TemplateRefused
 from modelyard.prompt.template_adapter import AdaptedTemplate
 from modelyard.prompt.template_source import builtin
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from tests.prompt.histories import HISTORIES, TALKING, ask, say
+from tests.prompt.histories import CHAT_TEMPLATES, HISTORIES, make_message, make_request
 
 STRICT = """{{ bos_token }}
 {%- for m in messages -%}
@@ -34,7 +34,7 @@ NINE = """{%- for m in messages -%}
     [CALL {{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]
   {%- endfor -%}
 {%- endfor -%}"""
-TEMPLATES = {"strict": STRICT, "drops": DROPS, "nine": NINE} | {name: builtin(name) for name in TALKING}
+TEMPLATES = {"strict": STRICT, "drops": DROPS, "nine": NINE} | {name: builtin(name) for name in CHAT_TEMPLATES}
 
 
 @pytest.mark.parametrize("history", HISTORIES)
@@ -72,13 +72,15 @@ def test_a_late_system_message_becomes_a_reminder_in_place(vocab: HuggingFaceTok
 
 
 def test_a_strict_template_gets_alternating_roles(vocab: HuggingFaceTokenizer) -> None:
-    text = Renderer(ChatTemplate(STRICT), vocab).text(ask(say("system", "S"), say("user", "A"), say("user", "B")))
+    text = Renderer(ChatTemplate(STRICT), vocab).text(
+        make_request(make_message("system", "S"), make_message("user", "A"), make_message("user", "B"))
+    )
     assert text == "[INST] S\n\nA\n\nB [/INST]"
 
 
 def test_rendering_does_not_depend_on_earlier_requests(vocab: HuggingFaceTokenizer) -> None:
     renderer = Renderer(ChatTemplate(STRICT), vocab)
-    simple = ask(say("user", "A"))
+    simple = make_request(make_message("user", "A"))
     before = renderer.text(simple)
     for request, _ in HISTORIES.values():
         renderer.text(request)
@@ -90,13 +92,13 @@ def test_a_failing_history_is_adapted_step_by_step(vocab: HuggingFaceTokenizer) 
         "{% if messages | length > 5 %}{{ raise_exception('too many turns') }}{% endif %}"
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    request = ask(*[say("user", f"word{n} ") for n in range(8)])
+    request = make_request(*[make_message("user", f"word{n} ") for n in range(8)])
     assert Renderer(ChatTemplate(picky), vocab).text(request) == "\n\n".join(f"word{n} " for n in range(8))
 
 
 def test_a_template_that_refuses_everything_reports_the_reason(vocab: HuggingFaceTokenizer) -> None:
     with pytest.raises(TemplateRefused, match="never"):
-        Renderer(ChatTemplate("{{ raise_exception('never') }}"), vocab).text(ask(say("user", "x")))
+        Renderer(ChatTemplate("{{ raise_exception('never') }}"), vocab).text(make_request(make_message("user", "x")))
 
 
 def entry(role: str, content: Any, **more: Any) -> dict[str, Any]:

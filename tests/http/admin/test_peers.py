@@ -49,13 +49,13 @@ def test_lists_are_merged_newest_first_without_duplicates() -> None:
 
 
 async def test_without_peers_nothing_is_requested(tmp_path: Path) -> None:
-    alone, bereaved = PeerGateways(), PeerGateways(str(tmp_path / "workbench-0"))
+    single, last = PeerGateways(), PeerGateways(str(tmp_path / "workbench-0"))
     try:
-        assert await alone.request("GET", "requests", {}) == []
-        (tmp_path / "workbench-1").touch()  # left by one that was killed
-        assert await bereaved.request("GET", "requests", {}) == []
+        assert await single.request("GET", "requests", {}) == []
+        (tmp_path / "workbench-1").touch()  # left by a killed process
+        assert await last.request("GET", "requests", {}) == []
     finally:
-        await bereaved.close()
+        await last.close()
 
 
 # --- two real gateways ----------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ async def test_without_peers_nothing_is_requested(tmp_path: Path) -> None:
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with cli_process.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
         server.until_count("listening on", 2)  # a broadcast must reach the last process, too
-        wait_until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", cli_process.DEADLINE)
+        wait_until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are ready", cli_process.DEADLINE)
         yield server.url
 
 
