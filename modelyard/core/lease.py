@@ -97,7 +97,6 @@ class LeaseProvider(Protocol):
         ...
 
 
-
 class RevocableLease(Struct, eq=False, kw_only=True):
     """The part of a `Lease` that every scheduler shares. A Struct, because a Python `__init__` per request is slow."""
 

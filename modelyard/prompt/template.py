@@ -1,8 +1,8 @@
 """Chat templates: sandboxed Jinja with Hugging Face's semantics, and limits on what a template may consume.
 
 A template comes with a model, so it is untrusted code. Jinja's sandbox protects Python's internals; the limits here
-stop mistakes and crude bombs: loops over `range` share one budget per render, repetition and padding are limited, and the
-output has a maximum length.
+stop mistakes and crude bombs: loops over `range` share one budget per render, repetition and padding are limited,
+and the output has a maximum length.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Translation models (TranslateGemma): one text, its language and the target language, nothing else.
 
 The codes are `chat_template_kwargs`, so every protocol can set them; the pool dialect has fields for them. If the
-source is missing, "auto" or "mixed", the text may have several languages. The template must name one all the same, so it gets
-a valid code, and the text a first line that asks for detection.
+source is missing, "auto" or "mixed", the text may have several languages. The template must name one all the
+same, so it gets a valid code, and the text a first line that asks for detection.
 """
 
 from __future__ import annotations

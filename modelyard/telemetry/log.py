@@ -75,7 +75,7 @@ def log_request(
         fields |= {"reused": reuse.reused, "evaluated": reuse.evaluated, "cause": reuse.cause}
         if reuse.message is not None:
             fields |= {"token": reuse.token, "message": reuse.message, "role": reuse.role}
-    # `makeRecord` and `handle` instead of `log`: every request has the same caller, and looking it up takes microseconds.
+    # `makeRecord` and `handle` instead of `log`: every request has the same caller, and finding it takes microseconds.
     extra = {"fields": fields, "request_id": current_trace.get()}
     request_logger.handle(
         request_logger.makeRecord(request_logger.name, level, __file__, 0, "request", (), None, "log_request", extra)
