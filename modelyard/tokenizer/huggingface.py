@@ -1,8 +1,8 @@
 """Hugging Face tokenizers (a folder or a tokenizer.json), over the `tokenizers` library.
 
 Prompts are split at control tokens so that no part is tokenized twice (`prefix_cache.py`). A split is exact if the
-parts tokenize as the whole does. Tokenizers find their added tokens first and process each stretch between them alone, so a
-split at an added token is exact if that token is certainly found there:
+parts tokenize as the whole does. Tokenizers find their added tokens first and process each stretch between them alone.
+So a split at an added token is exact if that token is certainly found there:
 
 - it is searched in the raw text (`normalized` false) and takes no neighbours (`lstrip`, `rstrip`, `single_word`);
 - no other added token contains it or can end inside it, because the other one might win;
