@@ -1,4 +1,4 @@
-# Everything a person does with the project. `make help` lists it.
+# All commands of the project; `make help` lists them.
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ ARGS ?=
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(ENGINE) ## make the environment in .venv and build the llama.cpp engine for this machine
+install: $(ENGINE) ## create .venv and build the llama.cpp engine for this machine
 
 $(STAMP): pyproject.toml modelyard/__init__.py
 	@if command -v uv >/dev/null 2>&1; then \
@@ -21,22 +21,22 @@ $(STAMP): pyproject.toml modelyard/__init__.py
 	fi
 	@touch $@
 
-# A machine that cannot build the engine is told why here, and neither serves nor tests without it.
+# If the engine cannot be built, this step fails with the reason; nothing is served or tested without it.
 $(ENGINE): $(STAMP) setup/llama_cpp_build.py modelyard/engines/llama_cpp/library.py
 	@$(BUILD)
 	@touch $@
 
-rebuild-engine: $(STAMP) ## build the engine anew; CC, CXX and CMAKE_ARGS of your own are honoured
+rebuild-engine: $(STAMP) ## rebuild the engine; CC, CXX and CMAKE_ARGS are used
 	@$(BUILD) --rebuild
 	@touch $(ENGINE)
 
 serve: install ## run the server; more options with ARGS="--port 9000"
 	@$(BIN)/modelyard serve $(ARGS)
 
-test: check ## format, lint, types, layers, tests: all that must pass
-	$(BIN)/pytest
+test: check ## format, lint, types, layers and tests: everything that must pass
+	$(BIN)/pytest -n 2 --dist loadfile
 
-check: install ## the same without the tests
+check: install ## format, lint, types and layers only
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -46,7 +46,7 @@ test-clients: install ## install the real coding agents (about 2 GB, once) and r
 	$(BIN)/python setup/clients.py
 	$(BIN)/pytest -m clients tests/clients
 
-test-cluster: install ## the tests that need a Ray cluster: one of three nodes is started, in a network of its own
+test-cluster: install ## run the tests that need a Ray cluster, with three nodes in their own network namespace
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/ray 'ray>=2.50,<3'
 	PYTHONPATH=$(CURDIR)/$(VENV)/ray unshare --map-root-user --net sh -c \
 		'ip link set lo up && $(BIN)/pytest -m cluster tests/workers tests/engines/conformance'
@@ -57,23 +57,23 @@ vllm-env: install ## build an environment in which vLLM runs without a GPU (3.5 
 test-vllm: vllm-env ## the tests that run a real vLLM, on the CPU
 	$(BIN)/pytest -m vllm tests/engines tests/e2e
 
-format: install ## format the code and mend what the linter can
+format: install ## format the code and apply the linter's fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-architecture: install ## write the tree in ARCHITECTURE.md anew from the docstrings
+architecture: install ## update the package tree in ARCHITECTURE.md from the docstrings
 	$(BIN)/python docs/tree.py --write
 
-bench: install ## measure the gateway beside a LiteLLM proxy (installed on demand)
+bench: install ## compare the gateway with LiteLLM (installed on demand)
 	$(BIN)/python bench/gateway.py $(ARGS)
 
-bench-engine: install ## measure the llama.cpp engine beside llama-server (fetched on demand, on Debian)
+bench-engine: install ## compare the llama.cpp engine with llama-server (fetched on demand, on Debian)
 	$(BIN)/python bench/engine.py $(ARGS)
 
-bench-agents: install ## replay an agent's session against ours and llama-server
+bench-agents: install ## replay an agent's session against Modelyard and llama-server
 	$(BIN)/python bench/agents.py $(ARGS)
 
-bench-reuse: install ## run real agents and count the tokens that are read again
+bench-reuse: install ## run real agents and count the tokens that are evaluated again
 	$(BIN)/python -m bench.reuse $(ARGS)
 
 .PHONY: help install rebuild-engine serve test check test-clients test-cluster vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse

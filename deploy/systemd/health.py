@@ -26,7 +26,7 @@ _PAUSE_S = 0.2
 
 
 class Silent(Exception):
-    """Nobody answers, or not as a healthy server would."""
+    """No answer, or not that of a healthy server."""
 
 
 def ask(settings: HttpSettings, env: Mapping[str, str]) -> str:

@@ -172,7 +172,7 @@ class Pool(Protocol):
         """Done when exactly this many replicas are ready."""
         ...
 
-    def reconfigure(self, blueprints: Mapping[str, ModelSpec]) -> None:
+    def reconfigure(self, specs: Mapping[str, ModelSpec]) -> None:
         """Replace the models. A removed model, or one with another engine, finishes its requests and stops; a loaded
         one is loaded again in its new form."""
         ...

@@ -284,10 +284,10 @@ class Scheduler:
         self._manager.reconcile()
         return done
 
-    def reconfigure(self, blueprints: Mapping[str, ModelSpec]) -> None:
+    def reconfigure(self, specs: Mapping[str, ModelSpec]) -> None:
         is_reload = bool(self._models)  # the first models are registered before a loop runs
         for name, model in list(self._models.items()):
-            new = blueprints.get(name)
+            new = specs.get(name)
             if new is not None and new.identity and new.identity == model.spec.identity:
                 _update_spec(model, new)
                 model.admit_all(self._now())
@@ -298,7 +298,7 @@ class Scheduler:
             self._manager.fail_load_commands(model, changed)
             if new is not None:
                 self._manager.add(new).desired = new.replicas if was_desired else 0
-        for name, spec in blueprints.items():
+        for name, spec in specs.items():
             if name not in self._models:
                 self._manager.add(spec).desired = spec.replicas if is_reload and spec.enabled else 0
             self._models[name] = self._models.pop(name)  # keep the order of the new configuration

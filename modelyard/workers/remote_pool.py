@@ -481,9 +481,9 @@ class RemotePool:
             self._spawn(run())
         return found
 
-    def reconfigure(self, blueprints: Mapping[str, ModelSpec]) -> None:
+    def reconfigure(self, specs: Mapping[str, ModelSpec]) -> None:
         """The scheduler reads its own configuration (`reload`)."""
-        del blueprints
+        del specs
 
     async def reload(self) -> None:
         """The scheduler reloads its configuration and notifies all other gateways."""

@@ -76,7 +76,7 @@ def write_keys(path: Path, keys: ClusterKeys) -> None:
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
     with os.fdopen(file, "w") as out:
-        comment = "# Modelyard cluster keys: give this file to every member, and to nobody else."
+        comment = "# Modelyard cluster keys: copy this file to every member and keep it secret."
         out.write(f"{comment}\n{keys.public}\n{keys.secret}\n")
 
 

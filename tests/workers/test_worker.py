@@ -157,7 +157,9 @@ async def test_the_loss_of_an_engine_is_reported_before_its_requests_end() -> No
 
 
 @pytest.mark.parametrize(
-    "word", [b"", b"\xc1", os.urandom(64), encode(Heartbeat(1)), encode(Hello(VERSION + 1, "x")), encode(Goodbye())]
+    "word",
+    [b"", b"\xc1", os.urandom(64), encode(Heartbeat(1)), encode(Hello(VERSION + 1, "x")), encode(Goodbye())],
+    ids=["empty", "invalid", "random", "heartbeat", "another version", "goodbye"],
 )
 async def test_a_peer_without_a_valid_hello_is_refused_and_counted(word: bytes, closing: Closing) -> None:
     async with running_worker() as worker:
