@@ -25,6 +25,7 @@ import msgspec
 
 from modelyard.core.engine import (
     Accepted,
+    Capabilities,
     Chunk,
     EmbeddingEngine,
     Embeddings,
@@ -199,8 +200,8 @@ class Gateway:
 
     async def _adapt(
         self, request: Request, caller: Caller, model: Model, engine: Engine | None
-    ) -> tuple[Request, Any]:
-        """The request as this model takes it, or the error that says why it cannot; and the engine's capabilities."""
+    ) -> tuple[Request, Capabilities | None]:
+        """The request as this model takes it, and the engine's capabilities (None: not loaded). Raise if it cannot."""
         capabilities = None if engine is None else engine.info.capabilities
         if not self._replay.is_empty:
             request = await self._replay.restore(request, caller.key)
@@ -744,7 +745,7 @@ class TextOutput:
 class ChatOutput:
     """Events of a ChatEngine under our request id and the client's model name. The event contract is enforced.
 
-    Where the prompt's tokens are known, usage starts with them, and an output cut by the window is told apart from one
+    Where the prompt's tokens are known, usage starts with them, and an output cut by the window differs from one
     cut by the client's `max_tokens`. Hidden reasoning is dropped. Attributes as in `TextOutput`.
     """
 
