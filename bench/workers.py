@@ -31,7 +31,7 @@ from modelyard.engines import fake, llama_cpp
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.library.default_model import fetch
 from modelyard.scheduler.scheduler import Scheduler
-from modelyard.store.memory import MemoryStore
+from modelyard.store import MemoryStore
 from modelyard.workers.client import WorkerSession, remote_engine
 from modelyard.workers.messages import (
     AddRequest,
@@ -41,8 +41,8 @@ from modelyard.workers.messages import (
     UpdateBatch,
     encode,
     open_engine_message,
+    pack_ids,
 )
-from modelyard.workers.packing import pack_ids
 from modelyard.workers.process_engine import create_process_engine
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer

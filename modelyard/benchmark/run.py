@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from modelyard.benchmark.load import LoadGenerator, RoundLength, Sample
-from modelyard.benchmark.plan import Plan, Step
-from modelyard.benchmark.results import BenchmarkResults, TargetInfo
+from modelyard.benchmark.results import BenchmarkResults, Plan, Step, TargetInfo
 from modelyard.benchmark.targets import TargetSpec
 
 

@@ -18,8 +18,7 @@ import msgspec
 from msgspec import Struct, field
 
 from modelyard.benchmark.load import ChatTarget, EngineTarget, LoadTarget, UrlTarget
-from modelyard.benchmark.plan import Plan, parse_duration
-from modelyard.benchmark.results import BenchmarkResults, TargetInfo
+from modelyard.benchmark.results import BenchmarkResults, Plan, TargetInfo, parse_duration
 from modelyard.benchmark.workload import Workload, get_workload
 from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.engine import TextEngine
@@ -27,7 +26,7 @@ from modelyard.core.errors import InvalidRequest, NotFound, Timeout, Unavailable
 from modelyard.library import default_model
 from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.protocols import openai_chat
-from modelyard.router.catalog import CacheEntry
+from modelyard.router.router import CacheEntry
 from modelyard.server.engine_factory import model_spec
 from modelyard.server.model_definition import define_model
 

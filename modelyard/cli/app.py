@@ -7,15 +7,13 @@ from typing import Annotated
 import typer
 
 from modelyard import __version__
-from modelyard.benchmark import command as bench_command
 from modelyard.cli.chat import chat
 from modelyard.cli.config import check, schema
-from modelyard.cli.console import err, load_or_exit, out, run_or_exit
+from modelyard.cli.console import out
 from modelyard.cli.diagnostics import explain, parse
-from modelyard.cli.launch import launch
+from modelyard.cli.measure import BENCH_HELP, OPTIMIZE_HELP, bench, optimize
 from modelyard.cli.models import models_app
-from modelyard.cli.serve import keys, scheduler, serve, workbench, worker
-from modelyard.tune import command as tune_command
+from modelyard.cli.serve import keys, launch, scheduler, serve, workbench, worker
 
 app = typer.Typer(
     name="modelyard",
@@ -29,8 +27,8 @@ app = typer.Typer(
 for command in (serve, check, schema, chat, launch, explain, workbench, parse, scheduler, worker, keys):
     app.command()(command)
 app.add_typer(models_app, name="models")
-bench_command.add_to(app, load_or_exit, run_or_exit, out, err)
-tune_command.add_to(app, load_or_exit, run_or_exit, out, err)
+app.command(help=BENCH_HELP)(bench)
+app.command(help=OPTIMIZE_HELP)(optimize)
 
 
 @app.callback(invoke_without_command=True)

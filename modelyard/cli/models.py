@@ -9,8 +9,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from modelyard.cli.config import describe_config
 from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, run_or_exit
-from modelyard.config.describe import describe_config
 from modelyard.config.settings import Config
 from modelyard.core.errors import NotFound
 

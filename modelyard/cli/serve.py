@@ -1,14 +1,26 @@
-"""Commands that run servers: serve, scheduler, worker, keys, workbench."""
+"""Commands that run servers and agents: serve, scheduler, worker, keys, workbench, launch."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
-from modelyard.cli.console import DEFAULT_URL, ConfigOption, UrlOption, load_or_exit, out, print_problem, run_or_exit
+from modelyard.cli.console import (
+    DEFAULT_URL,
+    ConfigOption,
+    KeyOption,
+    UrlOption,
+    err,
+    load_or_exit,
+    out,
+    print_problem,
+    run_or_exit,
+)
 from modelyard.config.load import load_config
 
 SharedConfigOption = Annotated[
@@ -103,8 +115,34 @@ def workbench(
 ) -> None:
     """Open the workbench of a server on another machine. A server's own workbench is at /workbench."""
     from modelyard.telemetry import log
-    from modelyard.telemetry.settings import LogSettings
-    from modelyard.workbench.standalone import serve as serve_workbench
+    from modelyard.telemetry.log import LogSettings
+    from modelyard.workbench.app import serve as serve_workbench
 
     log.setup(LogSettings())
     raise typer.Exit(run_or_exit(serve_workbench, url, port))
+
+
+def launch(
+    agent: Annotated[str, typer.Argument(help="One of claude, codex, opencode, continue and aider.")],
+    own: Annotated[list[str] | None, typer.Argument(help="After --: arguments for the agent.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Any model name of the server; default: the first that it lists.")
+    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    key: KeyOption = None,
+    config: ConfigOption = None,
+    show: Annotated[bool, typer.Option("--print", help="Only print the equivalent shell commands.")] = False,
+) -> None:
+    """Run a coding agent on a local model. If no server runs, one is started for as long as the agent runs.
+
+    For example: [bold]modelyard launch claude -- --resume[/bold]. The agent's own settings are not changed.
+    """
+    from modelyard.launch.launch import LaunchOptions, launch_agent, launch_script
+
+    arguments = tuple(own or ())
+    options = LaunchOptions(agent=agent, url=url, model=model, key=key, config=config, arguments=arguments)
+    if show:
+        sys.stdout.write(run_or_exit(launch_script, options, os.environ))
+        return
+    notify = lambda line: err.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)  # noqa: E731
+    raise typer.Exit(run_or_exit(launch_agent, options, os.environ, notify))

@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pydantic import ValidationError
 
 from modelyard import plugins
-from modelyard.config.engine_options import engine_options
 from modelyard.config.problems import ConfigPath, ProblemLevel, suggest, validation_message
-from modelyard.config.settings import Config
+from modelyard.config.settings import Config, engine_options
 from modelyard.core.errors import InvalidRequest
-from modelyard.router.routes import glob_covers
+from modelyard.router.router import glob_covers
 from modelyard.router.settings import MODEL_KEYS, ModelSettings, RouteSettings
 from modelyard.workers import interpreter
 from modelyard.workers.transport import endpoint_error

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
-from modelyard.config.engine_options import infer_backend
 from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem, Table, format_path, problem_at, suggest
-from modelyard.config.settings import FOREIGN_SECTIONS, field_aliases, keys_by_section
+from modelyard.config.settings import FOREIGN_SECTIONS, field_aliases, infer_backend, keys_by_section
 from modelyard.router.settings import CacheSettings, ModelSettings
 
 

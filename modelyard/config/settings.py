@@ -1,4 +1,4 @@
-"""The root of all settings, with one section per package, and reflection on the settings classes."""
+"""The root of all settings with one section per package, reflection on the settings classes, and engine options."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any, Final, Union, get_args, get_origin
 from msgspec import Struct
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from modelyard import plugins
 from modelyard.config.problems import ConfigPath, ConfigProblem
+from modelyard.core.engine import EngineSpec
 from modelyard.http.settings import HttpSettings, KeySettings
+from modelyard.library.model_files import find_model_folder, leads_to_gguf
 from modelyard.prompt.settings import ImageSettings
-from modelyard.router.routes import Router, build_router
+from modelyard.router.router import ModelEntry, Router, build_router
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings, RouteSettings
 from modelyard.scheduler.settings import SchedulerSettings
 from modelyard.store import StoreSettings
-from modelyard.telemetry.settings import LogSettings
+from modelyard.telemetry.log import LogSettings
 from modelyard.workers.settings import WorkerSettings
 
 
@@ -116,3 +119,28 @@ def keys_by_section() -> dict[str, list[str]]:
     """The keys of each section in all styles. Lists, tables by name and single values have none."""
     ours = {name: list(accepted_keys(without_none(info.annotation))) for name, info in Config.model_fields.items()}
     return ours | {name: list(keys) for name, keys in FOREIGN_SECTIONS.items()}
+
+
+# --- a model's engine -------------------------------------------------------------------------------------------------
+
+
+def infer_backend(path: Any) -> str | None:
+    """llama_cpp for a GGUF file, a folder or library name with one, or a missing path that contains "gguf"; ct2 for a
+    CTranslate2 folder."""
+    if not isinstance(path, str):
+        return None
+    if "gguf" in path.lower() or leads_to_gguf(path):
+        return "llama_cpp"
+    folder = find_model_folder(path)
+    return "ct2" if folder is not None and folder.kind == "ct2" else None
+
+
+def engine_options(model: ModelSettings) -> BaseModel:
+    """The engine's `Options`. Common fields that it also declares (such as path) are passed on if they are set."""
+    kind: type[BaseModel] = plugins.load("engines", model.backend or "").Options
+    common = (model.model_fields_set & kind.model_fields.keys()) - {"options"}
+    return kind.model_validate({name: getattr(model, name) for name in common} | model.options)
+
+
+def engine_spec(entry: ModelEntry, model: ModelSettings) -> EngineSpec:
+    return EngineSpec(entry.name, engine_options(model), entry.cache_infos, entry.modalities, model.python)

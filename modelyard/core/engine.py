@@ -290,7 +290,7 @@ class Node(Struct, frozen=True):
     checked against it."""
 
     name: str = ""
-    machine: AvailableMemory | None = None
+    memory: AvailableMemory | None = None
 
 
 class EngineModule(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from modelyard.core.engine import Capabilities, Engine
 from modelyard.core.errors import ModelyardError
@@ -80,14 +80,14 @@ class ModelStatus(Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     reason: str = ""  # reason it failed or was lost
-    doing: str = ""  # the current step of loading
+    phase: str = field(default="", name="doing")  # of a load
     progress: float = 0.0
     capabilities: Capabilities = Capabilities()
     loads_on_request: bool = False  # stopped; the next request loads it
 
 
 class LeaseProvider(Protocol):
-    def request(self, demand: LeaseRequest) -> Ticket:
+    def request(self, request: LeaseRequest) -> Ticket:
         """Raise Overloaded, RateLimited, Conflict or Unavailable if waiting would be in vain."""
         ...
 

@@ -43,18 +43,18 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
 # --- snapshots ------------------------------------------------------------------------------------------------------
 
-ReplicaState = Literal["placing", "loading", "ready", "draining", "closing", "restarting"]
+ReplicaState = Literal["reserved", "loading", "ready", "draining", "closing", "restarting"]
 
 
 class ReplicaSnapshot(Struct, frozen=True, kw_only=True):
-    """`placing` waits for memory, `draining` for its last requests, `restarting` for the retry after a crash."""
+    """`reserved` waits for memory, `draining` for its last requests, `restarting` for the retry after a crash."""
 
     id: int
     state: ReplicaState
     running: int = 0
     since: float = 0.0  # unix time of the last state change
     progress: float = 0.0
-    doing: str = ""
+    phase: str = field(default="", name="doing")  # of a load
     reason: str = ""
     pid: int | None = None  # of the engine's process, if it has one
 
@@ -65,12 +65,12 @@ class ModelSnapshot(Struct, frozen=True, kw_only=True):
     name: str
     state: ModelState
     reason: str = ""  # why it failed, was lost, or was unloaded
-    doing: str = ""
+    phase: str = field(default="", name="doing")  # of a load
     progress: float = 0.0
     waiting: int = 0
     waiting_tokens: int = 0
     running: int = 0
-    places: int = 0  # slots of all ready replicas
+    slots: int = field(default=0, name="places")  # of all ready replicas
     replicas: tuple[ReplicaSnapshot, ...] = ()
     replicas_wanted: int = 0
     replica_max: int = 1
@@ -130,7 +130,7 @@ class ModelStateChange(Struct, frozen=True, kw_only=True):
     model: str
     state: ModelState
     reason: str = ""
-    doing: str = ""
+    phase: str = field(default="", name="doing")  # of a load
     progress: float = 0.0
     at: float = 0.0  # unix time
     missed: int = 0

@@ -79,7 +79,7 @@ from modelyard.gateway.request_record import gateway_timings, request_record
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.prompt.images import Images
 from modelyard.prompt.translation import translated
-from modelyard.router.routes import Router, Target
+from modelyard.router.router import Router, Target
 from modelyard.scanner.scanner import Scanner
 from modelyard.telemetry.cache_diagnostics import CacheReuse, PromptRecord
 from modelyard.telemetry.history import History

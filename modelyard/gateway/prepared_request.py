@@ -15,7 +15,7 @@ from modelyard.core.request import Caller, Constraint, Priority, Request, Sampli
 from modelyard.gateway.model import Model
 from modelyard.gateway.priority import background_task_id
 from modelyard.prompt.images import image_media
-from modelyard.router.routes import Target
+from modelyard.router.router import Target
 
 
 class OutputBudget(Struct, frozen=True, gc=False):

@@ -66,7 +66,7 @@ def _row(model: ModelStatus) -> dict[str, Any]:
     if model.reason:
         row["reason"] = model.reason
     if model.state == "loading":
-        row |= {"progress": round(model.progress, 3), "doing": model.doing}
+        row |= {"progress": round(model.progress, 3), "doing": model.phase}
     return row
 
 

@@ -234,11 +234,11 @@ class MemoryPlanner:
     async def estimate(self, model: PooledModel, held: Callable[[], Iterable[DeviceBytes]]) -> None:
         """Set the model's `need` and update the memory of this machine."""
         spec = model.active_spec
-        others = [node for node in self._nodes() if node.name and node.machine is not None]
+        others = [node for node in self._nodes() if node.name and node.memory is not None]
 
         def look() -> tuple[AvailableMemory, MemoryEstimate | None, dict[str, DeviceBytes]]:
             here = self._available() if self._available is not None else _UNLIMITED
-            found = {node.name: _estimate(spec, node.machine) for node in others if node.machine is not None}
+            found = {node.name: _estimate(spec, node.memory) for node in others if node.memory is not None}
             needs = {name: replica_bytes(each, None) for name, each in found.items() if each is not None}
             return here, _estimate(spec, here), dict(needs)
 
@@ -260,11 +260,11 @@ class MemoryPlanner:
         """The memory of this machine and of the other nodes, as known now."""
         hard, soft, nodes = dict(self.hard), dict(self.soft), self._nodes()
         for node in nodes:
-            if node.name and node.machine is not None:
+            if node.name and node.memory is not None:
                 if node.name not in self._soft_by_node:
-                    self._soft_by_node[node.name] = _soft_limits(node.machine, held(), node.name)
+                    self._soft_by_node[node.name] = _soft_limits(node.memory, held(), node.name)
                 soft |= self._soft_by_node[node.name]
-                hard |= with_node(self._limits.by_device(node.machine), node.name)
+                hard |= with_node(self._limits.by_device(node.memory), node.name)
         return MemoryBudget(hard, soft, tuple(node.name for node in nodes))
 
     def _need(self, model: PooledModel) -> DeviceBytes:

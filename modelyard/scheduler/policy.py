@@ -84,7 +84,7 @@ class ModelView(Struct, frozen=True, kw_only=True):
     @property
     def is_up(self) -> bool:
         """A replica beyond a reservation stays."""
-        return any(replica.state != "placing" for replica in self.staying)
+        return any(replica.state != "reserved" for replica in self.staying)
 
 
 class PoolView(Struct, frozen=True, kw_only=True):
@@ -221,7 +221,7 @@ class _Planner:
     # --- 3 ---------------------------------------------------------------------------------------------------------
 
     def _add_missing(self, model: ModelView) -> None:
-        reserved = [one for one in model.replicas if one.state == "placing" and one.id not in self._stopped]
+        reserved = [one for one in model.replicas if one.state == "reserved" and one.id not in self._stopped]
         missing = model.target - len(model.staying) + len(reserved) - self._keep_drained(model)
         for number in range(missing):
             reservation = reserved[number].id if number < len(reserved) else None
@@ -230,7 +230,7 @@ class _Planner:
 
     def _keep_drained(self, model: ModelView) -> int:
         """Undo evictions that no reservation needs; returns how many."""
-        if any(r.state == "placing" and r.id not in self._stopped for m in self._view.models for r in m.replicas):
+        if any(r.state == "reserved" and r.id not in self._stopped for m in self._view.models for r in m.replicas):
             return 0
         drained = [one for one in model.replicas if one.state == "draining" and one.evicting]
         kept = drained[: max(0, model.target - len(model.staying))]
@@ -301,10 +301,10 @@ class _Planner:
     def _is_changing(self) -> bool:
         """A replica loads, restarts or stops, so the free memory is about to change."""
         states = (replica.state for model in self._view.models for replica in model.replicas)
-        return bool(self._stopped or self._served) or any(state not in ("ready", "placing") for state in states)
+        return bool(self._stopped or self._served) or any(state not in ("ready", "reserved") for state in states)
 
     def _held(self) -> Iterator[DeviceBytes]:
-        return (one.bytes for model in self._view.models for one in model.replicas if one.state != "placing")
+        return (one.bytes for model in self._view.models for one in model.replicas if one.state != "reserved")
 
     def _turn_end(self, replica: ReplicaView, waiting: ModelView) -> float:
         return max(waiting.wanted_since or 0.0, replica.ready_since) + self._view.patience_s
@@ -327,7 +327,7 @@ class _Planner:
     def _stop(self, model: ModelView, replica: ReplicaView, *, evict: bool = False) -> None:
         self._actions.append(StopReplica(model.name, replica.id, evict))
         self._stopped.add(replica.id)
-        if replica.state != "placing":
+        if replica.state != "reserved":
             self._give_back(replica.bytes)
 
     def _give_back(self, held: DeviceBytes) -> None:
@@ -344,12 +344,12 @@ class _Planner:
 
 def _urgency(model: ModelView) -> tuple[bool, float]:
     """Models with a reservation come first: the memory freed for them is theirs."""
-    has_reservation = any(replica.state == "placing" for replica in model.replicas)
+    has_reservation = any(replica.state == "reserved" for replica in model.replicas)
     return not has_reservation, model.wanted_since if model.wanted_since is not None else float("inf")
 
 
 def _stop_order(replica: ReplicaView) -> tuple[int, int, int]:
-    order = {"placing": 0, "restarting": 1, "loading": 2, "ready": 3}
+    order = {"reserved": 0, "restarting": 1, "loading": 2, "ready": 3}
     return order.get(replica.state, 3), replica.running, -replica.id
 
 

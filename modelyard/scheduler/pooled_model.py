@@ -6,24 +6,223 @@ than everything else; the queue length and the free slots of each replica are ke
 
 from __future__ import annotations
 
+import asyncio
+import time
 from asyncio import Future
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
 from modelyard.core.engine import Capabilities, MemoryEstimate
-from modelyard.core.errors import ModelyardError
-from modelyard.core.lease import LeaseRequest, ModelState, ModelStatus
+from modelyard.core.errors import Cancelled, ModelyardError
+from modelyard.core.lease import Lease, LeaseRequest, ModelState, ModelStatus, RevocableLease
 from modelyard.core.pool import ModelSnapshot, ModelSpec, ReplicaSnapshot
-from modelyard.scheduler.affinity import ReplicaAffinity, prefix_hashes
-from modelyard.scheduler.clock import Clock, TimerHandle
-from modelyard.scheduler.lease import SlotLease
+from modelyard.core.request import Priority
 from modelyard.scheduler.memory_planner import DeviceBytes, bytes_on_node
 from modelyard.scheduler.policy import ModelView
 from modelyard.scheduler.queue import RequestQueue
+from modelyard.scheduler.rate_limit import KeyRateLimiter
 from modelyard.scheduler.replica import Replica
 from modelyard.scheduler.settings import SchedulerOptions
+
+# The scheduler's source of time and timers: the event loop, or a fake clock in tests.
+
+
+class TimerHandle(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds of a monotonic clock."""
+        ...
+
+    def unix(self) -> float: ...
+    def call_later(self, delay: float, callback: Callable[[], None]) -> TimerHandle: ...
+
+
+class LoopClock:
+    now = staticmethod(time.monotonic)
+    unix = staticmethod(time.time)
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> TimerHandle:
+        return asyncio.get_running_loop().call_later(max(0.0, delay), callback)
+
+
+# Choice of the replica for a request: the one that served its session, else its prefix, else the least busy. Pure.
+#
+# Replicas do not share KV caches, so a conversation is cheap only on the replica that served it before. The memory is
+# bounded. Replica ids are never reused, so entries of dead replicas are harmless.
+
+_PREFIX_LENGTHS = (4096, 512, 64)  # hashed prefixes in tokens, longest first
+_MAX_EXTRA_LOAD = 2  # a known prefix is preferred up to this many running requests above the least busy replica
+_MAX_ENTRIES = 8192
+
+
+class AffinityCandidate(Protocol):
+    """A replica with free slots for the request."""
+
+    id: int
+
+    @property
+    def running(self) -> int: ...
+
+
+C = TypeVar("C", bound=AffinityCandidate)
+
+
+def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Hashes of the prompt's prefixes, longest first. A collision costs a cache hit, never correctness."""
+    return tuple(hash(tuple(prompt[:length])) for length in _PREFIX_LENGTHS if len(prompt) >= length)
+
+
+class ReplicaAffinity:
+    """Two LRU maps: session → replica id and prefix hash → replica id."""
+
+    def __init__(self, size: int = _MAX_ENTRIES) -> None:
+        self._size = size
+        self._sessions: OrderedDict[Hashable, int] = OrderedDict()
+        self._prefixes: OrderedDict[Hashable, int] = OrderedDict()
+
+    def choose(self, session: str | None, prefixes: tuple[int, ...], candidates: Sequence[C]) -> C:
+        """`candidates` must not be empty."""
+        least_busy = min(candidates, key=lambda replica: (replica.running, replica.id))
+        by_id = {replica.id: replica for replica in candidates}
+        if session is not None and (known := by_id.get(self._sessions.get(session, 0))) is not None:
+            return known
+        for prefix in prefixes:
+            known = by_id.get(self._prefixes.get(prefix, 0))
+            if known is not None and known.running <= least_busy.running + _MAX_EXTRA_LOAD:
+                return known
+        return least_busy
+
+    def record(self, session: str | None, prefixes: tuple[int, ...], replica: int) -> None:
+        if session is not None:
+            self._put(self._sessions, session, replica)
+        for prefix in prefixes:
+            self._put(self._prefixes, prefix, replica)
+
+    def _put(self, entries: OrderedDict[Hashable, int], key: Hashable, replica: int) -> None:
+        entries[key] = replica
+        entries.move_to_end(key)
+        if len(entries) > self._size:
+            entries.popitem(last=False)
+
+
+# One request in the scheduler: a ticket while it waits, a lease while it runs.
+
+
+class LeaseOwner(Protocol):
+    """The scheduler, as a lease sees it."""
+
+    def on_released(self, lease: SlotLease) -> None: ...
+    def leave_queue(self, lease: SlotLease) -> None:
+        """Remove a waiting lease. The caller refuses it."""
+        ...
+
+    def on_tokens_spent(self, limiter: KeyRateLimiter, tokens: int) -> None: ...
+
+
+class SlotLease(RevocableLease, eq=False):
+    """`Ticket` and `Lease` in one object, because one is created per request. Granted at once if a slot is free."""
+
+    _owner: LeaseOwner
+    model: PooledModel
+    queue: RequestQueue[SlotLease]
+    request: LeaseRequest
+    weight: int
+    since: float
+    replica: Replica | None = None
+    engine: Any = None  # the replica's engine at the time of the grant
+    granted: bool = False
+    waited: float = 0.0
+    is_finished: bool = False
+    rate_limiter: KeyRateLimiter | None = None
+    timer: TimerHandle | None = None
+    _future: asyncio.Future[None] | None = None
+
+    # --- Queueable -------------------------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> str:
+        return self.request.key
+
+    @property
+    def priority(self) -> Priority:
+        return self.request.priority
+
+    @property
+    def tokens(self) -> int:
+        return self.request.tokens
+
+    # --- Ticket ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.replica is None and not self.is_finished
+
+    @property
+    def position(self) -> int:
+        return self.queue.position(self) if self.is_waiting else 0
+
+    def start_waiting(self) -> None:
+        self._future = asyncio.get_running_loop().create_future()
+
+    def grant(self, replica: Replica, now: float) -> None:
+        self.replica, self.engine, self.granted = replica, replica.engine, True
+        self.waited = now - self.since
+        self._cancel_timer()
+        if self._future is not None:
+            self._future.set_result(None)
+
+    def refuse(self, error: ModelyardError) -> None:
+        """The lease must have left its queue."""
+        self.is_finished = True
+        self._cancel_timer()
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+            self._future.exception()  # mark it retrieved: the client may have disconnected
+
+    def _cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    async def lease(self) -> Lease:
+        if self.replica is None and self._future is not None:
+            await asyncio.shield(self._future)
+        if self.replica is None:
+            raise _cancelled()
+        return self
+
+    def cancel(self) -> None:
+        if self.replica is not None:
+            self.release()
+        elif not self.is_finished:
+            self._owner.leave_queue(self)
+            self.refuse(_cancelled())
+
+    # --- Lease -----------------------------------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> str:
+        return self.request.cache
+
+    def spend(self, tokens: int) -> None:
+        if self.rate_limiter is not None:
+            self._owner.on_tokens_spent(self.rate_limiter, tokens)
+
+    def release(self) -> None:
+        if not self.is_finished and self.replica is not None:
+            self.is_finished = True
+            self._revokers = ()
+            self._owner.on_released(self)
+
+
+def _cancelled() -> Cancelled:
+    return Cancelled("the request was cancelled while it waited")
 
 
 class PendingCommand(Struct, frozen=True):
@@ -166,7 +365,7 @@ class PooledModel:
     @property
     def _furthest(self) -> Replica | None:
         """The replica whose progress is shown: of those that load, the one that has come furthest."""
-        loading = [one for one in self.replicas if one.state in ("placing", "loading", "restarting")]
+        loading = [one for one in self.replicas if one.state in ("reserved", "loading", "restarting")]
         return max(loading, key=lambda one: one.progress, default=None)
 
     @property
@@ -176,8 +375,8 @@ class PooledModel:
         return replica.progress if (replica := self._furthest) is not None else 0.0
 
     @property
-    def doing(self) -> str:
-        return "" if self.ready or (replica := self._furthest) is None else replica.doing
+    def phase(self) -> str:
+        return "" if self.ready or (replica := self._furthest) is None else replica.phase
 
     @property
     def capabilities(self) -> Capabilities:
@@ -192,7 +391,7 @@ class PooledModel:
             self.running,
             self.waiting,
             self.reason,
-            self.doing,
+            self.phase,
             self.progress,
             self.capabilities,
             state == "stopped" and self.loads_on_request,
@@ -222,12 +421,12 @@ class PooledModel:
             name=self.name,
             state=status.state,
             reason=self.reason,
-            doing=self.doing,
+            phase=self.phase,
             progress=self.progress,
             waiting=status.waiting,
             waiting_tokens=self.waiting_tokens,
             running=self.running,
-            places=sum(replica.max_running for replica in self.ready),
+            slots=sum(replica.max_running for replica in self.ready),
             replicas=tuple(_replica_snapshot(replica) for replica in self.replicas),
             replicas_wanted=self.desired,
             replica_max=self.spec.replica_max,
@@ -257,7 +456,7 @@ def _replica_snapshot(replica: Replica) -> ReplicaSnapshot:
         running=replica.running,
         since=replica.since,
         progress=replica.progress,
-        doing=replica.doing,
+        phase=replica.phase,
         reason=replica.reason,
         pid=replica.pid,
     )

@@ -40,8 +40,8 @@ class Replica:
         meter: MemoryMeter | None = None,
     ) -> None:
         self.id, self.model, self.spec = id, model, spec
-        self.state: ReplicaState = "placing"
-        self.progress, self.doing, self.reason = 0.0, "", ""
+        self.state: ReplicaState = "reserved"
+        self.progress, self.phase, self.reason = 0.0, "", ""
         self.since = self.load_started = self.ready_since = self.idle_since = 0.0
         self.restarts = self.running = self.granted = self.allocation = 0
         self.evicting = False
@@ -120,7 +120,7 @@ class Replica:
         return chosen != self.node
 
     def start(self) -> None:
-        self.state, self.progress, self.doing = "loading", 0.0, ""
+        self.state, self.progress, self.phase = "loading", 0.0, ""
         self._life = asyncio.get_running_loop().create_task(self._live())
 
     def close(self) -> None:
@@ -164,8 +164,8 @@ class Replica:
     async def _read_meter(self) -> DeviceBytes | None:
         return None if self._meter is None else await asyncio.to_thread(self._meter)
 
-    def _on_progress(self, done: float, doing: str) -> None:
-        self.progress, self.doing = done, doing
+    def _on_progress(self, done: float, phase: str) -> None:
+        self.progress, self.phase = done, phase
         self._observer.on_progress(self)
 
     async def _close_engine(self) -> None:

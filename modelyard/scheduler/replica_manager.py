@@ -16,8 +16,6 @@ from typing import Any
 
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.pool import ModelSpec, ModelStateChange
-from modelyard.scheduler.clock import Clock, TimerHandle
-from modelyard.scheduler.lease import SlotLease
 from modelyard.scheduler.memory_planner import DeviceBytes, MemoryPlanner
 from modelyard.scheduler.policy import (
     EstimateMemory,
@@ -31,7 +29,7 @@ from modelyard.scheduler.policy import (
     StopReplica,
     plan,
 )
-from modelyard.scheduler.pooled_model import PooledModel
+from modelyard.scheduler.pooled_model import Clock, PooledModel, SlotLease, TimerHandle
 from modelyard.scheduler.replica import Replica
 from modelyard.scheduler.settings import SchedulerOptions
 from modelyard.telemetry.broadcast import ModelChangeBroadcast
@@ -82,7 +80,7 @@ class ReplicaManager:
         self.retired[model.key] = model
 
     def held_bytes(self) -> Iterator[DeviceBytes]:
-        return (replica.bytes for model in self for replica in model.replicas if replica.state != "placing")
+        return (replica.bytes for model in self for replica in model.replicas if replica.state != "reserved")
 
     # --- planning --------------------------------------------------------------------------------------------------
 
@@ -136,7 +134,7 @@ class ReplicaManager:
                     model.is_estimating = True
                     self._run_in_background(self._estimate(model))
             case ReserveMemory(reason=reason):
-                self._new_replica(model).doing = reason
+                self._new_replica(model).phase = reason
             case StartReplica(replica=reserved, node=node):
                 replica = self._new_replica(model) if reserved is None else _find(model, reserved)
                 model.desired = model.desired or model.spec.replicas
@@ -191,7 +189,7 @@ class ReplicaManager:
         """It gets no more requests and closes when its last request ends, or at once with `force`."""
         if replica in model.ready:
             model.ready.remove(replica)
-        if replica.state == "placing":
+        if replica.state == "reserved":
             model.replicas.remove(replica)
             return
         if replica.state in ("ready", "draining") and replica.running and not force:
@@ -205,7 +203,7 @@ class ReplicaManager:
         model.is_failed, model.failed_at, model.reason, model.desired = True, self._clock.now(), error.message, 0
         model.failures += 1
         model.down_since = None
-        for replica in [one for one in model.replicas if one.state == "placing"]:
+        for replica in [one for one in model.replicas if one.state == "reserved"]:
             self.stop(model, replica)
         self.fail_load_commands(model, error)
         self.refuse_waiting(model, model_failed(model))
@@ -272,7 +270,7 @@ class ReplicaManager:
         model, now = self._model(replica.model), self._clock.now()
         log.info("the model %s is ready", model.name)
         replica.state, replica.since, replica.ready_since, replica.idle_since = "ready", self._clock.unix(), now, now
-        replica.progress, replica.doing, replica.reason = 1.0, "", ""
+        replica.progress, replica.phase, replica.reason = 1.0, "", ""
         model.loads += 1
         model.down_since, model.reason, model.is_failed = None, "", False
         if replica.update_node():
@@ -337,16 +335,16 @@ class ReplicaManager:
     def _publish(self, model: PooledModel) -> None:
         """Publish a change of state, or a whole percent of progress."""
         progress = model.progress
-        current = (model.state, model.reason, model.doing, int(progress * 100))
+        current = (model.state, model.reason, model.phase, int(progress * 100))
         if current != model.published:
             model.published = current
-            state, reason, doing, _ = current
+            state, reason, phase, _ = current
             self.changes.publish(
                 ModelStateChange(
                     model=model.name,
                     state=state,
                     reason=reason,
-                    doing=doing,
+                    phase=phase,
                     progress=progress,
                     at=self._clock.unix(),
                 )

@@ -28,10 +28,8 @@ from modelyard.core.engine import CacheInfo, Engine
 from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, NotFound, Timeout, Unavailable
 from modelyard.core.lease import LeaseRequest, ModelStatus
 from modelyard.core.pool import DeviceSnapshot, ModelSpec, Overrides, PoolSnapshot, RequestSnapshot
-from modelyard.scheduler.clock import Clock, LoopClock
-from modelyard.scheduler.lease import SlotLease
 from modelyard.scheduler.memory_planner import DeviceBytes, MemoryPlanner
-from modelyard.scheduler.pooled_model import PendingCommand, PooledModel
+from modelyard.scheduler.pooled_model import Clock, LoopClock, PendingCommand, PooledModel, SlotLease
 from modelyard.scheduler.rate_limit import KeyLimits, KeyRateLimiter
 from modelyard.scheduler.replica_manager import ReplicaManager, model_failed
 from modelyard.scheduler.settings import SchedulerOptions
@@ -66,35 +64,35 @@ class Scheduler:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def request(self, demand: LeaseRequest) -> SlotLease:
+    def request(self, request: LeaseRequest) -> SlotLease:
         if self._closed:
             raise _shutting_down()  # 1
-        model = self._models.get(demand.model)
+        model = self._models.get(request.model)
         if model is None:
-            raise NotFound(f"unknown model {demand.model!r}", code="model_not_found")  # 2
+            raise NotFound(f"unknown model {request.model!r}", code="model_not_found")  # 2
         now = self._now()
         if model.is_draining or not model.ready:
             self._check_available(model, now)  # 3 to 6
-        queue = model.queues.get(demand.cache)
+        queue = model.queues.get(request.cache)
         if queue is None:  # resolved before a reload that removed the cache
-            raise Unavailable(f"the model {demand.model!r} no longer has a cache {demand.cache!r}", code="cache_gone")
-        limiter = self._rate_limiters.get(demand.key)
-        if limiter is not None and not demand.is_retry:
-            limiter.check(demand.tokens, now, queue.service_s)  # 7
-        weight = 1 if demand.weight == 1 else model.weight(demand.cache, demand.weight)
-        replica = None if queue.waiting else model.assign(demand, weight)
+            raise Unavailable(f"the model {request.model!r} no longer has a cache {request.cache!r}", code="cache_gone")
+        limiter = self._rate_limiters.get(request.key)
+        if limiter is not None and not request.is_retry:
+            limiter.check(request.tokens, now, queue.service_s)  # 7
+        weight = 1 if request.weight == 1 else model.weight(request.cache, request.weight)
+        replica = None if queue.waiting else model.assign(request, weight)
         if replica is not None:
-            lease = SlotLease(self, model, queue, demand, weight, now, replica, replica.engine, True)  # 8
+            lease = SlotLease(self, model, queue, request, weight, now, replica, replica.engine, True)  # 8
         else:
-            lease = SlotLease(self, model, queue, demand, weight, now)
-            queue.add(lease, model.slots(demand.cache))  # 9
+            lease = SlotLease(self, model, queue, request, weight, now)
+            queue.add(lease, model.slots(request.cache))  # 9
             self._start_waiting(lease)  # 10
         self._leases.add(lease)
         if limiter is not None:
             lease.rate_limiter = limiter
             limiter.active += 1
-            if not demand.is_retry:
-                limiter.start_request(demand.tokens, now)
+            if not request.is_retry:
+                limiter.start_request(request.tokens, now)
         return lease
 
     def _check_available(self, model: PooledModel, now: float) -> None:

@@ -10,13 +10,12 @@ from msgspec.structs import replace
 from pydantic import AliasChoices, TypeAdapter, ValidationError
 
 from modelyard import plugins
-from modelyard.config.engine_options import engine_spec
 from modelyard.config.problems import validation_message
-from modelyard.config.settings import Config
+from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.pool import ModelSpec, Overrides
-from modelyard.router.catalog import ModelEntry
+from modelyard.router.router import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.workers.process_engine import create_process_engine
 

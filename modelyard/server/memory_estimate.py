@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from modelyard import plugins
-from modelyard.config.engine_options import engine_spec
-from modelyard.config.settings import Config
+from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.engines.llama_cpp.estimate import format_size
-from modelyard.router.catalog import ModelEntry
+from modelyard.router.router import ModelEntry
 from modelyard.telemetry import system
 
 __all__ = ["ModelMemory", "available_memory", "describe_memory", "estimate_all", "estimate_memory", "format_size"]

@@ -11,14 +11,14 @@ from typing import Any
 from msgspec import Struct, field
 
 from modelyard import plugins
-from modelyard.config.engine_options import engine_options
+from modelyard.config.settings import engine_options
 from modelyard.core.errors import ModelyardError
 from modelyard.gateway.model import Model, TextPipeline
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import TemplateSource, builtin, find_template
 from modelyard.prompt.translation import SOURCE
-from modelyard.router.catalog import ModelEntry
+from modelyard.router.router import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.scanner.detect import detect, with_hermes_calls
 from modelyard.scanner.formats import load as load_format

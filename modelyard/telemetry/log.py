@@ -6,17 +6,61 @@ handler attached to a logger sees them too. `current_trace` holds the id; the HT
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, Final, TextIO
+from pathlib import Path
+from typing import Any, Final, Literal, TextIO
 
 import msgspec
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelyard.telemetry.cache_diagnostics import CacheReuse
-from modelyard.telemetry.settings import LogSettings
+
+# Settings of the log, of request capture and of the request history.
+
+
+class LogSettings(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    level: Literal["debug", "info", "warning", "error", "critical"] = Field(
+        default="info", description="The least severe level that is logged."
+    )
+    format: Literal["auto", "human", "json"] = Field(
+        default="auto",
+        description="Text lines (human) or JSON lines (json); auto writes text on a terminal and JSON elsewhere.",
+    )
+    debug_dir: Path | None = Field(
+        default=None,
+        description='Folder for request capture, four files per request; --debug sets it to "debug".',
+    )
+    debug_max_requests: int = Field(
+        default=200, gt=0, description="Requests kept in debug_dir; older ones are deleted."
+    )
+    debug_max_bytes: int = Field(
+        default=256 * 1024**2, gt=0, description="Bytes kept in debug_dir; older files are deleted."
+    )
+    history_requests: int = Field(
+        default=1000, gt=0, description="Finished requests that the admin API keeps in memory."
+    )
+    history_texts: bool = Field(
+        default=False,
+        description="Keep the texts of requests (prompt, output, response) in memory for the admin API. The admin API "
+        "can switch it while the server runs.",
+    )
+    history_bytes: int = Field(
+        default=64 * 1024**2, gt=0, description="Bytes of these texts in all; the oldest are dropped first."
+    )
+
+    @field_validator("level", mode="before")
+    @classmethod
+    def _normalize_level(cls, value: Any) -> Any:
+        level = value.lower() if isinstance(value, str) else value
+        return "warning" if level == "warn" else level
+
 
 current_trace: Final[ContextVar[str]] = ContextVar("current_trace", default="")
 
@@ -33,7 +77,7 @@ def setup(settings: LogSettings, stream: TextIO | None = None) -> logging.Handle
     out = stream or sys.stderr
     on_terminal = out.isatty()
     as_text = settings.format == "human" or (settings.format == "auto" and on_terminal)
-    handler = logging.StreamHandler(out)
+    handler = CoalescingHandler(out)
     handler.setFormatter(TextFormatter(colour=on_terminal) if as_text else JsonFormatter())
     level = logging.getLevelNamesMapping()[settings.level.upper()]
     root = logging.getLogger()
@@ -48,6 +92,42 @@ def setup(settings: LogSettings, stream: TextIO | None = None) -> logging.Handle
     # No formatter here shows these, and looking them up takes as long as the rest of a record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     return handler
+
+
+class CoalescingHandler(logging.StreamHandler[TextIO]):
+    """Writes the lines of one iteration of the event loop together; without a running loop, and from "warning" on, at
+    once. A write per request line is a system call per request."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.append(self.format(record) + self.terminator)
+        except Exception:
+            self.handleError(record)
+            return
+        if record.levelno >= logging.WARNING:
+            self.flush()
+        elif len(self._lines) == 1:
+            try:
+                asyncio.get_running_loop().call_soon(self.flush)
+            except RuntimeError:  # no running loop
+                self.flush()
+
+    def flush(self) -> None:
+        """Also called at exit, by `logging.shutdown`."""
+        self.acquire()
+        try:
+            lines, self._lines = self._lines, []
+            if lines:
+                self.stream.write("".join(lines))
+            self.stream.flush()
+        except Exception:
+            self.handleError(logging.makeLogRecord({"msg": "log lines could not be written"}))
+        finally:
+            self.release()
 
 
 def log_event(

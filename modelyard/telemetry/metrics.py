@@ -118,10 +118,6 @@ class HistogramData(Struct):
     counts: list[int]
     sum: float = 0.0
 
-    def observe(self, buckets: Sequence[float], value: float, times: int = 1) -> None:
-        self.counts[bisect_left(buckets, value)] += times
-        self.sum += value * times
-
 
 class MetricsSnapshot(Struct):
     """The values of all metrics at one moment."""
@@ -251,7 +247,8 @@ class _Histogram:
         if row is None:
             labels = _bounded(self._rows, (label,))
             row = self._rows.setdefault(labels, HistogramData([0] * (len(self._buckets) + 1)))
-        row.observe(self._buckets, value, times)
+        row.counts[bisect_left(self._buckets, value)] += times
+        row.sum += value * times
 
 
 def _bounded(series: Mapping[Labels, object], labels: Labels) -> Labels:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from modelyard.benchmark import drawing
-from modelyard.benchmark.plan import parse_duration
+from modelyard.benchmark.results import parse_duration
 from modelyard.config.settings import LoadedConfig
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest, NotFound
@@ -21,8 +21,7 @@ from modelyard.library.cache_dir import cache_dir
 from modelyard.server.memory_estimate import available_memory
 from modelyard.tune import config_writer, goals, report
 from modelyard.tune.optimizer import Optimizer, OptimizerPlan, QualityBounds, TrialHistory, fingerprint
-from modelyard.tune.plot import plot
-from modelyard.tune.report import Report, TerminalReport
+from modelyard.tune.report import Report, TerminalReport, plot
 from modelyard.tune.search import SearchResult
 from modelyard.tune.tuned_model import TunedModel
 

@@ -1,27 +1,39 @@
 """A trial: one setting measured by a child process with limits of time and memory. Every outcome is a result.
 
-`python -m modelyard.tune.trial_process` is the child; job and outcome cross the process boundary as JSON files.
+`python -m modelyard.tune.trial` is the child; job and outcome cross the process boundary as JSON files.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, Literal
 
 import msgspec
 import psutil
 from msgspec import Struct
 
+from modelyard import plugins
+from modelyard.benchmark.load import ChatTarget, EngineTarget, LoadGenerator, LoadTarget, Round, RoundLength
 from modelyard.benchmark.workload import Workload
+from modelyard.config.settings import Config, engine_spec
+from modelyard.core.engine import Engine, EngineSpec, TextEngine
+from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.knobs import Loss
+from modelyard.gateway.model import Model
 from modelyard.processes.child_process import ChildProcess, describe_exit
+from modelyard.router.router import ModelEntry
+from modelyard.server.engine_factory import model_spec
+from modelyard.server.model_definition import define_model
+from modelyard.telemetry.system import read_memory
 
 FailureKind = Literal["crash", "hang", "memory", "refused", "errors"]
 
@@ -92,7 +104,7 @@ Outcome = Measurement | TrialFailure | QualityResult | EngineBenchResult
 
 
 def child_command(job: Path, outcome: Path) -> list[str]:
-    return [sys.executable, "-m", "modelyard.tune.trial_process", str(job), str(outcome)]
+    return [sys.executable, "-m", "modelyard.tune.trial", str(job), str(outcome)]
 
 
 async def run_trial(
@@ -150,3 +162,183 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+# The child process of a trial: `python -m modelyard.tune.trial JOB OUTCOME` measures one setting and exits.
+#
+# It is a process of its own because a setting can crash it: whatever happens here costs one trial. The outcome file is
+# either complete or absent.
+
+_WARMUP_TOKENS = 16  # of prompt and output that are not measured
+
+
+def main(argv: Sequence[str]) -> None:
+    job = msgspec.json.decode(Path(argv[0]).read_bytes(), type=TrialJob)
+    outcome, unfinished = Path(argv[1]), Path(argv[1] + ".part")
+    unfinished.write_bytes(msgspec.json.encode(run_job(job)))
+    unfinished.rename(outcome)
+
+
+def run_job(job: TrialJob) -> Outcome:
+    try:
+        if job.bench:
+            return _engine_bench(job)
+        if job.reference is not None:
+            return QualityResult(_quality_loss(job, job.reference))
+        return asyncio.run(_measure(job))
+    except MemoryError:
+        return TrialFailure("memory", "Python could not allocate memory")
+    except ModelyardError as error:
+        return TrialFailure(_failure_kind(error), error.message)
+
+
+def _failure_kind(error: ModelyardError) -> FailureKind:
+    text = error.message.lower()
+    is_allocation = "alloc" in text and ("fail" in text or "unable" in text)
+    return "memory" if error.code == "model_too_large" or is_allocation or "out of memory" in text else "refused"
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+async def _measure(job: TrialJob) -> Outcome:
+    entry, engine, model = _create_engine(job)
+    began = time.perf_counter()
+    gpu_before = sum(gpu.used for gpu in read_memory().gpus)
+    try:
+        await engine.open(lambda *_: None)
+        load_s = time.perf_counter() - began
+        if isinstance(engine, TextEngine):
+            tokenizer = model.pipeline.tokenizer
+            target: LoadTarget = EngineTarget(engine, tokenizer, cache=entry.default_cache, limit_s=job.answer_s)
+        else:
+            target = ChatTarget(engine, entry.name, limit_s=job.answer_s)
+        one = await _run_load(job, entry, target)
+        memory = read_memory()
+        used = memory.ram_used_here + max(0, sum(gpu.used for gpu in memory.gpus) - gpu_before)
+    finally:
+        await engine.close()
+    return summarize(one, used, load_s)
+
+
+def _create_engine(job: TrialJob) -> tuple[ModelEntry, Engine, Model]:
+    config = Config.model_validate(job.config)
+    entry, settings = config.router().catalog.models[job.model], config.models[job.model]
+    model = define_model(entry, settings).model
+    if model.fault is not None:
+        raise model.fault
+    return entry, model_spec(config, entry).make(), model
+
+
+async def _run_load(job: TrialJob, entry: ModelEntry, target: LoadTarget) -> Round:
+    """The same number of answers for every setting: with fewer slots, more of them run one after the other."""
+    info = entry.caches[entry.default_cache].info
+    workload = fit_workload(job.workload, info.window)
+    streams = min(workload.streams, info.parallel)
+    warmup = msgspec.structs.replace(workload, prompt_tokens=_WARMUP_TOKENS, output_tokens=_WARMUP_TOKENS, turns=1)
+    await LoadGenerator(target, warmup, streams=streams, seed=job.seed, key=f"warm {job.key}").run()
+    length = RoundLength(conversations=max(1, job.conversations * workload.streams // streams))
+    return await LoadGenerator(target, workload, length, streams=streams, seed=job.seed, key=job.key).run()
+
+
+def fit_workload(workload: Workload, window: int) -> Workload:
+    """With a shorter prompt if the context window is small."""
+    excess = workload.context_tokens - (window - 1)
+    if excess <= 0:
+        return workload
+    if workload.prompt_tokens - excess < _WARMUP_TOKENS:
+        raise Unavailable(f"a window of {window} tokens is too small for the workload {workload.name!r}")
+    return msgspec.structs.replace(workload, prompt_tokens=workload.prompt_tokens - excess)
+
+
+def summarize(one: Round, memory: int, load_s: float) -> Measurement | TrialFailure:
+    """Medians over the answers: one that another program disturbed does not count."""
+    if errors := [sample.error for sample in one.samples if sample.error is not None]:
+        return TrialFailure(
+            "errors", f"{len(errors)} of {len(one.samples)} answers failed, the first with: {errors[0]}"
+        )
+    answers = [sample for sample in one.succeeded if sample.ttft_s is not None]
+    if not answers:
+        return TrialFailure("errors", "no answer has a token")
+    rates = [rate for sample in answers if (rate := sample.rate) is not None]
+    return Measurement(
+        speed=median(rates) if rates and one.streams == 1 else one.tokens_per_s,
+        ttft_s=fmean(sample.ttft_s or 0.0 for sample in answers),
+        answer_s=median(sample.total_s for sample in answers),
+        memory=memory,
+        load_s=load_s,
+        wall_s=one.wall_s,
+    )
+
+
+# --- the engine's own modules -----------------------------------------------------------------------------------------
+
+
+def _engine_spec(raw: dict[str, Any], model: str) -> tuple[ModelEntry, EngineSpec, Config]:
+    config = Config.model_validate(raw)
+    entry = config.router().catalog.models[model]
+    return entry, engine_spec(entry, config.models[model]), config
+
+
+def _engine_bench(job: TrialJob) -> EngineBenchResult:
+    entry, spec, _ = _engine_spec(job.config, job.model)
+    module = importlib.import_module(f"modelyard.engines.{entry.backend}.bench")
+    return EngineBenchResult(*module.bench(spec, job.workload.prompt_tokens, job.workload.output_tokens))
+
+
+def _quality_loss(job: TrialJob, reference: dict[str, Any]) -> Loss:
+    """What the rounding of this setting loses on `QUALITY_TEXT` against the reference."""
+    entry, spec, config = _engine_spec(job.config, job.model)
+    model = define_model(entry, config.models[job.model]).model
+    if model.fault is not None:
+        raise model.fault
+    tokenizer = model.pipeline.tokenizer
+    ids = [*([] if tokenizer.bos is None else [tokenizer.bos]), *tokenizer.encode_plain(QUALITY_TEXT)]
+    plugins.verify(plugins.load("engines", entry.backend))
+    module = importlib.import_module(f"modelyard.engines.{entry.backend}.loss")
+    loss: Loss = module.loss(spec, _engine_spec(reference, job.model)[1], ids)
+    return loss
+
+
+# Our own text of several kinds, so that no model knows it by heart.
+QUALITY_TEXT = """\
+The lock-keeper's notebook, third winter
+
+Nobody had told me that water has a memory. In the first week the upper gate would not close by the width of a hand, and
+I leaned on the beam until my shoulder was blue. On the eighth day it closed by itself, quietly, while I was eating. The
+old keeper laughed when I wrote to him about it. "It was never the gate," he answered. "Upstream they cut reeds in
+October. You were closing it on a forest." Since then I write down what happens a day's walk away: reeds, rain,
+weddings, the mill that only runs when flour is dear. My own lock is explained by things I cannot see from it.
+
+There are three kinds of boats. The first kind hurries and bumps its bow against the sill, and I raise the paddles
+slowly for it, out of spite. The second kind waits with its engine off, and I raise them slowly, too, out of respect.
+The third kind does not come at all. I keep a list of those: the Annabel, due on the fourteenth; the Two Brothers, which
+became one brother, then a bicycle shop; a green boat without a name whose owner paid in plums.
+
+How to set the weir after a storm:
+
+1. Read the gauge twice. If the two readings differ by more than 4 cm, somebody is standing on it.
+2. Open paddle A by a quarter turn for every 10 cm above 1.80 m, but never by more than two full turns.
+3. Wait eleven minutes. The wave from paddle A needs nine to reach the bend and come back.
+4. If the level still rises, open B by half of what you gave A, and ring the bell for the ferry.
+5. Write it down before you dry your hands, or you will not write it down.
+
+A small program does the sum for me now. My niece wrote it on the back of a bill:
+
+    def turns(level_cm, open_already=0.0):
+        surplus = max(0, level_cm - 180)
+        wanted = 0.25 * (surplus // 10)
+        return min(2.0, wanted) - open_already
+
+With a level of 214 cm the surplus is 34, which makes three steps of ten, so 0.75 turns; had I already given it half a
+turn, a quarter would be left. She also taught it to answer in a machine's voice, {"level": 214, "paddle": "A", "turns":
+0.75}, and to say "unknown" when the gauge is under ice, which is more than most people manage.
+
+In February the inspector came. He asked why the book had two entries for the same night. I said that one was what I
+saw and the other what I understood in the morning. He thought about this for as long as a barge takes to sink by one
+plank, then he signed both. "Most keepers," he said, "only keep the second one."
+"""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from pydantic import AliasChoices
 
 from modelyard import plugins
-from modelyard.config.engine_options import engine_spec
 from modelyard.config.problems import ConfigPath
-from modelyard.config.settings import Config
+from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Knob, Setting, Value
@@ -142,7 +141,8 @@ def _engine_module(backend: str, name: str) -> ModuleType | None:
 
 def _has_engine_module(backend: str, name: str) -> bool:
     """Without importing it: it may load a native library, which belongs in the process of a trial."""
-    return importlib.util.find_spec(f"modelyard.engines.{backend}.{name}") is not None
+    is_package = hasattr(plugins.load("engines", backend), "__path__")
+    return is_package and importlib.util.find_spec(f"modelyard.engines.{backend}.{name}") is not None
 
 
 # --- where a knob is set in a configuration ---------------------------------------------------------------------------

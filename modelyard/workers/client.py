@@ -55,6 +55,7 @@ from modelyard.workers.messages import (
     Hello,
     LinkMessage,
     LoadProgress,
+    MalformedMessage,
     OpenEngine,
     PauseRequest,
     RequestFailed,
@@ -66,11 +67,12 @@ from modelyard.workers.messages import (
     WorkerReply,
     decode_for_client,
     encode,
+    pack_ids,
     to_chunk,
     to_infer_request,
+    unpack_vector,
     version_mismatch,
 )
-from modelyard.workers.packing import MalformedMessage, pack_ids, unpack_vector
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
 
 T = TypeVar("T")
@@ -310,7 +312,7 @@ class WorkerSession:
 
     def _on_load_progress(self, progress: LoadProgress) -> None:
         if progress.engine in self._opening:
-            self._opening[progress.engine][1](progress.done, progress.doing)
+            self._opening[progress.engine][1](progress.done, progress.phase)
 
     def _on_opened(self, opened: EngineOpened) -> None:
         if opened.engine in self._opening and not (future := self._opening[opened.engine][0]).done():

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from modelyard.core.errors import Internal, ModelyardError
-from modelyard.workers.messages import ConnectionRefused, Goodbye, Heartbeat, LinkMessage, encode
-from modelyard.workers.packing import MalformedMessage
+from modelyard.workers.messages import ConnectionRefused, Goodbye, Heartbeat, LinkMessage, MalformedMessage, encode
 from modelyard.workers.transport import (
     ClusterKeys,
     HeartbeatConfig,

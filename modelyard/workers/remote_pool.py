@@ -36,6 +36,7 @@ from modelyard.workers.messages import (
     LeaseQueued,
     LeaseRevoked,
     LinkMessage,
+    MalformedMessage,
     ModelChanged,
     PoolCommand,
     PoolState,
@@ -50,7 +51,6 @@ from modelyard.workers.messages import (
     to_wire_lease_request,
     version_mismatch,
 )
-from modelyard.workers.packing import MalformedMessage
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
 
 log = logging.getLogger(__name__)
@@ -278,13 +278,13 @@ class RemotePool:
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
-    def request(self, demand: LeaseRequest) -> RemoteLease:
+    def request(self, request: LeaseRequest) -> RemoteLease:
         if self._closing is not None:
             raise _shutting_down()
         if self._disconnected_since is not None and self._loop.time() - self._disconnected_since > self._timeout_s:
             raise self._unreachable()
         id = next(self._ids)
-        wire = to_wire_lease_request(demand, with_prompt=self.state.replicas.get(demand.model, 1) > 1)
+        wire = to_wire_lease_request(request, with_prompt=self.state.replicas.get(request.model, 1) > 1)
         lease = self._leases[id] = RemoteLease(self, id, wire, self._loop.create_future(), wire.weight)
         if self.is_connected:
             self._send_lease_request(lease)

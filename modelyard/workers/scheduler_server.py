@@ -31,6 +31,7 @@ from modelyard.workers.messages import (
     LeaseQueued,
     LeaseRevoked,
     LinkMessage,
+    MalformedMessage,
     ModelChanged,
     PoolCommand,
     PoolState,
@@ -45,7 +46,6 @@ from modelyard.workers.messages import (
     from_wire_lease_request,
     version_mismatch,
 )
-from modelyard.workers.packing import MalformedMessage
 from modelyard.workers.peer_server import Peer, PeerServer
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerEngine, WorkerPool

@@ -54,6 +54,7 @@ from modelyard.workers.messages import (
     HostedEngineInfo,
     LinkMessage,
     LoadProgress,
+    MalformedMessage,
     OpenEngine,
     PauseRequest,
     RequestFailed,
@@ -64,11 +65,12 @@ from modelyard.workers.messages import (
     Welcome,
     WorkerReply,
     decode_for_worker,
+    pack_vector,
     to_prompt,
     to_update,
+    unpack_ids,
     version_mismatch,
 )
-from modelyard.workers.packing import MalformedMessage, pack_vector, unpack_ids
 from modelyard.workers.peer_server import Peer, PeerServer, to_modelyard_error
 from modelyard.workers.tokenizer_files import read_tokenizer_files, tokenizer_hash
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
@@ -446,8 +448,8 @@ class Worker(PeerServer[WorkerClient]):
             hosted.opening = self._spawn(self._open_engine(hosted))
 
     async def _open_engine(self, hosted: HostedEngine) -> None:
-        def progress(done: float, doing: str) -> None:
-            self._send_all(self._opening_clients.get(hosted.id, ()), LoadProgress(hosted.id, done, doing))
+        def progress(done: float, phase: str) -> None:
+            self._send_all(self._opening_clients.get(hosted.id, ()), LoadProgress(hosted.id, done, phase))
 
         try:
             await hosted.open(progress)

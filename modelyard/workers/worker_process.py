@@ -15,11 +15,11 @@ from modelyard.workers.messages import (
     VERSION,
     ConnectionRefused,
     Heartbeat,
+    MalformedMessage,
     RegisterWorker,
     decode_for_gateway,
     encode,
 )
-from modelyard.workers.packing import MalformedMessage
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig
 from modelyard.workers.worker import Worker
 from modelyard.workers.worker_pool import machine_name

@@ -8,8 +8,7 @@ from typing import Any
 
 from modelyard import plugins
 from modelyard.benchmark.load import LoadGenerator, LoadTarget, Round, RoundLength, Sample
-from modelyard.benchmark.plan import Plan
-from modelyard.benchmark.results import BenchmarkResults, TargetInfo
+from modelyard.benchmark.results import BenchmarkResults, Plan, TargetInfo
 from modelyard.benchmark.workload import UserTurn, Workload, get_workload
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.tokenizer import FileTokenizer, open_tokenizer

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
 from rich.console import Console
 
+from modelyard.benchmark.drawing import Circle, Drawing, Label, svg
 from modelyard.benchmark.load import Round, Sample
-from modelyard.benchmark.plan import Step
-from modelyard.benchmark.report import notes, show, values
-from modelyard.benchmark.results import BenchmarkResults
+from modelyard.benchmark.report import notes, plot, show, values
+from modelyard.benchmark.results import BenchmarkResults, Step
 from tests.benchmark.fakes import filled_results
 
 
@@ -94,3 +95,38 @@ def test_json_has_results_comparisons_and_every_sample_without_its_gaps() -> Non
     assert found["comparisons"][0]["over"] == "A"
     assert found["comparisons"][0]["ratio"]["high"] is None  # infinite: one round
     assert {c["verdict"] for c in found["comparisons"]} == {"no difference beyond noise"}
+
+
+# The results of a run as a drawing.
+
+
+def texts(drawing: Drawing) -> list[str]:
+    return [shape.text for shape in drawing.shapes if isinstance(shape, Label)]
+
+
+def test_each_target_has_a_circle_for_each_number_of_streams_in_each_panel() -> None:
+    drawing = plot(filled_results(1.0))
+    circles = [shape for shape in drawing.shapes if isinstance(shape, Circle)]
+    assert len(circles) == 1 + 3 * 2  # the legend, and three panels of two
+    assert any("time to first token" in text for text in texts(drawing))
+
+
+def test_two_targets_get_a_line_for_each_ratio() -> None:
+    drawing = plot(filled_results(1.0, 2.0))
+    assert sum(text.startswith("B over A at") for text in texts(drawing)) == 6
+    assert drawing.height > plot(filled_results(1.0)).height
+
+
+def test_every_shape_is_inside_the_drawing() -> None:
+    drawing = plot(filled_results(1.0, 3.0, 0.2, streams=(1, 2, 64)))
+    for shape in drawing.shapes:
+        points = shape.points if not isinstance(shape, Circle | Label) else (shape.at,)
+        assert all(0 <= x <= drawing.width and 0 <= y <= drawing.height for x, y in points), shape
+
+
+def test_ratios_of_one_round_are_left_out() -> None:
+    assert not any("over" in text for text in texts(plot(filled_results(1.0, 2.0, rounds=1))))
+
+
+def test_a_run_without_a_response_can_be_drawn() -> None:
+    assert ElementTree.fromstring(svg(plot(filled_results(1.0, error="gone", ttft_s=None)))) is not None

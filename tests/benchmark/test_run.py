@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from modelyard.benchmark.load import LoadTarget, Sample
-from modelyard.benchmark.plan import Plan, Step
-from modelyard.benchmark.results import BenchmarkResults, TargetInfo
+from modelyard.benchmark.results import BenchmarkResults, Plan, Step, TargetInfo
 from modelyard.benchmark.run import ProgressBar, run
 from modelyard.benchmark.targets import Status, TargetSpec
 from modelyard.benchmark.workload import UserTurn, get_workload

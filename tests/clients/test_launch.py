@@ -10,7 +10,7 @@ import pytest
 from modelyard.launch.agents import AGENTS
 from tests.cli_process import MODELYARD, ROOT
 from tests.clients.agent_bench import DEADLINE, AgentBench
-from tests.launch.test_server import free_port
+from tests.launch.test_launch import free_port
 
 ONE_QUESTION = {
     "claude": ("-p", "hello"),

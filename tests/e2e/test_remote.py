@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.helpers import RawClient, config, wait_for_running, wait_until_idle
 from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, Protocol, parse_events, send
 from tests.e2e.test_protocols import CASES
-from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
+from tests.engines.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 from tests.live_server import LiveServer, live_server
 
 KINDS = ("chat_completions", "responses", "anthropic_messages")

@@ -55,7 +55,7 @@ from modelyard.core.request import (
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.gateway import ChatOutput, TextOutput
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
-from modelyard.router.routes import Target
+from modelyard.router.router import Target
 from tests.gateway.harness import CALLER, GatewayHarness, ids, make_request, model, read_events, wait_until
 
 LOOK = Tool("look_at", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})

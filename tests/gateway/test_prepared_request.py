@@ -15,7 +15,7 @@ from modelyard.core.engine import Media
 from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.request import Caller, Image, Message, Request, Sampling, Text
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt, output_budget
-from modelyard.router.routes import Target
+from modelyard.router.router import Target
 from modelyard.server.model_definition import define_model
 from tests.gateway.harness import make_request, model
 from tests.live_server import demo_config

@@ -27,7 +27,7 @@ from modelyard.gateway.replay_memory import (
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin
-from modelyard.store.memory import MemoryStore
+from modelyard.store import MemoryStore
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.gateway.harness import GatewayHarness, read_events
 from tests.prompt.histories import CHAT_TEMPLATES, TOOL, make_message, make_request, tool_result

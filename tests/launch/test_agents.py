@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,43 @@ import pytest
 from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.launch.agents import AGENTS, AIDER, CLAUDE, get_agent, npm_platform
-from modelyard.launch.plan import LaunchPlan, LaunchTarget
+from modelyard.launch.agents import (
+    AGENTS,
+    AIDER,
+    CLAUDE,
+    LaunchPlan,
+    LaunchTarget,
+    get_agent,
+    npm_platform,
+    shell_script,
+)
+
+# The shell commands that `--print` shows do in a real shell what the launcher does.
+
+
+def test_shell_script_sets_variables_writes_files_and_runs_the_program(tmp_path: Path) -> None:
+    settings, state = tmp_path / "a folder" / "s.json", tmp_path / "state.json"
+    plan = LaunchPlan(
+        arguments=("--model", "a b"),
+        env={"NAME": "it's $HOME"},
+        unset=("SECRET",),
+        files={settings: '{"a": "$HOME"}\n'},
+        initial_files={state: "first"},
+        notes=("It is small.",),
+    )
+    script = shell_script(plan, "agent", ["-p", "say 'hi'"])
+    assert script.startswith("# It is small.\n")
+    agent = 'agent() { printf "%s|" "$NAME" "${SECRET-none}" "$@"; }\n'
+    env = {"SECRET": "x", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["sh", "-c", agent + script], env=env, capture_output=True)
+    assert done.stdout.decode() == "it's $HOME|none|--model|a b|-p|say 'hi'|", done.stderr
+    assert settings.read_text() == '{"a": "$HOME"}\n'
+    assert state.read_text() == "first"
+
+    state.write_text("changed by the agent")
+    subprocess.run(["sh", "-c", agent + script], env=env, capture_output=True, check=True)
+    assert state.read_text() == "changed by the agent"
+
 
 HOME = Path("/cache/launch/x")
 TARGET = LaunchTarget(url="http://127.0.0.1:8000", model="qwen", window=65_536, background="local-haiku", key="sk-1")

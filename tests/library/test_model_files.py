@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.config.engine_options import infer_backend
+from modelyard.config.settings import infer_backend
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.library import model_files, models
 from modelyard.library.model_files import (

@@ -7,8 +7,18 @@ from hypothesis import strategies as st
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.request import Sampling
-from modelyard.router.catalog import CacheEntry, Catalog, ModelEntry
-from modelyard.router.routes import Route, Router, Target, build_router, compile_globs, glob_covers, target_of
+from modelyard.router.router import (
+    CacheEntry,
+    Catalog,
+    ModelEntry,
+    Route,
+    Router,
+    Target,
+    build_router,
+    compile_globs,
+    glob_covers,
+    target_of,
+)
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings, RouteSettings
 
 GLOBS = st.text(alphabet="ab*?[]!", max_size=6)

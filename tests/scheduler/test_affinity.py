@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from modelyard.scheduler.affinity import ReplicaAffinity, prefix_hashes
+from modelyard.scheduler.pooled_model import ReplicaAffinity, prefix_hashes
 
 
 @dataclass

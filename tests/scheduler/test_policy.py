@@ -66,7 +66,7 @@ TABLE: dict[str, tuple[tuple[ModelView, ...], tuple[Any, ...]]] = {
         (StopReplica("a", 2),),
     ),
     "surplus: a reservation stops first": (
-        (model("a", replica(1, size=2), replica(2, "placing", size=2), target=1),),
+        (model("a", replica(1, size=2), replica(2, "reserved", size=2), target=1),),
         (StopReplica("a", 2),),
     ),
     "target 0: all stop": ((model("a", replica(1, running=3), target=0),), (StopReplica("a", 1),)),
@@ -104,7 +104,7 @@ TABLE: dict[str, tuple[tuple[ModelView, ...], tuple[Any, ...]]] = {
         (ReserveMemory("b", "waiting for memory"),),
     ),
     "3.6 a reservation keeps waiting": (
-        (model("a", replica(1, "closing"), target=0), wanted("b", replica(2, "placing"))),
+        (model("a", replica(1, "closing"), target=0), wanted("b", replica(2, "reserved"))),
         (),
     ),
     "3.7 an idle replica is evicted": (
@@ -167,7 +167,7 @@ def test_a_ready_model_is_not_rejected_for_an_extra_replica_that_does_not_fit():
 
 def test_memory_freed_for_a_reservation_is_not_taken_by_an_older_waiter():
     """a was evicted for b. It has the older requests and must not take the memory back."""
-    a, b = wanted("a", since=LONG_AGO), wanted("b", replica(2, "placing"), since=NOW - 20)
+    a, b = wanted("a", since=LONG_AGO), wanted("b", replica(2, "reserved"), since=NOW - 20)
     assert planned(a, b) == (StartReplica("b", 2),)
 
 
@@ -178,7 +178,7 @@ def test_a_model_waiting_for_memory_does_not_block_a_small_one():
 
 def test_a_reservation_keeps_its_memory_from_a_small_model():
     leaving = model("a", replica(1, "draining", running=1, size=8), target=0)
-    assert planned(leaving, wanted("b", replica(2, "placing"), need=9), wanted("c", need=2)) == ()
+    assert planned(leaving, wanted("b", replica(2, "reserved"), need=9), wanted("c", need=2)) == ()
 
 
 def test_the_longest_waiting_model_is_first():
@@ -186,14 +186,14 @@ def test_the_longest_waiting_model_is_first():
 
 
 def test_a_cancelled_waiter_leaves_no_reservation():
-    a, b = model("a", replica(1, "draining", running=1), target=0), model("b", replica(2, "placing"), target=0)
+    a, b = model("a", replica(1, "draining", running=1), target=0), model("b", replica(2, "reserved"), target=0)
     assert planned(a, b) == (StopReplica("b", 2),)
 
 
 def test_an_eviction_without_a_reservation_is_undone():
     a = wanted("a", replica(1, "draining", running=1, evicting=True))
     assert planned(a) == (KeepReplica("a", 1),)
-    assert planned(a, wanted("b", replica(2, "placing"))) == ()
+    assert planned(a, wanted("b", replica(2, "reserved"))) == ()
 
 
 # --- without a limit -----------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ async def test_a_busy_model_drains_before_it_is_evicted():
         await harness.clock.advance(10)
         assert not a.engines[0].closed
         assert [one.state for one in harness.snapshot("a").replicas] == ["draining"]
-        assert harness.snapshot("b").doing == "waiting for memory"
+        assert harness.snapshot("b").phase == "waiting for memory"
         held.release()
         assert (await ticket.lease()).engine is b.engines[0]
         assert a.engines[0].closed

@@ -446,7 +446,7 @@ async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind():
         await harness.settle()
         snapshot = harness.scheduler.snapshot().models.values()
         assert [(m.running, m.waiting, m.waiting_tokens) for m in snapshot] == [(0, 0, 0)] * 3
-        assert [m.places for m in snapshot if m.state == "ready"] == [2] * sum(m.state == "ready" for m in snapshot)
+        assert [m.slots for m in snapshot if m.state == "ready"] == [2] * sum(m.state == "ready" for m in snapshot)
         assert harness.scheduler.requests() == ()
         assert harness.scheduler._rate_limiters["k1"].active == 0
     assert harness.clock.pending == 0
@@ -463,7 +463,7 @@ async def test_a_load_is_done_when_the_model_is_ready():
         first, second = harness.scheduler.load("a"), harness.scheduler.load("a")
         await harness.settle()
         assert not first.done()
-        assert (harness.snapshot("a").state, harness.snapshot("a").progress, harness.snapshot("a").doing) == (
+        assert (harness.snapshot("a").state, harness.snapshot("a").progress, harness.snapshot("a").phase) == (
             "loading",
             0.5,
             "half way",
@@ -666,7 +666,7 @@ async def test_scaling_starts_and_stops_replicas():
     async with Harness() as harness:
         model = harness.add_model("a", replica_max=3)
         await harness.scheduler.scale("a", 3)
-        assert (model.open, harness.snapshot("a").places) == (3, 3)
+        assert (model.open, harness.snapshot("a").slots) == (3, 3)
         held = [await harness.request("a").lease() for _ in range(3)]
         assert len({lease.engine for lease in held}) == 3
         fewer = harness.scheduler.scale("a", 1)
@@ -674,7 +674,7 @@ async def test_scaling_starts_and_stops_replicas():
         held[1].release()
         held[2].release()
         await fewer
-        assert (model.open, harness.snapshot("a").places) == (1, 1)
+        assert (model.open, harness.snapshot("a").slots) == (1, 1)
 
 
 @pytest.mark.parametrize("number", [0, -1, 4])

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.store import Store
-from modelyard.store.memory import MemoryStore
-from modelyard.store.sqlite import SqliteStore
+from modelyard.store import MemoryStore, SqliteStore
 
 
 class Clock:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.errors import Unavailable
-from modelyard.store.sqlite import SqliteStore
+from modelyard.store import SqliteStore
 
 _WRITER = """
 import asyncio, sys
 from pathlib import Path
-from modelyard.store.sqlite import SqliteStore
+from modelyard.store import SqliteStore
 async def main(path, who):
     store = SqliteStore(Path(path), 50, 10_000, 60)
     for n in range(40):

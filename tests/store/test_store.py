@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from modelyard.plugins import names
-from modelyard.store import StoreSettings, open_store
-from modelyard.store.memory import MemoryStore
-from modelyard.store.sqlite import SqliteStore
+from modelyard.store import MemoryStore, SqliteStore, StoreSettings, open_store
 from tests.store.conftest import Clock, StoreFactory
 
 

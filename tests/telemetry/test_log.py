@@ -10,8 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from modelyard.telemetry.cache_diagnostics import CacheReuse
-from modelyard.telemetry.log import current_trace, log_event, log_request, setup
-from modelyard.telemetry.settings import LogSettings
+from modelyard.telemetry.log import LogSettings, current_trace, log_event, log_request, setup
 
 _log = logging.getLogger("modelyard.test")
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.config.engine_options import engine_spec
 from modelyard.config.load import load_config
-from modelyard.config.settings import Config
+from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Knob

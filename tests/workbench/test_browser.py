@@ -17,7 +17,7 @@ from selenium.webdriver.common.keys import Keys
 from modelyard.library import default_model
 from tests.cli_process import ServerProcess, serve
 from tests.workbench.browser import BrowserPage, chrome
-from tests.workbench.pages.test_optimizer import optimizer_run
+from tests.workbench.pages.test_plots import optimizer_run
 
 pytestmark = pytest.mark.browser
 

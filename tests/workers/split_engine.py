@@ -14,7 +14,7 @@ from modelyard.core.engine import Control, Embeddings, EngineInfo, EngineSpec, E
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.scheduler import Scheduler
-from modelyard.store.memory import MemoryStore
+from modelyard.store import MemoryStore
 from modelyard.workers.ray import RayCluster
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer

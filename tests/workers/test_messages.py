@@ -28,6 +28,7 @@ from modelyard.workers.messages import (
     Heartbeat,
     Hello,
     InferRequest,
+    MalformedMessage,
     OpenEngine,
     RequestFailed,
     ToClient,
@@ -38,13 +39,13 @@ from modelyard.workers.messages import (
     decode_for_client,
     decode_for_worker,
     encode,
+    pack_ids,
     to_chunk,
     to_infer_request,
     to_prompt,
     to_update,
     version_mismatch,
 )
-from modelyard.workers.packing import MalformedMessage, pack_ids
 
 CHUNKS = [
     core.Accepted(7, 3, evicted=True, elsewhere=5),

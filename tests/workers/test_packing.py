@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from modelyard.core import errors
 from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, ModelyardError, Overloaded, Unavailable
-from modelyard.workers.packing import (
+from modelyard.workers.messages import (
     MalformedMessage,
     flatten_prompt,
     pack_error,

@@ -19,7 +19,7 @@ from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake, llama_cpp
 from modelyard.scheduler.scheduler import Scheduler
-from modelyard.store.memory import MemoryStore
+from modelyard.store import MemoryStore
 from modelyard.workers.ray import ActorResources, RayCluster, avoid_nodes_selector
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer

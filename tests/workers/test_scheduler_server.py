@@ -22,7 +22,7 @@ from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.app import compose
-from modelyard.store.memory import MemoryStore
+from modelyard.store import MemoryStore
 from modelyard.workers.messages import (
     VERSION,
     ConnectionRefused,

@@ -33,8 +33,8 @@ from modelyard.workers.messages import (
     WorkerReply,
     encode,
     open_engine_message,
+    pack_ids,
 )
-from modelyard.workers.packing import pack_ids
 from modelyard.workers.transport import generate_keys
 from modelyard.workers.worker import Worker
 from tests.engines.reading import end, ids, read

@@ -11,7 +11,7 @@ from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
 from modelyard.scheduler.memory_planner import MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
-from modelyard.store.memory import MemoryStore
+from modelyard.store import MemoryStore
 from modelyard.workers.ray import RayCluster
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerPool, create_worker_engine, machine_name

@@ -12,9 +12,8 @@ from modelyard.core.errors import ModelyardError, Unsupported
 from modelyard.core.request import Request
 from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.engines.llama_server.server import server_command
-from modelyard.engines.managed.engine import ManagedEngine, server_request
-from modelyard.engines.managed.server import ManagedServer
-from modelyard.engines.upstream.forwarding import append_fields, reject_bare_prompts
+from modelyard.engines.managed import ManagedEngine, ManagedServer, server_request
+from modelyard.engines.upstream import append_fields, reject_bare_prompts
 from modelyard.protocols import openai_chat
 
 CAPABILITIES = Capabilities(

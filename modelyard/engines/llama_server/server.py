@@ -18,7 +18,7 @@ from typing import cast
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import NotFound
 from modelyard.engines.llama_server.options import LlamaServerOptions
-from modelyard.engines.managed.server import ListenAddress, ServerCommand, child_environment
+from modelyard.engines.managed import ListenAddress, ServerCommand, child_environment
 from modelyard.library import llama_server as downloads
 from modelyard.library.model_files import locate_model_file
 

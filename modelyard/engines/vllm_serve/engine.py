@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgress
 from modelyard.core.errors import ContextOverflow, ModelyardError, NotFound
 from modelyard.core.request import Request
-from modelyard.engines.managed.engine import ManagedEngine, server_request
-from modelyard.engines.managed.server import ManagedServer
-from modelyard.engines.upstream.forwarding import append_fields, reject_bare_prompts
+from modelyard.engines.managed import ManagedEngine, ManagedServer, server_request
+from modelyard.engines.upstream import append_fields, reject_bare_prompts
 from modelyard.engines.vllm.log_parser import startup_stage
 from modelyard.engines.vllm.options import max_model_len
 from modelyard.engines.vllm_serve.options import VllmServeOptions

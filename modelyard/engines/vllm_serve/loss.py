@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
-from modelyard.engines.managed.server import ManagedServer
+from modelyard.engines.managed import ManagedServer
 from modelyard.engines.vllm.loss import TOP_LOGPROBS, PromptLogprobs, compare, evaluation_spec
 from modelyard.engines.vllm_serve.server import lists_models, server_command
 

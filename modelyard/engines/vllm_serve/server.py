@@ -18,7 +18,7 @@ import msgspec
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import ModelyardError, NotFound
-from modelyard.engines.managed.server import ListenAddress, ManagedServer, ServerCommand, child_environment
+from modelyard.engines.managed import ListenAddress, ManagedServer, ServerCommand, child_environment
 from modelyard.engines.vllm import model_folder
 from modelyard.engines.vllm.log_parser import failure_reason
 from modelyard.engines.vllm.options import engine_arguments

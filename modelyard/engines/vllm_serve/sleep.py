@@ -11,7 +11,7 @@ import logging
 from weakref import WeakKeyDictionary
 
 from modelyard.core.errors import ModelyardError
-from modelyard.engines.managed.server import ManagedServer
+from modelyard.engines.managed import ManagedServer
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 from modelyard.core.engine import CacheStats, Capabilities, Engine, MemoryEstimate
 from modelyard.core.pool import ModelSnapshot, PoolSnapshot, RequestSnapshot
 from modelyard.http.admin.context import ModelDetails
-from modelyard.router.routes import Target
+from modelyard.router.router import Target
 from modelyard.telemetry.history import INTERVAL_S, HistoryInterval, RequestRecord
 from modelyard.telemetry.request_capture import CapturedRequest
 from modelyard.telemetry.system import MachineMemory
@@ -27,7 +27,7 @@ def model(seen: ModelSnapshot, about: ModelDetails, can: Capabilities, log: Iter
         "state": seen.state,
         "loaded": seen.state in ("ready", "draining"),
         "reason": seen.reason,
-        "doing": seen.doing,
+        "doing": seen.phase,
         "progress": seen.progress,
         "backend": about.backend,
         "aliases": list(about.aliases),
@@ -60,7 +60,7 @@ def _queue(seen: ModelSnapshot) -> Json:
         "waiting": seen.waiting,
         "waiting_tokens": seen.waiting_tokens,
         "running": seen.running,
-        "places": seen.places,
+        "places": seen.slots,
         "longest_wait_s": seen.wait_s,
         "service_s": seen.service_s,
     }

@@ -91,7 +91,8 @@ def _require_libraries(to: str) -> None:
 
 
 def _write(file: Path, folder: Path, to: str, quantization: str, progress: ProgressReporter) -> None:
-    from modelyard.library.convert import tokenizer, writers
+    from modelyard.library.convert import writers
+    from modelyard.library.convert import writers as tokenizer
     from modelyard.library.convert.gguf_model import GgufModel
 
     model = GgufModel(file)

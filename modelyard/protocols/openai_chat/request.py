@@ -7,6 +7,7 @@ Reading is lenient: unknown fields and types are never an error. What cannot be 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -272,6 +273,8 @@ def _read_schema(json_schema: JsonSchemaFormat) -> Constraint:
 THINKING_KWARG = "enable_thinking"  # the name of the switch in chat templates
 
 _DEFAULT_REASONING = Reasoning()
+_reasoning_fields = attrgetter("reasoning_effort", "reasoning", "thinking", "enable_thinking", "chat_template_kwargs")
+_NO_FIELDS = (None,) * 5
 _NO_REASONING, _NO_THINKING = ChatReasoning(), ChatThinking()
 _THINKING_ENABLED = {
     "enabled": True,
@@ -286,8 +289,7 @@ _THINKING_ENABLED = {
 
 def _read_reasoning(body: ChatCompletionBody) -> Reasoning:
     """Clients send the switch in five ways; the most specific one that is set wins."""
-    given = (body.reasoning_effort, body.reasoning, body.thinking, body.enable_thinking, body.chat_template_kwargs)
-    if all(value is None for value in given):
+    if _reasoning_fields(body) == _NO_FIELDS:
         return _DEFAULT_REASONING
     reasoning, thinking = body.reasoning or _NO_REASONING, _read_thinking(body.thinking)
     effort = body.reasoning_effort if body.reasoning_effort is not None else reasoning.effort

@@ -10,7 +10,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, ChatEngine, EngineSpec
 from modelyard.engines import fake, openai_remote
-from modelyard.engines.openai_remote.options import ApiKind
+from modelyard.engines.openai_remote import ApiKind
 from tests.engines.llama_server import helpers as llama_helpers
 from tests.engines.vllm_serve import helpers as vllm_helpers
 from tests.engines.vllm_serve import real_server as vllm_real

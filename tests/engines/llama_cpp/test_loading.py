@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.config.engine_options import engine_spec
 from modelyard.config.load import load_config
+from modelyard.config.settings import engine_spec
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import loading

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from modelyard.config.engine_options import engine_options, engine_spec
 from modelyard.config.load import load_config
+from modelyard.config.settings import engine_options, engine_spec
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.server import combined_cache, command_line, environment, failure_reason
-from modelyard.engines.managed.server import ListenAddress
+from modelyard.engines.managed import ListenAddress
 
 SOCKET = ListenAddress("/run/llama.sock")
 POOL = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from modelyard.config.engine_options import engine_spec
 from modelyard.config.load import load_config
+from modelyard.config.settings import engine_spec
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.engines.vllm.options import LIVE_OVERRIDES, VllmOptions, engine_arguments
 from tests.config.test_pool_definitions import DEFINITIONS

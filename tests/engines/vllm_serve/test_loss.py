@@ -13,7 +13,7 @@ from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.engines import vllm_serve
 from modelyard.engines.vllm.loss import TOP_LOGPROBS
 from modelyard.engines.vllm_serve.loss import loss
-from modelyard.tune.trial_process import QUALITY_TEXT
+from modelyard.tune.trial import QUALITY_TEXT
 from tests.engines.vllm.real_vllm import tokenizer
 from tests.engines.vllm_serve import real_server
 from tests.engines.vllm_serve.helpers import behaviour, options, recorded

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.engine import CacheInfo
-from modelyard.engines.managed.server import ListenAddress
+from modelyard.engines.managed import ListenAddress
 from modelyard.engines.vllm_serve import Options
 from modelyard.engines.vllm_serve.server import (
     ServedModel,

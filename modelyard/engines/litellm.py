@@ -1,4 +1,7 @@
-"""The LiteLLM engine: calls `litellm.acompletion` and reads its chunks as those of an OpenAI upstream."""
+"""Any provider that the LiteLLM library supports. Requests leave this machine, with consent.
+
+The engine calls `litellm.acompletion` and reads its chunks as those of an OpenAI upstream.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,60 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec.structs import replace
+from pydantic import BaseModel, ConfigDict, Field
 
-from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, EngineStats, Generation, OnProgress
+from modelyard.core.engine import (
+    AvailableMemory,
+    Capabilities,
+    Engine,
+    EngineInfo,
+    EngineSpec,
+    EngineStats,
+    Generation,
+    MemoryEstimate,
+    OnProgress,
+)
 from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event
 from modelyard.core.request import Reasoning, Request, Sampling
-from modelyard.engines.litellm.options import LiteLlmOptions
-from modelyard.engines.upstream.client import UpstreamAddress
-from modelyard.engines.upstream.forwarding import (
+from modelyard.engines.upstream import (
+    Emit,
     RetryableError,
     RetryPolicy,
+    UpstreamAddress,
+    UpstreamJobs,
     map_auth_error,
     read_api_key,
     reject_bare_prompts,
     with_retries,
 )
-from modelyard.engines.upstream.jobs import Emit, UpstreamJobs
 from modelyard.plugins import MissingLibrary
 from modelyard.protocols import openai_chat
 from modelyard.protocols.common.sse import frame
+
+
+class LiteLlmOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    litellm_model: str = Field(
+        min_length=1, description="LiteLLM's name of the model: provider/model, such as bedrock/…."
+    )
+    litellm_api_key_env: str | None = Field(
+        default=None, description="Environment variable that holds the key; unset: LiteLLM's own lookup."
+    )
+    litellm_api_base: str | None = Field(default=None, description="Address of the provider, if not the default.")
+    litellm_timeout_s: float = Field(default=120.0, gt=0, description="Maximum time that LiteLLM waits, in seconds.")
+    litellm_max_retries: int = Field(
+        default=0, ge=0, le=10, description="Retries of a request that failed before the first byte of its answer."
+    )
+    litellm_params: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of litellm.acompletion, such as aws_region_name."
+    )
+
 
 _SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed", "logit_bias")
 _GRAMMARS = frozenset({"gbnf", "regex", "lark"})
@@ -171,3 +205,26 @@ def completion_arguments(request: Request, options: LiteLlmOptions, key: str | N
     connection = {"api_key": key, "api_base": options.litellm_api_base, "timeout": options.litellm_timeout_s}
     set_ = {name: value for name, value in connection.items() if value is not None}
     return body | set_ | {"drop_params": True, "num_retries": 0, "max_retries": 0} | options.litellm_params
+
+
+# --- the plug-in interface --------------------------------------------------------------------------------------------
+
+Options = LiteLlmOptions
+HOLDS_WEIGHTS = False
+REMOTE = True
+
+
+def kind(options: Options) -> Literal["text", "chat"]:
+    del options
+    return "chat"
+
+
+def create(spec: EngineSpec) -> Engine:
+    """Call it on the event loop that the engine will run on."""
+    return LiteLlmEngine(spec)
+
+
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
+    """It loads no weights."""
+    del spec, machine
+    return MemoryEstimate()

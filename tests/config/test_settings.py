@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.config.engine_options import engine_options, engine_spec
 from modelyard.config.problems import ConfigError
+from modelyard.config.settings import engine_options, engine_spec
 from modelyard.core.engine import CacheInfo
 from tests.config.conftest import Loader, ToyOptions
 

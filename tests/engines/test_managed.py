@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from modelyard.core.errors import NotFound, Timeout, Unavailable
-from modelyard.engines.managed.server import ListenAddress, ManagedServer, PrivateFolder, ServerCommand
+from modelyard.engines.managed import ListenAddress, ManagedServer, PrivateFolder, ServerCommand
 
 WAITS = "import signal; print('up', flush=True); signal.pause()"
 

@@ -1,15 +1,18 @@
-"""Forwarding over a real socket: streams, errors, retries, and clients that leave early."""
+"""Forwarding to another server: the HTTP client, jobs that each end once, retries and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
+import httpx
 import pytest
 
 from modelyard.core.errors import (
+    Cancelled,
     ContextOverflow,
     Forbidden,
     Incomplete,
@@ -23,21 +26,164 @@ from modelyard.core.errors import (
     Unavailable,
     Unsupported,
 )
-from modelyard.core.events import BlockDelta, Event, Failed, Finished
+from modelyard.core.events import BlockDelta, Event, Failed, Finished, Usage
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
-from modelyard.engines.upstream import forwarding
-from modelyard.engines.upstream.client import UpstreamAddress
-from modelyard.engines.upstream.forwarding import (
+from modelyard.engines.upstream import (
+    Emit,
     RetryableError,
     RetryPolicy,
     Upstream,
+    UpstreamAddress,
+    UpstreamHttpClient,
+    UpstreamJobs,
     append_fields,
     map_auth_error,
     reject_bare_prompts,
+    transport_error,
 )
 from modelyard.protocols import openai_chat
-from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
+from tests.engines.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (httpx.ConnectError("refused"), Unavailable, "upstream_unreachable"),
+        (httpx.ConnectTimeout(""), Unavailable, "upstream_unreachable"),
+        (httpx.PoolTimeout(""), Unavailable, "upstream_unreachable"),
+        (httpx.ReadTimeout(""), Timeout, "upstream_timeout"),
+        (httpx.WriteTimeout(""), Timeout, "upstream_timeout"),
+        (httpx.ReadError(""), Unavailable, "upstream_lost"),
+        (httpx.RemoteProtocolError("peer closed"), Unavailable, "upstream_lost"),
+    ],
+)
+def test_transport_error_names_the_upstream(error: httpx.HTTPError, kind: type, code: str) -> None:
+    mapped = transport_error(error, "the upstream of 'm'")
+    assert (type(mapped), mapped.code) == (kind, code)
+    assert "the upstream of 'm'" in mapped.message
+
+
+async def test_short_request_returns_status_and_body() -> None:
+    async with fake_upstream(Answer(200, [b"a", b"b"]), Answer(404, [b"what?"])) as upstream:
+        http = UpstreamHttpClient(UpstreamAddress(name="it", base_url=upstream.url, headers={"x-team": "t"}))
+        assert await http.request("GET", "/a") == (200, b"ab")
+        assert await http.request("POST", "/b", b"[]") == (404, b"what?")
+        await http.close()
+    assert [(r.method, r.path, r.body) for r in upstream.requests] == [("GET", "/a", None), ("POST", "/b", [])]
+    assert upstream.requests[1].headers["x-team"] == "t"
+    assert upstream.requests[1].headers["content-type"] == "application/json"
+
+
+async def test_reply_that_is_too_long_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelyard.engines.upstream._MAX_BODY", 10)
+    async with fake_upstream(Answer(200, [b"12345678", b"12345678"])) as upstream:
+        http = UpstreamHttpClient(UpstreamAddress(name="it", base_url=upstream.url))
+        async with await http.post("/", b"{}") as reply:
+            with pytest.raises(Incomplete, match="longer than 10 bytes"):
+                await reply.read()
+        await http.close()
+
+
+# Jobs of a forwarding engine: each ends once, however its task ends.
+
+DONE = Finished("end", Usage())
+
+
+async def read(generation: object) -> list[Event]:
+    return [event async for batch in generation for event in batch]  # type: ignore[attr-defined]
+
+
+async def hang(_: Emit) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_events_after_the_end_are_dropped() -> None:
+    has_ended: list[bool] = []
+
+    async def run(emit: Emit) -> None:
+        has_ended.append(await emit([BlockDelta(0, "a")]))
+        has_ended.append(await emit([DONE]))
+        has_ended.append(await emit([BlockDelta(0, "late")]))
+
+    jobs = UpstreamJobs()
+    assert await read(jobs.start(run)) == [BlockDelta(0, "a"), DONE]
+    await jobs.join()
+    assert has_ended == [False, True, True]
+    assert len(jobs) == 0
+
+
+async def test_finished_answer_does_not_count_while_its_task_continues() -> None:
+    release = asyncio.Event()
+
+    async def run(emit: Emit) -> None:
+        await emit([DONE])
+        await release.wait()
+
+    jobs = UpstreamJobs()
+    assert await read(jobs.start(run)) == [DONE]
+    assert len(jobs) == 0
+    release.set()
+    await jobs.join()
+
+
+async def test_missing_end_and_every_kind_of_error_become_a_final_event() -> None:
+    async def silent(_: Emit) -> None:
+        pass
+
+    async def known(_: Emit) -> None:
+        raise Timeout("late")
+
+    async def unknown(_: Emit) -> None:
+        raise KeyError("x")
+
+    jobs = UpstreamJobs()
+    lasts = [(await read(jobs.start(run)))[-1] for run in (silent, known, unknown)]
+    errors = [last.error for last in lasts if isinstance(last, Failed)]
+    assert [type(error) for error in errors] == [Incomplete, Timeout, Internal]
+
+
+async def test_cancel_works_before_the_first_step_later_and_from_a_thread() -> None:
+    jobs = UpstreamJobs()
+    early, late, threaded = jobs.start(hang), jobs.start(hang), jobs.start(hang)
+    early.cancel()
+    await asyncio.sleep(0)
+    late.cancel()
+    late.cancel()
+    thread = threading.Thread(target=threaded.cancel)
+    thread.start()
+    for generation in (early, late, threaded):
+        assert await read(generation) == [Failed(Cancelled("the job was cancelled"))]
+    thread.join()
+    assert len(jobs) == 0
+
+
+async def test_close_fails_running_and_later_jobs() -> None:
+    jobs = UpstreamJobs()
+    running = jobs.start(hang)
+    await asyncio.sleep(0)
+    jobs.close(Unavailable("gone"))
+    assert await read(running) == await read(jobs.start(hang)) == [Failed(Unavailable("gone"))]
+    await jobs.join()
+
+
+async def test_slow_reader_holds_the_upstream_back() -> None:
+    emitted: list[int] = []
+
+    async def run(emit: Emit) -> None:
+        for n in range(5000):
+            await emit([BlockDelta(0, str(n))])
+            emitted.append(n)
+        await emit([DONE])
+
+    generation = UpstreamJobs().start(run)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(emitted) < 1100
+    assert len(await read(generation)) == 5001
+
+
+# Forwarding over a real socket: streams, errors, retries, and clients that leave early.
 
 PROTOCOL = cast(WireProtocol, openai_chat)
 ADDRESS = UpstreamAddress(name="the upstream of 'm'", base_url="http://x", key_source="the variable 'KEY'")
@@ -78,7 +224,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         found.append(seconds)
 
-    monkeypatch.setattr(forwarding.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     return found
 
 
@@ -105,7 +251,7 @@ async def test_connection_is_reused_after_a_complete_answer() -> None:
 
 
 async def test_stream_that_stays_open_after_its_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "_DRAIN_S", 0.01)
+    monkeypatch.setattr("modelyard.engines.upstream._DRAIN_S", 0.01)
     async with fake_upstream(Answer(body=chat_stream("Hi"), hangs=True)) as upstream:
         collector = await forward(upstream)
         await upstream.client_left.wait()

@@ -1,8 +1,4 @@
-"""A store in one SQLite file: it survives the process, and several gateway processes may share it.
-
-One thread owns the connection, so that the event loop never waits for the disk. Totals and order are in the file and
-are updated by triggers in the transaction of the entries, so that all processes apply the same bounds.
-"""
+"""Data kept between requests (stored responses, replay memory): bounded, and scoped by API key."""
 
 from __future__ import annotations
 
@@ -11,13 +7,93 @@ import contextlib
 import os
 import sqlite3
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from modelyard.core.errors import Unavailable
-from modelyard.store import StoreSettings
+from modelyard.core.store import Store
+
+
+class StoreSettings(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    backend: Literal["memory", "sqlite"] = Field(
+        default="memory",
+        description="Where entries are kept: in this process, or in a file that survives it and can be shared.",
+    )
+    path: Path | None = Field(default=None, description='The database file; required by the "sqlite" backend.')
+    max_entries: int = Field(
+        default=10_000, gt=0, description="Entries kept; least recently used ones are dropped first."
+    )
+    max_bytes: int = Field(
+        default=256 * 1024**2, gt=0, description="Bytes kept; least recently used entries are dropped first."
+    )
+    ttl_s: float = Field(default=86_400, gt=0, description="Seconds after which an entry expires.")
+
+    @model_validator(mode="after")
+    def _require_path(self) -> Self:
+        if self.backend == "sqlite" and self.path is None:
+            raise ValueError('backend "sqlite" needs path, the file to keep entries in')
+        return self
+
+
+_Key = tuple[str, str]  # scope, key
+
+
+class MemoryStore:
+    """In the memory of this process: lost when it exits, not shared with other processes. Drops the least recently used
+    entries first. An entry expires `ttl_s` after it was put."""
+
+    def __init__(
+        self, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_entries, self._max_bytes, self._ttl, self._clock = max_entries, max_bytes, ttl_s, clock
+        self._entries: OrderedDict[_Key, tuple[bytes, float]] = OrderedDict()
+        self._bytes = 0
+
+    async def get(self, scope: str, key: str) -> bytes | None:
+        full_key = (scope, key)
+        found = self._entries.get(full_key)
+        if found is None:
+            return None
+        value, expires = found
+        if expires <= self._clock():
+            self._drop(full_key)
+            return None
+        self._entries.move_to_end(full_key)
+        return value
+
+    async def put(self, scope: str, key: str, value: bytes) -> None:
+        full_key, size = (scope, key), len(scope) + len(key) + len(value)
+        self._drop(full_key)
+        if size > self._max_bytes:
+            return  # it would evict all other entries and then itself
+        self._entries[full_key] = (value, self._clock() + self._ttl)
+        self._bytes += size
+        while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+
+    async def delete(self, scope: str, key: str) -> bool:
+        found = self._entries.get((scope, key))
+        self._drop((scope, key))
+        return found is not None and found[1] > self._clock()
+
+    async def close(self) -> None:
+        self._entries.clear()
+        self._bytes = 0
+
+    def _drop(self, full_key: _Key) -> None:
+        found = self._entries.pop(full_key, None)
+        if found is not None:
+            self._bytes -= len(full_key[0]) + len(full_key[1]) + len(found[0])
+
+
+# --- sqlite ---------------------------------------------------------------------------------------------------------
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -180,6 +256,12 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 class SqliteStore:
+    """In one file: it survives the process, and several gateway processes may share it.
+
+    One thread owns the connection, so that the event loop never waits for the disk. Totals and order are in the file
+    and are updated by triggers in the transaction of the entries, so that all processes apply the same bounds.
+    """
+
     def __init__(
         self, path: Path, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.time
     ) -> None:
@@ -207,7 +289,9 @@ class SqliteStore:
         return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))
 
 
-def create(settings: StoreSettings) -> SqliteStore:
-    if settings.path is None:
-        raise ValueError('store.backend "sqlite" needs store.path, the file to keep entries in')
-    return SqliteStore(settings.path, settings.max_entries, settings.max_bytes, settings.ttl_s)
+def open_store(settings: StoreSettings) -> Store:
+    """Open the configured store. It may wait for a disk: call it before the server starts."""
+    bounds = (settings.max_entries, settings.max_bytes, settings.ttl_s)
+    if settings.backend == "sqlite" and settings.path is not None:  # the settings require a path
+        return SqliteStore(settings.path, *bounds)
+    return MemoryStore(*bounds)

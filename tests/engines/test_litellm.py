@@ -25,10 +25,8 @@ from modelyard.core.errors import (
 )
 from modelyard.core.events import BlockDelta, Event, Failed, collect_reply
 from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text, Tool
-from modelyard.engines import litellm
-from modelyard.engines.litellm import Options
-from modelyard.engines.litellm.engine import LiteLlmEngine, completion_arguments
-from modelyard.engines.upstream import forwarding
+from modelyard.engines import litellm, upstream
+from modelyard.engines.litellm import LiteLlmEngine, Options, completion_arguments
 from modelyard.plugins import MissingLibrary
 from modelyard.server.model_definition import define_model
 
@@ -37,7 +35,7 @@ REQUEST = Request(model="any", messages=(Message("user", (Text("Hello"),)),), ma
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake_library"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake_litellm"))
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm as fake_library
 
@@ -137,7 +135,7 @@ async def test_error_of_the_provider_keeps_its_meaning(
 
 
 async def test_error_before_the_first_byte_is_retried(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "_FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(upstream, "_FIRST_DELAY_S", 0.0)
     async with opened("refuses/503once", litellm_max_retries=1) as made:
         assert collect_reply(await read(made)).text == "503once"
     assert len(library.calls) == 2
@@ -165,7 +163,7 @@ async def test_cancel_closes_the_stream_of_the_provider(library: ModuleType) -> 
 
 
 def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelyard.engines.litellm.engine.find_spec", lambda _: None)
+    monkeypatch.setattr("modelyard.engines.litellm.find_spec", lambda _: None)
     with pytest.raises(MissingLibrary, match=r"pip install 'modelyard\[litellm\]'"):
         litellm.verify()
     model = {"backend": "litellm", "litellm_model": "openai/gpt"}

@@ -1,0 +1,203 @@
+"""Commands that measure: bench, optimize."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from modelyard.cli.console import err, load_or_exit, out, run_or_exit
+
+if TYPE_CHECKING:
+    from modelyard.benchmark.results import BenchmarkResults
+    from modelyard.benchmark.targets import TargetSpec
+
+_INTERRUPTED = 130
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+BENCH_HELP = """Measure a model or a server: time to first token, time per token, tokens per second, at given concurrency.
+
+\b
+[bold]A model of a configuration[/bold], its engine in this process or a server of its own:
+  modelyard bench
+  modelyard bench --config modelyard.toml --model qwen -c 1,4
+  modelyard bench --config modelyard.toml --model qwen --workload agent --http
+\b
+[bold]Any server[/bold] with OpenAI's chat completions:
+  modelyard bench --url http://127.0.0.1:8000 --model qwen --key $KEY -c 1,8,32 --duration 30s
+\b
+[bold]Two of them in one run[/bold], in interleaved rounds; a difference counts only beyond the noise:
+  modelyard bench --url http://127.0.0.1:8000 --url http://127.0.0.1:8080 --workload batch
+  modelyard bench --config old.toml --config new.toml --rounds 10
+\b
+[bold]For programs and papers[/bold]:
+  modelyard bench --json > run.json
+  modelyard bench -c 1,2,4 --plot run.svg
+
+Every round has new prompts, so that no cache holds them; --seed repeats them. Ctrl-C ends the run and prints what it
+has measured. The exit code is 1 if no request succeeded.
+"""
+
+# What to measure.
+Urls = Annotated[list[str] | None, typer.Option(help="A server, with or without /v1; give two to compare them.")]
+Configs = Annotated[list[Path] | None, typer.Option(help="TOML or JSON file; default: the one that serve uses.")]
+Models = Annotated[list[str] | None, typer.Option(help="Which model; default: the first. Two: both of one server.")]
+Keys = Annotated[list[str] | None, typer.Option(help="API key of the server.", envvar="MODELYARD_API_KEY")]
+Http = Annotated[bool, typer.Option("--http", help="For a configured model: start a server and measure through it.")]
+CacheName = Annotated[str | None, typer.Option(help="Which cache of the model; default: its default cache.")]
+# The workload.
+WorkloadName = Annotated[str, typer.Option(help="Chat (short), agent (long, several turns) or batch (many streams).")]
+Streams = Annotated[str | None, typer.Option("--concurrency", "-c", help="How many streams at once, such as 1,4,8.")]
+PromptTokens = Annotated[int | None, typer.Option(min=1, help="Length of the first prompt.")]
+OutputTokens = Annotated[int | None, typer.Option(min=1, help="Maximum length of an output.")]
+Turns = Annotated[int | None, typer.Option(min=1, help="Requests in one conversation.")]
+Body = Annotated[str | None, typer.Option(help="JSON fields for every request, such as '{\"ignore_eos\": true}'.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the prompts; default: new in every run.")]
+# The length of the run.
+Requests = Annotated[int | None, typer.Option(min=1, help="Requests in one round.")]
+Duration = Annotated[str | None, typer.Option(help="Instead: how long a round lasts, such as 30s.")]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Number of rounds; default: 3, or 6 to compare.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Conversations per stream before the first round.")]
+Limit = Annotated[str, typer.Option(help="A response that takes longer is an error.")]
+# The output.
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of tables.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the results into this file: .svg, or .png with Pillow.")]
+
+
+def bench(
+    url: Urls = None,
+    config: Configs = None,
+    model: Models = None,
+    key: Keys = None,
+    http: Http = False,
+    cache: CacheName = None,
+    workload: WorkloadName = "chat",
+    concurrency: Streams = None,
+    prompt_tokens: PromptTokens = None,
+    output_tokens: OutputTokens = None,
+    turns: Turns = None,
+    requests: Requests = None,
+    duration: Duration = None,
+    rounds: Rounds = None,
+    warmup: Warmup = 1,
+    limit: Limit = "10m",
+    body: Body = None,
+    seed: Seed = None,
+    json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    from msgspec.json import encode, format
+
+    from modelyard.benchmark import drawing, report
+    from modelyard.benchmark.targets import BenchOptions, prepare
+
+    options = BenchOptions(
+        urls=tuple(url or ()),
+        configs=tuple(config or ()),
+        models=tuple(model or ()),
+        keys=tuple(key or ()),
+        cache=cache,
+        http=http,
+        workload=workload,
+        streams=concurrency,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        turns=turns,
+        requests=requests,
+        duration=duration,
+        rounds=rounds,
+        warmup=warmup,
+        seed=seed,
+        limit=limit,
+        body=body,
+    )
+    if plot is not None:
+        run_or_exit(drawing.check_file, plot)
+    specs, results = run_or_exit(prepare, options, load_or_exit)
+    run_or_exit(_run_benchmark, specs, results)
+    if json:
+        sys.stdout.write(format(encode(report.values(results)), indent=2).decode() + "\n")
+    else:
+        report.show(results, out)
+    if plot is not None:
+        run_or_exit(drawing.save, report.plot(results), plot)
+    raise typer.Exit(_INTERRUPTED if results.is_interrupted else 0 if results.answers else 1)
+
+
+def _run_benchmark(specs: list[TargetSpec], results: BenchmarkResults) -> None:
+    import asyncio
+
+    from modelyard.benchmark.run import ProgressBar, run
+    from modelyard.http.server import loop_factory
+
+    with ProgressBar(results.plan, results.targets, err) as bar, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        try:
+            runner.run(run(specs, results, bar))
+        except KeyboardInterrupt:
+            results.is_interrupted = True
+
+
+# --- optimize ---------------------------------------------------------------------------------------------------------
+
+OPTIMIZE_HELP = """Measure a model's settings on this machine, and report the best. Nothing is written without --apply.
+
+\b
+  modelyard optimize
+  modelyard optimize --config modelyard.toml --model qwen --for agent --budget 20m
+  modelyard optimize --config modelyard.toml --for batch --streams 16 --apply
+  modelyard optimize --for memory --slack 10% --plot found.svg
+\b
+[bold]The goal[/bold] is set by --for:
+  chat     the time of one answer
+  agent    the time to first token of long prompts that build on each other
+  batch    tokens per second of many concurrent answers
+  memory   the least memory within --slack of the best speed
+
+Every trial is a child process with a real load on the real engine: a crash, a hang or a lack of memory is a result.
+Number formats that cost more quality than --loss allows are not tried. At the end the best setting is measured against
+the current one in fresh interleaved rounds; --apply writes it only if it is better beyond the noise, keeps a backup
+beside the file, and changes no other key. Ctrl-C prints the best so far and writes nothing; the same command resumes.
+"""
+
+
+def optimize(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="TOML or JSON file; default: the one that serve uses.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Which model; default: the first.")] = None,
+    goal: Annotated[str, typer.Option("--for", help="The goal: chat, agent, batch or memory.")] = "chat",
+    budget: Annotated[str, typer.Option(help="How long it may take, such as 90s, 10m or 1h.")] = "10m",
+    apply: Annotated[bool, typer.Option("--apply", help="Write the result into the file.")] = False,
+    streams: Annotated[int | None, typer.Option(min=1, help="For batch: concurrent answers; default 8.")] = None,
+    slack: Annotated[str, typer.Option(help="For memory: how much slower than the best it may be.")] = "5%",
+    loss: Annotated[str, typer.Option(help="How much perplexity may rise by rounded numbers.")] = "1%",
+    memory: Annotated[
+        int | None, typer.Option(min=1, help="MiB of RAM that a trial may use; default: what is free now.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,
+    seed: Annotated[int, typer.Option(help="Another number gives other prompts.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the result into this .svg or .png file.")] = None,
+) -> None:
+    from modelyard.tune.optimize import OptimizeOptions
+    from modelyard.tune.optimize import optimize as run
+
+    options = OptimizeOptions(
+        config=config,
+        model=model,
+        goal=goal,
+        budget=budget,
+        apply=apply,
+        streams=streams,
+        slack=slack,
+        loss=loss,
+        memory=memory,
+        fresh=fresh,
+        seed=seed,
+        json=json,
+        plot=plot,
+    )
+    raise typer.Exit(run_or_exit(run, load_or_exit(config), options, out, err))

@@ -1,0 +1,366 @@
+"""Shared by engines that forward to another server: HTTP client, retries, error mapping, jobs.
+
+An answer is always requested as a stream: a server does not notice that the client of a complete reply has left.
+Leaving the stream early closes its connection, which tells the upstream that the request was cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from modelyard.core.engine import Generation
+from modelyard.core.errors import (
+    Cancelled,
+    Forbidden,
+    Incomplete,
+    Internal,
+    InvalidRequest,
+    ModelyardError,
+    Timeout,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+from modelyard.core.events import Event, Failed, Finished, reply_events
+from modelyard.core.protocol import WireProtocol
+from modelyard.core.request import Request
+from modelyard.engines.generation_queue import GenerationQueue
+
+UPSTREAM_LOST, UPSTREAM_UNREACHABLE = "upstream_lost", "upstream_unreachable"  # error codes
+
+_MAX_BODY = 32 << 20  # bytes of a reply that is not a stream
+_CONNECT_TIMEOUT_S = 10.0
+_KEEPALIVE_S = 15.0
+_MAX_IDLE_CONNECTIONS = 32
+_JSON = {"content-type": "application/json"}
+
+
+class UpstreamAddress(Struct, frozen=True, kw_only=True):
+    """`name` is for error messages. `key_source` says where the key is set; it is never the key itself."""
+
+    name: str
+    base_url: str
+    headers: Mapping[str, str] = {}
+    key_source: str = "its key"
+    socket: str | None = None  # path of a unix socket
+    timeout: float | None = None  # seconds without data; None if the life of the upstream is watched otherwise
+    is_child: bool = False  # a child process of ours: no proxy, no idle connections
+
+
+class UpstreamHttpClient:
+    """Create it on the event loop that uses it. It raises transport errors as ModelyardError."""
+
+    def __init__(self, address: UpstreamAddress) -> None:
+        self.address = address
+        idle = 0 if address.is_child else _MAX_IDLE_CONNECTIONS
+        self._http = httpx.AsyncClient(
+            base_url=address.base_url,
+            headers=dict(address.headers),
+            timeout=httpx.Timeout(address.timeout, connect=_CONNECT_TIMEOUT_S, pool=_CONNECT_TIMEOUT_S),
+            transport=httpx.AsyncHTTPTransport(uds=address.socket) if address.socket else None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=idle, keepalive_expiry=_KEEPALIVE_S),
+            trust_env=not address.is_child,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def post(self, path: str, body: bytes) -> HttpReply:
+        """Posts JSON; returns when the headers of the reply have arrived."""
+        request = self._http.build_request("POST", path, content=body, headers=_JSON)
+        try:
+            return HttpReply(await self._http.send(request, stream=True), self.address.name)
+        except httpx.HTTPError as error:
+            raise transport_error(error, self.address.name) from error
+
+    async def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Status and body of a short request."""
+        try:
+            reply = await self._http.request(method, path, content=body, headers=_JSON if body else None)
+        except httpx.HTTPError as error:
+            raise transport_error(error, self.address.name) from error
+        return reply.status_code, reply.content
+
+
+class HttpReply:
+    """A reply as a stream. Leaving its context before its end closes the connection."""
+
+    def __init__(self, response: httpx.Response, upstream: str) -> None:
+        self._response, self._upstream = response, upstream
+        self.status = response.status_code
+        self.headers: Mapping[str, str] = response.headers
+
+    async def __aenter__(self) -> HttpReply:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._response.aclose()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._response.aiter_bytes():
+                yield chunk
+        except httpx.HTTPError as error:
+            raise transport_error(error, self._upstream) from error
+
+    async def read(self) -> bytes:
+        body = bytearray()
+        async for chunk in self.chunks():
+            body += chunk
+            if len(body) > _MAX_BODY:
+                raise Incomplete(f"the reply of {self._upstream} is longer than {_MAX_BODY} bytes")
+        return bytes(body)
+
+
+def transport_error(error: httpx.HTTPError, upstream: str) -> ModelyardError:
+    reason = str(error) or type(error).__name__
+    if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
+        return Unavailable(f"{upstream} did not accept the connection in time", code=UPSTREAM_UNREACHABLE)
+    if isinstance(error, httpx.TimeoutException):
+        return Timeout(f"{upstream} sent nothing for too long", code="upstream_timeout")
+    if isinstance(error, httpx.ConnectError | httpx.UnsupportedProtocol | httpx.ProxyError):
+        return Unavailable(f"{upstream} cannot be reached: {reason}", code=UPSTREAM_UNREACHABLE)
+    return Unavailable(f"{upstream} closed the connection: {reason}", code=UPSTREAM_LOST)
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+Emit = Callable[[Sequence[Event]], Awaitable[bool]]  # returns True once the answer has ended; later events are dropped
+RunJob = Callable[[Emit], Coroutine[Any, Any, None]]
+
+
+class UpstreamJobs:
+    """All jobs of one engine. Use it on the thread of the event loop; only `Generation.cancel` is thread-safe."""
+
+    def __init__(self) -> None:
+        self._jobs: set[_UpstreamJob] = set()  # includes jobs that have ended but still hold a connection
+        self._closed: ModelyardError | None = None
+
+    def __len__(self) -> int:
+        """The number of answers that have not ended."""
+        return sum(not job.queue.closed for job in self._jobs)
+
+    def start(self, run: RunJob) -> Generation[Event]:
+        job = _UpstreamJob(self._jobs.discard)
+        if self._closed is not None:
+            job.queue.put_many([Failed(self._closed)], last=True)
+        else:
+            self._jobs.add(job)
+            job.start(run)
+        return job.queue
+
+    def close(self, error: ModelyardError) -> None:
+        """Fails all jobs, the running ones and later ones, with this error."""
+        self._closed = error
+        for job in tuple(self._jobs):
+            job.stop(error)
+
+    async def join(self) -> None:
+        """Waits until the tasks of all jobs have ended."""
+        await asyncio.gather(*(job.task for job in tuple(self._jobs) if job.task), return_exceptions=True)
+
+
+class _UpstreamJob:
+    def __init__(self, on_end: Callable[[_UpstreamJob], None]) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self._is_drained = asyncio.Event()
+        self._is_drained.set()
+        self.queue: GenerationQueue[Event] = GenerationQueue(on_cancel=self._cancel, on_drained=self._is_drained.set)
+        self._stop_error: ModelyardError = Cancelled("the job was cancelled")
+        self._on_end = on_end
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def start(self, run: RunJob) -> None:
+        self.task = self._loop.create_task(run(self._emit))
+        self.task.add_done_callback(self._on_task_done)
+
+    async def _emit(self, events: Sequence[Event]) -> bool:
+        if events and not self.queue.closed:
+            is_last = isinstance(events[-1], Finished | Failed)
+            if not self.queue.put_many(events, last=is_last) and not is_last:
+                self._is_drained.clear()
+        await self._is_drained.wait()
+        return self.queue.closed
+
+    def stop(self, error: ModelyardError) -> None:
+        self._stop_error = error
+        if self.task is not None:
+            self.task.cancel()
+
+    def _cancel(self) -> None:
+        if self.task is None:
+            return
+        if threading.get_ident() == self._thread:
+            self.task.cancel()
+        else:
+            self._loop.call_soon_threadsafe(self.task.cancel)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._on_end(self)
+        error = self._stop_error if task.cancelled() else task.exception()
+        if self.queue.closed:
+            return
+        if error is None:
+            error = Incomplete("the stream of the upstream ended without a final event")
+        elif not isinstance(error, ModelyardError):
+            internal = Internal(f"{type(error).__name__} while a request was forwarded")
+            log.error("a forwarded request failed (id %s)", internal.id, exc_info=error)
+            error = internal
+        self.queue.put_many([Failed(error)], last=True)
+
+
+_DRAIN_S = 1.0  # a stream read to its end leaves a connection that can be reused
+
+# --- retries ----------------------------------------------------------------------------------------------------------
+
+_TRANSIENT = frozenset({"rate_limited", "overloaded", "unavailable", "timeout", "internal"})
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
+_AUTH_FAILED = "upstream_auth_failed"
+
+
+class RetryableError(Exception):
+    """The attempt failed before the first byte of the answer. `has_retry_after`: the upstream named a delay."""
+
+    def __init__(self, error: ModelyardError, has_retry_after: bool = False) -> None:
+        super().__init__(error.message)
+        self.error, self.has_retry_after = error, has_retry_after
+
+
+class RetryPolicy(Struct, frozen=True):
+    """Allows `max_retries` attempts after the first, and no delay longer than `max_delay` seconds."""
+
+    max_retries: int = 0
+    max_delay: float = _MAX_DELAY_S
+
+    def delay(self, failure: RetryableError, attempts: int) -> float | None:
+        """Seconds until the next attempt; None: give up. The delay doubles unless the upstream names one."""
+        error = failure.error
+        if attempts > self.max_retries or error.kind not in _TRANSIENT or error.code == _AUTH_FAILED:
+            return None
+        delay = error.retry_after if failure.has_retry_after else None
+        delay = _FIRST_DELAY_S * 2 ** (attempts - 1) if delay is None else delay
+        return delay if delay <= self.max_delay else None
+
+
+async def with_retries(attempt: Callable[[], Awaitable[None]], policy: RetryPolicy) -> None:
+    """Repeats the attempt while it raises RetryableError; raises the error of the last one."""
+    attempts = 1
+    while True:
+        try:
+            return await attempt()
+        except RetryableError as failure:
+            delay = policy.delay(failure, attempts)
+            if delay is None:
+                raise failure.error from failure.__cause__
+        await asyncio.sleep(delay)
+        attempts += 1
+
+
+# --- forwarding -------------------------------------------------------------------------------------------------------
+
+
+class Upstream:
+    """Another server. Create it on the event loop that uses it."""
+
+    def __init__(self, address: UpstreamAddress, retries: RetryPolicy = RetryPolicy()) -> None:
+        self.address, self._retries = address, retries
+        self._http = UpstreamHttpClient(address)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def stream_chat(self, path: str, body: bytes, protocol: WireProtocol, emit: Emit) -> None:
+        """Emits the events of the answer. Retries only before its first byte."""
+
+        async def attempt() -> None:
+            async with await self._post(path, body) as reply:
+                if reply.status >= 300:
+                    raise await self._refusal(reply, protocol)
+                if reply.headers.get("content-type", "").startswith("application/json"):
+                    await emit(list(reply_events(protocol.read_reply(await reply.read()))))
+                else:
+                    await _emit_events(reply.chunks(), protocol, emit)
+
+        await with_retries(attempt, self._retries)
+
+    async def _post(self, path: str, body: bytes) -> HttpReply:
+        try:
+            return await self._http.post(path, body)
+        except ModelyardError as error:
+            raise RetryableError(error) from error.__cause__
+
+    async def _refusal(self, reply: HttpReply, protocol: WireProtocol) -> RetryableError:
+        try:
+            body = await reply.read()
+        except ModelyardError:
+            body = b""  # the status is enough
+        error = protocol.read_error(reply.status, reply.headers, body)
+        return RetryableError(map_auth_error(error, self.address), "retry-after" in reply.headers)
+
+    async def request_json(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        """Status and JSON of a short request; None if the reply is not JSON."""
+        status, content = await self._http.request(method, path, body)
+        try:
+            return status, msgspec.json.decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return status, None
+
+
+async def _emit_events(chunks: AsyncIterator[bytes], protocol: WireProtocol, emit: Emit) -> None:
+    reader = protocol.reader()
+    async for chunk in chunks:
+        if (events := reader.feed(chunk)) and await emit(events):
+            break
+    else:
+        await emit(reader.finish())
+        return
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in chunks:
+                pass
+    except (TimeoutError, ModelyardError):
+        return  # the answer is complete
+
+
+def map_auth_error(error: ModelyardError, address: UpstreamAddress) -> ModelyardError:
+    """A rejected key is the gateway's: the client's own key is valid, so the client gets no 401 or 403."""
+    if isinstance(error, Unauthenticated):
+        message = f"{address.name} rejected the key of this gateway: check {address.key_source}"
+        return Unavailable(message, code=_AUTH_FAILED)
+    if isinstance(error, Forbidden):
+        return Unavailable(f"{address.name} rejected this gateway: {error.message}", code=_AUTH_FAILED)
+    return error
+
+
+def read_api_key(model: str, variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable)):
+        raise InvalidRequest(
+            f"the model {model!r} takes its key from the environment variable {variable!r}, which is not set",
+            code="remote_key_missing",
+        )
+    return key
+
+
+def reject_bare_prompts(request: Request) -> None:
+    if request.prompts:
+        raise Unsupported(
+            "this model takes conversations only: send messages, not a bare prompt", code="completions_unsupported"
+        )
+
+
+def append_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Appends fields to a JSON object without parsing it: it may hold a long conversation."""
+    return body[:-1] + b"," + msgspec.json.encode(fields)[1:] if fields else body
