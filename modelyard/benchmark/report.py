@@ -1,4 +1,4 @@
-"""The results of a run as tables for people, and as values for JSON."""
+"""The results of a run: tables for the terminal, values for JSON, and a drawing."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _round(one: Round) -> dict[str, Any]:
     return {"wall_s": one.wall_s, "samples": [{f: getattr(sample, f) for f in fields} for sample in one.samples]}
 
 
-# The results of a run as a drawing: each metric over the number of streams, and ratios with their intervals. Pure.
+# --- the drawing: each metric over the number of streams, and ratios with their intervals -----------------------------
 
 _COLOURS = ("#1f6fb4", "#d9640f", "#2a8a3e", "#8a4fbf", "#b0302f", "#5f5f5f")
 _VERDICT_COLOURS = {"better": "#2a8a3e", "worse": "#b0302f"}

@@ -18,7 +18,8 @@ _INTERRUPTED = 130
 
 # --- bench ------------------------------------------------------------------------------------------------------------
 
-BENCH_HELP = """Measure a model or a server: time to first token, time per token, tokens per second, at given concurrency.
+BENCH_HELP = """\
+Measure a model or a server: time to first token, time per token, tokens per second, at given concurrency.
 
 \b
 [bold]A model of a configuration[/bold], its engine in this process or a server of its own:
@@ -142,7 +143,8 @@ def _run_benchmark(specs: list[TargetSpec], results: BenchmarkResults) -> None:
 
 # --- optimize ---------------------------------------------------------------------------------------------------------
 
-OPTIMIZE_HELP = """Measure a model's settings on this machine, and report the best. Nothing is written without --apply.
+OPTIMIZE_HELP = """\
+Measure a model's settings on this machine, and report the best. Nothing is written without --apply.
 
 \b
   modelyard optimize

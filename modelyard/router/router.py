@@ -1,4 +1,16 @@
-"""The catalog: all models with their names, caches and defaults, built from the settings."""
+"""The router: resolves a requested model name and path to a model, a cache and a window. Pure.
+
+The first match wins:
+
+    1. the configured routes: `match` on the requested name (ignoring case) and `endpoint` on the path
+    2. the id of a model, in its default cache
+    3. an alias of a model, in its default cache
+    4. the name of a cache
+    5. the default model
+    6. NotFound, with the names that exist
+
+The catalog holds all models with their names, caches and defaults.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +25,10 @@ from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.request import Sampling
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings, RouteSettings
 
+# Clients choose the names: bound the cache of resolved ones in number and length.
+_MAX_RESOLVED = 1024
+_MAX_NAME = 256
+_MAX_LISTED = 20
 DEFAULT_WINDOW = 4096
 DEFAULT_TYPE = "f16"
 DEFAULT_SAMPLING = Sampling(temperature=0.7, top_p=0.9)
@@ -133,21 +149,7 @@ def _default_cache(name: str, model: ModelSettings) -> CacheEntry:
     return CacheEntry(name, name, CacheInfo(model.n_ctx or DEFAULT_WINDOW, parallel, *types))
 
 
-# Resolves a requested model name and path to a model, a cache and a window. Pure.
-#
-# The first match wins:
-#
-#     1. the configured routes: `match` on the requested name (ignoring case) and `endpoint` on the path
-#     2. the id of a model, in its default cache
-#     3. an alias of a model, in its default cache
-#     4. the name of a cache
-#     5. the default model
-#     6. NotFound, with the names that exist
-
-# Clients choose the names: bound the cache of resolved ones in number and length.
-_MAX_RESOLVED = 1024
-_MAX_NAME = 256
-_MAX_LISTED = 20
+# --- routes ---------------------------------------------------------------------------------------------------------
 
 
 def compile_globs(patterns: Iterable[str]) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""One model of the pool: its queues, its replicas, what is wanted of it, and which replica takes the next request.
+"""One model of the pool: its requests (leases), its replicas, and which replica takes the next request.
 
 A request to a ready model only goes through `assign`. It does not use a snapshot of the pool, which would cost more
 than everything else; the queue length and the free slots of each replica are kept up to date instead.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from asyncio import Future
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
@@ -27,23 +26,17 @@ from modelyard.scheduler.rate_limit import KeyRateLimiter
 from modelyard.scheduler.replica import Replica
 from modelyard.scheduler.settings import SchedulerOptions
 
-# The scheduler's source of time and timers: the event loop, or a fake clock in tests.
+if TYPE_CHECKING:
+    from modelyard.scheduler.scheduler import Scheduler
 
 
 class TimerHandle(Protocol):
     def cancel(self) -> None: ...
 
 
-class Clock(Protocol):
-    def now(self) -> float:
-        """Seconds of a monotonic clock."""
-        ...
+class Clock:
+    """Time, and timers on the event loop. Tests have one of their own."""
 
-    def unix(self) -> float: ...
-    def call_later(self, delay: float, callback: Callable[[], None]) -> TimerHandle: ...
-
-
-class LoopClock:
     now = staticmethod(time.monotonic)
     unix = staticmethod(time.time)
 
@@ -51,26 +44,11 @@ class LoopClock:
         return asyncio.get_running_loop().call_later(max(0.0, delay), callback)
 
 
-# Choice of the replica for a request: the one that served its session, else its prefix, else the least busy. Pure.
-#
-# Replicas do not share KV caches, so a conversation is cheap only on the replica that served it before. The memory is
-# bounded. Replica ids are never reused, so entries of dead replicas are harmless.
+# --- affinity -------------------------------------------------------------------------------------------------------
 
 _PREFIX_LENGTHS = (4096, 512, 64)  # hashed prefixes in tokens, longest first
 _MAX_EXTRA_LOAD = 2  # a known prefix is preferred up to this many running requests above the least busy replica
 _MAX_ENTRIES = 8192
-
-
-class AffinityCandidate(Protocol):
-    """A replica with free slots for the request."""
-
-    id: int
-
-    @property
-    def running(self) -> int: ...
-
-
-C = TypeVar("C", bound=AffinityCandidate)
 
 
 def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
@@ -79,14 +57,18 @@ def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
 
 
 class ReplicaAffinity:
-    """Two LRU maps: session → replica id and prefix hash → replica id."""
+    """The replica for a request: the one that served its session, else its prefix, else the least busy. Pure.
+
+    Replicas do not share KV caches, so a conversation is cheap only on the replica that served it before. Two LRU maps
+    hold replica ids; ids are never reused, so entries of dead replicas are harmless.
+    """
 
     def __init__(self, size: int = _MAX_ENTRIES) -> None:
         self._size = size
         self._sessions: OrderedDict[Hashable, int] = OrderedDict()
         self._prefixes: OrderedDict[Hashable, int] = OrderedDict()
 
-    def choose(self, session: str | None, prefixes: tuple[int, ...], candidates: Sequence[C]) -> C:
+    def choose(self, session: str | None, prefixes: tuple[int, ...], candidates: Sequence[Replica]) -> Replica:
         """`candidates` must not be empty."""
         least_busy = min(candidates, key=lambda replica: (replica.running, replica.id))
         by_id = {replica.id: replica for replica in candidates}
@@ -111,24 +93,13 @@ class ReplicaAffinity:
             entries.popitem(last=False)
 
 
-# One request in the scheduler: a ticket while it waits, a lease while it runs.
-
-
-class LeaseOwner(Protocol):
-    """The scheduler, as a lease sees it."""
-
-    def on_released(self, lease: SlotLease) -> None: ...
-    def leave_queue(self, lease: SlotLease) -> None:
-        """Remove a waiting lease. The caller refuses it."""
-        ...
-
-    def on_tokens_spent(self, limiter: KeyRateLimiter, tokens: int) -> None: ...
+# --- leases ---------------------------------------------------------------------------------------------------------
 
 
 class SlotLease(RevocableLease, eq=False):
-    """`Ticket` and `Lease` in one object, because one is created per request. Granted at once if a slot is free."""
+    """One request: a `Ticket` while it waits, a `Lease` while it runs. Granted at once if a slot is free."""
 
-    _owner: LeaseOwner
+    _scheduler: Scheduler
     model: PooledModel
     queue: RequestQueue[SlotLease]
     request: LeaseRequest
@@ -141,7 +112,7 @@ class SlotLease(RevocableLease, eq=False):
     is_finished: bool = False
     rate_limiter: KeyRateLimiter | None = None
     timer: TimerHandle | None = None
-    _future: asyncio.Future[None] | None = None
+    future: asyncio.Future[None] | None = None  # while it waits
 
     # --- Queueable -------------------------------------------------------------------------------------------------
 
@@ -167,23 +138,20 @@ class SlotLease(RevocableLease, eq=False):
     def position(self) -> int:
         return self.queue.position(self) if self.is_waiting else 0
 
-    def start_waiting(self) -> None:
-        self._future = asyncio.get_running_loop().create_future()
-
     def grant(self, replica: Replica, now: float) -> None:
         self.replica, self.engine, self.granted = replica, replica.engine, True
         self.waited = now - self.since
         self._cancel_timer()
-        if self._future is not None:
-            self._future.set_result(None)
+        if self.future is not None:
+            self.future.set_result(None)
 
     def refuse(self, error: ModelyardError) -> None:
         """The lease must have left its queue."""
         self.is_finished = True
         self._cancel_timer()
-        if self._future is not None and not self._future.done():
-            self._future.set_exception(error)
-            self._future.exception()  # mark it retrieved: the client may have disconnected
+        if self.future is not None and not self.future.done():
+            self.future.set_exception(error)
+            self.future.exception()  # mark it retrieved: the client may have disconnected
 
     def _cancel_timer(self) -> None:
         if self.timer is not None:
@@ -191,8 +159,8 @@ class SlotLease(RevocableLease, eq=False):
             self.timer = None
 
     async def lease(self) -> Lease:
-        if self.replica is None and self._future is not None:
-            await asyncio.shield(self._future)
+        if self.replica is None and self.future is not None:
+            await asyncio.shield(self.future)
         if self.replica is None:
             raise _cancelled()
         return self
@@ -201,7 +169,7 @@ class SlotLease(RevocableLease, eq=False):
         if self.replica is not None:
             self.release()
         elif not self.is_finished:
-            self._owner.leave_queue(self)
+            self._scheduler.leave_queue(self)
             self.refuse(_cancelled())
 
     # --- Lease -----------------------------------------------------------------------------------------------------
@@ -212,23 +180,26 @@ class SlotLease(RevocableLease, eq=False):
 
     def spend(self, tokens: int) -> None:
         if self.rate_limiter is not None:
-            self._owner.on_tokens_spent(self.rate_limiter, tokens)
+            self._scheduler.on_tokens_spent(self.rate_limiter, tokens)
 
     def release(self) -> None:
         if not self.is_finished and self.replica is not None:
             self.is_finished = True
             self._revokers = ()
-            self._owner.on_released(self)
+            self._scheduler.on_released(self)
 
 
 def _cancelled() -> Cancelled:
     return Cancelled("the request was cancelled while it waited")
 
 
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
 class PendingCommand(Struct, frozen=True):
     """An administrator's command that waits for its result. `loads`: it needs replicas, as a waiting request does."""
 
-    done: Future[None]
+    done: asyncio.Future[None]
     since: float
     is_complete: Callable[[], bool]
     loads: bool = False

@@ -29,7 +29,7 @@ from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, NotFound,
 from modelyard.core.lease import LeaseRequest, ModelStatus
 from modelyard.core.pool import DeviceSnapshot, ModelSpec, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.scheduler.memory_planner import DeviceBytes, MemoryPlanner
-from modelyard.scheduler.pooled_model import Clock, LoopClock, PendingCommand, PooledModel, SlotLease
+from modelyard.scheduler.pooled_model import Clock, PendingCommand, PooledModel, SlotLease
 from modelyard.scheduler.rate_limit import KeyLimits, KeyRateLimiter
 from modelyard.scheduler.replica_manager import ReplicaManager, model_failed
 from modelyard.scheduler.settings import SchedulerOptions
@@ -49,7 +49,7 @@ class Scheduler:
         memory_planner: MemoryPlanner | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._options, self._clock = options, clock or LoopClock()
+        self._options, self._clock = options, clock or Clock()
         self._now = self._clock.now
         self._memory_planner = memory_planner or MemoryPlanner()
         self._manager = ReplicaManager(options, self._clock, self._memory_planner, self._forget)
@@ -111,7 +111,7 @@ class Scheduler:
             raise Unavailable(f"the engine of {name!r} was lost and is not back yet: {model.reason}")
 
     def _start_waiting(self, lease: SlotLease) -> None:
-        lease.start_waiting()
+        lease.future = asyncio.get_running_loop().create_future()
         limits = [] if self._options.max_wait_s is None else [self._options.max_wait_s]
         if lease.request.deadline is not None:
             limits.append(lease.request.deadline - self._clock.unix())
@@ -277,7 +277,8 @@ class Scheduler:
         self, model: PooledModel, is_complete: Callable[[], bool], *, loads: bool = False
     ) -> asyncio.Future[None]:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done.add_done_callback(_mark_retrieved)
+        # The caller need not await a command: mark its exception retrieved, or asyncio warns about it.
+        done.add_done_callback(lambda future: future.cancelled() or future.exception())
         model.commands.append(PendingCommand(done, self._now(), is_complete, loads))
         self._manager.reconcile()
         return done
@@ -334,12 +335,6 @@ class Scheduler:
         """Idempotent."""
         self._closed = True
         await self._manager.close(_shutting_down())
-
-
-def _mark_retrieved(done: asyncio.Future[None]) -> None:
-    """The caller need not await a command, so asyncio must not warn about an exception that was never retrieved."""
-    if not done.cancelled():
-        done.exception()
 
 
 def _update_spec(model: PooledModel, new: ModelSpec) -> None:

@@ -20,10 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 
-# Settings of the log, of request capture and of the request history.
-
 
 class LogSettings(BaseModel):
+    """Settings of the log, of request capture and of the request history."""
+
     model_config = ConfigDict(extra="forbid")
 
     level: Literal["debug", "info", "warning", "error", "critical"] = Field(

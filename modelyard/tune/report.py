@@ -1,4 +1,4 @@
-"""The report of an optimization as values for JSON and the workbench, and as text for the terminal."""
+"""The report of an optimization: values for JSON and the workbench, text for the terminal, and a drawing."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def against_current(row: ReportRow, current: ReportRow | None, goal: Goal) -> st
     return f"{current.memory / row.memory if goal == 'memory' else row.score / current.score:.2f}×"
 
 
-# The report of an optimization as a drawing: settings by memory and score, the Pareto front, and ratios. Pure.
+# --- the drawing: settings by memory and score, the Pareto front, and ratios ------------------------------------------
 
 _WIDTH, _LEFT, _TOP, _CHART_WIDTH, _CHART_HEIGHT = 900, 80, 84, 560, 320
 _PLAIN, _FRONT, _BEST, _CURRENT, _FAINT = "#9a9a9a", "#1f6fb4", "#2a8a3e", "#b0302f", "#dddddd"

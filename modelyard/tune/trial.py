@@ -1,6 +1,6 @@
 """A trial: one setting measured by a child process with limits of time and memory. Every outcome is a result.
 
-`python -m modelyard.tune.trial` is the child; job and outcome cross the process boundary as JSON files.
+Job and outcome cross the process boundary as JSON files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -121,7 +122,8 @@ async def run_trial(
             failure = await _wait(child, limits, clock)
         finally:
             if not child.ended.done():
-                _kill_group(child.pid)
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # with its children: it leads a process group
             code = await asyncio.shield(child.ended)
         if failure is not None:
             return failure
@@ -156,18 +158,10 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def _kill_group(pid: int) -> None:
-    """With its children: it leads a process group."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-# The child process of a trial: `python -m modelyard.tune.trial JOB OUTCOME` measures one setting and exits.
+# --- the child process ------------------------------------------------------------------------------------------------
 #
-# It is a process of its own because a setting can crash it: whatever happens here costs one trial. The outcome file is
-# either complete or absent.
+# `python -m modelyard.tune.trial JOB OUTCOME` measures one setting and exits. If the setting crashes the process, that
+# costs one trial. The outcome file is either complete or absent.
 
 _WARMUP_TOKENS = 16  # of prompt and output that are not measured
 

@@ -13,6 +13,7 @@ from modelyard.core.errors import ModelyardError
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSnapshot, ModelSpec
 from modelyard.scheduler.memory_planner import MemoryLimits, MemoryPlanner
+from modelyard.scheduler.pooled_model import Clock
 from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.scheduler.settings import SchedulerOptions
@@ -28,7 +29,7 @@ class FakeTimer:
         self.callback = None
 
 
-class FakeClock:
+class FakeClock(Clock):
     """Time passes only in `advance`, and due timers fire there."""
 
     def __init__(self, settle: Callable[[], Awaitable[None]]) -> None:

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from modelyard.plugins import names
 from modelyard.store import MemoryStore, SqliteStore, StoreSettings, open_store
 from tests.store.conftest import Clock, StoreFactory
 
@@ -115,10 +114,6 @@ async def test_both_stores_behave_alike(tmp_path: Path, steps: list[tuple[str, s
         args = (scope, key, value) if op == "put" else (scope, key)
         assert await getattr(memory, op)(*args) == await getattr(file, op)(*args)
     await file.close()
-
-
-def test_every_backend_exists() -> None:
-    assert names("store") == ("memory", "sqlite")
 
 
 async def test_the_settings_select_the_store(tmp_path: Path) -> None:
