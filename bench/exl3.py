@@ -27,8 +27,7 @@ from modelyard.benchmark.statistics import percentile, ratio_interval
 from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3.engine import ExllamaEngine
-from modelyard.engines.exllamav3.model import ExllamaJob
+from modelyard.engines.exllamav3.engine import ExllamaEngine, ExllamaJob
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.worker_process import worker_loop_factory
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -289,12 +290,10 @@ async def _read(
         generation.cancel()
     ended = time.perf_counter()
     if error is not None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_CANCEL_S):
                 async for _ in generation:
                     pass
-        except TimeoutError:
-            pass
     return ended, error
 
 
@@ -346,13 +345,8 @@ class _EngineConversation:
             return Sample(prompt_tokens=prompt.n_tokens, error=error_text(refused))
         if error is None and end.error is not None:
             error = error_text(end.error)
-        return timer.sample(
-            ended,
-            prompt_tokens=prompt.n_tokens,
-            cached_tokens=cached,
-            output_tokens=timer.tokens,
-            error=error,
-        )
+        counts = {"prompt_tokens": prompt.n_tokens, "cached_tokens": cached, "output_tokens": timer.tokens}
+        return timer.sample(ended, error=error, **counts)
 
 
 class ChatTarget:
@@ -363,36 +357,41 @@ class ChatTarget:
         self.engine, self.model, self.limit_s = engine, model, limit_s
         self.sizer = PromptSizer()
 
-    def start(self) -> _ChatConversation:
-        return _ChatConversation(self)
+    def start(self) -> ChatConversation:
+        return ChatConversation(self)
 
-
-class _ChatConversation:
-    def __init__(self, target: ChatTarget) -> None:
-        self._target = target
-        self._messages: list[Message] = []
-
-    async def send(self, turn: UserTurn) -> Sample:
-        target, sizer = self._target, self._target.sizer
-        text = sizer.later_message(turn) if self._messages else sizer.first_message(turn)
-        self._messages.append(Message("user", (Text(text),)))
+    async def chat(self, messages: Sequence[Mapping[str, Any]], output_tokens: int) -> tuple[Sample, str]:
         request = Request(
-            model=target.model,
-            messages=tuple(self._messages),
+            model=self.model,
+            messages=tuple(Message(message["role"], (Text(message["content"]),)) for message in messages),
             sampling=Sampling(temperature=0.0),
-            max_tokens=turn.output_tokens,
+            max_tokens=output_tokens,
             stream=True,
             include_usage=True,
         )
         recorder = EventRecorder(time.perf_counter())
         try:
-            ended, error = await _read(target.engine.chat(request), recorder.add, target.limit_s)
+            ended, error = await _read(self.engine.chat(request), recorder.add, self.limit_s)
         except ModelyardError as refused:  # before it became a job
-            return Sample(error=error_text(refused))
-        sample = recorder.sample(ended, error)
+            return Sample(error=error_text(refused)), ""
+        return recorder.sample(ended, error), recorder.text
+
+
+class ChatConversation:
+    """The messages of both roles. The target's `chat` sends them; it returns the sample and the text of the response."""
+
+    def __init__(self, target: ChatTarget | UrlTarget) -> None:
+        self._target = target
+        self._messages: list[dict[str, str]] = []
+
+    async def send(self, turn: UserTurn) -> Sample:
+        sizer = self._target.sizer
+        text = sizer.later_message(turn) if self._messages else sizer.first_message(turn)
+        self._messages.append({"role": "user", "content": text})
+        sample, reply = await self._target.chat(self._messages, turn.output_tokens)
         if len(self._messages) == 1:
             sizer.learn(text, sample.prompt_tokens)
-        self._messages.append(Message("assistant", (Text(recorder.text),)))
+        self._messages.append({"role": "assistant", "content": reply})
         return sample
 
 
@@ -444,11 +443,10 @@ class UrlTarget:
     def model(self) -> str:
         return self._model or ""
 
-    def start(self) -> _UrlConversation:
-        return _UrlConversation(self)
+    def start(self) -> ChatConversation:
+        return ChatConversation(self)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], output_tokens: int) -> tuple[Sample, str]:
-        """One request; the sample, and the text of the response."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -470,22 +468,6 @@ class UrlTarget:
             return str(msgspec.json.decode(reply.body)["data"][0]["id"])
         except (msgspec.MsgspecError, LookupError, TypeError):
             raise NotFound(f"{self.base} lists no models; name one with --model") from None
-
-
-class _UrlConversation:
-    def __init__(self, target: UrlTarget) -> None:
-        self._target = target
-        self._messages: list[dict[str, str]] = []
-
-    async def send(self, turn: UserTurn) -> Sample:
-        sizer = self._target.sizer
-        text = sizer.later_message(turn) if self._messages else sizer.first_message(turn)
-        self._messages.append({"role": "user", "content": text})
-        sample, reply = await self._target.chat(self._messages, turn.output_tokens)
-        if len(self._messages) == 1:
-            sizer.learn(text, sample.prompt_tokens)
-        self._messages.append({"role": "assistant", "content": reply})
-        return sample
 
 
 def read_chat(response: HttpResponse) -> tuple[Sample, str]:
@@ -533,8 +515,7 @@ class RequestTarget:
 
     async def send(self, turn: UserTurn) -> Sample:
         del turn
-        response = await self.client.send(next(self._requests), self._limit_s)
-        return self._sample(response)
+        return self._sample(await self.client.send(next(self._requests), self._limit_s))
 
     def _sample(self, response: HttpResponse) -> Sample:
         total = response.ended - response.sent
@@ -585,8 +566,10 @@ class LoadJob(Struct, frozen=True, kw_only=True):
     async def run(self) -> Round:
         async with RequestTarget(self.url, self.body, key=self.key, limit_s=self.limit_s) as target:
             length = RoundLength(seconds=self.seconds)
-            options = {"streams": self.streams, "rate": self.rate, "ramp_s": self.ramp_s}
-            return await LoadGenerator(target, None, length, **options).run()  # type: ignore[arg-type]
+            generator = LoadGenerator(
+                target, None, length, streams=self.streams, rate=self.rate, ramp_s=self.ramp_s
+            )
+            return await generator.run()
 
     def run_in_process(self) -> Round:
         """In a process of its own, whose CPU time is not the caller's."""

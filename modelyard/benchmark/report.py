@@ -71,7 +71,7 @@ def _comparison_table(pairings: list[Pairing]) -> Table:
         sides = [_mean(side, found.unit) for side in (found.second, found.first)]
         style = _STYLES.get(found.verdict)
         verdict = f"[{style}]{pairing.target.label} is {found.verdict}[/{style}]" if style else found.verdict
-        table.add_row(what, str(found.streams), found.figure, *sides, _ratio(pairing), verdict)
+        table.add_row(what, str(found.streams), found.figure, *sides, _ratio(found.ratio), verdict)
     return table
 
 
@@ -81,12 +81,9 @@ def _mean(values: Sequence[float], unit: str) -> str:
     return f"{_number(fmean(values) * 1000)} ms" if unit == "s" else _number(fmean(values))
 
 
-def _ratio(pairing: Pairing) -> str:
-    ratio = pairing.found.ratio
-    if ratio is None:
-        return "–"
-    if not math.isfinite(ratio.high):
-        return f"{ratio.middle:.3f}"
+def _ratio(ratio: Interval | None) -> str:
+    if ratio is None or not math.isfinite(ratio.high):
+        return "–" if ratio is None else f"{ratio.middle:.3f}"
     high = f"{ratio.high:.3f}" if ratio.high < 100 else f"{ratio.high:.0e}"
     return rf"{ratio.middle:.3f} \[{ratio.low:.3f}, {high}]"
 
@@ -222,23 +219,16 @@ def plot(results: BenchmarkResults) -> Drawing:
 # --- metrics over streams ---------------------------------------------------------------------------------------------
 
 
-def _ttft(summary: Summary) -> Interval:
-    ttft = summary.ttft_s
-    return Interval(ttft.p50 * 1000, ttft.p50 * 1000, ttft.p90 * 1000)
-
-
-def _stream_rate(summary: Summary) -> Interval:
-    return Interval(*[summary.stream_rate.mean] * 3)
-
-
 def _throughput(summary: Summary) -> Interval:
     found = summary.tokens_per_s
     return found if math.isfinite(found.high) else Interval(*[found.middle] * 3)
 
 
 _PANELS: dict[str, Callable[[Summary], Interval]] = {
-    "time to first token, ms: p50 to p90": _ttft,
-    "tokens/s a stream: mean": _stream_rate,
+    "time to first token, ms: p50 to p90": lambda one: Interval(
+        *(1000 * value for value in (one.ttft_s.p50, one.ttft_s.p50, one.ttft_s.p90))
+    ),
+    "tokens/s a stream: mean": lambda one: Interval(*[one.stream_rate.mean] * 3),
     "tokens/s in all: mean with 95 %": _throughput,
 }
 

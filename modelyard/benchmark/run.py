@@ -59,12 +59,8 @@ class ProgressBar:
 
     def __init__(self, plan: Plan, targets: Sequence[TargetInfo], console: Console) -> None:
         self._plan, self._targets = plan, tuple(targets)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
+        description = TextColumn("{task.description}", markup=False)
+        columns = (description, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=sum(plan.size(step) for step in plan.steps(len(targets))))
         self._done = 0.0

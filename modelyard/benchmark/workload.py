@@ -44,10 +44,8 @@ WORKLOADS = {
         turns=4,
         turn_tokens=160,
     ),
-    "batch": Workload(
-        name="batch", about="many streams at once", prompt_tokens=128, output_tokens=128, streams=8
-    ),
-}  # fmt: skip
+    "batch": Workload(name="batch", about="many streams at once", prompt_tokens=128, output_tokens=128, streams=8),
+}
 
 
 def get_workload(name: str, **changes: Any) -> Workload:
@@ -161,12 +159,8 @@ _SENTENCES = (
     "The council met, agreed that {what} was lost, and adjourned to look for it.",
 )
 _FILES = (
-    "harbour/tides.py",
-    "harbour/ledger.py",
-    "yard/cranes.py",
-    "yard/berths.py",
-    "post/letters.py",
-    "tests/bells.py",
+    *("harbour/tides.py", "harbour/ledger.py", "yard/cranes.py"),
+    *("yard/berths.py", "post/letters.py", "tests/bells.py"),
 )
 _NAMES = ("depth", "berth", "cargo", "signal", "tide", "moor", "weigh", "ledger", "crane", "pilot", "buoy", "hatch")
 _TOOL_LINES = (

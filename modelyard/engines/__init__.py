@@ -8,7 +8,6 @@ NOT_PLUGINS = frozenset(
         "hf_folder",
         "in_process",
         "managed",
-        "token_dispatch",
         "upstream",
     }
 )

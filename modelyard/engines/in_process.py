@@ -24,17 +24,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from msgspec import Struct
 
-from modelyard.core.engine import (
-    Chunk,
-    Control,
-    End,
-    EngineInfo,
-    EngineSpec,
-    Generation,
-    Media,
-    OnProgress,
-    Prompt,
-)
+from modelyard.core.engine import Chunk, Control, End, EngineInfo, EngineSpec, Generation, Media, OnProgress, Prompt
 from modelyard.core.errors import (
     ContextOverflow,
     Internal,
@@ -46,8 +36,7 @@ from modelyard.core.errors import (
     Unsupported,
 )
 from modelyard.core.events import Timings, Usage
-from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.engines.token_dispatch import TokenDispatch
+from modelyard.engines.generation_queue import GenerationQueue, TokenDispatch
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +45,8 @@ _SWITCH_INTERVAL_S = 0.0005
 _LOADING = "loading weights"
 
 T = TypeVar("T")
+
+Finish = tuple[str, ModelyardError | None]  # why a job ends: reason and error of its End
 
 
 class InProcessJob:
@@ -83,9 +74,13 @@ class InProcessJob:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def deadline_passed(self, now: float) -> bool:
-        """`now` is Unix time, like deadlines."""
-        return self.prompt.deadline is not None and now >= self.prompt.deadline
+    def revoked(self, now: float) -> Finish | None:
+        """Why the job must not continue: it was cancelled, or its deadline has passed. `now` is Unix time."""
+        if self.cancelled:
+            return "cancelled", None
+        if self.prompt.deadline is not None and now >= self.prompt.deadline:
+            return "error", Timeout("the job's deadline passed")
+        return None
 
     def limit_output(self, window: int) -> None:
         """Limits the output to the room that the prompt leaves in the window."""
@@ -440,15 +435,14 @@ class ThreadedEngine(InProcessEngine[J]):
         self._loop.call_soon_threadsafe(_resolve, call.done, result, error)
 
     def _admit_or_fail(self, job: J) -> None:
-        if job.cancelled:
-            self._dispatch.put(job, [job.end("cancelled")], True)
-            return
-        try:
-            if job.deadline_passed(time.time()):
-                raise Timeout("the job's deadline passed")
-            self._admit(job)
-        except Exception as error:
-            self._dispatch.put(job, [job.end("error", self._as_error(error))], True)
+        finish = job.revoked(time.time())
+        if finish is None:
+            try:
+                self._admit(job)
+            except Exception as error:
+                finish = "error", self._as_error(error)
+        if finish is not None:
+            self._dispatch.put(job, [job.end(*finish)], True)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

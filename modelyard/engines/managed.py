@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.engine import EngineInfo, EngineSpec, EngineStats, Generation, OnProgress
-from modelyard.core.errors import Incomplete, ModelyardError, Timeout, Unavailable
+from modelyard.core.errors import Incomplete, ModelyardError, NotFound, Timeout, Unavailable
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
@@ -66,6 +67,15 @@ class ListenAddress(Struct, frozen=True):
             timeout=timeout,
             is_child=True,
         )
+
+
+def find_program(field: str, configured: str | None, defaults: Sequence[str | Path], missing: str) -> str:
+    """The configured program, else the first default that is installed. `missing` is the error without either."""
+    programs = defaults if configured is None else [Path(configured).expanduser()]
+    if found := next(filter(None, map(shutil.which, map(str, programs))), None):
+        return found
+    message = missing if configured is None else f"{field}: there is no program {str(programs[0])!r}"
+    raise NotFound(message, code="program_missing")
 
 
 def child_environment(

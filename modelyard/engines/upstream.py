@@ -56,71 +56,6 @@ class UpstreamAddress(Struct, frozen=True, kw_only=True):
     is_child: bool = False  # a child process of ours: no proxy, no idle connections
 
 
-class UpstreamHttpClient:
-    """Create it on the event loop that uses it. It raises transport errors as ModelyardError."""
-
-    def __init__(self, address: UpstreamAddress) -> None:
-        self.address = address
-        idle = 0 if address.is_child else _MAX_IDLE_CONNECTIONS
-        self._http = httpx.AsyncClient(
-            base_url=address.base_url,
-            headers=dict(address.headers),
-            timeout=httpx.Timeout(address.timeout, connect=_CONNECT_TIMEOUT_S, pool=_CONNECT_TIMEOUT_S),
-            transport=httpx.AsyncHTTPTransport(uds=address.socket) if address.socket else None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=idle, keepalive_expiry=_KEEPALIVE_S),
-            trust_env=not address.is_child,
-        )
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def post(self, path: str, body: bytes) -> HttpReply:
-        """Posts JSON; returns when the headers of the reply have arrived."""
-        request = self._http.build_request("POST", path, content=body, headers=_JSON)
-        try:
-            return HttpReply(await self._http.send(request, stream=True), self.address.name)
-        except httpx.HTTPError as error:
-            raise transport_error(error, self.address.name) from error
-
-    async def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Status and body of a short request."""
-        try:
-            reply = await self._http.request(method, path, content=body, headers=_JSON if body else None)
-        except httpx.HTTPError as error:
-            raise transport_error(error, self.address.name) from error
-        return reply.status_code, reply.content
-
-
-class HttpReply:
-    """A reply as a stream. Leaving its context before its end closes the connection."""
-
-    def __init__(self, response: httpx.Response, upstream: str) -> None:
-        self._response, self._upstream = response, upstream
-        self.status = response.status_code
-        self.headers: Mapping[str, str] = response.headers
-
-    async def __aenter__(self) -> HttpReply:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._response.aclose()
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in self._response.aiter_bytes():
-                yield chunk
-        except httpx.HTTPError as error:
-            raise transport_error(error, self._upstream) from error
-
-    async def read(self) -> bytes:
-        body = bytearray()
-        async for chunk in self.chunks():
-            body += chunk
-            if len(body) > _MAX_BODY:
-                raise Incomplete(f"the reply of {self._upstream} is longer than {_MAX_BODY} bytes")
-        return bytes(body)
-
-
 def transport_error(error: httpx.HTTPError, upstream: str) -> ModelyardError:
     reason = str(error) or type(error).__name__
     if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
@@ -275,46 +210,73 @@ class Upstream:
 
     def __init__(self, address: UpstreamAddress, retries: RetryPolicy = RetryPolicy()) -> None:
         self.address, self._retries = address, retries
-        self._http = UpstreamHttpClient(address)
+        idle = 0 if address.is_child else _MAX_IDLE_CONNECTIONS
+        self._http = httpx.AsyncClient(
+            base_url=address.base_url,
+            headers=dict(address.headers),
+            timeout=httpx.Timeout(address.timeout, connect=_CONNECT_TIMEOUT_S, pool=_CONNECT_TIMEOUT_S),
+            transport=httpx.AsyncHTTPTransport(uds=address.socket) if address.socket else None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=idle, keepalive_expiry=_KEEPALIVE_S),
+            trust_env=not address.is_child,
+        )
 
     async def close(self) -> None:
-        await self._http.close()
+        await self._http.aclose()
 
     async def stream_chat(self, path: str, body: bytes, protocol: WireProtocol, emit: Emit) -> None:
         """Emits the events of the answer. Retries only before its first byte."""
 
         async def attempt() -> None:
-            async with await self._post(path, body) as reply:
-                if reply.status >= 300:
+            request = self._http.build_request("POST", path, content=body, headers=_JSON)
+            try:
+                reply = await self._http.send(request, stream=True)
+            except httpx.HTTPError as error:
+                raise RetryableError(transport_error(error, self.address.name)) from error
+            try:
+                if reply.status_code >= 300:
                     raise await self._refusal(reply, protocol)
                 if reply.headers.get("content-type", "").startswith("application/json"):
-                    await emit(list(reply_events(protocol.read_reply(await reply.read()))))
+                    await emit(list(reply_events(protocol.read_reply(await self._read(reply)))))
                 else:
-                    await _emit_events(reply.chunks(), protocol, emit)
+                    await _emit_events(self._chunks(reply), protocol, emit)
+            finally:
+                await reply.aclose()
 
         await with_retries(attempt, self._retries)
 
-    async def _post(self, path: str, body: bytes) -> HttpReply:
+    async def _chunks(self, reply: httpx.Response) -> AsyncIterator[bytes]:
         try:
-            return await self._http.post(path, body)
-        except ModelyardError as error:
-            raise RetryableError(error) from error.__cause__
+            async for chunk in reply.aiter_bytes():
+                yield chunk
+        except httpx.HTTPError as error:
+            raise transport_error(error, self.address.name) from error
 
-    async def _refusal(self, reply: HttpReply, protocol: WireProtocol) -> RetryableError:
+    async def _read(self, reply: httpx.Response) -> bytes:
+        body = bytearray()
+        async for chunk in self._chunks(reply):
+            body += chunk
+            if len(body) > _MAX_BODY:
+                raise Incomplete(f"the reply of {self.address.name} is longer than {_MAX_BODY} bytes")
+        return bytes(body)
+
+    async def _refusal(self, reply: httpx.Response, protocol: WireProtocol) -> RetryableError:
         try:
-            body = await reply.read()
+            body = await self._read(reply)
         except ModelyardError:
             body = b""  # the status is enough
-        error = protocol.read_error(reply.status, reply.headers, body)
+        error = protocol.read_error(reply.status_code, reply.headers, body)
         return RetryableError(map_auth_error(error, self.address), "retry-after" in reply.headers)
 
     async def request_json(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
         """Status and JSON of a short request; None if the reply is not JSON."""
-        status, content = await self._http.request(method, path, body)
         try:
-            return status, msgspec.json.decode(content)
+            reply = await self._http.request(method, path, content=body, headers=_JSON if body else None)
+        except httpx.HTTPError as error:
+            raise transport_error(error, self.address.name) from error
+        try:
+            return reply.status_code, msgspec.json.decode(reply.content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return status, None
+            return reply.status_code, None
 
 
 async def _emit_events(chunks: AsyncIterator[bytes], protocol: WireProtocol, emit: Emit) -> None:

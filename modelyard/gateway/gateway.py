@@ -507,7 +507,7 @@ class ChoiceStream:
         self._engine_started = time.perf_counter()
         prepared, gateway = self.prepared, self._gateway
         model, request = prepared.model, prepared.request
-        gateway.metrics.queue_wait(model.name, lease.waited)
+        gateway.metrics.queue_wait.observe(model.name, lease.waited)
         if self._cancelled:
             raise Cancelled("the client disconnected")
         engine: Any = lease.engine
@@ -537,9 +537,9 @@ class ChoiceStream:
         now, model, metrics = time.perf_counter(), self.prepared.model.name, self._gateway.metrics
         if self._first_output is None:
             self._first_output = now
-            metrics.first_token(model, now - self._started)
+            metrics.first_token.observe(model, now - self._started)
         else:
-            metrics.inter_token(model, (now - self._last_output) / tokens, tokens)
+            metrics.inter_token.observe(model, (now - self._last_output) / tokens, tokens)
         self._last_output = now
 
     def _with_timings(self, last: Finished) -> Finished:

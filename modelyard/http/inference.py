@@ -58,7 +58,7 @@ class InferenceEndpoint:
         gateway, context, request = self._gateway, RequestContext.of(scope), None
         capture = self._captures.start(context.trace) if self._captures is not None else None
         exchange = Exchange(scope, receive, send, context, capture)
-        gateway.metrics.request_started()
+        gateway.metrics.active += 1
         try:
             body = await read_body(receive, context, self._settings)
             if capture is not None:
@@ -72,7 +72,7 @@ class InferenceEndpoint:
                 raise
             await self._send_error(as_modelyard_error(error), request, exchange)
         finally:
-            gateway.metrics.request_ended()
+            gateway.metrics.active -= 1
             if capture is not None:
                 capture.close()
 

@@ -264,12 +264,12 @@ class Metrics:
         self._snapshot = snapshot = MetricsSnapshot()
         snapshot.gauges["process_start_time_seconds"] = {(): self._monitor.started}
         snapshot.gauges["modelyard_build_info"] = {(__version__,): 1}
-        self.active = 0
+        self.active = 0  # requests in progress
         self._http_requests = _Counter("http_requests_total", snapshot)
         self._http_duration = _Histogram("http_request_duration_seconds", snapshot)
-        self._first_token = _Histogram("time_to_first_token_seconds", snapshot)
-        self._inter_token = _Histogram("inter_token_seconds", snapshot)
-        self._queue_wait = _Histogram("queue_wait_seconds", snapshot)
+        self.first_token = _Histogram("time_to_first_token_seconds", snapshot)
+        self.inter_token = _Histogram("inter_token_seconds", snapshot)
+        self.queue_wait = _Histogram("queue_wait_seconds", snapshot)
         self._prompt_total = _Counter("prompt_tokens_total", snapshot)
         self._cached_total = _Counter("cached_tokens_total", snapshot)
         self._output_total = _Counter("output_tokens_total", snapshot)
@@ -289,22 +289,6 @@ class Metrics:
         """`endpoint` is the route's pattern, not the client's path: a series per path would be unbounded."""
         self._http_requests.add((endpoint, method, str(status)))
         self._http_duration.observe(endpoint, seconds)
-
-    def request_started(self) -> None:
-        self.active += 1
-
-    def request_ended(self) -> None:
-        self.active -= 1
-
-    def first_token(self, model: str, seconds: float) -> None:
-        self._first_token.observe(model, seconds)
-
-    def inter_token(self, model: str, seconds: float, count: int = 1) -> None:
-        """`count` tokens with `seconds` between each of them."""
-        self._inter_token.observe(model, seconds, count)
-
-    def queue_wait(self, model: str, seconds: float) -> None:
-        self._queue_wait.observe(model, seconds)
 
     def generation_finished(self, model: str, usage: Usage, reason: str) -> None:
         label = (model,)

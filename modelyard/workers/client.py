@@ -33,46 +33,7 @@ from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.request import Request
 from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.workers.messages import (
-    TOKENIZER_FEATURE,
-    VERSION,
-    AbortRequest,
-    AddChat,
-    AddRequest,
-    ChatEvents,
-    CloseEngine,
-    ConnectionRefused,
-    ControlEngine,
-    CountChatTokens,
-    EmbedTokens,
-    EngineClosed,
-    EngineLost,
-    EngineOpened,
-    EngineOpenFailed,
-    FetchTokenizer,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    LinkMessage,
-    LoadProgress,
-    MalformedMessage,
-    OpenEngine,
-    PauseRequest,
-    RequestFailed,
-    RequestFinished,
-    RequestUpdate,
-    ResumeRequest,
-    UpdateBatch,
-    Welcome,
-    WorkerReply,
-    decode_for_client,
-    encode,
-    pack_ids,
-    to_chunk,
-    to_infer_request,
-    unpack_vector,
-    version_mismatch,
-)
+from modelyard.workers import messages as msg
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
 
 T = TypeVar("T")
@@ -110,35 +71,35 @@ class WorkerSession:
         self.endpoint, self._heartbeat = endpoint, heartbeat
         self._on_broken = on_broken or self.end
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
-        self.welcome: Welcome | None = None
+        self.welcome: msg.Welcome | None = None
         self.is_draining = False  # the worker has said goodbye: it finishes its requests and takes no new ones
         self.stats: dict[str, EngineStats] = {}
         self.last_reply = 0  # number of the last heartbeat that the worker answered
         self._connect_error = ""
-        self._connected: asyncio.Future[Welcome] = self._loop.create_future()
+        self._connected: asyncio.Future[msg.Welcome] = self._loop.create_future()
         self._ids = count(1)
         self._requests: dict[int, SessionRequest] = {}
-        self._calls: dict[int, asyncio.Future[WorkerReply]] = {}
-        self._opening: dict[str, tuple[asyncio.Future[EngineOpened], OnProgress]] = {}
+        self._calls: dict[int, asyncio.Future[msg.WorkerReply]] = {}
+        self._opening: dict[str, tuple[asyncio.Future[msg.EngineOpened], OnProgress]] = {}
         self._closing: dict[str, asyncio.Future[None]] = {}
         self._loss_callbacks: dict[str, Callable[[ModelyardError], None]] = {}
         self._monitor = HeartbeatMonitor(heartbeat.worker_misses)
         self._socket = DealerSocket(endpoint, self._on_data, self._on_disconnect, keys)
         self._timer: asyncio.TimerHandle | None = None
         self._handlers: Mapping[type, Callable[[Any], None]] = {
-            UpdateBatch: self._on_updates,
-            Heartbeat: self._on_heartbeat,
-            Welcome: self._on_welcome,
-            ConnectionRefused: lambda message: self.end(Unavailable(f"the worker refused us: {message.reason}")),
-            LoadProgress: self._on_load_progress,
-            EngineOpened: self._on_opened,
-            EngineOpenFailed: self._on_open_failed,
-            EngineClosed: self._on_closed,
-            EngineLost: self._on_engine_lost,
-            WorkerReply: self._on_reply,
-            Goodbye: self._on_goodbye,
+            msg.UpdateBatch: self._on_updates,
+            msg.Heartbeat: self._on_heartbeat,
+            msg.Welcome: self._on_welcome,
+            msg.ConnectionRefused: lambda message: self.end(Unavailable(f"the worker refused us: {message.reason}")),
+            msg.LoadProgress: self._on_load_progress,
+            msg.EngineOpened: self._on_opened,
+            msg.EngineOpenFailed: self._on_open_failed,
+            msg.EngineClosed: self._on_closed,
+            msg.EngineLost: self._on_engine_lost,
+            msg.WorkerReply: self._on_reply,
+            msg.Goodbye: self._on_goodbye,
         }
-        self.send(Hello(VERSION, name))
+        self.send(msg.Hello(msg.VERSION, name))
         if connect_timeout_s is not None:
             self._timer = self._loop.call_later(connect_timeout_s, self._on_connect_timeout)
 
@@ -162,16 +123,16 @@ class WorkerSession:
             message = f"the worker at {self.endpoint} does not answer. {self._connect_error}"
             self.end(Unavailable(message.rstrip()))
 
-    async def connect(self) -> Welcome:
+    async def connect(self) -> msg.Welcome:
         """Wait for the worker's answer; the caller sets the timeout."""
         return await asyncio.shield(self._connected)
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
-    async def open(self, message: OpenEngine, progress: OnProgress) -> EngineOpened:
+    async def open(self, message: msg.OpenEngine, progress: OnProgress) -> msg.EngineOpened:
         """A worker may be silent while an engine loads: heartbeats are not missed then."""
         self._check_alive()
-        opening: asyncio.Future[EngineOpened] = self._loop.create_future()
+        opening: asyncio.Future[msg.EngineOpened] = self._loop.create_future()
         self._opening[message.engine] = (opening, progress)
         try:
             self._send_or_raise(message)
@@ -186,7 +147,7 @@ class WorkerSession:
             return
         self._loss_callbacks.pop(engine, None)
         closing = self._closing[engine] = self._loop.create_future()
-        self.send(CloseEngine(engine))
+        self.send(msg.CloseEngine(engine))
         await closing
 
     def on_engine_lost(self, engine: str, callback: Callable[[ModelyardError], None]) -> None:
@@ -201,14 +162,14 @@ class WorkerSession:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def generate(self, message: Callable[[int], LinkMessage]) -> GenerationQueue[Chunk]:
+    def generate(self, message: Callable[[int], msg.LinkMessage]) -> GenerationQueue[Chunk]:
         return self._start(message, lambda error: End("error", error=error))
 
-    def chat(self, message: Callable[[int], LinkMessage]) -> GenerationQueue[Event]:
+    def chat(self, message: Callable[[int], msg.LinkMessage]) -> GenerationQueue[Event]:
         return self._start(message, Failed)
 
     def _start(
-        self, message: Callable[[int], LinkMessage], make_end: Callable[[ModelyardError], Any]
+        self, message: Callable[[int], msg.LinkMessage], make_end: Callable[[ModelyardError], Any]
     ) -> GenerationQueue[Any]:
         id = next(self._ids)
         queue: GenerationQueue[Any] = GenerationQueue(
@@ -235,19 +196,19 @@ class WorkerSession:
 
     def _abort(self, id: int) -> None:
         if id in self._requests:
-            self.send(AbortRequest(id))
+            self.send(msg.AbortRequest(id))
 
     def _resume(self, id: int) -> None:
         request = self._requests.get(id)
         if request is not None and request.is_paused:
             request.is_paused = False
-            self.send(ResumeRequest(id))
+            self.send(msg.ResumeRequest(id))
 
-    async def call(self, message: Callable[[int], LinkMessage]) -> WorkerReply:
+    async def call(self, message: Callable[[int], msg.LinkMessage]) -> msg.WorkerReply:
         """Send a message and wait for its reply; raises the error in it."""
         self._check_alive()
         id = next(self._ids)
-        pending: asyncio.Future[WorkerReply] = self._loop.create_future()
+        pending: asyncio.Future[msg.WorkerReply] = self._loop.create_future()
         self._calls[id] = pending
         try:
             self._send_or_raise(message(id))
@@ -265,42 +226,42 @@ class WorkerSession:
             return
         self._monitor.reset()
         try:
-            message = decode_for_client(data)
+            message = msg.decode_for_client(data)
             self._handlers[type(message)](message)
-        except MalformedMessage as error:
+        except msg.MalformedMessage as error:
             log.warning("%s sent a malformed message: %s", self.endpoint, error)
             self.end(Unavailable(f"the worker at {self.endpoint} does not speak our protocol: {error}"))
 
-    def _on_updates(self, batch: UpdateBatch) -> None:
+    def _on_updates(self, batch: msg.UpdateBatch) -> None:
         if batch.stats:
             self.stats.update(batch.stats)
         for update in batch.updates:
             self._on_update(update)
 
-    def _on_update(self, update: RequestUpdate) -> None:
+    def _on_update(self, update: msg.RequestUpdate) -> None:
         id = update.request_id
         request = self._requests.get(id)
         if request is None:
             return  # it has ended here already
-        if type(update) is ChatEvents:
+        if type(update) is msg.ChatEvents:
             items: list[Any] = update.events
             last = bool(items) and isinstance(items[-1], (Finished, Failed))
         else:
-            items = [to_chunk(update)]
-            last = type(update) is RequestFinished or type(update) is RequestFailed
+            items = [msg.to_chunk(update)]
+            last = type(update) is msg.RequestFinished or type(update) is msg.RequestFailed
         if last:
             del self._requests[id]
         if not request.queue.put_many(items, last=last) and not (last or request.is_paused):
             request.is_paused = True
-            self.send(PauseRequest(id))
+            self.send(msg.PauseRequest(id))
 
-    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
+    def _on_heartbeat(self, heartbeat: msg.Heartbeat) -> None:
         """0 is the worker's own heartbeat: it is not a reply."""
         self.last_reply = heartbeat.number or self.last_reply
         self.stats.update(heartbeat.stats)
 
-    def _on_welcome(self, welcome: Welcome) -> None:
-        if (mismatch := version_mismatch(welcome.version)) is not None:
+    def _on_welcome(self, welcome: msg.Welcome) -> None:
+        if (mismatch := msg.version_mismatch(welcome.version)) is not None:
             self.end(Unavailable(f"the worker at {self.endpoint} cannot be used: {mismatch}"))
             return
         self.welcome = welcome
@@ -310,32 +271,32 @@ class WorkerSession:
                 self._timer.cancel()
             self._tick()
 
-    def _on_load_progress(self, progress: LoadProgress) -> None:
+    def _on_load_progress(self, progress: msg.LoadProgress) -> None:
         if progress.engine in self._opening:
             self._opening[progress.engine][1](progress.done, progress.phase)
 
-    def _on_opened(self, opened: EngineOpened) -> None:
+    def _on_opened(self, opened: msg.EngineOpened) -> None:
         if opened.engine in self._opening and not (future := self._opening[opened.engine][0]).done():
             future.set_result(opened)
 
-    def _on_open_failed(self, failed: EngineOpenFailed) -> None:
+    def _on_open_failed(self, failed: msg.EngineOpenFailed) -> None:
         if failed.engine in self._opening and not (future := self._opening[failed.engine][0]).done():
             future.set_exception(failed.error)
 
-    def _on_closed(self, closed: EngineClosed) -> None:
+    def _on_closed(self, closed: msg.EngineClosed) -> None:
         if (future := self._closing.pop(closed.engine, None)) is not None and not future.done():
             future.set_result(None)
 
-    def _on_engine_lost(self, lost: EngineLost) -> None:
+    def _on_engine_lost(self, lost: msg.EngineLost) -> None:
         if (callback := self._loss_callbacks.pop(lost.engine, None)) is not None:
             callback(lost.error)
 
-    def _on_reply(self, reply: WorkerReply) -> None:
+    def _on_reply(self, reply: msg.WorkerReply) -> None:
         self.stats.update(reply.stats)
         if (future := self._calls.pop(reply.request_id, None)) is not None and not future.done():
             future.set_result(reply)
 
-    def _on_goodbye(self, goodbye: Goodbye) -> None:
+    def _on_goodbye(self, goodbye: msg.Goodbye) -> None:
         self.is_draining = True
         message = f"the worker at {self.endpoint} is shutting down: {goodbye.reason}"
         self._report_loss(Unavailable(message, code="worker_leaving"))
@@ -358,7 +319,7 @@ class WorkerSession:
             silent = self._heartbeat.interval_s * self._heartbeat.worker_misses
             self.end(Unavailable(f"the worker at {self.endpoint} has been silent for {silent:.1f} s"))
         else:
-            self.send(Heartbeat(self._monitor.number))
+            self.send(msg.Heartbeat(self._monitor.number))
 
     def end(self, error: ModelyardError) -> None:
         """End everything in the session with this error. Idempotent."""
@@ -389,7 +350,7 @@ class WorkerSession:
     async def close(self) -> None:
         """Requests that still run end as unavailable. Idempotent."""
         if not self.is_lost:
-            self.send(Goodbye())
+            self.send(msg.Goodbye())
             self.end(Unavailable("the engine was closed"))
         await self._socket.close()
 
@@ -397,14 +358,14 @@ class WorkerSession:
         if self.is_lost:
             raise self.lost.result()
 
-    def _send_or_raise(self, message: LinkMessage) -> None:
-        if not self._socket.send(encode(message)):
+    def _send_or_raise(self, message: msg.LinkMessage) -> None:
+        if not self._socket.send(msg.encode(message)):
             raise Unavailable(f"the worker at {self.endpoint} does not read: too many messages wait for it")
 
-    def send(self, message: LinkMessage) -> None:
+    def send(self, message: msg.LinkMessage) -> None:
         """Send without an error: a worker whose queue is full has not read for long, and its silence is about to be
         noticed."""
-        self._socket.send(encode(message))
+        self._socket.send(msg.encode(message))
 
 
 async def result_unless_exited(
@@ -446,12 +407,12 @@ class RemoteEngine:
     async def open(self, progress: OnProgress) -> None:
         progress(1.0, "ready")
 
-    async def fetch_tokenizer(self, have: tuple[str, ...]) -> WorkerReply:
+    async def fetch_tokenizer(self, have: tuple[str, ...]) -> msg.WorkerReply:
         """The tokenizer files, from the worker."""
         welcome = await self._session.connect()
-        if TOKENIZER_FEATURE not in welcome.features:
+        if msg.TOKENIZER_FEATURE not in welcome.features:
             raise Unsupported(f"the worker {welcome.worker} is too old to send its tokenizers: update it")
-        return await self._session.call(lambda id: FetchTokenizer(id, self.id, have))
+        return await self._session.call(lambda id: msg.FetchTokenizer(id, self.id, have))
 
     def stats(self) -> EngineStats:
         return self._session.stats.get(self.id, EngineStats())
@@ -462,30 +423,30 @@ class RemoteEngine:
 
 class RemoteTextEngine(RemoteEngine):
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        return self._session.generate(lambda id: AddRequest(self.id, to_infer_request(id, prompt)))
+        return self._session.generate(lambda id: msg.AddRequest(self.id, msg.to_infer_request(id, prompt)))
 
     async def control(self, op: Control) -> None:
-        await self._session.call(lambda id: ControlEngine(id, self.id, op))
+        await self._session.call(lambda id: msg.ControlEngine(id, self.id, op))
 
 
 class RemoteEmbeddingEngine(RemoteTextEngine):
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
-        packed = [pack_ids(ids) for ids in batch]
-        reply = await self._session.call(lambda id: EmbedTokens(id, self.id, packed))
-        return Embeddings([unpack_vector(vector) for vector in reply.vectors], reply.tokens or 0)
+        packed = [msg.pack_ids(ids) for ids in batch]
+        reply = await self._session.call(lambda id: msg.EmbedTokens(id, self.id, packed))
+        return Embeddings([msg.unpack_vector(vector) for vector in reply.vectors], reply.tokens or 0)
 
 
 class RemoteChatEngine(RemoteEngine):
     def chat(self, request: Request) -> Generation[Event]:
         without_warnings = replace(request, warnings=())
-        return self._session.chat(lambda id: AddChat(self.id, id, without_warnings))
+        return self._session.chat(lambda id: msg.AddChat(self.id, id, without_warnings))
 
     async def count(self, request: Request) -> int | None:
-        return (await self._session.call(lambda id: CountChatTokens(id, self.id, request))).tokens
+        return (await self._session.call(lambda id: msg.CountChatTokens(id, self.id, request))).tokens
 
 
 def remote_engine(
-    session: WorkerSession, opened: EngineOpened, lost: EngineLoss | None = None
+    session: WorkerSession, opened: msg.EngineOpened, lost: EngineLoss | None = None
 ) -> RemoteTextEngine | RemoteChatEngine:
     """`lost` is the future to use as the engine's. Only an embedding engine has `embed`; the gateway checks for it."""
     kind = RemoteChatEngine if opened.kind == "chat" else RemoteEmbeddingEngine if opened.embeds else RemoteTextEngine

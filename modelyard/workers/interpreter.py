@@ -39,6 +39,10 @@ def interpreter_path(python: str | None) -> str:
     return os.path.abspath(found)  # symlinks are kept: a virtual environment is found through them
 
 
+def worker_command(endpoint: str, python: str | None = None) -> list[str]:
+    return [interpreter_path(python), "-m", "modelyard.workers.worker_process", endpoint]
+
+
 def interpreter_exists(python: str) -> bool:
     return _which(python) is not None
 

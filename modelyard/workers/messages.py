@@ -33,6 +33,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, Literal
 
 import msgspec
@@ -49,7 +51,11 @@ from modelyard.core.pool import ModelStateChange
 from modelyard.core.request import Constraint, Priority, Request, Sampling
 from modelyard.core.tokenizer import IdLogprob
 
-# The wire forms of token ids, vectors, prompts and errors. Pure.
+VERSION = 1
+TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
+_AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
+
+# --- wire forms of token ids, vectors, prompts and errors -----------------------------------------------------------
 
 _BIG_ENDIAN = sys.byteorder == "big"  # the wire is little-endian
 _ERRORS: dict[str, type[ModelyardError]] = {
@@ -78,9 +84,6 @@ _DEFAULTS: dict[type[ModelyardError], dict[str, Any]] = {
 
 class MalformedMessage(ValueError):
     """Bytes that are not a message of the protocol, or a message that is not allowed here."""
-
-
-# --- numbers --------------------------------------------------------------------------------------------------------
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -118,9 +121,6 @@ def _unpack(code: str, data: bytes) -> array[Any]:
     return numbers
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------
-
-
 def flatten_prompt(prompt: Prompt) -> tuple[bytes, list[tuple[int, Media]]]:
     """All tokens of a prompt as one run, and its media with the number of tokens before each."""
     media: list[tuple[int, Media]] = []
@@ -148,9 +148,6 @@ def unflatten_prompt(tokens: bytes, media: Sequence[tuple[int, Media]]) -> tuple
     return tuple(parts)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
-
-
 def pack_error(error: ModelyardError) -> list[Any]:
     kind = next(name for name in (base.__name__ for base in type(error).__mro__) if name in _ERRORS)
     attributes = {name: value for name, value in vars(error).items() if name in _ATTRIBUTES and value is not None}
@@ -176,16 +173,26 @@ def unpack_error(packed: Any) -> ModelyardError:
     return error
 
 
-VERSION = 1
-TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
-_AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
+# --- messages -------------------------------------------------------------------------------------------------------
 
 
-class LinkMessage(Struct, frozen=True, array_like=True, kw_only=False):
-    """Base class: a list on the wire."""
+class LinkMessage(Struct, frozen=True, array_like=True):
+    """A list on the wire. Its subclasses group the messages by receiver."""
 
 
-# --- both directions ------------------------------------------------------------------------------------------------
+class ToWorker(LinkMessage, frozen=True): ...
+
+
+class ToClient(LinkMessage, frozen=True): ...
+
+
+class ToScheduler(LinkMessage, frozen=True): ...
+
+
+class ToGateway(LinkMessage, frozen=True): ...
+
+
+# --- to several receivers -------------------------------------------------------------------------------------------
 
 
 class Heartbeat(LinkMessage, frozen=True, tag="beat"):
@@ -201,10 +208,14 @@ class Goodbye(LinkMessage, frozen=True, tag="bye"):
     reason: str = ""
 
 
+class ConnectionRefused(LinkMessage, frozen=True, tag="refused"):
+    reason: str
+
+
 # --- to a worker ----------------------------------------------------------------------------------------------------
 
 
-class Hello(LinkMessage, frozen=True, tag="hello"):
+class Hello(ToWorker, frozen=True, tag="hello"):
     """`name` identifies the client, the same on all its links. `features` are optional parts of the protocol."""
 
     version: int
@@ -212,7 +223,7 @@ class Hello(LinkMessage, frozen=True, tag="hello"):
     features: tuple[str, ...] = ()
 
 
-class OpenEngine(LinkMessage, frozen=True, tag="open"):
+class OpenEngine(ToWorker, frozen=True, tag="open"):
     """`options` is the engine's Options as JSON. If an engine with this id is open already, it is used."""
 
     engine: str
@@ -224,18 +235,18 @@ class OpenEngine(LinkMessage, frozen=True, tag="open"):
     identity: str = ""
 
 
-class CloseEngine(LinkMessage, frozen=True, tag="close"):
+class CloseEngine(ToWorker, frozen=True, tag="close"):
     engine: str
 
 
 class InferRequest(LinkMessage, frozen=True):
-    """`request_id` is chosen by the client. `tokens` are little-endian u32. `media` come with their offset in tokens.
-    `lora_adapter` are names with their scales."""
+    """A `Prompt`. `request_id` is chosen by the client. `tokens` are little-endian u32. `media` come with their offset
+    in tokens. All other fields are those of `Prompt`."""
 
     request_id: int
     tokens: bytes
-    sampling_params: Sampling = Sampling()
-    lora_adapter: tuple[tuple[str, float], ...] = ()
+    sampling: Sampling = Sampling()
+    adapters: tuple[tuple[str, float], ...] = ()
     max_tokens: int = 1
     stop_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
@@ -249,57 +260,57 @@ class InferRequest(LinkMessage, frozen=True):
     dedup_key: str | None = None
 
 
-class AddRequest(LinkMessage, frozen=True, tag="add"):
+class AddRequest(ToWorker, frozen=True, tag="add"):
     engine: str
     request: InferRequest
 
 
-class AddChat(LinkMessage, frozen=True, tag="chat"):
+class AddChat(ToWorker, frozen=True, tag="chat"):
     engine: str
     request_id: int
     request: Request
 
 
-class AbortRequest(LinkMessage, frozen=True, tag="abort"):
+class AbortRequest(ToWorker, frozen=True, tag="abort"):
     request_id: int
 
 
-class PauseRequest(LinkMessage, frozen=True, tag="hold"):
+class PauseRequest(ToWorker, frozen=True, tag="hold"):
     """The reader of this request lags: send nothing until `ResumeRequest`."""
 
     request_id: int
 
 
-class ResumeRequest(LinkMessage, frozen=True, tag="go"):
+class ResumeRequest(ToWorker, frozen=True, tag="go"):
     request_id: int
 
 
-class ControlEngine(LinkMessage, frozen=True, tag="order"):
+class ControlEngine(ToWorker, frozen=True, tag="order"):
     request_id: int
     engine: str
     control: Control
 
 
-class EmbedTokens(LinkMessage, frozen=True, tag="embed"):
+class EmbedTokens(ToWorker, frozen=True, tag="embed"):
     request_id: int
     engine: str
     batch: list[bytes]
 
 
-class CountChatTokens(LinkMessage, frozen=True, tag="count"):
+class CountChatTokens(ToWorker, frozen=True, tag="count"):
     request_id: int
     engine: str
     request: Request
 
 
-class DropClient(LinkMessage, frozen=True, tag="forget"):
+class DropClient(ToWorker, frozen=True, tag="forget"):
     """The client of this name is gone: end its requests, then reply."""
 
     request_id: int
     name: str
 
 
-class FetchTokenizer(LinkMessage, frozen=True, tag="study"):
+class FetchTokenizer(ToWorker, frozen=True, tag="study"):
     """Send the tokenizer files of this engine, unless their hash is in `have`."""
 
     request_id: int
@@ -307,28 +318,8 @@ class FetchTokenizer(LinkMessage, frozen=True, tag="study"):
     have: tuple[str, ...] = ()
 
 
-class ShutdownWorker(LinkMessage, frozen=True, tag="dismiss"):
+class ShutdownWorker(ToWorker, frozen=True, tag="dismiss"):
     """From the scheduler to a worker that it started."""
-
-
-ToWorker = (
-    Hello
-    | Heartbeat
-    | OpenEngine
-    | CloseEngine
-    | AddRequest
-    | AddChat
-    | AbortRequest
-    | PauseRequest
-    | ResumeRequest
-    | ControlEngine
-    | EmbedTokens
-    | CountChatTokens
-    | DropClient
-    | FetchTokenizer
-    | ShutdownWorker
-    | Goodbye
-)
 
 
 # --- to a client of a worker ----------------------------------------------------------------------------------------
@@ -344,7 +335,7 @@ class HostedEngineInfo(LinkMessage, frozen=True):
     info: EngineInfo
 
 
-class Welcome(LinkMessage, frozen=True, tag="welcome"):
+class Welcome(ToClient, frozen=True, tag="welcome"):
     version: int
     worker: str
     pid: int
@@ -352,33 +343,29 @@ class Welcome(LinkMessage, frozen=True, tag="welcome"):
     features: tuple[str, ...] = ()
 
 
-class ConnectionRefused(LinkMessage, frozen=True, tag="refused"):
-    reason: str
-
-
-class LoadProgress(LinkMessage, frozen=True, tag="loading"):
+class LoadProgress(ToClient, frozen=True, tag="loading"):
     engine: str
     done: float
     phase: str
 
 
-class EngineOpened(LinkMessage, frozen=True, tag="opened"):
+class EngineOpened(ToClient, frozen=True, tag="opened"):
     engine: str
     kind: Literal["text", "chat"]
     info: EngineInfo
     embeds: bool = False
 
 
-class EngineOpenFailed(LinkMessage, frozen=True, tag="failed"):
+class EngineOpenFailed(ToClient, frozen=True, tag="failed"):
     engine: str
     error: ModelyardError
 
 
-class EngineClosed(LinkMessage, frozen=True, tag="closed"):
+class EngineClosed(ToClient, frozen=True, tag="closed"):
     engine: str
 
 
-class EngineLost(LinkMessage, frozen=True, tag="lost"):
+class EngineLost(ToClient, frozen=True, tag="lost"):
     """The engine died; its worker is alive."""
 
     engine: str
@@ -431,14 +418,14 @@ class ChatEvents(LinkMessage, frozen=True, tag="c"):
 RequestUpdate = RequestAccepted | PrefillProgress | TokenStep | RequestFinished | RequestFailed | ChatEvents
 
 
-class UpdateBatch(LinkMessage, frozen=True, tag="frame"):
+class UpdateBatch(ToClient, frozen=True, tag="frame"):
     """Everything that one step produced for one client. `stats` of engines that have just become idle."""
 
     updates: list[RequestUpdate]
     stats: dict[str, EngineStats] = field(default_factory=dict)
 
 
-class WorkerReply(LinkMessage, frozen=True, tag="done"):
+class WorkerReply(ToClient, frozen=True, tag="done"):
     """The reply to `ControlEngine`, `EmbedTokens`, `CountChatTokens`, `DropClient` and `FetchTokenizer`. `tokenizer` is
     the hash of the files; `files` is empty if the client has them."""
 
@@ -449,21 +436,6 @@ class WorkerReply(LinkMessage, frozen=True, tag="done"):
     stats: dict[str, EngineStats] = field(default_factory=dict)
     tokenizer: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
-
-
-ToClient = (
-    Heartbeat
-    | Welcome
-    | ConnectionRefused
-    | LoadProgress
-    | EngineOpened
-    | EngineOpenFailed
-    | EngineClosed
-    | EngineLost
-    | UpdateBatch
-    | WorkerReply
-    | Goodbye
-)
 
 
 # --- to the scheduler -----------------------------------------------------------------------------------------------
@@ -485,7 +457,7 @@ class WireLeaseRequest(LinkMessage, frozen=True):
     is_retry: bool = False
 
 
-class JoinGateway(LinkMessage, frozen=True, tag="join"):
+class JoinGateway(ToScheduler, frozen=True, tag="join"):
     """A gateway connects, or reconnects under the same name. `leases` are those whose requests still run."""
 
     version: int
@@ -493,7 +465,7 @@ class JoinGateway(LinkMessage, frozen=True, tag="join"):
     leases: tuple[tuple[int, WireLeaseRequest], ...] = ()
 
 
-class RegisterWorker(LinkMessage, frozen=True, tag="enlist"):
+class RegisterWorker(ToScheduler, frozen=True, tag="enlist"):
     """A worker registers itself, repeatedly, with the engines that it has open. `node` is the name of its machine, with
     its free memory: RAM, and each GPU by UUID."""
 
@@ -506,7 +478,7 @@ class RegisterWorker(LinkMessage, frozen=True, tag="enlist"):
     gpus: dict[str, int] = field(default_factory=dict)
 
 
-class RequestLease(LinkMessage, frozen=True, tag="ask"):
+class RequestLease(ToScheduler, frozen=True, tag="ask"):
     """`avoid` are engines that the gateway has just lost; the scheduler may not know yet."""
 
     ticket: int
@@ -514,14 +486,14 @@ class RequestLease(LinkMessage, frozen=True, tag="ask"):
     avoid: tuple[str, ...] = ()
 
 
-class ReleaseLease(LinkMessage, frozen=True, tag="leave"):
+class ReleaseLease(ToScheduler, frozen=True, tag="leave"):
     """`spent` is the number of output tokens."""
 
     ticket: int
     spent: int = 0
 
 
-class PoolCommand(LinkMessage, frozen=True, tag="command"):
+class PoolCommand(ToScheduler, frozen=True, tag="command"):
     """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace id."""
 
     id: int
@@ -530,12 +502,12 @@ class PoolCommand(LinkMessage, frozen=True, tag="command"):
     argument: bytes = b"null"
 
 
-class GetSnapshot(LinkMessage, frozen=True, tag="look"):
+class GetSnapshot(ToScheduler, frozen=True, tag="look"):
     id: int
     what: Literal["snapshot", "requests"]
 
 
-class StoreOperation(LinkMessage, frozen=True, tag="keep"):
+class StoreOperation(ToScheduler, frozen=True, tag="keep"):
     """An operation on the store that all gateways share: put if there is a value, delete, or else get."""
 
     id: int
@@ -543,19 +515,6 @@ class StoreOperation(LinkMessage, frozen=True, tag="keep"):
     key: bytes
     value: bytes | None = None
     delete: bool = False
-
-
-ToScheduler = (
-    JoinGateway
-    | RegisterWorker
-    | RequestLease
-    | ReleaseLease
-    | PoolCommand
-    | GetSnapshot
-    | StoreOperation
-    | Heartbeat
-    | Goodbye
-)
 
 
 # --- to a gateway ---------------------------------------------------------------------------------------------------
@@ -572,11 +531,11 @@ class EngineLocation(LinkMessage, frozen=True):
     embeds: bool = False
 
 
-class JoinAccepted(LinkMessage, frozen=True, tag="joined"):
+class JoinAccepted(ToGateway, frozen=True, tag="joined"):
     version: int
 
 
-class PoolState(LinkMessage, frozen=True, tag="state"):
+class PoolState(ToGateway, frozen=True, tag="state"):
     """`config_version` counts the reloads of the configuration."""
 
     models: dict[str, ModelStatus]
@@ -586,12 +545,12 @@ class PoolState(LinkMessage, frozen=True, tag="state"):
     config_version: int = 0
 
 
-class LeaseQueued(LinkMessage, frozen=True, tag="queued"):
+class LeaseQueued(ToGateway, frozen=True, tag="queued"):
     ticket: int
     position: int
 
 
-class LeaseGranted(LinkMessage, frozen=True, tag="granted"):
+class LeaseGranted(ToGateway, frozen=True, tag="granted"):
     ticket: int
     endpoint: str
     engine: str
@@ -599,41 +558,26 @@ class LeaseGranted(LinkMessage, frozen=True, tag="granted"):
     waited: float = 0.0
 
 
-class LeaseDenied(LinkMessage, frozen=True, tag="denied"):
+class LeaseDenied(ToGateway, frozen=True, tag="denied"):
     ticket: int
     error: ModelyardError
 
 
-class LeaseRevoked(LinkMessage, frozen=True, tag="revoked"):
+class LeaseRevoked(ToGateway, frozen=True, tag="revoked"):
     ticket: int
     error: ModelyardError
 
 
-class ModelChanged(LinkMessage, frozen=True, tag="changed"):
+class ModelChanged(ToGateway, frozen=True, tag="changed"):
     change: ModelStateChange
 
 
-class SchedulerReply(LinkMessage, frozen=True, tag="answer"):
+class SchedulerReply(ToGateway, frozen=True, tag="answer"):
     """`value` is the requested object as MessagePack, or the stored bytes themselves."""
 
     id: int
     error: ModelyardError | None = None
     value: bytes | None = None
-
-
-ToGateway = (
-    JoinAccepted
-    | ConnectionRefused
-    | PoolState
-    | LeaseQueued
-    | LeaseGranted
-    | LeaseDenied
-    | LeaseRevoked
-    | ModelChanged
-    | SchedulerReply
-    | Heartbeat
-    | Goodbye
-)
 
 
 # --- encoding -------------------------------------------------------------------------------------------------------
@@ -654,23 +598,25 @@ def _decode_hook(kind: type, value: Any) -> Any:
 encode: Callable[[LinkMessage], bytes] = msgspec.msgpack.Encoder(enc_hook=_encode_hook).encode
 
 
-def _decoder(kind: Any) -> Callable[[bytes], Any]:
-    decode = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook).decode
+def _decoder(receiver: type[LinkMessage], *others: type[LinkMessage]) -> Callable[[bytes], LinkMessage]:
+    kinds: Any = reduce(or_, (*receiver.__subclasses__(), *others, Heartbeat, Goodbye))
+    decode = msgspec.msgpack.Decoder(kinds, dec_hook=_decode_hook).decode
 
-    def decode_or_raise(data: bytes) -> Any:
+    def decode_or_raise(data: bytes) -> LinkMessage:
         """Raises MalformedMessage."""
         try:
-            return decode(data)
+            message: LinkMessage = decode(data)
+            return message
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
             raise MalformedMessage(str(error)) from None
 
     return decode_or_raise
 
 
-decode_for_worker: Callable[[bytes], ToWorker] = _decoder(ToWorker)
-decode_for_client: Callable[[bytes], ToClient] = _decoder(ToClient)
-decode_for_scheduler: Callable[[bytes], ToScheduler] = _decoder(ToScheduler)
-decode_for_gateway: Callable[[bytes], ToGateway] = _decoder(ToGateway)
+decode_for_worker = _decoder(ToWorker)
+decode_for_client = _decoder(ToClient, ConnectionRefused)
+decode_for_scheduler = _decoder(ToScheduler)
+decode_for_gateway = _decoder(ToGateway, ConnectionRefused)
 
 
 def version_mismatch(theirs: int) -> str | None:
@@ -719,44 +665,17 @@ def open_engine_message(engine: str, backend: str, spec: EngineSpec, identity: s
 
 
 def to_infer_request(id: int, prompt: Prompt) -> InferRequest:
-    """A new field of `Prompt` belongs here and in `to_prompt`."""
     tokens, media = flatten_prompt(prompt)
-    return InferRequest(
-        request_id=id,
-        tokens=tokens,
-        sampling_params=prompt.sampling,
-        lora_adapter=prompt.adapters,
-        max_tokens=prompt.max_tokens,
-        stop_ids=prompt.stop_ids,
-        constraint=prompt.constraint,
-        cache=prompt.cache,
-        session=prompt.session,
-        priority=prompt.priority,
-        logprobs=prompt.logprobs,
-        deadline=prompt.deadline,
-        trace=prompt.trace,
-        media=media,
-        dedup_key=prompt.dedup_key,
-    )
+    fields = asdict(prompt)
+    del fields["parts"]
+    return InferRequest(request_id=id, tokens=tokens, media=media, **fields)
 
 
 def to_prompt(request: InferRequest) -> Prompt:
     """Raises MalformedMessage if the tokens or media are invalid."""
-    return Prompt(
-        parts=unflatten_prompt(request.tokens, request.media),
-        sampling=request.sampling_params,
-        max_tokens=request.max_tokens,
-        stop_ids=request.stop_ids,
-        constraint=request.constraint,
-        cache=request.cache,
-        session=request.session,
-        priority=request.priority,
-        adapters=request.lora_adapter,
-        logprobs=request.logprobs,
-        deadline=request.deadline,
-        trace=request.trace,
-        dedup_key=request.dedup_key,
-    )
+    fields = asdict(request)
+    del fields["request_id"]
+    return Prompt(parts=unflatten_prompt(fields.pop("tokens"), fields.pop("media")), **fields)
 
 
 def to_wire_lease_request(request: LeaseRequest, *, with_prompt: bool) -> WireLeaseRequest:

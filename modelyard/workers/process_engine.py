@@ -12,7 +12,7 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 from modelyard import plugins
@@ -32,7 +32,7 @@ from modelyard.core.events import Event
 from modelyard.core.request import Request
 from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.workers.client import WorkerSession, remote_engine, result_unless_exited
-from modelyard.workers.interpreter import check_interpreter, interpreter_path, worker_environment
+from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
 from modelyard.workers.messages import open_engine_message
 from modelyard.workers.transport import HeartbeatConfig
 
@@ -157,35 +157,25 @@ class ProcessEngine:
 
 class ProcessTextEngine(ProcessEngine):
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        generation: Generation[Chunk] = self._open_engine().generate(prompt)
-        return generation
+        return cast("Generation[Chunk]", self._open_engine().generate(prompt))
 
     async def control(self, op: Control) -> None:
         await self._open_engine().control(op)
 
-
-class ProcessEmbeddingEngine(ProcessTextEngine):
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
-        embeddings: Embeddings = await self._open_engine().embed(batch)
-        return embeddings
+        return cast("Embeddings", await self._open_engine().embed(batch))
 
 
 class ProcessChatEngine(ProcessEngine):
     def chat(self, request: Request) -> Generation[Event]:
-        generation: Generation[Event] = self._open_engine().chat(request)
-        return generation
+        return cast("Generation[Event]", self._open_engine().chat(request))
 
     async def count(self, request: Request) -> int | None:
-        tokens: int | None = await self._open_engine().count(request)
-        return tokens
+        return cast("int | None", await self._open_engine().count(request))
 
 
 def create_process_engine(
     backend: str, spec: EngineSpec, kind: str, heartbeat: HeartbeatConfig = HeartbeatConfig()
 ) -> ProcessTextEngine | ProcessChatEngine:
     """The engine of this kind, not yet opened."""
-    return (ProcessChatEngine if kind == "chat" else ProcessEmbeddingEngine)(backend, spec, heartbeat)
-
-
-def worker_command(endpoint: str, python: str | None = None) -> list[str]:
-    return [interpreter_path(python), "-m", "modelyard.workers", endpoint]
+    return (ProcessChatEngine if kind == "chat" else ProcessTextEngine)(backend, spec, heartbeat)

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from msgspec import Struct, field
-
 from modelyard.core.errors import InvalidRequest, Unavailable
+from modelyard.workers.settings import RayResources
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 from modelyard.workers.worker import Worker
 
@@ -27,19 +26,6 @@ _MAX_RESTARTS = 100  # of one actor; after that the scheduler requests another
 _START_S = 60.0  # for Ray to start or restart a process
 _AVOID_NODE_S = 30.0  # the node of a lost worker; if it is gone, Ray knows that much earlier
 _NODE_LABEL = "ray.io/node-id"
-
-
-class ActorResources(Struct, frozen=True):
-    """What Ray reserves for an actor."""
-
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    memory: int | None = None
-    custom: Mapping[str, float] = field(default_factory=dict)
-
-    def options(self) -> dict[str, Any]:
-        options = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": dict(self.custom)}
-        return options if self.memory is None else options | {"memory": self.memory}
 
 
 class WorkerActor:
@@ -82,7 +68,7 @@ class RayCluster:
     def __init__(
         self,
         address: str,
-        resources: Mapping[str, ActorResources],
+        resources: Mapping[str, RayResources],
         keys: ClusterKeys | None,
         heartbeat: HeartbeatConfig,
     ) -> None:
@@ -121,7 +107,7 @@ class RayCluster:
 
     async def _create(self, model: str) -> ActorHandle:
         keys = None if self._keys is None else (self._keys.public, self._keys.secret)
-        options = self._resources.get(model, ActorResources()).options() | await self._placement_options()
+        options = self._resources.get(model, RayResources()).options() | await self._placement_options()
         actor = _ray().remote(WorkerActor).options(max_restarts=_MAX_RESTARTS, max_concurrency=1000, **options)
         return ActorHandle(actor.remote(keys, self._heartbeat.interval_s, self._heartbeat.worker_misses))
 

@@ -20,37 +20,8 @@ from modelyard.core.errors import Cancelled, ModelyardError, NotFound, Unavailab
 from modelyard.core.lease import Lease, LeaseRequest, ModelStatus, RevocableLease
 from modelyard.core.pool import ModelSpec, ModelStateChange, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.telemetry.broadcast import ModelChangeBroadcast
+from modelyard.workers import messages as msg
 from modelyard.workers.client import EngineLoss, RemoteChatEngine, RemoteTextEngine, WorkerSession, remote_engine
-from modelyard.workers.messages import (
-    VERSION,
-    ConnectionRefused,
-    EngineLocation,
-    EngineOpened,
-    GetSnapshot,
-    Goodbye,
-    Heartbeat,
-    JoinAccepted,
-    JoinGateway,
-    LeaseDenied,
-    LeaseGranted,
-    LeaseQueued,
-    LeaseRevoked,
-    LinkMessage,
-    MalformedMessage,
-    ModelChanged,
-    PoolCommand,
-    PoolState,
-    ReleaseLease,
-    RequestLease,
-    SchedulerReply,
-    StoreOperation,
-    WireLeaseRequest,
-    WorkerReply,
-    decode_for_gateway,
-    encode,
-    to_wire_lease_request,
-    version_mismatch,
-)
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
 
 log = logging.getLogger(__name__)
@@ -63,7 +34,7 @@ class RemoteLease(RevocableLease, eq=False):
 
     _pool: RemotePool
     id: int
-    request: WireLeaseRequest
+    request: msg.WireLeaseRequest
     _future: asyncio.Future[None]
     weight: int
     waited: float = 0.0
@@ -157,7 +128,7 @@ class RemotePool:
         self.endpoint, self.name = endpoint, name
         self._keys, self._heartbeat, self._timeout_s = keys, heartbeat, timeout_s
         self.is_connected = False
-        self.state = PoolState({})
+        self.state = msg.PoolState({})
         self.on_config_change: Callable[[int], None] | None = None  # another gateway has reloaded the configuration
         self.on_new_engine: Callable[[str], None] | None = None  # called with the model's name
         self._ids = count(1)
@@ -176,17 +147,17 @@ class RemotePool:
         self._disconnected_since: float | None = self._loop.time()
         self._tasks: set[asyncio.Task[None]] = set()
         self._handlers: Mapping[type, Callable[[Any], None]] = {
-            LeaseGranted: self._on_granted,
-            LeaseDenied: self._on_denied,
-            LeaseQueued: self._on_queued,
-            LeaseRevoked: self._on_revoked,
-            PoolState: self._on_state,
-            ModelChanged: lambda message: self._changes.publish(message.change),
-            SchedulerReply: self._on_reply,
-            JoinAccepted: self._on_joined,
-            ConnectionRefused: self._on_refused,
-            Heartbeat: lambda _: None,
-            Goodbye: lambda _: None,
+            msg.LeaseGranted: self._on_granted,
+            msg.LeaseDenied: self._on_denied,
+            msg.LeaseQueued: self._on_queued,
+            msg.LeaseRevoked: self._on_revoked,
+            msg.PoolState: self._on_state,
+            msg.ModelChanged: lambda message: self._changes.publish(message.change),
+            msg.SchedulerReply: self._on_reply,
+            msg.JoinAccepted: self._on_joined,
+            msg.ConnectionRefused: self._on_refused,
+            msg.Heartbeat: lambda _: None,
+            msg.Goodbye: lambda _: None,
         }
         self._monitor = HeartbeatMonitor(heartbeat.worker_misses)
         self._connect()
@@ -212,7 +183,7 @@ class RemotePool:
         """Start a new conversation; messages in flight in the last one are lost."""
         self._socket = DealerSocket(self.endpoint, self._on_data, self._on_disconnect, self._keys)
         held = [(lease.id, lease.request) for lease in self._leases.values() if lease.granted]
-        self._send(JoinGateway(VERSION, self.name, tuple(held)))
+        self._send(msg.JoinGateway(msg.VERSION, self.name, tuple(held)))
         self._monitor.reset()
 
     def _on_disconnect(self, reason: str) -> None:
@@ -235,7 +206,7 @@ class RemotePool:
                 log.warning("the scheduler is silent: reconnecting")
             self._reconnect()
         elif self.is_connected:
-            self._send(Heartbeat(self._monitor.number))
+            self._send(msg.Heartbeat(self._monitor.number))
         if self._disconnected_since is not None and self._loop.time() - self._disconnected_since >= self._timeout_s:
             for lease in [lease for lease in self._leases.values() if lease.is_waiting]:
                 del self._leases[lease.id]
@@ -247,14 +218,14 @@ class RemotePool:
     def _on_data(self, data: bytes) -> None:
         self._monitor.reset()
         try:
-            message = decode_for_gateway(data)
+            message = msg.decode_for_gateway(data)
             self._handlers[type(message)](message)
-        except MalformedMessage as error:
+        except msg.MalformedMessage as error:
             log.warning("the scheduler sent a malformed message: %s", error)
             self._reconnect()
 
-    def _on_joined(self, joined: JoinAccepted) -> None:
-        if (mismatch := version_mismatch(joined.version)) is not None:
+    def _on_joined(self, joined: msg.JoinAccepted) -> None:
+        if (mismatch := msg.version_mismatch(joined.version)) is not None:
             self._refusal = Unavailable(f"the scheduler at {self.endpoint} cannot be used: {mismatch}")
             self._answered.set()
             return
@@ -263,13 +234,13 @@ class RemotePool:
             if lease.is_waiting:
                 self._send_lease_request(lease)
 
-    def _on_refused(self, refused: ConnectionRefused) -> None:
+    def _on_refused(self, refused: msg.ConnectionRefused) -> None:
         self._refusal = Unavailable(f"the scheduler refused us: {refused.reason}")
         log.error("%s", self._refusal.message)
         self._answered.set()
 
-    def _send(self, message: LinkMessage) -> None:
-        self._socket.send(encode(message))
+    def _send(self, message: msg.LinkMessage) -> None:
+        self._socket.send(msg.encode(message))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -284,7 +255,7 @@ class RemotePool:
         if self._disconnected_since is not None and self._loop.time() - self._disconnected_since > self._timeout_s:
             raise self._unreachable()
         id = next(self._ids)
-        wire = to_wire_lease_request(request, with_prompt=self.state.replicas.get(request.model, 1) > 1)
+        wire = msg.to_wire_lease_request(request, with_prompt=self.state.replicas.get(request.model, 1) > 1)
         lease = self._leases[id] = RemoteLease(self, id, wire, self._loop.create_future(), wire.weight)
         if self.is_connected:
             self._send_lease_request(lease)
@@ -293,21 +264,21 @@ class RemotePool:
     def _send_lease_request(self, lease: RemoteLease) -> None:
         now = self._loop.time()
         self._lost_engines = {engine: since for engine, since in self._lost_engines.items() if now - since < _AVOID_S}
-        self._send(RequestLease(lease.id, lease.request, tuple(self._lost_engines)))
+        self._send(msg.RequestLease(lease.id, lease.request, tuple(self._lost_engines)))
 
     def release(self, lease: RemoteLease) -> None:
         if self._leases.pop(lease.id, None) is not None:
-            self._send(ReleaseLease(lease.id, lease.spent))
+            self._send(msg.ReleaseLease(lease.id, lease.spent))
 
-    def _on_granted(self, granted: LeaseGranted) -> None:
+    def _on_granted(self, granted: msg.LeaseGranted) -> None:
         lease = self._leases.get(granted.ticket)
         if lease is None:  # cancelled while the grant was in flight
-            self._send(ReleaseLease(granted.ticket))
+            self._send(msg.ReleaseLease(granted.ticket))
             return
         engine = self._usable_engine(granted.engine)
         if engine is None:
             del self._leases[lease.id]
-            self._send(ReleaseLease(granted.ticket))
+            self._send(msg.ReleaseLease(granted.ticket))
             lease.refuse(Unavailable("the scheduler granted an unknown engine", code="engine_gone"))
             return
         lease.grant(engine, granted.weight, granted.waited)
@@ -321,21 +292,21 @@ class RemotePool:
             self._lost_engines.pop(id, None)
         return self._engines.get(id)
 
-    def _on_denied(self, denied: LeaseDenied) -> None:
+    def _on_denied(self, denied: msg.LeaseDenied) -> None:
         if (lease := self._leases.pop(denied.ticket, None)) is not None:
             lease.refuse(denied.error)
 
-    def _on_queued(self, queued: LeaseQueued) -> None:
+    def _on_queued(self, queued: msg.LeaseQueued) -> None:
         if (lease := self._leases.get(queued.ticket)) is not None and lease.is_waiting:
             lease.position = queued.position
 
-    def _on_revoked(self, revoked: LeaseRevoked) -> None:
+    def _on_revoked(self, revoked: msg.LeaseRevoked) -> None:
         if (lease := self._leases.get(revoked.ticket)) is not None:
             lease.revoke(revoked.error)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def _on_state(self, state: PoolState) -> None:
+    def _on_state(self, state: msg.PoolState) -> None:
         old_version, self.state = self.state.config_version, state
         locations = {location.engine: location for location in state.engines}
         self._engines_by_model = {
@@ -357,7 +328,7 @@ class RemotePool:
             self.on_config_change(state.config_version)
         self._answered.set()
 
-    def _connect_engine(self, location: EngineLocation) -> RemoteTextEngine | RemoteChatEngine:
+    def _connect_engine(self, location: msg.EngineLocation) -> RemoteTextEngine | RemoteChatEngine:
         session = self._sessions.get(location.endpoint)
         if session is None or session.is_lost:
             if session is not None:
@@ -369,7 +340,7 @@ class RemotePool:
                 heartbeat=self._heartbeat,
                 connect_timeout_s=self._heartbeat.detection_s,  # the worker is ready: if it does not answer, it is lost
             )
-        opened = EngineOpened(location.engine, location.kind, location.info, location.embeds)
+        opened = msg.EngineOpened(location.engine, location.kind, location.info, location.embeds)
         return remote_engine(session, opened, ReportedLoss(lambda: self.report_lost(location.engine), self._loop))
 
     def report_lost(self, engine: str) -> None:
@@ -392,7 +363,7 @@ class RemotePool:
         found = (self._engines.get(id) for id in self._engines_by_model.get(name, ()))
         return tuple(engine for engine in found if engine is not None and not engine.lost.done())
 
-    async def fetch_tokenizer(self, model: str, have: tuple[str, ...]) -> WorkerReply | None:
+    async def fetch_tokenizer(self, model: str, have: tuple[str, ...]) -> msg.WorkerReply | None:
         """The tokenizer of a model whose files only its workers have; None while no engine of it is open."""
         found = next((self._engines[each.engine] for each in self.state.engines if each.model == model), None)
         return None if found is None else await found.fetch_tokenizer(have)
@@ -407,7 +378,7 @@ class RemotePool:
 
     async def refresh(self) -> None:
         snapshot, requests = await asyncio.gather(
-            self.call(lambda id: GetSnapshot(id, "snapshot")), self.call(lambda id: GetSnapshot(id, "requests"))
+            self.call(lambda id: msg.GetSnapshot(id, "snapshot")), self.call(lambda id: msg.GetSnapshot(id, "requests"))
         )
         self._snapshot = msgspec.msgpack.decode(snapshot or b"", type=PoolSnapshot)
         self._requests = msgspec.msgpack.decode(requests or b"", type=tuple[RequestSnapshot, ...])
@@ -417,7 +388,7 @@ class RemotePool:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    async def call(self, message: Callable[[int], LinkMessage]) -> bytes | None:
+    async def call(self, message: Callable[[int], msg.LinkMessage]) -> bytes | None:
         """Send a message and wait for the value of its reply."""
         if not self.is_connected:
             raise self._unreachable()
@@ -430,7 +401,7 @@ class RemotePool:
         finally:
             self._calls.pop(id, None)
 
-    def _on_reply(self, reply: SchedulerReply) -> None:
+    def _on_reply(self, reply: msg.SchedulerReply) -> None:
         if (pending := self._calls.pop(reply.id, None)) is not None and not pending.done():
             if reply.error is not None:
                 pending.set_exception(reply.error)
@@ -453,7 +424,7 @@ class RemotePool:
             raise NotFound(f"unknown model {name!r}", code="model_not_found")
 
         async def run() -> None:
-            await self.call(lambda id: PoolCommand(id, verb, name, msgspec.json.encode(argument)))
+            await self.call(lambda id: msg.PoolCommand(id, verb, name, msgspec.json.encode(argument)))
             await self.refresh()
 
         return asyncio.ensure_future(run())
@@ -476,7 +447,7 @@ class RemotePool:
         if found:
 
             async def run() -> None:
-                await self.call(lambda id: PoolCommand(id, "cancel", argument=msgspec.json.encode(trace)))
+                await self.call(lambda id: msg.PoolCommand(id, "cancel", argument=msgspec.json.encode(trace)))
 
             self._spawn(run())
         return found
@@ -487,7 +458,7 @@ class RemotePool:
 
     async def reload(self) -> None:
         """The scheduler reloads its configuration and notifies all other gateways."""
-        value = await self.call(lambda id: PoolCommand(id, "reload"))
+        value = await self.call(lambda id: msg.PoolCommand(id, "reload"))
         self.state = msgspec.structs.replace(
             self.state, config_version=msgspec.msgpack.decode(value or b"\0", type=int)
         )
@@ -510,7 +481,7 @@ class RemotePool:
         for lease in list(self._leases.values()):
             lease.refuse(error) if lease.is_waiting else lease.revoke(error)
         self._changes.close()
-        self._send(Goodbye())
+        self._send(msg.Goodbye())
         await self._socket.close()  # first: a new state would open sessions with new workers
         await asyncio.gather(*(session.close() for session in self._sessions.values()))
         self._fail_calls(error)
@@ -528,13 +499,13 @@ class RemoteStore:
         self._pool = pool
 
     async def get(self, scope: str, key: str) -> bytes | None:
-        return await self._pool.call(lambda id: StoreOperation(id, _encode(scope), _encode(key)))
+        return await self._pool.call(lambda id: msg.StoreOperation(id, _encode(scope), _encode(key)))
 
     async def put(self, scope: str, key: str, value: bytes) -> None:
-        await self._pool.call(lambda id: StoreOperation(id, _encode(scope), _encode(key), value))
+        await self._pool.call(lambda id: msg.StoreOperation(id, _encode(scope), _encode(key), value))
 
     async def delete(self, scope: str, key: str) -> bool:
-        reply = await self._pool.call(lambda id: StoreOperation(id, _encode(scope), _encode(key), delete=True))
+        reply = await self._pool.call(lambda id: msg.StoreOperation(id, _encode(scope), _encode(key), delete=True))
         return reply is not None
 
     async def close(self) -> None:

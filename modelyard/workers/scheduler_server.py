@@ -19,33 +19,7 @@ from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.lease import Lease, LeaseProvider, Ticket
 from modelyard.core.pool import Pool
 from modelyard.core.store import Store
-from modelyard.workers.messages import (
-    VERSION,
-    GetSnapshot,
-    Goodbye,
-    Heartbeat,
-    JoinAccepted,
-    JoinGateway,
-    LeaseDenied,
-    LeaseGranted,
-    LeaseQueued,
-    LeaseRevoked,
-    LinkMessage,
-    MalformedMessage,
-    ModelChanged,
-    PoolCommand,
-    PoolState,
-    RegisterWorker,
-    ReleaseLease,
-    RequestLease,
-    SchedulerReply,
-    StoreOperation,
-    WireLeaseRequest,
-    decode_for_scheduler,
-    encode,
-    from_wire_lease_request,
-    version_mismatch,
-)
+from modelyard.workers import messages as msg
 from modelyard.workers.peer_server import Peer, PeerServer
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerEngine, WorkerPool
@@ -70,7 +44,7 @@ class SchedulerPeer(Peer):
 class GatewayLease(msgspec.Struct):
     """A lease or ticket that a gateway holds."""
 
-    request: WireLeaseRequest
+    request: msg.WireLeaseRequest
     ticket: Ticket
 
     @property
@@ -95,20 +69,20 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         self.config_version = 0
         self._leases: dict[str, dict[int, GatewayLease]] = {}  # by the gateway's name and its ticket number
         # Leases of a previous scheduler that cannot be counted yet, because their engine is not ready here.
-        self._inherited: dict[tuple[str, int], WireLeaseRequest] = {}
+        self._inherited: dict[tuple[str, int], msg.WireLeaseRequest] = {}
         self._published = b""
         self._published_engines: set[str] = set()
         self._publish_timer: asyncio.TimerHandle | None = None
         handlers: dict[type, Callable[[SchedulerPeer, Any], None]] = {
-            RequestLease: self._on_request_lease,
-            ReleaseLease: self._on_release_lease,
-            PoolCommand: self._on_command,
-            GetSnapshot: self._on_get_snapshot,
-            StoreOperation: self._on_store_operation,
-            RegisterWorker: self._on_register_worker,
-            Heartbeat: lambda peer, heartbeat: self._send(peer, Heartbeat(heartbeat.number)),
+            msg.RequestLease: self._on_request_lease,
+            msg.ReleaseLease: self._on_release_lease,
+            msg.PoolCommand: self._on_command,
+            msg.GetSnapshot: self._on_get_snapshot,
+            msg.StoreOperation: self._on_store_operation,
+            msg.RegisterWorker: self._on_register_worker,
+            msg.Heartbeat: lambda peer, heartbeat: self._send(peer, msg.Heartbeat(heartbeat.number)),
         }
-        super().__init__(endpoint, decode_for_scheduler, handlers, keys=keys, heartbeat=heartbeat)
+        super().__init__(endpoint, msg.decode_for_scheduler, handlers, keys=keys, heartbeat=heartbeat)
         self._spawn(self._forward_changes())
 
     def __repr__(self) -> str:
@@ -120,14 +94,14 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
 
     # --- peers ------------------------------------------------------------------------------------------------------
 
-    def _on_first_message(self, identity: bytes, message: LinkMessage) -> None:
-        if not isinstance(message, (JoinGateway, RegisterWorker)):
-            raise MalformedMessage("the first message must be JoinGateway or RegisterWorker")
-        role: Literal["gateway", "worker"] = "gateway" if isinstance(message, JoinGateway) else "worker"
+    def _on_first_message(self, identity: bytes, message: msg.LinkMessage) -> None:
+        if not isinstance(message, (msg.JoinGateway, msg.RegisterWorker)):
+            raise msg.MalformedMessage("the first message must be JoinGateway or RegisterWorker")
+        role: Literal["gateway", "worker"] = "gateway" if isinstance(message, msg.JoinGateway) else "worker"
         peer = SchedulerPeer(identity, message.name, self._heartbeat.client_misses, role)
-        if (reason := version_mismatch(message.version)) is not None:
+        if (reason := msg.version_mismatch(message.version)) is not None:
             self._refuse(peer, reason)
-        elif isinstance(message, RegisterWorker):
+        elif isinstance(message, msg.RegisterWorker):
             self._peers[identity] = peer
             self._on_register_worker(peer, message)
         else:
@@ -136,10 +110,10 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
                 del self._peers[old.identity]
             self._peers[identity] = peer
             self._take_over_leases(message)
-            self._send(peer, JoinAccepted(VERSION))
+            self._send(peer, msg.JoinAccepted(msg.VERSION))
             self._send(peer, self._state())
 
-    def _take_over_leases(self, join: JoinGateway) -> None:
+    def _take_over_leases(self, join: msg.JoinGateway) -> None:
         """Keep the leases of its running requests and drop the others: it requests them again."""
         known, held = self._leases.get(join.name, {}), dict(join.leases)
         for number, lease in list(known.items()):
@@ -150,10 +124,10 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             if number not in known and not self._adopt_lease(join.name, number, request):
                 self._inherited[join.name, number] = request
 
-    def _adopt_lease(self, gateway: str, number: int, request: WireLeaseRequest) -> bool:
+    def _adopt_lease(self, gateway: str, number: int, request: msg.WireLeaseRequest) -> bool:
         """Count a lease that a previous scheduler granted. Fails while its engine is not ready here."""
         try:
-            ticket = self._backend.request(from_wire_lease_request(request, is_retry=True))
+            ticket = self._backend.request(msg.from_wire_lease_request(request, is_retry=True))
         except ModelyardError:
             return False
         if ticket.granted:
@@ -162,12 +136,12 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             ticket.cancel()
         return ticket.granted
 
-    def _on_register_worker(self, peer: SchedulerPeer, message: RegisterWorker) -> None:
+    def _on_register_worker(self, peer: SchedulerPeer, message: msg.RegisterWorker) -> None:
         memory = AvailableMemory(message.ram_free, message.gpus) if message.node else None
         node = Node(message.node or UNKNOWN_NODE, memory)
         if self._workers.register(message.name, message.endpoint, list(message.engines), node):
             log.info("the worker %s at %s has registered", message.name, message.endpoint)
-            self._send(peer, JoinAccepted(VERSION))
+            self._send(peer, msg.JoinAccepted(msg.VERSION))
 
     def _on_tick(self) -> None:
         for (gateway, number), request in list(self._inherited.items()):
@@ -193,15 +167,15 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
-    def _on_request_lease(self, peer: SchedulerPeer, message: RequestLease) -> None:
+    def _on_request_lease(self, peer: SchedulerPeer, message: msg.RequestLease) -> None:
         if message.ticket in self._leases.setdefault(peer.name, {}):
-            raise MalformedMessage(f"the ticket {message.ticket} is in use")
+            raise msg.MalformedMessage(f"the ticket {message.ticket} is in use")
         if any(engine in self._published_engines for engine in message.avoid):
             self._spawn(self._verify_engines(peer, message))
         else:
             self._request_lease(peer, message)
 
-    async def _verify_engines(self, peer: SchedulerPeer, message: RequestLease) -> None:
+    async def _verify_engines(self, peer: SchedulerPeer, message: msg.RequestLease) -> None:
         """The gateway has lost an engine that seems alive from here. Wait until it is lost here too, or its worker has
         given a sign of life; then the gateway has only lost its link."""
         deadline = self._loop.time() + self._heartbeat.detection_s
@@ -213,17 +187,17 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         if not peer.is_gone:
             self._request_lease(peer, message)
 
-    def _request_lease(self, peer: SchedulerPeer, message: RequestLease) -> None:
+    def _request_lease(self, peer: SchedulerPeer, message: msg.RequestLease) -> None:
         try:
-            ticket = self._backend.request(from_wire_lease_request(message.request))
+            ticket = self._backend.request(msg.from_wire_lease_request(message.request))
         except ModelyardError as error:
-            self._send(peer, LeaseDenied(message.ticket, error))
+            self._send(peer, msg.LeaseDenied(message.ticket, error))
             return
         held = self._leases[peer.name][message.ticket] = GatewayLease(message.request, ticket)
         if ticket.granted:
             self._grant(peer, message.ticket, held)
         else:
-            self._send(peer, LeaseQueued(message.ticket, ticket.position))
+            self._send(peer, msg.LeaseQueued(message.ticket, ticket.position))
             self._spawn(self._wait_for_grant(peer, message.ticket, held))
 
     async def _wait_for_grant(self, peer: SchedulerPeer, number: int, held: GatewayLease) -> None:
@@ -231,7 +205,7 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             await held.ticket.lease()
         except ModelyardError as error:
             if self._leases.get(peer.name, {}).pop(number, None) is not None:
-                self._send(self._current(peer), LeaseDenied(number, error))
+                self._send(self._current(peer), msg.LeaseDenied(number, error))
         else:
             if number in self._leases.get(peer.name, {}):
                 self._grant(self._current(peer), number, held)
@@ -246,10 +220,10 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         assert isinstance(engine, WorkerEngine)  # noqa: S101  all model specs here make these
         if engine.id not in self._published_engines:
             self._publish()  # the gateway must know the engine before the grant
-        lease.on_revoke(lambda error: self._send(self._current(peer), LeaseRevoked(number, error)))
-        self._send(peer, LeaseGranted(number, engine.endpoint, engine.id, lease.weight, lease.waited))
+        lease.on_revoke(lambda error: self._send(self._current(peer), msg.LeaseRevoked(number, error)))
+        self._send(peer, msg.LeaseGranted(number, engine.endpoint, engine.id, lease.weight, lease.waited))
 
-    def _on_release_lease(self, peer: SchedulerPeer, message: ReleaseLease) -> None:
+    def _on_release_lease(self, peer: SchedulerPeer, message: msg.ReleaseLease) -> None:
         self._inherited.pop((peer.name, message.ticket), None)
         held = self._leases.get(peer.name, {}).pop(message.ticket, None)
         if held is None:
@@ -264,45 +238,45 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         found: list[Any] = [engine for name in self._backend.status() for engine in self._backend.engines(name)]
         return [engine for engine in found if isinstance(engine, WorkerEngine) and not engine.lost.done()]
 
-    def _state(self) -> PoolState:
+    def _state(self) -> msg.PoolState:
         locations = tuple(engine.location() for engine in self._engines())
         self._published_engines = {location.engine for location in locations}
         models = dict(self._backend.status())
         replicas = {name: len(self._backend.engines(name)) for name in models}
         metrics = {name: dict(values) for name, values in self._backend.metrics().items()}
-        return PoolState(models, locations, replicas, metrics, self.config_version)
+        return msg.PoolState(models, locations, replicas, metrics, self.config_version)
 
     def _publish(self) -> None:
         if self._publish_timer is not None:
             self._publish_timer.cancel()
             self._publish_timer = None
         state = self._state()
-        if (data := encode(state)) != self._published:
+        if (data := msg.encode(state)) != self._published:
             self._published = data
             self._send_all(self._gateways(), state)
 
     async def _forward_changes(self) -> None:
         async for change in self._backend.subscribe():
-            self._send_all(self._gateways(), ModelChanged(change))
+            self._send_all(self._gateways(), msg.ModelChanged(change))
             if self._publish_timer is None:
                 self._publish_timer = self._loop.call_later(_PUBLISH_DELAY_S, self._publish)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _reply_value(self, peer: SchedulerPeer, id: int, work: Coroutine[Any, Any, bytes | None]) -> None:
-        async def reply() -> SchedulerReply:
-            return SchedulerReply(id, value=await work)
+        async def reply() -> msg.SchedulerReply:
+            return msg.SchedulerReply(id, value=await work)
 
-        self._reply(peer, reply(), lambda error: SchedulerReply(id, error))
+        self._reply(peer, reply(), lambda error: msg.SchedulerReply(id, error))
 
-    def _on_command(self, peer: SchedulerPeer, command: PoolCommand) -> None:
+    def _on_command(self, peer: SchedulerPeer, command: msg.PoolCommand) -> None:
         try:
             argument = msgspec.json.decode(command.argument)
         except msgspec.DecodeError as error:
-            raise MalformedMessage(str(error)) from None
+            raise msg.MalformedMessage(str(error)) from None
         self._reply_value(peer, command.id, self._run_command(command, argument))
 
-    async def _run_command(self, command: PoolCommand, argument: Any) -> bytes | None:
+    async def _run_command(self, command: msg.PoolCommand, argument: Any) -> bytes | None:
         if command.verb == "reload":
             await self._reload()
             self.config_version += 1
@@ -312,23 +286,23 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         self._publish()
         return value
 
-    def _on_get_snapshot(self, peer: SchedulerPeer, message: GetSnapshot) -> None:
+    def _on_get_snapshot(self, peer: SchedulerPeer, message: msg.GetSnapshot) -> None:
         found: Any = self._backend.snapshot() if message.what == "snapshot" else self._backend.requests()
-        self._send(peer, SchedulerReply(message.id, value=msgspec.msgpack.encode(found)))
+        self._send(peer, msg.SchedulerReply(message.id, value=msgspec.msgpack.encode(found)))
 
-    def _on_store_operation(self, peer: SchedulerPeer, operation: StoreOperation) -> None:
+    def _on_store_operation(self, peer: SchedulerPeer, operation: msg.StoreOperation) -> None:
         self._reply_value(peer, operation.id, run_store_operation(self._store, operation))
 
     async def close(self) -> None:
         self._timer.cancel()
         if self._publish_timer is not None:
             self._publish_timer.cancel()
-        self._send_all(self._gateways(), Goodbye("the scheduler is shutting down"))
+        self._send_all(self._gateways(), msg.Goodbye("the scheduler is shutting down"))
         await self._socket.close()  # first: a message would start new work
         await self._cancel_tasks()
 
 
-async def run_pool_command(pool: Pool, command: PoolCommand, argument: Any) -> bytes | None:
+async def run_pool_command(pool: Pool, command: msg.PoolCommand, argument: Any) -> bytes | None:
     """Shielded: the command continues when the gateway that sent it disconnects."""
     name = command.model
     match command.verb:
@@ -348,7 +322,7 @@ async def run_pool_command(pool: Pool, command: PoolCommand, argument: Any) -> b
     return None
 
 
-async def run_store_operation(store: Store, operation: StoreOperation) -> bytes | None:
+async def run_store_operation(store: Store, operation: msg.StoreOperation) -> bytes | None:
     """The value found; for a deletion a non-empty value if there was one."""
     scope, key = (part.decode("utf-8", "surrogatepass") for part in (operation.scope, operation.key))
     if operation.delete:

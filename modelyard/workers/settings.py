@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,6 +20,11 @@ class RayResources(BaseModel):
     num_gpus: float = Field(default=0.0, ge=0, description="GPUs, or a share of one.")
     memory: int | None = Field(default=None, gt=0, description="Bytes of RAM.")
     custom: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources by name.")
+
+    def options(self) -> dict[str, Any]:
+        """The options of a Ray actor."""
+        options = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": self.custom}
+        return options if self.memory is None else options | {"memory": self.memory}
 
 
 class WorkerSettings(BaseModel):
@@ -59,10 +64,9 @@ class WorkerSettings(BaseModel):
     def ray_cluster(self) -> RayCluster | None:
         if not self.cluster:
             return None
-        from modelyard.workers.ray import ActorResources, RayCluster  # it imports the worker: not with the settings
+        from modelyard.workers.ray import RayCluster  # it imports the worker: not with the settings
 
-        resources = {model: ActorResources(**each.model_dump()) for model, each in self.ray_resources.items()}
-        return RayCluster(self.ray_address, resources, self.cluster_keys(), self.heartbeat())
+        return RayCluster(self.ray_address, self.ray_resources, self.cluster_keys(), self.heartbeat())
 
     def heartbeat(self) -> HeartbeatConfig:
         return HeartbeatConfig(self.beat_s, self.patience)

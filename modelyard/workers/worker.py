@@ -30,47 +30,8 @@ from modelyard.core.engine import (
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Failed
 from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.workers import messages as msg
 from modelyard.workers.dedup import RunDeduplicator
-from modelyard.workers.messages import (
-    TOKENIZER_FEATURE,
-    VERSION,
-    AbortRequest,
-    AddChat,
-    AddRequest,
-    ChatEvents,
-    CloseEngine,
-    ControlEngine,
-    CountChatTokens,
-    DropClient,
-    EmbedTokens,
-    EngineClosed,
-    EngineLost,
-    EngineOpened,
-    EngineOpenFailed,
-    FetchTokenizer,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    HostedEngineInfo,
-    LinkMessage,
-    LoadProgress,
-    MalformedMessage,
-    OpenEngine,
-    PauseRequest,
-    RequestFailed,
-    RequestUpdate,
-    ResumeRequest,
-    ShutdownWorker,
-    UpdateBatch,
-    Welcome,
-    WorkerReply,
-    decode_for_worker,
-    pack_vector,
-    to_prompt,
-    to_update,
-    unpack_ids,
-    version_mismatch,
-)
 from modelyard.workers.peer_server import Peer, PeerServer, to_modelyard_error
 from modelyard.workers.tokenizer_files import read_tokenizer_files, tokenizer_hash
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
@@ -83,7 +44,7 @@ _MAX_CLIENTS = 4096
 # --- engines --------------------------------------------------------------------------------------------------------
 
 
-def engine_spec(message: OpenEngine) -> EngineSpec:
+def engine_spec(message: msg.OpenEngine) -> EngineSpec:
     kind = plugins.load("engines", message.backend).Options
     try:
         options = kind.model_validate_json(message.options)
@@ -99,7 +60,7 @@ def engine_spec(message: OpenEngine) -> EngineSpec:
 class HostedEngine:
     """`engine` is set once it is open. `on_lost` is called when it dies by itself."""
 
-    def __init__(self, message: OpenEngine, on_lost: Callable[[HostedEngine, ModelyardError], None]) -> None:
+    def __init__(self, message: msg.OpenEngine, on_lost: Callable[[HostedEngine, ModelyardError], None]) -> None:
         self.id, self.model, self.identity = message.engine, message.model, message.identity
         self._message, self._on_lost = message, on_lost
         self.engine: Engine | None = None
@@ -151,13 +112,13 @@ class HostedEngine:
         options = engine_spec(self._message).options
         return await asyncio.to_thread(lambda: read_tokenizer_files(module.tokenizer_path(options)))
 
-    def opened_message(self) -> EngineOpened:
+    def opened_message(self) -> msg.EngineOpened:
         assert self.engine is not None  # noqa: S101  checked by the caller
-        return EngineOpened(self.id, self.kind, self.engine.info, isinstance(self.engine, EmbeddingEngine))
+        return msg.EngineOpened(self.id, self.kind, self.engine.info, isinstance(self.engine, EmbeddingEngine))
 
-    def info(self) -> HostedEngineInfo:
+    def info(self) -> msg.HostedEngineInfo:
         assert self.engine is not None  # noqa: S101  checked by the caller
-        return HostedEngineInfo(self.id, self.model, self.identity, self.kind, self.engine.info)
+        return msg.HostedEngineInfo(self.id, self.model, self.identity, self.kind, self.engine.info)
 
 
 # --- clients and their requests -------------------------------------------------------------------------------------
@@ -170,7 +131,7 @@ class WorkerClient(Peer):
         super().__init__(identity, name, max_missed)
         self.requests: dict[int, RunningRequest] = {}
         self.paused: set[int] = set()
-        self.updates: list[RequestUpdate] = []
+        self.updates: list[msg.RequestUpdate] = []
         self.stats: dict[str, EngineStats] = {}
 
 
@@ -184,7 +145,7 @@ class RunningRequest:
         id: int,
         client: WorkerClient,
         hosted: HostedEngine,
-        send: Callable[[WorkerClient, Sequence[RequestUpdate]], None],
+        send: Callable[[WorkerClient, Sequence[msg.RequestUpdate]], None],
         on_end: Callable[[RunningRequest], None],
     ) -> None:
         self.id, self.client, self.hosted = id, client, hosted
@@ -202,9 +163,9 @@ class RunningRequest:
             self.is_over = True
             self._on_end(self)
         if self.hosted.kind == "chat":
-            self._send(self.client, [ChatEvents(self.id, items)])
+            self._send(self.client, [msg.ChatEvents(self.id, items)])
         else:
-            self._send(self.client, [to_update(self.id, chunk) for chunk in items])
+            self._send(self.client, [msg.to_update(self.id, chunk) for chunk in items])
 
     def fail(self, error: ModelyardError) -> None:
         if not self.is_over:
@@ -228,13 +189,13 @@ class RunningRequest:
             self.resume()
 
 
-def _failure(id: int, kind: str, error: ModelyardError) -> RequestUpdate:
-    return ChatEvents(id, [Failed(error)]) if kind == "chat" else RequestFailed(id, error)
+def _failure(id: int, kind: str, error: ModelyardError) -> msg.RequestUpdate:
+    return msg.ChatEvents(id, [Failed(error)]) if kind == "chat" else msg.RequestFailed(id, error)
 
 
 # --- the worker -----------------------------------------------------------------------------------------------------
 
-EngineCall = ControlEngine | EmbedTokens | CountChatTokens | FetchTokenizer
+EngineCall = msg.ControlEngine | msg.EmbedTokens | msg.CountChatTokens | msg.FetchTokenizer
 
 
 class Worker(PeerServer[WorkerClient]):
@@ -258,22 +219,22 @@ class Worker(PeerServer[WorkerClient]):
         self._is_draining = False
         self._deduplicator = RunDeduplicator()
         handlers: dict[type, Callable[[WorkerClient, Any], None]] = {
-            AddRequest: self._on_add_request,
-            AddChat: self._on_add_chat,
-            AbortRequest: self._on_abort,
-            PauseRequest: self._on_pause,
-            ResumeRequest: self._on_resume,
-            Heartbeat: self._on_heartbeat,
-            OpenEngine: self._on_open,
-            CloseEngine: self._on_close,
-            ControlEngine: self._on_engine_call,
-            EmbedTokens: self._on_engine_call,
-            CountChatTokens: self._on_engine_call,
-            FetchTokenizer: self._on_engine_call,
-            DropClient: self._on_drop_client,
-            ShutdownWorker: lambda *_: self.shutdown_requested.set(),
+            msg.AddRequest: self._on_add_request,
+            msg.AddChat: self._on_add_chat,
+            msg.AbortRequest: self._on_abort,
+            msg.PauseRequest: self._on_pause,
+            msg.ResumeRequest: self._on_resume,
+            msg.Heartbeat: self._on_heartbeat,
+            msg.OpenEngine: self._on_open,
+            msg.CloseEngine: self._on_close,
+            msg.ControlEngine: self._on_engine_call,
+            msg.EmbedTokens: self._on_engine_call,
+            msg.CountChatTokens: self._on_engine_call,
+            msg.FetchTokenizer: self._on_engine_call,
+            msg.DropClient: self._on_drop_client,
+            msg.ShutdownWorker: lambda *_: self.shutdown_requested.set(),
         }
-        super().__init__(endpoint, decode_for_worker, handlers, keys=keys, heartbeat=heartbeat)
+        super().__init__(endpoint, msg.decode_for_worker, handlers, keys=keys, heartbeat=heartbeat)
 
     def __repr__(self) -> str:
         engines, clients = len(self._engines), len(self._peers)
@@ -290,11 +251,11 @@ class Worker(PeerServer[WorkerClient]):
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
-    def _on_first_message(self, identity: bytes, message: LinkMessage) -> None:
-        if not isinstance(message, Hello):
-            raise MalformedMessage("the first message must be Hello")
+    def _on_first_message(self, identity: bytes, message: msg.LinkMessage) -> None:
+        if not isinstance(message, msg.Hello):
+            raise msg.MalformedMessage("the first message must be Hello")
         client = WorkerClient(identity, message.name, self._heartbeat.client_misses)
-        reason = version_mismatch(message.version)
+        reason = msg.version_mismatch(message.version)
         if reason is None and len(self._peers) >= _MAX_CLIENTS:
             reason = f"the worker has {_MAX_CLIENTS} clients already"
         if reason is not None:
@@ -302,7 +263,7 @@ class Worker(PeerServer[WorkerClient]):
             return
         self._peers[identity] = client
         engines = [hosted.info() for hosted in self.engines]
-        self._send(client, Welcome(VERSION, self.name, os.getpid(), engines, (TOKENIZER_FEATURE,)))
+        self._send(client, msg.Welcome(msg.VERSION, self.name, os.getpid(), engines, (msg.TOKENIZER_FEATURE,)))
 
     def _on_dropped(self, peer: WorkerClient) -> None:
         for request in list(peer.requests.values()):
@@ -317,11 +278,11 @@ class Worker(PeerServer[WorkerClient]):
             if id not in peer.paused:
                 request.resume()
 
-    def _on_heartbeat(self, client: WorkerClient, heartbeat: Heartbeat) -> None:
+    def _on_heartbeat(self, client: WorkerClient, heartbeat: msg.Heartbeat) -> None:
         stats = {h.id: h.engine.stats() for h in self._engines.values() if h.engine is not None}
-        self._send(client, Heartbeat(heartbeat.number, stats))
+        self._send(client, msg.Heartbeat(heartbeat.number, stats))
 
-    def _add_updates(self, client: WorkerClient, updates: Sequence[RequestUpdate]) -> None:
+    def _add_updates(self, client: WorkerClient, updates: Sequence[msg.RequestUpdate]) -> None:
         """Everything produced in one loop iteration leaves as one batch per client."""
         if client.is_gone:
             return
@@ -341,12 +302,12 @@ class Worker(PeerServer[WorkerClient]):
             updates, client.updates = client.updates, []
             stats, client.stats = client.stats, {}
             if updates:
-                self._send(client, UpdateBatch(updates, stats))
+                self._send(client, msg.UpdateBatch(updates, stats))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def _on_add_request(self, client: WorkerClient, message: AddRequest) -> None:
-        prompt = to_prompt(message.request)
+    def _on_add_request(self, client: WorkerClient, message: msg.AddRequest) -> None:
+        prompt = msg.to_prompt(message.request)
         self._start_request(
             client,
             message.engine,
@@ -355,7 +316,7 @@ class Worker(PeerServer[WorkerClient]):
             lambda engine: self._deduplicator.generate(cast(TextEngine, engine), prompt),
         )
 
-    def _on_add_chat(self, client: WorkerClient, message: AddChat) -> None:
+    def _on_add_chat(self, client: WorkerClient, message: msg.AddChat) -> None:
         self._start_request(
             client,
             message.engine,
@@ -368,7 +329,7 @@ class Worker(PeerServer[WorkerClient]):
         self, client: WorkerClient, engine_id: str, id: int, kind: str, start: Callable[[Engine], Generation[Any]]
     ) -> None:
         if id in client.requests:
-            raise MalformedMessage(f"the request id {id} is in use")
+            raise msg.MalformedMessage(f"the request id {id} is in use")
         try:
             hosted, engine = self._find(engine_id)
             if self._is_draining:
@@ -417,27 +378,27 @@ class Worker(PeerServer[WorkerClient]):
             self._end_futures[request] = future
         return future
 
-    def _on_abort(self, client: WorkerClient, abort: AbortRequest) -> None:
+    def _on_abort(self, client: WorkerClient, abort: msg.AbortRequest) -> None:
         client.paused.discard(abort.request_id)
         if (request := client.requests.get(abort.request_id)) is not None:  # it may have ended meanwhile
             request.abort()
 
-    def _on_pause(self, client: WorkerClient, pause: PauseRequest) -> None:
+    def _on_pause(self, client: WorkerClient, pause: msg.PauseRequest) -> None:
         if (request := client.requests.get(pause.request_id)) is not None:
             client.paused.add(pause.request_id)
             request.pause()
 
-    def _on_resume(self, client: WorkerClient, resume: ResumeRequest) -> None:
+    def _on_resume(self, client: WorkerClient, resume: msg.ResumeRequest) -> None:
         client.paused.discard(resume.request_id)
         if (request := client.requests.get(resume.request_id)) is not None and not client.backlog:
             request.resume()
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
-    def _on_open(self, client: WorkerClient, message: OpenEngine) -> None:
+    def _on_open(self, client: WorkerClient, message: msg.OpenEngine) -> None:
         hosted = self._engines.get(message.engine)
         if hosted is None and self._is_draining:
-            self._send(client, EngineOpenFailed(message.engine, _shutting_down()))
+            self._send(client, msg.EngineOpenFailed(message.engine, _shutting_down()))
             return
         if hosted is not None and hosted.engine is not None:
             self._send(client, hosted.opened_message())
@@ -449,16 +410,16 @@ class Worker(PeerServer[WorkerClient]):
 
     async def _open_engine(self, hosted: HostedEngine) -> None:
         def progress(done: float, phase: str) -> None:
-            self._send_all(self._opening_clients.get(hosted.id, ()), LoadProgress(hosted.id, done, phase))
+            self._send_all(self._opening_clients.get(hosted.id, ()), msg.LoadProgress(hosted.id, done, phase))
 
         try:
             await hosted.open(progress)
-            result: LinkMessage = hosted.opened_message()
+            result: msg.LinkMessage = hosted.opened_message()
         except ModelyardError as error:
             self._engines.pop(hosted.id, None)
-            result = EngineOpenFailed(hosted.id, error)
+            result = msg.EngineOpenFailed(hosted.id, error)
         except asyncio.CancelledError:
-            aborted = EngineOpenFailed(hosted.id, Unavailable("the engine was closed while it opened"))
+            aborted = msg.EngineOpenFailed(hosted.id, Unavailable("the engine was closed while it opened"))
             self._send_all(self._opening_clients.pop(hosted.id, ()), aborted)
             raise
         await asyncio.sleep(0)  # progress reported by an engine's thread reaches the loop in the next iteration
@@ -467,10 +428,10 @@ class Worker(PeerServer[WorkerClient]):
     def _on_engine_lost(self, hosted: HostedEngine, error: ModelyardError) -> None:
         if self._engines.pop(hosted.id, None) is None:
             return
-        self._send_all(self._peers.values(), EngineLost(hosted.id, error))
+        self._send_all(self._peers.values(), msg.EngineLost(hosted.id, error))
         self._spawn(hosted.close())
 
-    def _on_close(self, client: WorkerClient, message: CloseEngine) -> None:
+    def _on_close(self, client: WorkerClient, message: msg.CloseEngine) -> None:
         self._spawn(self._close_engine(client, message.engine))
 
     async def _close_engine(self, client: WorkerClient, engine: str) -> None:
@@ -481,54 +442,54 @@ class Worker(PeerServer[WorkerClient]):
             except Exception:
                 log.exception("closing an engine failed")
             others = [other for other in self._peers.values() if other is not client]
-            self._send_all(others, EngineLost(engine, Unavailable("the engine was closed")))
-        self._send(client, EngineClosed(engine))
+            self._send_all(others, msg.EngineLost(engine, Unavailable("the engine was closed")))
+        self._send(client, msg.EngineClosed(engine))
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _on_engine_call(self, client: WorkerClient, call: EngineCall) -> None:
         # Unpack here: a malformed batch drops the client.
-        batch = [unpack_ids(ids) for ids in call.batch] if isinstance(call, EmbedTokens) else []
+        batch = [msg.unpack_ids(ids) for ids in call.batch] if isinstance(call, msg.EmbedTokens) else []
         work = self._run_engine_call(call, batch)
-        self._reply(client, work, lambda error: WorkerReply(call.request_id, error))
+        self._reply(client, work, lambda error: msg.WorkerReply(call.request_id, error))
 
-    async def _run_engine_call(self, call: EngineCall, batch: list[list[int]]) -> WorkerReply:
+    async def _run_engine_call(self, call: EngineCall, batch: list[list[int]]) -> msg.WorkerReply:
         (hosted, engine), id = self._find(call.engine), call.request_id
-        if isinstance(call, FetchTokenizer):
+        if isinstance(call, msg.FetchTokenizer):
             files = await hosted.tokenizer_files()
             hash_ = tokenizer_hash(files)
-            return WorkerReply(id, tokenizer=hash_, files={} if hash_ in call.have else files)
-        if isinstance(call, ControlEngine):
+            return msg.WorkerReply(id, tokenizer=hash_, files={} if hash_ in call.have else files)
+        if isinstance(call, msg.ControlEngine):
             if not isinstance(engine, TextEngine):
                 raise Unsupported(f"the engine {call.engine!r} has no control operations")
             await engine.control(call.control)
-            return WorkerReply(id, stats={call.engine: engine.stats()})
-        if isinstance(call, EmbedTokens):
+            return msg.WorkerReply(id, stats={call.engine: engine.stats()})
+        if isinstance(call, msg.EmbedTokens):
             if not isinstance(engine, EmbeddingEngine):
                 raise Unsupported(f"the engine {call.engine!r} makes no embeddings", code="embeddings_unsupported")
             embeddings = await engine.embed(batch)
-            return WorkerReply(id, None, [pack_vector(v) for v in embeddings.vectors], embeddings.prompt_tokens)
+            return msg.WorkerReply(id, None, [msg.pack_vector(v) for v in embeddings.vectors], embeddings.prompt_tokens)
         if isinstance(engine, TextEngine):
             raise Unsupported(f"the engine {call.engine!r} takes tokens: there is nothing to count")
-        return WorkerReply(id, tokens=await engine.count(call.request))
+        return msg.WorkerReply(id, tokens=await engine.count(call.request))
 
-    def _on_drop_client(self, client: WorkerClient, message: DropClient) -> None:
-        async def work() -> WorkerReply:
+    def _on_drop_client(self, client: WorkerClient, message: msg.DropClient) -> None:
+        async def work() -> msg.WorkerReply:
             dropped = [other for other in self._peers.values() if other.name == message.name]
             requests = [request for other in dropped for request in other.requests.values()]
             for other in dropped:
                 self._drop(other)
             await asyncio.gather(*(self._end_of(request) for request in requests))
-            return WorkerReply(message.request_id)
+            return msg.WorkerReply(message.request_id)
 
-        self._reply(client, work(), lambda error: WorkerReply(message.request_id, error))
+        self._reply(client, work(), lambda error: msg.WorkerReply(message.request_id, error))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     async def drain(self, grace_s: float) -> bool:
         """Take nothing new and wait for the running requests; returns whether all of them have ended."""
         self._is_draining = True
-        self._send_all(self._peers.values(), Goodbye("it was asked to stop"))
+        self._send_all(self._peers.values(), msg.Goodbye("it was asked to stop"))
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:

@@ -26,7 +26,7 @@ from modelyard.core.errors import ModelyardError, Timeout, Unavailable
 from modelyard.processes.child_process import describe_exit
 from modelyard.processes.ports import reserve_port
 from modelyard.workers.client import RemoteEngine, WorkerSession, remote_engine, result_unless_exited
-from modelyard.workers.interpreter import check_interpreter, interpreter_path, worker_environment
+from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
 from modelyard.workers.messages import (
     DropClient,
     EngineLocation,
@@ -304,7 +304,7 @@ class WorkerPool:
             with reserve_port(self._host, 0) as held:
                 endpoint = f"tcp://{self._host}:{held.getsockname()[1]}"
         file.write_text(endpoint, "utf-8")
-        argv = [interpreter_path(python), "-m", "modelyard.workers", endpoint, "--exit-when-orphaned"]
+        argv = [*worker_command(endpoint, python), "--exit-when-orphaned"]
         env = worker_environment(python, self._folder, os.environ)
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(

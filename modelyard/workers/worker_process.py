@@ -1,4 +1,8 @@
-"""The life of a worker process: it listens, registers with a scheduler, serves, and drains on SIGTERM."""
+"""The life of a worker process: it listens, registers with a scheduler, serves, and drains on SIGTERM.
+
+`python -m modelyard.workers.worker_process ENDPOINT [--exit-when-orphaned]` is the process that a gateway or a scheduler
+starts.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from modelyard.workers.messages import (
@@ -20,7 +25,7 @@ from modelyard.workers.messages import (
     decode_for_gateway,
     encode,
 )
-from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig
+from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, read_keys
 from modelyard.workers.worker import Worker
 from modelyard.workers.worker_pool import machine_name
 
@@ -136,14 +141,21 @@ async def _register(worker: Worker, scheduler: str, keys: ClusterKeys | None, he
             free = await asyncio.to_thread(free_memory, with_gpus=True)
             for _ in range(_MEMORY_INTERVAL):
                 engines = tuple(hosted.info() for hosted in worker.engines)
-                socket.send(
-                    encode(
-                        RegisterWorker(
-                            VERSION, worker.name, worker.endpoint, engines, node, free.ram_free, dict(free.gpus)
-                        )
-                    )
-                )
+                memory = (free.ram_free, dict(free.gpus))
+                socket.send(encode(RegisterWorker(VERSION, worker.name, worker.endpoint, engines, node, *memory)))
                 socket.send(encode(Heartbeat(0)))
                 await asyncio.sleep(heartbeat.interval_s)
     finally:
         await socket.close()
+
+
+def main() -> None:
+    endpoint, *options = sys.argv[1:]
+    file = os.environ.get(KEYS_VARIABLE)
+    keys = read_keys(Path(file)) if file else None
+    with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
+        runner.run(run_worker(endpoint, keys=keys, exit_when_orphaned="--exit-when-orphaned" in options))
+
+
+if __name__ == "__main__":
+    main()

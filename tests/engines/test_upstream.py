@@ -35,7 +35,6 @@ from modelyard.engines.upstream import (
     RetryPolicy,
     Upstream,
     UpstreamAddress,
-    UpstreamHttpClient,
     UpstreamJobs,
     append_fields,
     map_auth_error,
@@ -64,11 +63,11 @@ def test_transport_error_names_the_upstream(error: httpx.HTTPError, kind: type, 
     assert "the upstream of 'm'" in mapped.message
 
 
-async def test_short_request_returns_status_and_body() -> None:
-    async with fake_upstream(Answer(200, [b"a", b"b"]), Answer(404, [b"what?"])) as upstream:
-        http = UpstreamHttpClient(UpstreamAddress(name="it", base_url=upstream.url, headers={"x-team": "t"}))
-        assert await http.request("GET", "/a") == (200, b"ab")
-        assert await http.request("POST", "/b", b"[]") == (404, b"what?")
+async def test_short_request_returns_status_and_json() -> None:
+    async with fake_upstream(Answer(200, [b"[1,", b"2]"]), Answer(404, [b"what?"])) as upstream:
+        http = Upstream(UpstreamAddress(name="it", base_url=upstream.url, headers={"x-team": "t"}))
+        assert await http.request_json("GET", "/a") == (200, [1, 2])
+        assert await http.request_json("POST", "/b", b"[]") == (404, None)
         await http.close()
     assert [(r.method, r.path, r.body) for r in upstream.requests] == [("GET", "/a", None), ("POST", "/b", [])]
     assert upstream.requests[1].headers["x-team"] == "t"
@@ -77,12 +76,10 @@ async def test_short_request_returns_status_and_body() -> None:
 
 async def test_reply_that_is_too_long_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelyard.engines.upstream._MAX_BODY", 10)
-    async with fake_upstream(Answer(200, [b"12345678", b"12345678"])) as upstream:
-        http = UpstreamHttpClient(UpstreamAddress(name="it", base_url=upstream.url))
-        async with await http.post("/", b"{}") as reply:
-            with pytest.raises(Incomplete, match="longer than 10 bytes"):
-                await reply.read()
-        await http.close()
+    answer = Answer(200, [b"12345678", b"12345678"], {"content-type": "application/json"})
+    async with fake_upstream(answer) as upstream:
+        with pytest.raises(Incomplete, match="longer than 10 bytes"):
+            await forward(upstream)
 
 
 # Jobs of a forwarding engine: each ends once, however its task ends.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -234,3 +235,51 @@ def test_a_second_setup_replaces_the_first() -> None:
     log_event(_log, logging.INFO, "once")
     assert first.getvalue() == ""
     assert len(_lines(second)) == 1
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class CountingStream(io.StringIO):
+    writes = 0
+
+    def write(self, text: str, /) -> int:
+        self.writes += 1
+        return super().write(text)
+
+
+async def test_the_lines_of_one_loop_iteration_are_written_together() -> None:
+    stream = CountingStream()
+    setup(LogSettings(format="json"), stream)
+    log = logging.getLogger("modelyard.test")
+    for n in range(3):
+        log.info("line %s", n)
+    assert stream.writes == 0
+    await asyncio.sleep(0)
+    assert stream.writes == 1
+    assert [line["message"] for line in _lines(stream)] == ["line 0", "line 1", "line 2"]
+
+
+async def test_a_warning_is_written_at_once_and_after_the_lines_before_it() -> None:
+    stream = CountingStream()
+    setup(LogSettings(format="json"), stream)
+    log = logging.getLogger("modelyard.test")
+    log.info("first")
+    log.warning("second")
+    assert [line["message"] for line in _lines(stream)] == ["first", "second"]
+
+
+def test_without_a_loop_each_line_is_written_at_once() -> None:
+    stream = CountingStream()
+    setup(LogSettings(format="json"), stream)
+    logging.getLogger("modelyard.test").info("line")
+    assert [line["message"] for line in _lines(stream)] == ["line"]
+
+
+def test_a_closed_stream_does_not_stop_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = CountingStream()
+    handler = setup(LogSettings(format="json"), stream)
+    stream.close()
+    logging.getLogger("modelyard.test").info("line")
+    assert "I/O operation on closed file" in capsys.readouterr().err
+    logging.getLogger().removeHandler(handler)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,11 +108,12 @@ def test_without_gauges_keeps_counters_and_histograms() -> None:
 
 
 def test_a_value_equal_to_a_bound_is_counted_in_that_bucket() -> None:
-    row = HistogramData([0, 0, 0])
-    for value in (1.0, 1.5, 2.0, 2.5):
-        row.observe((1.0, 2.0), value)
-    assert row.counts == [1, 2, 1]
-    assert row.sum == 7.0
+    metrics, bounds = Metrics(), METRICS["queue_wait_seconds"].buckets
+    for value in (bounds[0], bounds[0] + 1e-6, bounds[1], bounds[1] + 1e-6):
+        metrics.queue_wait.observe("m", value)
+    row = decode_snapshot(metrics.snapshot()).histograms["queue_wait_seconds"][("m",)]
+    assert row.counts[:3] == [1, 2, 1]
+    assert row.sum == pytest.approx(2 * bounds[0] + 2 * bounds[1] + 2e-6)
 
 
 # --- text format ------------------------------------------------------------------------------------------------------
@@ -175,9 +177,9 @@ def test_requests_are_counted_by_endpoint_method_and_status() -> None:
 def test_active_requests_go_up_and_down() -> None:
     metrics = _metrics()
     assert sample_values(metrics.render(), "active_requests_current") == {(): 0}
-    metrics.request_started()
-    metrics.request_started()
-    metrics.request_ended()
+    metrics.active += 1
+    metrics.active += 1
+    metrics.active -= 1
     assert sample_values(metrics.render(), "active_requests_current") == {(): 1}
     assert metrics.active == 1
 
@@ -206,10 +208,10 @@ def test_a_prompt_counted_with_another_choice_is_not_observed_again() -> None:
 
 def test_latencies_have_histograms_per_model() -> None:
     metrics = _metrics()
-    metrics.first_token("a", 0.3)
-    metrics.queue_wait("a", 1.5)
-    metrics.inter_token("b", 0.02, count=4)
-    metrics.inter_token("b", 0.02)
+    metrics.first_token.observe("a", 0.3)
+    metrics.queue_wait.observe("a", 1.5)
+    metrics.inter_token.observe("b", 0.02, times=4)
+    metrics.inter_token.observe("b", 0.02)
     text = metrics.render()
     assert sample_values(text, "time_to_first_token_seconds_sum") == {("a",): 0.3}
     assert sample_values(text, "queue_wait_seconds_sum") == {("a",): 1.5}
@@ -239,7 +241,7 @@ def test_label_values_chosen_by_others_are_bounded_in_number() -> None:
     metrics = _metrics()
     for n in range(1500):
         metrics.request_failed(f"code-{n}")
-        metrics.queue_wait(f"model-{n}", 0.1)
+        metrics.queue_wait.observe(f"model-{n}", 0.1)
     metrics.request_failed("code-0")
     snapshot = decode_snapshot(metrics.snapshot())
     errors, waits = snapshot.counters["errors_total"], snapshot.histograms["queue_wait_seconds"]
@@ -282,7 +284,7 @@ async def test_several_processes_sum_their_load_but_count_each_gpu_once() -> Non
     both = [_metrics(), _metrics()]
     for metrics in both:
         await metrics.measure_system()
-        metrics.request_started()
+        metrics.active += 1
     text = render_snapshots([metrics.snapshot() for metrics in both])
     assert sample_values(text, "active_requests_current") == {(): 2}
     assert sample_values(text, "cpu_usage_percent") == {(): 151}

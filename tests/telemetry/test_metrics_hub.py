@@ -235,7 +235,7 @@ async def main():
     await peer.open()
     for _ in range(5):
         metrics.http_request("/v1/messages", "POST", 200, 0.1)
-    metrics.request_started()
+    metrics.active += 1
     await peer.collect()
     print("ready", flush=True)
     await peer.lost.wait()

@@ -7,7 +7,6 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import pytest
@@ -27,6 +26,7 @@ from modelyard.workers.messages import (
     AddChat,
     AddRequest,
     ChatEvents,
+    Goodbye,
     Heartbeat,
     Hello,
     InferRequest,
@@ -34,7 +34,9 @@ from modelyard.workers.messages import (
     OpenEngine,
     RequestFailed,
     ToClient,
+    ToGateway,
     TokenStep,
+    ToScheduler,
     ToWorker,
     UpdateBatch,
     WorkerReply,
@@ -132,8 +134,8 @@ def test_unknown_fields_are_ignored(message) -> None:
 
 
 def test_no_two_messages_have_the_same_tag() -> None:
-    for group in (ToWorker, ToClient):
-        tags = [kind.__struct_config__.tag for kind in get_args(group)]
+    for group in (ToWorker, ToClient, ToScheduler, ToGateway):
+        tags = [kind.__struct_config__.tag for kind in (*group.__subclasses__(), Heartbeat, Goodbye)]
         assert len(tags) == len(set(tags))
 
 

@@ -20,9 +20,10 @@ from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake, llama_cpp
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
-from modelyard.workers.ray import ActorResources, RayCluster, avoid_nodes_selector
+from modelyard.workers.ray import RayCluster, avoid_nodes_selector
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
+from modelyard.workers.settings import RayResources
 from modelyard.workers.transport import HeartbeatConfig, generate_keys
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 from tests.engines.llama_cpp import helpers as llama_helpers
@@ -35,9 +36,9 @@ HEARTBEAT = HeartbeatConfig(interval_s=0.4, worker_misses=10)
 
 
 def test_resources_become_ray_options() -> None:
-    options = ActorResources(2.0, 0.5, 1 << 30, {"fast": 1.0}).options()
+    options = RayResources(num_cpus=2.0, num_gpus=0.5, memory=1 << 30, custom={"fast": 1.0}).options()
     assert options == {"num_cpus": 2.0, "num_gpus": 0.5, "memory": 1 << 30, "resources": {"fast": 1.0}}
-    assert "memory" not in ActorResources().options()
+    assert "memory" not in RayResources().options()
 
 
 def test_a_new_actor_avoids_the_node_that_was_just_lost() -> None:
@@ -61,7 +62,7 @@ def nodes() -> Iterator[RayNodes]:
 @asynccontextmanager
 async def gateway(folder: Path, backend: str, spec: EngineSpec) -> AsyncIterator[tuple[RemotePool, Scheduler]]:
     keys = generate_keys()
-    cluster = RayCluster(HEAD, {spec.model: ActorResources(1.0)}, keys, HEARTBEAT)
+    cluster = RayCluster(HEAD, {spec.model: RayResources()}, keys, HEARTBEAT)
     await cluster.open()
     workers = WorkerPool(folder / "w", keys=keys, heartbeat=HEARTBEAT, cluster=cluster)
     scheduler = Scheduler()

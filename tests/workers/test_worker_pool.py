@@ -93,8 +93,8 @@ async def test_a_registering_worker_reports_the_memory_of_its_machine(tmp_path: 
                 registering.cancel()
                 await asyncio.gather(registering, return_exceptions=True)
         (node,) = workers.nodes()
-        assert node.machine is not None
-        assert node.machine.ram_free > 0
+        assert node.memory is not None
+        assert node.memory.ram_free > 0
     finally:
         await server.close()
         await scheduler.close()

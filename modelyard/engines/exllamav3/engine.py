@@ -6,17 +6,358 @@ the GPU computes the next one (`token_dispatch`).
 
 from __future__ import annotations
 
+import gc
+import logging
+import math
+import time
+from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
-from modelyard.core.engine import Control, EngineInfo, EngineSpec, EngineStats, Prompt
-from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
-from modelyard.engines.exllamav3.arguments import CAPABILITIES
-from modelyard.engines.exllamav3.grammar_filter import GrammarFilters
-from modelyard.engines.exllamav3.model import ExllamaCache, ExllamaJob, ExllamaLibrary, ExllamaModel, load_library
-from modelyard.engines.exllamav3.model_folder import find_folder, read_model_info
-from modelyard.engines.exllamav3.options import PAGE
-from modelyard.engines.in_process import ThreadedEngine
+from msgspec import Struct
+from msgspec.structs import replace
+
+from modelyard.core.engine import (
+    Accepted,
+    CacheInfo,
+    CacheStats,
+    Control,
+    EngineInfo,
+    EngineSpec,
+    EngineStats,
+    Progress,
+    Prompt,
+    Tokens,
+)
+from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
+from modelyard.core.events import Timings
+from modelyard.core.tokenizer import IdLogprob
+from modelyard.engines.exllamav3.grammar_filter import GrammarFilter, GrammarFilters
+from modelyard.engines.exllamav3.model_folder import ExllamaModelInfo, find_folder, read_model_info
+from modelyard.engines.exllamav3.options import (
+    CAPABILITIES,
+    PAGE,
+    Arguments,
+    ExllamaOptions,
+    batch_size,
+    cache_bits,
+    cache_tokens,
+    generator_arguments,
+    job_arguments,
+    load_arguments,
+    sampler_steps,
+)
+from modelyard.engines.generation_queue import TokenDispatch
+from modelyard.engines.in_process import InProcessJob, ThreadedEngine
+from modelyard.plugins import MissingLibrary
+
+# The loaded model: the library, a job, one named cache with its generator, and the weights.
+#
+# Everything here belongs to the engine's thread.
+
+log = logging.getLogger(__name__)
+
+_MIN_LOGPROB = math.log(1e-45)  # of a probability that 32 bits round to 0
+
+Result = dict[str, Any]
+
+
+class ExllamaLibrary(Struct, frozen=True):
+    exl: Any
+    torch: Any
+
+
+def load_library() -> ExllamaLibrary:
+    """The first import on a machine compiles kernels for minutes, so it waits until a model is loaded."""
+    try:
+        import exllamav3
+        import torch
+    except Exception as error:  # no compiler, no GPU, versions that do not match: it raises all kinds
+        lines = str(error).strip().splitlines()
+        raise MissingLibrary(
+            f"ExLlamaV3 does not work on this machine: {lines[-1] if lines else type(error).__name__}. It needs an "
+            "NVIDIA GPU, a CUDA build of torch and, to compile its kernels once, nvcc"
+        ) from error
+    return ExllamaLibrary(exllamav3, torch)
+
+
+class ExllamaJob(InProcessJob):
+    def __init__(self, prompt: Prompt, loop: AbstractEventLoop) -> None:
+        super().__init__(prompt, loop)
+        self.filter: GrammarFilter | None = None  # set before the thread gets the job
+        self.native: Any = None  # ExLlamaV3's own Job
+        self.accepted: bool = False
+        self.last_result: Result = {}  # has ExLlamaV3's own times
+
+    def timings(self) -> Timings:
+        own, result = super().timings(), self.last_result
+        prefill, decode = result.get("time_prefill", own.prefill), result.get("time_generate", own.decode)
+        return replace(own, prefill=prefill, decode=decode)
+
+
+class ExllamaCache:
+    """One named cache: its pages, its generator, and the jobs that run in it.
+
+    `create_native` makes ExLlamaV3's job, whose sampler calls the given function after it has been launched.
+    """
+
+    def __init__(
+        self,
+        info: CacheInfo,
+        generator: Any,
+        create_native: Callable[[ExllamaJob, Callable[[], None]], Any],
+        dispatch: TokenDispatch,
+    ) -> None:
+        self.info, self.generator, self._create_native, self._dispatch = info, generator, create_native, dispatch
+        self.jobs: list[ExllamaJob] = []
+        self._unsampled = 0  # jobs of this step whose sampler has not been launched
+        self.reused = self.evaluated = self.held = 0  # tokens
+
+    def __repr__(self) -> str:
+        return f"<ExllamaCache {len(self.jobs)} jobs, {self.held} tokens held>"
+
+    def admit(self, job: ExllamaJob) -> None:
+        job.native = self._create_native(job, self._on_sampled)
+        self.generator.enqueue(job.native)
+        self.jobs.append(job)
+
+    def step(self) -> None:
+        self._end_revoked(time.time())
+        self._unsampled = len(self.jobs)
+        if self.jobs:
+            for result in self.generator.iterate():
+                self._handle(result["job"].identifier, result)  # of a failed job the result has nothing else
+
+    def _on_sampled(self) -> None:
+        """After the last sampler of a step all its work is launched; the thread then waits for the GPU."""
+        self._unsampled -= 1
+        if self._unsampled == 0:
+            self._dispatch.before_gpu_wait()
+
+    @property
+    def only_decodes(self) -> bool:
+        """The next step has no prompt to read."""
+        return all(job.output_tokens for job in self.jobs)
+
+    def evict(self) -> None:
+        """Clears the pages that no running job uses."""
+        for page in list(self.generator.pagetable.unreferenced_pages.values()):
+            page.clear()
+        self._count_held()
+
+    def fail_all(self, error: ModelyardError) -> None:
+        """Does not call the generator, which may be broken."""
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            self._dispatch.put(job, [job.end("error", error)], True)
+
+    def close(self) -> None:
+        """The engine keeps this object for its counters; the pages must be freed."""
+        generator, self.generator = self.generator, None
+        generator.close()
+
+    def stats(self) -> CacheStats:
+        """Called on the event loop: reads plain numbers only."""
+        return CacheStats(self.reused, self.evaluated)
+
+    def _end_revoked(self, now: float) -> None:
+        for job in [job for job in self.jobs if job.cancelled or job.deadline_passed(now)]:
+            self.generator.cancel(job.native)
+            if job.cancelled:
+                self._end(job, "cancelled")
+            else:
+                self._end(job, "error", Timeout("the job's deadline passed"))
+
+    def _end(self, job: ExllamaJob, reason: str, error: ModelyardError | None = None) -> None:
+        self.jobs.remove(job)
+        job.native = None  # a reference cycle: its pinned memory should not wait for the garbage collector
+        self._count_held()
+        self._dispatch.put(job, [job.end(reason, error)], True)
+
+    def _count_held(self) -> None:
+        self.held = sum(page.kv_position for page in self.generator.pagetable.all_pages)
+
+    # --- results of the generator -----------------------------------------------------------------------------------
+
+    def _handle(self, job: ExllamaJob, result: Result) -> None:
+        match result["stage"]:
+            case "prefill":
+                self._accept(job)
+                if not job.output_tokens:  # else it has been requeued for pages and is read again
+                    self._dispatch.put(job, [Progress(result["curr_progress"], job.prompt_tokens)], False)
+            case "streaming":
+                self._accept(job)
+                self._stream(job, result)
+            case "error":
+                self._fail(job, result["error"])
+
+    def _accept(self, job: ExllamaJob) -> None:
+        """At the first result: how many tokens the pages already held is not known earlier."""
+        if not job.accepted:
+            job.accepted, job.cached_tokens = True, job.native.cached_pages * PAGE + job.native.cached_tokens
+            self.reused += job.cached_tokens
+            self.evaluated += job.prompt_tokens - job.cached_tokens
+            self._dispatch.put(job, [Accepted(job.cached_tokens, job.cached_tokens)], False)
+
+    def _stream(self, job: ExllamaJob, result: Result) -> None:
+        if (tokens := _tokens(result)) is not None:
+            # Urgent: the first token, and the last one before the job is requeued and read again.
+            urgent = job.output_tokens == 0 or "requeue" in result
+            job.count_output(len(tokens.ids))
+            self._dispatch.put(job, [tokens], urgent=urgent)
+        if not result["eos"]:
+            return
+        job.last_result = result
+        if job.filter is not None and job.filter.error is not None:
+            self._end(job, "error", job.filter.error)
+        else:
+            self._end(job, job.limit_reason if result["eos_reason"] == "max_new_tokens" else "stop")
+
+    def _fail(self, job: ExllamaJob, error: Exception) -> None:
+        """Ends one job, unless the GPU failed: after a CUDA error no result can be trusted."""
+        if "CUDA error" in str(error):
+            raise error
+        log.error("ExLlamaV3 failed a job", exc_info=error)
+        if "out of memory" in str(error).lower():
+            self._end(job, "error", Unavailable("the GPU's memory is too small for this prompt right now"))
+        else:
+            self._end(job, "error", Internal("ExLlamaV3 could not answer"))
+
+
+class ExllamaModel:
+    """The weights and the caches. ExLlamaV3 lays out the pages while it loads, so caches are created first."""
+
+    def __init__(
+        self,
+        library: ExllamaLibrary,
+        folder: Path,
+        info: ExllamaModelInfo,
+        spec: EngineSpec,
+        dispatch: TokenDispatch,
+        on_progress: Callable[[float], None],
+    ) -> None:
+        self.library, self._info = library, info
+        self._options: ExllamaOptions = spec.options
+        self.caches: dict[str, ExllamaCache] = {}
+        self._sampler = _notifying_sampler(library.exl.CustomSampler)
+        exl, options = library.exl, self._options
+        config = exl.Config.from_directory(str(folder))
+        self._model = exl.Model.from_config(config)
+        self._tokenizer = exl.Tokenizer.from_config(config)
+        try:
+            tokens = cache_tokens(options, spec.caches)
+            pages = {name: self._create_pages(name, info, tokens[name]) for name, info in spec.caches.items()}
+            max_batch = max((batch_size(options, info) for info in spec.caches.values()), default=1)
+            arguments = load_arguments(options, max_batch, tokens.values())
+            self._load_weights(arguments, on_progress)
+            if options.exllama_warmup and pages:  # before a generator owns the pages: it writes into them
+                sizes = {name: arguments[name] for name in ("max_chunk_size", "max_batch_size")}
+                self._model.warmup(cache=next(iter(pages.values())), **sizes)
+            for name, cache in spec.caches.items():
+                arguments = generator_arguments(options, cache, tokens[name])
+                generator = exl.Generator(model=self._model, cache=pages[name], tokenizer=self._tokenizer, **arguments)
+                self.caches[name] = ExllamaCache(cache, generator, self.create_native_job, dispatch)
+        except BaseException:
+            self.close()
+            raise
+
+    def _create_pages(self, name: str, info: CacheInfo, tokens: int) -> Any:
+        exl, bits = self.library.exl, cache_bits(name, info, self._options)
+        arguments: Arguments = {"max_num_tokens": tokens, "max_batch_size": batch_size(self._options, info)}
+        if bits is None:
+            return exl.Cache(self._model, layer_type=exl.CacheLayer_fp16, **arguments)
+        return exl.Cache(self._model, layer_type=exl.CacheLayer_quant, k_bits=bits[0], v_bits=bits[1], **arguments)
+
+    def _load_weights(self, arguments: Arguments, on_progress: Callable[[float], None]) -> None:
+        try:
+            self._model.load(callback=lambda done, total: on_progress(done / max(1, total)), **arguments)
+        except Exception as error:
+            if "out of memory" in str(error).lower() or "insufficient vram" in str(error).lower():
+                raise InvalidRequest(
+                    f"the GPUs have too little free memory for this model: {error}. Lower n_ctx or parallel, "
+                    "or set exllama_cache_quant",
+                    code="model_too_large",
+                ) from error
+            raise
+
+    def create_native_job(self, job: ExllamaJob, on_sampled: Callable[[], None]) -> Any:
+        exl, torch = self.library.exl, self.library.torch
+        stop_ids = self._info.eos_ids if job.filter is not None and job.filter.ends_job else ()
+        return exl.Job(
+            input_ids=torch.tensor([job.prompt.ids], dtype=torch.long),
+            sampler=self._sampler(on_sampled, [self._sampler_step(*s) for s in sampler_steps(job.prompt.sampling)]),
+            filters=[job.filter] if job.filter is not None else [],
+            identifier=job,
+            **job_arguments(job.prompt, job.max_output, self._options, stop_ids),
+        )
+
+    def _sampler_step(self, name: str, arguments: Arguments) -> Any:
+        if (texts := arguments.get("dry_sequence_breakers")) is not None:
+            ids = self.library.exl.dry_sequence_breaker_tokens(self._tokenizer, tuple(texts))
+            arguments = arguments | {"dry_sequence_breakers": ids}
+        return getattr(self.library.exl, name)(**arguments)
+
+    def close(self) -> None:
+        """Generators and pages form reference cycles: GPU memory is free only after a collection."""
+        for cache in self.caches.values():
+            cache.close()
+        self._model.unload()
+        self.caches = {}
+        self._model = self._tokenizer = None
+        gc.collect()
+        self.library.torch.cuda.empty_cache()
+
+
+def _notifying_sampler(base: Any) -> Any:
+    """ExLlamaV3's sampler that reports when it has been launched: the last event of a step that we can observe."""
+
+    class Sampler(base):  # type: ignore[misc]
+        def __init__(self, on_sampled: Callable[[], None], steps: list[Any]) -> None:
+            super().__init__(steps)
+            self._on_sampled = on_sampled
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            token = super().forward(*args, **kwargs)
+            self._on_sampled()
+            return token
+
+    return Sampler
+
+
+def _tokens(result: Result) -> Tokens | None:
+    """ExLlamaV3 holds tokens back while a character is incomplete. What it still holds at the end comes with the stop
+    token, which is not part of the answer."""
+    ids, source = _ids(result), result
+    if result["eos"] and (held := result.get("held")) is not None:
+        ids, source = _ids(held), held
+        if result["eos_reason"] == "stop_token":
+            ids = ids[:-1]
+    return Tokens(ids, _logprobs(ids, source)) if ids else None
+
+
+def _ids(part: Result) -> list[int]:
+    tensor = part.get("token_ids")
+    return [int(token) for token in tensor.tolist()[0]] if tensor is not None else []
+
+
+def _logprobs(ids: list[int], part: Result) -> list[IdLogprob] | None:
+    """ExLlamaV3 gives probabilities of the model's own distribution, before masks and samplers."""
+    if (chosen := part.get("token_probs")) is None:
+        return None
+    probs = chosen.tolist()[0]
+    if (top_ids := part.get("top_k_tokens")) is None:
+        return [IdLogprob(id, _log(prob)) for id, prob in zip(ids, probs, strict=False)]
+    rows = zip(ids, probs, top_ids.tolist()[0], part["top_k_probs"].tolist()[0], strict=False)
+    return [
+        IdLogprob(id, _log(prob), tuple((int(i), _log(p)) for i, p in zip(best_ids, best_probs, strict=True)))
+        for id, prob, best_ids, best_probs in rows
+    ]
+
+
+def _log(prob: float) -> float:
+    return min(0.0, math.log(prob)) if prob > 0 else _MIN_LOGPROB
 
 
 class ExllamaEngine(ThreadedEngine[ExllamaJob]):

@@ -1,4 +1,4 @@
-"""An EXL3 model's folder: its dimensions, its vocabulary, and the sizes of its weights."""
+"""An EXL3 model's folder: its dimensions, its vocabulary, the sizes of its weights, and the memory that it will take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
+from modelyard.engines.exllamav3.options import ExllamaOptions, cache_bits, cache_tokens
 from modelyard.engines.hf_folder import CONFIG, read_config, read_json, read_tensors
 from modelyard.library.model_files import locate_model_folder
 
@@ -83,3 +85,29 @@ def _tensor_sizes(folder: Path) -> dict[str, int]:
         for file in files
         for name, tensor in read_tensors(file).items()
     }
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_CUDA_CONTEXT = 512 << 20  # with the kernels and workspaces of torch and ExLlamaV3
+
+
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
+    """The GPU memory, before the model is loaded.
+
+    weights   all tensors except the embedding, which stays in RAM
+    KV        tokens of all caches × layers × bits of keys and values; quantized ones have a 16-bit scale per 32 numbers
+    compute   the activations of one prompt chunk, a row of logits per job, and the CUDA context
+    """
+    del machine  # it runs on GPUs only
+    options: ExllamaOptions = spec.options
+    model = read_model_info(find_folder(options.path))
+    tokens = cache_tokens(options, spec.caches)
+    kv_bits = 0
+    for name, info in spec.caches.items():
+        bits = cache_bits(name, info, options)
+        kv_bits += tokens[name] * model.layers * model.kv_width * (32 if bits is None else sum(bits) + 1)
+    jobs_per_step = max((info.parallel for info in spec.caches.values()), default=1)  # caches take turns
+    activations = 2 * options.exllama_max_chunk_size * (6 * model.hidden_size + 3 * model.intermediate_size)
+    logits = 6 * model.n_vocab * jobs_per_step
+    return MemoryEstimate(model.weights, kv_bits // 8, activations + logits + _CUDA_CONTEXT, "gpu")

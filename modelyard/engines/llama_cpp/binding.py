@@ -37,10 +37,7 @@ _SHORT: dict[str, tuple[Any, list[Any]]] = {
     "llama_sampler_init_mirostat": (c_void_p, [c_int32, c_uint32, c_float, c_float, c_int32]),
     "llama_sampler_init_mirostat_v2": (c_void_p, [c_uint32, c_float, c_float]),
     "llama_sampler_init_penalties": (c_void_p, [c_int32, c_int32, c_float, c_float, c_float]),
-    "llama_sampler_init_dry": (
-        c_void_p,
-        [c_void_p, c_float, c_float, c_int32, c_int32, POINTER(c_char_p), c_size_t],
-    ),
+    "llama_sampler_init_dry": (c_void_p, [c_void_p, c_float, c_float, c_int32, c_int32, POINTER(c_char_p), c_size_t]),
     "llama_sampler_init_logit_bias": (c_void_p, [c_int32, c_int32, c_void_p]),
     "llama_memory_seq_rm": (c_bool, [c_void_p, c_int32, c_int32, c_int32]),
     "llama_memory_seq_cp": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),

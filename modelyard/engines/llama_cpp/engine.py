@@ -20,7 +20,6 @@ from modelyard.engines.in_process import ThreadedEngine
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
 from modelyard.engines.llama_cpp.context import LlamaContext
-from modelyard.engines.llama_cpp.draft_model import DraftModel
 from modelyard.engines.llama_cpp.embedding import Embedder
 from modelyard.engines.llama_cpp.grammar_mask import GrammarCompiler
 from modelyard.engines.llama_cpp.job import LlamaCppJob
@@ -30,7 +29,7 @@ from modelyard.engines.llama_cpp.options import CAPABILITIES, Options
 from modelyard.engines.llama_cpp.replay import Replay, create_replay
 from modelyard.engines.llama_cpp.sampler import JobSampler
 from modelyard.engines.llama_cpp.sequence_manager import create_sequence_manager, link_compatible
-from modelyard.engines.llama_cpp.speculation import NgramDrafter, Speculator
+from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
 from modelyard.library.model_files import locate_model_file
 
 log = logging.getLogger(__name__)

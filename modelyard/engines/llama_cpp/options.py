@@ -42,9 +42,7 @@ def _lora(value: Any) -> Any:
 
 
 OneLora = Annotated[
-    Lora,
-    BeforeValidator(_lora),
-    WithJsonSchema({"anyOf": [{"type": "string"}, Lora.model_json_schema()]}),
+    Lora, BeforeValidator(_lora), WithJsonSchema({"anyOf": [{"type": "string"}, Lora.model_json_schema()]})
 ]
 
 

@@ -9,24 +9,12 @@ from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEst
 from modelyard.engines.llama_cpp import Options as LlamaCppOptions
 from modelyard.engines.llama_cpp import selftest
 from modelyard.engines.llama_cpp.estimate import estimate_memory, read_model_shape
-from modelyard.engines.llama_server.engine import CAPABILITIES, LlamaServerEngine
-from modelyard.engines.llama_server.options import LIVE_OVERRIDES
+from modelyard.engines.llama_server.engine import CAPABILITIES as CAPABILITIES
+from modelyard.engines.llama_server.engine import LlamaServerEngine
+from modelyard.engines.llama_server.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_server.options import LlamaServerOptions as Options
 from modelyard.engines.llama_server.server import combined_cache
 from modelyard.library.model_files import locate_model_file
-
-__all__ = [
-    "CAPABILITIES",
-    "COUNTS_LOCALLY",
-    "HOLDS_WEIGHTS",
-    "LIVE_OVERRIDES",
-    "Options",
-    "chat_template",
-    "create",
-    "estimate",
-    "kind",
-    "tokenizer_path",
-]
 
 HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True

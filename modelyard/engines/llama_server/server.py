@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from modelyard.core.engine import CacheInfo, EngineSpec
-from modelyard.core.errors import NotFound
 from modelyard.engines.llama_server.options import LlamaServerOptions
-from modelyard.engines.managed import ListenAddress, ServerCommand, child_environment
+from modelyard.engines.managed import ListenAddress, ServerCommand, child_environment, find_program
 from modelyard.library import llama_server as downloads
 from modelyard.library.model_files import locate_model_file
 
@@ -48,17 +46,12 @@ def server_command(spec: EngineSpec) -> ServerCommand:
 
 
 def find_binary(options: LlamaServerOptions) -> str:
-    if options.llama_server_binary is not None:
-        path = Path(options.llama_server_binary).expanduser()
-        if found := shutil.which(str(path)):
-            return found
-        raise NotFound(f"llama_server_binary: there is no program {str(path)!r}", code="program_missing")
-    if found := shutil.which("llama-server") or shutil.which(str(downloads.binary_path())):
-        return found
-    raise NotFound(
+    return find_program(
+        "llama_server_binary",
+        options.llama_server_binary,
+        ("llama-server", downloads.binary_path()),
         "there is no llama-server on the PATH: set llama_server_binary, or download one with "
         "python setup/llama_server.py",
-        code="program_missing",
     )
 
 

@@ -9,26 +9,12 @@ from typing import Literal
 from modelyard.core.engine import Capabilities, Engine, EngineSpec
 from modelyard.core.errors import ModelyardError
 from modelyard.engines.vllm.errors import with_cause
-from modelyard.engines.vllm.estimate import estimate
+from modelyard.engines.vllm.estimate import estimate as estimate
 from modelyard.engines.vllm.log_parser import failure_reason
 from modelyard.engines.vllm.model_folder import require_folder
-from modelyard.engines.vllm.options import LIVE_OVERRIDES
+from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.vllm.options import VllmOptions as Options
 from modelyard.engines.vllm.request import IGNORED
-
-__all__ = [
-    "CAPABILITIES",
-    "HOLDS_WEIGHTS",
-    "LIVE_OVERRIDES",
-    "OWN_PROCESS",
-    "Options",
-    "chat_template",
-    "create",
-    "estimate",
-    "explain",
-    "kind",
-    "tokenizer_path",
-]
 
 HOLDS_WEIGHTS = OWN_PROCESS = True
 CAPABILITIES = Capabilities(modalities=("text", "image"), structured=True, logprobs=True, lora=True, ignored=IGNORED)

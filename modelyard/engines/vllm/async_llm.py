@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from modelyard.core.engine import Accepted, Chunk, End, Media, Prompt, Tokens
 from modelyard.core.errors import Internal, ModelyardError, Timeout
 from modelyard.core.tokenizer import IdLogprob
+from modelyard.engines.generation_queue import TokenDispatch
 from modelyard.engines.in_process import InProcessJob
-from modelyard.engines.token_dispatch import TokenDispatch
 from modelyard.engines.vllm.errors import death_error, first_token_error, load_error, request_error
 from modelyard.engines.vllm.request import PRIORITIES, ControlTokens, VllmAdapter, VllmRequest, multi_modal_data
 from modelyard.plugins import MissingLibrary

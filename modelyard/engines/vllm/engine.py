@@ -25,8 +25,8 @@ from modelyard.core.engine import (
     Prompt,
 )
 from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
+from modelyard.engines.generation_queue import TokenDispatch
 from modelyard.engines.in_process import InProcessEngine
-from modelyard.engines.token_dispatch import TokenDispatch
 from modelyard.engines.vllm.async_llm import AsyncLlmRunner, CacheCounters, EventLoopThread, VllmJob, load_library
 from modelyard.engines.vllm.model_folder import (
     check_weights,

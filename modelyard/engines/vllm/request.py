@@ -18,18 +18,8 @@ from modelyard.core.request import Constraint, Sampling
 from modelyard.engines.grammars import JSON_SPACING, bad_grammar, no_tool_grammar
 
 IGNORED = (
-    "typical_p",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "xtc_probability",
-    "xtc_threshold",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-    "beam_size",
+    *("typical_p", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    *("xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "beam_size"),
 )
 PRIORITIES = {"main": 0, "background": 1}  # vLLM runs the smallest number first
 

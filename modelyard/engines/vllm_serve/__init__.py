@@ -6,24 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.vllm import chat_template, estimate
-from modelyard.engines.vllm import model_folder as _folder
-from modelyard.engines.vllm.options import LIVE_OVERRIDES
-from modelyard.engines.vllm_serve.engine import CAPABILITIES, VllmServeEngine
+from modelyard.engines.vllm import chat_template as chat_template
+from modelyard.engines.vllm import estimate as estimate
+from modelyard.engines.vllm.model_folder import require_folder
+from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES
+from modelyard.engines.vllm_serve.engine import CAPABILITIES as CAPABILITIES
+from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.engines.vllm_serve.options import VllmServeOptions as Options
-
-__all__ = [
-    "CAPABILITIES",
-    "COUNTS_LOCALLY",
-    "HOLDS_WEIGHTS",
-    "LIVE_OVERRIDES",
-    "Options",
-    "chat_template",
-    "create",
-    "estimate",
-    "kind",
-    "tokenizer_path",
-]
 
 HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True
@@ -40,4 +29,4 @@ def create(spec: EngineSpec) -> Engine:
 
 
 def tokenizer_path(options: Options) -> Path:
-    return _folder.require_folder(options.vllm_tokenizer or options.model_name)
+    return require_folder(options.vllm_tokenizer or options.model_name)

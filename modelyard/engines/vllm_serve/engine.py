@@ -14,15 +14,12 @@ from modelyard.engines.managed import ManagedEngine, ManagedServer, server_reque
 from modelyard.engines.upstream import append_fields, reject_bare_prompts
 from modelyard.engines.vllm.log_parser import startup_stage
 from modelyard.engines.vllm.options import max_model_len
+from modelyard.engines.vllm.request import IGNORED
 from modelyard.engines.vllm_serve.options import VllmServeOptions
 from modelyard.engines.vllm_serve.server import lists_models, model_template, server_command, tool_call_parser
 from modelyard.engines.vllm_serve.sleep import sleeping_servers
 from modelyard.protocols import openai_chat
 
-_IGNORED = (
-    *("typical_p", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-    *("xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "beam_size"),
-)
 _GRAMMARS = {"gbnf": "grammar", "lark": "grammar", "regex": "regex"}
 
 CAPABILITIES = Capabilities(
@@ -30,7 +27,7 @@ CAPABILITIES = Capabilities(
     structured=True,
     logprobs=True,
     lora=True,
-    ignored=_IGNORED,
+    ignored=IGNORED,
     thinking_modes=("default", "enabled", "disabled"),
 )
 
@@ -157,7 +154,7 @@ def _vllm_request(request: Request, options: VllmServeOptions, model: str) -> Re
         server_request(request, enable_thinking=options.enable_thinking),
         model=adapter or model,  # vLLM serves an adapter under its own model name
         tools=tools,
-        sampling=replace(request.sampling, **dict.fromkeys(_IGNORED)),
+        sampling=replace(request.sampling, **dict.fromkeys(IGNORED)),
         constraint=None if request.constraint and request.constraint.kind in _GRAMMARS else request.constraint,
     )
 

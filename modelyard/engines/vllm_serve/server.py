@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any, cast
 import msgspec
 
 from modelyard.core.engine import CacheInfo, EngineSpec
-from modelyard.core.errors import ModelyardError, NotFound
-from modelyard.engines.managed import ListenAddress, ManagedServer, ServerCommand, child_environment
+from modelyard.core.errors import ModelyardError
+from modelyard.engines.managed import ListenAddress, ManagedServer, ServerCommand, child_environment, find_program
 from modelyard.engines.vllm import model_folder
 from modelyard.engines.vllm.log_parser import failure_reason
 from modelyard.engines.vllm.options import engine_arguments
@@ -53,16 +52,11 @@ def server_command(spec: EngineSpec) -> ServerCommand:
 
 
 def find_binary(options: VllmServeOptions) -> str:
-    if options.vllm_serve_binary is not None:
-        path = Path(options.vllm_serve_binary).expanduser()
-        if found := shutil.which(str(path)):
-            return found
-        raise NotFound(f"vllm_serve_binary: there is no program {str(path)!r}", code="program_missing")
-    if found := shutil.which("vllm") or shutil.which(str(vllm_env.program())):
-        return found
-    raise NotFound(
+    return find_program(
+        "vllm_serve_binary",
+        options.vllm_serve_binary,
+        ("vllm", vllm_env.program()),
         "there is no vllm on the PATH: set vllm_serve_binary, or build one that runs without a GPU with make vllm-env",
-        code="program_missing",
     )
 
 

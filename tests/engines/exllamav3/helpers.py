@@ -19,7 +19,7 @@ from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import exllamav3, fake
-from modelyard.engines.exllamav3 import model
+from modelyard.engines.exllamav3 import engine as model
 from modelyard.engines.exllamav3.engine import ExllamaEngine
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.engines.exllamav3.fake_library import FakeLibrary, in_step_with

@@ -19,10 +19,10 @@ from modelyard import plugins
 from modelyard.core.engine import CacheInfo, Control, Media, Progress, TokenRun, Tokens
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines import exllamav3, token_dispatch
-from modelyard.engines.exllamav3 import model as model_module
-from modelyard.engines.exllamav3.model import load_library
-from modelyard.engines.token_dispatch import TokenDispatch
+from modelyard.engines import exllamav3, generation_queue
+from modelyard.engines.exllamav3 import engine as model_module
+from modelyard.engines.exllamav3.engine import load_library
+from modelyard.engines.generation_queue import TokenDispatch
 from modelyard.plugins import MissingLibrary
 from tests.engines.exllamav3.fake_library import FakeLibrary
 from tests.engines.exllamav3.helpers import make, model_folder, prompt, running, spec, text_of, tokenizer
@@ -65,13 +65,13 @@ async def test_native_job_gets_token_ids_limits_and_sampler() -> None:
 
 async def test_event_loop_wakes_once_per_step_for_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     library, batches = FakeLibrary(), []
-    deliver = token_dispatch.deliver
+    deliver = generation_queue.deliver
 
     def counted(batch: Any) -> None:
         batches.append(batch)
         deliver(batch)
 
-    monkeypatch.setattr(token_dispatch, "deliver", counted)
+    monkeypatch.setattr(generation_queue, "deliver", counted)
     async with running({"main": CacheInfo(512, 4)}, library, slow=True) as engine:
         jobs = [engine.generate(prompt(text, max_tokens=20)) for text in "abcd"]
         for job in jobs:

@@ -11,7 +11,7 @@ import asyncio
 from typing import Any
 
 from modelyard.engines.vllm import async_llm, engine
-from modelyard.workers.__main__ import main
+from modelyard.workers.worker_process import main
 
 WINDOW, MAX_SEQS = 2048, 8
 
