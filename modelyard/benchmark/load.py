@@ -378,7 +378,7 @@ class ChatTarget:
 
 
 class ChatConversation:
-    """The messages of both roles. The target's `chat` sends them; it returns the sample and the text of the response."""
+    """The messages of both roles. The target's `chat` sends them and returns the sample and the response's text."""
 
     def __init__(self, target: ChatTarget | UrlTarget) -> None:
         self._target = target
@@ -566,9 +566,7 @@ class LoadJob(Struct, frozen=True, kw_only=True):
     async def run(self) -> Round:
         async with RequestTarget(self.url, self.body, key=self.key, limit_s=self.limit_s) as target:
             length = RoundLength(seconds=self.seconds)
-            generator = LoadGenerator(
-                target, None, length, streams=self.streams, rate=self.rate, ramp_s=self.ramp_s
-            )
+            generator = LoadGenerator(target, None, length, streams=self.streams, rate=self.rate, ramp_s=self.ramp_s)
             return await generator.run()
 
     def run_in_process(self) -> Round:

@@ -67,27 +67,6 @@ class ChatScreen:
 _STYLES: dict[BlockKind, str] = {"text": "", "thinking": "dim italic", "tool_call": "yellow"}
 
 
-class _ListedModel(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ListedModel]
-
-
-class _VisibleText:
-    """The text shown so far: it is the reply if the user interrupts."""
-
-    def __init__(self) -> None:
-        self.text, self._visible = "", False
-
-    def feed(self, event: Event) -> None:
-        if isinstance(event, BlockStart):
-            self._visible = event.kind == "text"
-        elif isinstance(event, BlockDelta) and self._visible:
-            self.text += event.text
-
-
 class ChatSession:
     """Without a model name, the first that the server lists."""
 
@@ -112,20 +91,23 @@ class ChatSession:
                     screen.show_error(error)
 
     def _turn(self, client: httpx.Client, screen: ChatScreen) -> None:
-        reply, shown = ReplyBuilder(), _VisibleText()
+        reply, text, is_text = ReplyBuilder(), "", False  # the text shown so far is the reply if the user interrupts
         try:
             for event in self._events(client):
                 reply.feed([event])  # raises the error of a Failed
-                shown.feed(event)
                 screen.show(event)
-                if isinstance(event, Finished):
+                if isinstance(event, BlockStart):
+                    is_text = event.kind == "text"
+                elif isinstance(event, BlockDelta) and is_text:
+                    text += event.text
+                elif isinstance(event, Finished):
                     screen.note(f"{event.usage.prompt} + {event.usage.output} tokens, {event.reason}")
         except KeyboardInterrupt:
             screen.note("stopped")
         if reply.finished:
             self.messages.append(Message("assistant", tuple(block.part for block in reply.reply().blocks)))
-        elif shown.text:
-            self.messages.append(Message("assistant", (Text(shown.text),)))
+        elif text:
+            self.messages.append(Message("assistant", (Text(text),)))
         else:
             self.messages.pop()
 
@@ -144,8 +126,8 @@ class ChatSession:
         reply = client.get(f"{self._url}/v1/models")
         _check(reply)
         try:
-            return msgspec.json.decode(reply.content, type=_ModelList).data[0].id
-        except (msgspec.MsgspecError, IndexError):
+            return str(msgspec.json.decode(reply.content)["data"][0]["id"])
+        except (msgspec.MsgspecError, LookupError, TypeError):
             raise NotFound(f"{self._url} lists no models; name one: modelyard chat NAME") from None
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from modelyard.cli.console import DEFAULT_URL, KeyOption, UrlOption, make_table, out, run_or_exit
-from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, Unavailable
+from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable
 
 COLUMNS = ("ended", "prompt", "reused", "evaluated", "output", "cause", "from token")
 _MAX_REQUESTS = 1000  # the admin API's limit
@@ -47,18 +47,15 @@ def request_rows(url: str, key: str | None, session: str | None, last: int) -> t
     ended: Sequence[Mapping[str, Any]] = _get(url.rstrip("/") + path, key)["ended"]
     if not ended:
         raise NotFound(f"{url} has not answered any request yet")
-    chosen = list(_of_session(ended, session))[:last]
+    if session is None:
+        found = [record for record in ended if record["session"] == ended[0]["session"]]
+    else:
+        found = [record for record in ended if (record["session"] or "").endswith(session)]
+    chosen = found[:last]
     if not chosen:
         raise NotFound(f"none of the last {len(ended)} requests belongs to a session that ends in {session!r}")
     heading = f"session {chosen[0]['session'] or '(none)'}, cache {chosen[0]['cache']}"
     return heading, [_row(record) for record in reversed(chosen)]
-
-
-def _of_session(ended: Sequence[Mapping[str, Any]], session: str | None) -> Iterator[Mapping[str, Any]]:
-    newest = ended[0]["session"]
-    for record in ended:
-        if record["session"] == newest if session is None else (record["session"] or "").endswith(session):
-            yield record
 
 
 def _row(record: Mapping[str, Any]) -> Row:
@@ -83,16 +80,12 @@ def _get(url: str, key: str | None) -> dict[str, Any]:
         raise InvalidRequest(f"{url} is not a URL: {error}") from None
     except httpx.HTTPError as error:
         raise Unavailable(f"no server answers at {url}: {error}; --url sets another") from None
+    if reply.status_code in _KEY_ERRORS:
+        raise Forbidden(_KEY_ERRORS[reply.status_code])
     if reply.status_code != 200:
-        raise _error(url, reply.status_code)
+        raise Unavailable(f"{url} answered {reply.status_code}: is it a Modelyard server?")
     found: dict[str, Any] = reply.json()
     return found
-
-
-def _error(url: str, status: int) -> ModelyardError:
-    if status in _KEY_ERRORS:
-        return Forbidden(_KEY_ERRORS[status])
-    return Unavailable(f"{url} answered {status}: is it a Modelyard server?")
 
 
 def parse(

@@ -13,6 +13,7 @@ from modelyard.cli.config import describe_config
 from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, run_or_exit
 from modelyard.config.settings import Config
 from modelyard.core.errors import NotFound
+from modelyard.library.progress import ProgressReporter
 
 models_app = typer.Typer(help="The models of a configuration, and the library of model files.", no_args_is_help=True)
 
@@ -24,12 +25,15 @@ def add(
     quant: Annotated[str | None, typer.Option(help="Which variant, such as Q4_K_M, if there are several.")] = None,
 ) -> None:
     """Add a model to the library: register a local file, or download from a Hugging Face repository."""
-    from modelyard.library import models, progress
+    from modelyard.library import models
 
-    meter = progress.ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
-    entry = run_or_exit(lambda: models.add_model(source, name=name, quant=quant, progress=meter))
+    entry = run_or_exit(lambda: models.add_model(source, name=name, quant=quant, progress=_progress()))
     out.print(f"{escape(entry.name)} is in the library. To serve it, add to modelyard.toml:", soft_wrap=True)
     out.print(models.config_snippet(entry), markup=False, highlight=False, soft_wrap=True)
+
+
+def _progress() -> ProgressReporter:
+    return ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
 
 
 @models_app.command("list")
@@ -44,11 +48,11 @@ def list_models(config: ConfigOption = None) -> None:
         row = (m.name, m.backend, ", ".join(m.aliases), m.starts, file.size, file.quant, file.state, m.description)
         configured.add_row(*map(escape, row))
     out.print(configured)
-    rows = run_or_exit(models.list_rows)
     library = make_table("library", "from", "size", "quant", "file", "")
-    for entry, file in rows:
+    for entry in run_or_exit(models.list_models):
+        file = models.file_row(entry.path)
         library.add_row(*map(escape, (entry.name, entry.source, file.size, file.quant, file.state, entry.path)))
-    if rows:
+    if library.row_count:
         out.print(library)
 
 
@@ -111,11 +115,10 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a GGUF model to a Hugging Face or CTranslate2 folder, and add it to the library."""
-    from modelyard.library import models, progress
+    from modelyard.library import models
     from modelyard.library.convert import convert as convert_model
 
-    meter = progress.ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
-    entry = run_or_exit(lambda: convert_model(name, to, out=target, quantization=quantization, progress=meter))
+    entry = run_or_exit(lambda: convert_model(name, to, out=target, quantization=quantization, progress=_progress()))
     out.print(f"{escape(entry.name)} is in the library: {escape(entry.path)}", soft_wrap=True)
     if to == "ct2":
         out.print("To serve it, add to modelyard.toml:")

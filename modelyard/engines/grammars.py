@@ -5,10 +5,11 @@ llguidance is imported on first use: other engines import this module for its er
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelyard.core.errors import InvalidRequest, Unsupported
@@ -16,6 +17,8 @@ from modelyard.core.request import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -36,8 +39,12 @@ class Grammars:
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._load_tokenizer = load_tokenizer
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._compiled: dict[tuple[str, str], LLMatcher] = {}  # the most recently used last
         self._pool: ThreadPoolExecutor | None = None
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        return self._load_tokenizer()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Runs a function on the compiler thread."""
@@ -53,12 +60,21 @@ class Grammars:
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """A new matcher at the start of the grammar."""
         key = constraint.kind, constraint.text
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(constraint)
-        self._compiled.move_to_end(key)
+        self._compiled[key] = self._compiled.pop(key, None) or self._compile(constraint)
         if len(self._compiled) > _CACHE_SIZE:
-            self._compiled.popitem(last=False)
+            del self._compiled[next(iter(self._compiled))]
         return self._compiled[key].deep_copy()
+
+    def matcher_if_valid(self, constraint: Constraint) -> LLMatcher | None:
+        """None if a constraint with a trigger is invalid: the client did not ask for it, so it must not fail a
+        request."""
+        try:
+            return self.matcher(constraint)
+        except InvalidRequest as error:
+            if not constraint.trigger:
+                raise
+            log.warning("calls of %s are unconstrained: %s", ", ".join(constraint.tools) or "tools", error.message)
+            return None
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher
@@ -66,7 +82,7 @@ class Grammars:
         limit = _MAX_GENERATED if constraint.tools or constraint.kind == "json_schema" else _MAX_WRITTEN
         if len(constraint.text) > limit:
             raise bad_grammar(constraint, f"it is longer than {limit} characters")
-        matcher = LLMatcher(self._load_tokenizer(), _to_llguidance(constraint), log_level=0)
+        matcher = LLMatcher(self.tokenizer, _to_llguidance(constraint), log_level=0)
         if matcher.is_error():
             raise bad_grammar(constraint, matcher.get_error())
         return matcher

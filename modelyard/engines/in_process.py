@@ -240,18 +240,14 @@ class InProcessEngine(ABC, Generic[J]):
         log.error("a job of %s failed (id %s)", self.library, internal.id, exc_info=error)
         return internal
 
-    def _warn_about_trained_length(self, trained: int | None, advice: str = "") -> None:
-        for name, info in self.spec.caches.items():
-            if trained and info.window > trained:
-                log.warning(
-                    "the cache %r has a window of %d tokens, but the model %r was trained on %d: answers beyond that "
-                    "length may be nonsense%s",
-                    name,
-                    info.window,
-                    self.spec.model,
-                    trained,
-                    advice,
-                )
+
+def warn_about_trained_length(spec: EngineSpec, trained: int | None, advice: str = "") -> None:
+    for name, info in spec.caches.items():
+        if trained and info.window > trained:
+            log.warning(
+                f"the cache {name!r} has a window of {info.window} tokens, but the model {spec.model!r} was trained "
+                f"on {trained}: answers beyond that length may be nonsense{advice}"
+            )
 
 
 class ThreadCall(Struct, frozen=True):

@@ -113,8 +113,9 @@ _CONNECTION_BROKEN = re.compile(r"(connection broken by '.*'): ")
 
 
 def pip_download(requirement: str, folder: Path, on_bytes: OnBytes) -> Path:
+    version = importlib.metadata.version("pip") if importlib.util.find_spec("pip") is not None else None
     command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
-    command += ["--progress-bar", pip_progress_bar(_version()), "--dest", str(folder), requirement]
+    command += ["--progress-bar", pip_progress_bar(version), "--dest", str(folder), requirement]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:  # noqa: S603
         reason = parse_pip_output(process.stdout or (), on_bytes)
     found = sorted(folder.glob("*.whl"))
@@ -147,10 +148,6 @@ def pip_progress_bar(version: str | None) -> str:
     """`raw`, which can be parsed, exists since pip 24.1; older versions report nothing. None: uv runs the newest."""
     numbers = [int(part) for part in re.findall(r"\d+", version or "")[:2]]
     return "raw" if version is None or numbers >= [24, 1] else "off"
-
-
-def _version() -> str | None:
-    return importlib.metadata.version("pip") if importlib.util.find_spec("pip") is not None else None
 
 
 def _pip() -> list[str]:

@@ -39,13 +39,9 @@ def _list_files(repo: str) -> tuple[dict[str, int], dict[str, str]]:
     """The repository's files with their sizes, and the checksums of those that have one."""
     from huggingface_hub import HfApi
 
-    files = HfApi(endpoint=_endpoint()).model_info(repo, files_metadata=True).siblings or []
+    files = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).model_info(repo, files_metadata=True).siblings or []
     digests = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None and file.lfs.sha256}
     return {file.rfilename: file.size or 0 for file in files}, digests
-
-
-def _endpoint() -> str | None:
-    return os.environ.get("HF_ENDPOINT") or None
 
 
 def _check_disk_space(variant: ModelVariant, sizes: dict[str, int], folder: Path) -> None:
@@ -60,10 +56,11 @@ def _check_disk_space(variant: ModelVariant, sizes: dict[str, int], folder: Path
 def _download(repo: str, variant: ModelVariant, folder: Path, progress: ProgressReporter) -> None:
     from huggingface_hub import hf_hub_download
 
+    endpoint = os.environ.get("HF_ENDPOINT") or None
     for number, name in enumerate(variant.files, 1):
         part = f" ({number} of {len(variant.files)})" if len(variant.files) > 1 else ""
         with progress.track(Path(name).name + part) as on_bytes:
-            hf_hub_download(repo, name, local_dir=folder, endpoint=_endpoint(), tqdm_class=_tqdm_class(on_bytes))
+            hf_hub_download(repo, name, local_dir=folder, endpoint=endpoint, tqdm_class=_tqdm_class(on_bytes))
 
 
 def _tqdm_class(on_bytes: OnBytes) -> Any:

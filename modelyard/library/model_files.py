@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -143,12 +143,6 @@ class ModelFolder(Struct, frozen=True):
         return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
 
 
-class _ConversionNote(Struct, frozen=True):
-    """The part of `convert.ConversionNote` that lists show."""
-
-    quantization: str = ""
-
-
 def find_model_folder(path: str) -> ModelFolder | None:
     for folder in candidate_paths(path):
         if (kind := folder_format(folder)) is not None:
@@ -169,15 +163,20 @@ def folder_format(folder: Path) -> FolderFormat | None:
 
 
 def _noted_quantization(folder: Path) -> str:
+    """From the note that a conversion leaves in its folder."""
     try:
-        return msgspec.json.decode((folder / "modelyard.json").read_bytes(), type=_ConversionNote).quantization
+        note = msgspec.json.decode((folder / "modelyard.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return ""
+    return str(note.get("quantization", ""))
 
 
 # --- registered models ------------------------------------------------------------------------------------------------
 #
 # Stored in one JSON file in the library's folder, which is replaced as a whole.
+
+
+_ENTRIES, _ENTRIES_LOCK = "library.json", ".library.lock"
 
 
 class LibraryEntry(Struct, frozen=True, omit_defaults=True):
@@ -189,16 +188,8 @@ class LibraryEntry(Struct, frozen=True, omit_defaults=True):
     owned: bool = False
 
 
-def _entries_file() -> Path:
-    return models_dir() / "library.json"
-
-
-def _entries_lock() -> Path:
-    return models_dir() / ".library.lock"
-
-
 def read_entries() -> list[LibraryEntry]:
-    file = _entries_file()
+    file = models_dir() / _ENTRIES
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[LibraryEntry])
     except FileNotFoundError:
@@ -213,7 +204,7 @@ def find_entry(name: str) -> LibraryEntry | None:
 
 def put_entry(entry: LibraryEntry) -> None:
     """Add an entry. It is an error if its name belongs to another path."""
-    with file_lock(_entries_lock()):
+    with file_lock(models_dir() / _ENTRIES_LOCK):
         entries = read_entries()
         other = next((e for e in entries if e.name == entry.name), None)
         if other is not None and other.path != entry.path:
@@ -225,12 +216,12 @@ def put_entry(entry: LibraryEntry) -> None:
 
 
 def remove_entry(name: str) -> None:
-    with file_lock(_entries_lock()):
+    with file_lock(models_dir() / _ENTRIES_LOCK):
         _write_entries([entry for entry in read_entries() if entry.name != name])
 
 
 def _write_entries(entries: list[LibraryEntry]) -> None:
-    file = _entries_file()
+    file = models_dir() / _ENTRIES
     temporary = file.with_suffix(f".{os.getpid()}")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(entries), indent=2))
     temporary.replace(file)

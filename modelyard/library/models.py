@@ -104,13 +104,11 @@ def _delete(path: Path) -> None:
         if file.resolve().is_relative_to(root):
             file.unlink(missing_ok=True)
     folder = path.parent
-    while folder.resolve() != root and folder.resolve().is_relative_to(root) and not _has_models(folder):
+    while folder.resolve() != root and folder.resolve().is_relative_to(root):
+        if any(file.suffix.lower() == ".gguf" for file in folder.rglob("*")):
+            break
         shutil.rmtree(folder, ignore_errors=True)  # metadata of the hub, locks
         folder = folder.parent
-
-
-def _has_models(folder: Path) -> bool:
-    return any(file.suffix.lower() == ".gguf" for file in folder.rglob("*"))
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
@@ -124,10 +122,6 @@ class FileRow(Struct, frozen=True):
     size: str = ""
     quant: str = ""
     state: str = ""
-
-
-def list_rows() -> list[tuple[LibraryEntry, FileRow]]:
-    return [(entry, file_row(entry.path)) for entry in list_models()]
 
 
 def file_row(path: str | None) -> FileRow:
@@ -157,12 +151,8 @@ def describe_file(path: str | None) -> Rows:
         return [("file", f"not fetched yet ({size}): modelyard serve fetches it at start")]
     if path is not None and (folder := model_files.find_model_folder(path)) is not None:
         kind = {"ct2": "CTranslate2", "hf": "Hugging Face"}[folder.kind]
-        rows = [
-            ("folder", f"{folder.path}, {format_size(folder.size)}"),
-            ("kind", kind),
-            ("quantization", folder.quant),
-        ]
-        return [row for row in rows if row[1]]
+        rows = [("folder", f"{folder.path}, {format_size(folder.size)}"), ("kind", kind)]
+        return [*rows, ("quantization", folder.quant)] if folder.quant else rows
     file = model_files.find_model_file(path) if path is not None else None
     if file is None or file.suffix.lower() != ".gguf":
         return []

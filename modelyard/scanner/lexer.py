@@ -8,6 +8,7 @@ text.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
 from typing import TypeVar
@@ -120,13 +121,15 @@ class TextBuffer:
             yield
         return self.text[self.pos : self.pos + count]
 
-    def read_run(self, pattern: re.Pattern[str]) -> Incremental[str]:
-        """Take everything that matches a pattern of repeated characters."""
-        taken: list[str] = []
+    def read_run(self, pattern: re.Pattern[str], limit: int = sys.maxsize) -> Incremental[str]:
+        """Take everything that matches a pattern of repeated characters. More than `limit` is a ParseError."""
+        taken = ""
         while True:
-            taken.append(self.take_match(pattern))
+            taken += self.take_match(pattern)
+            if len(taken) > limit:
+                raise ParseError(f"longer than {limit} characters")
             if not self.is_empty or self.ended:
-                return "".join(taken)
+                return taken
             yield
 
     def skip_space(self) -> Incremental[str]:
@@ -156,16 +159,19 @@ class TextBuffer:
         self.skip(len(found or ""))
         return found is not None
 
-    def read_until(self, stop: re.Pattern[str], limit: int = NAME_LIMIT) -> Incremental[str]:
-        """Take everything before the first match of a one-character pattern. It must come within `limit` characters."""
+    def read_until(self, stop: re.Pattern[str], limit: int = NAME_LIMIT, *, may_end: bool = False) -> Incremental[str]:
+        """Take everything before the first match of a one-character pattern, or before the end if that is allowed.
+
+        More than `limit` characters are a ParseError.
+        """
         taken, size = [], 0
         while True:
             found = stop.search(self.text, self.pos)
             taken.append(self.take_to(found.start() if found else len(self.text)))
             size += len(taken[-1])
-            if size > limit or (self.ended and not found):
+            if size > limit or (self.ended and not found and not may_end):
                 raise ParseError(f"expected {stop.pattern} within {limit} characters")
-            if found:
+            if found or self.ended:
                 return "".join(taken)
             yield
 

@@ -18,7 +18,7 @@ from modelyard.scanner.lexer import INSIDE_BRACKET, SURROGATES, Incremental, Par
 _NAME = re.compile(r"[\w.-]*")
 _SEPARATORS = (",", ";")
 _QUOTES = ("'", '"')
-_WORD_LIMIT = 512
+_WORD_LIMIT = 512  # characters of a name or number
 _SPACE_LIMIT = 64
 _ARGUMENTS_FOLLOW = re.compile(r"\s*(?:\)|[^\W\d]\w*\s*=(?!=))")
 _AFTER_VALUE = frozenset({"", ",", ")", "]", "}", ":", "<"})
@@ -79,7 +79,7 @@ def _read_list_rest(buffer: TextBuffer, calls: CallBuilder, *, offered_only: boo
 
 
 def _read_call(buffer: TextBuffer, calls: CallBuilder, offered_only: bool) -> Incremental[None]:
-    name = yield from _read_word(buffer, _NAME)
+    name = yield from buffer.read_run(_NAME, _WORD_LIMIT)
     if (yield from buffer.peek()) != "(":
         raise ParseError("a name without brackets")
     buffer.skip(1)
@@ -94,17 +94,6 @@ def pythonic_arguments(buffer: TextBuffer, calls: CallBuilder) -> Incremental[No
     """After the bracket that follows a name."""
     with INSIDE_BRACKET:
         yield from _ArgumentsReader(buffer, calls).read()
-
-
-def _read_word(buffer: TextBuffer, pattern: re.Pattern[str]) -> Incremental[str]:
-    word = ""
-    while True:
-        word += buffer.take_match(pattern)
-        if len(word) > _WORD_LIMIT:
-            raise ParseError("too long for a name or a number")
-        if not buffer.is_empty or buffer.ended:
-            return word
-        yield
 
 
 class _ArgumentsReader:
@@ -133,7 +122,7 @@ class _ArgumentsReader:
     def _argument(self, char: str) -> Incremental[None]:
         buffer = self._buffer
         if char.isalpha() or char == "_":
-            word = yield from _read_word(buffer, _NAME)
+            word = yield from buffer.read_run(_NAME, _WORD_LIMIT)
             yield from buffer.skip_space()
             if (yield from buffer.peek()) != "=":
                 value = repair_literal(word)
@@ -162,7 +151,7 @@ class PythonLiteralReader(JsonReader):
 
     def _literal(self) -> Incremental[str]:
         """Numbers may be padded (`month=07`), which neither language allows."""
-        return _PADDING.sub(r"\1", (yield from _read_word(self._buffer, _LITERAL)))
+        return _PADDING.sub(r"\1", (yield from self._buffer.read_run(_LITERAL, _WORD_LIMIT)))
 
     def _string(self, quote: str) -> Incremental[None]:
         if (yield from self._buffer.match((quote * 3,))):

@@ -68,7 +68,7 @@ def optimize(
     terminal = TerminalReport(plan.goal, model.current, plan.budget_s, out, err)
     run = Optimizer(model, plan, history, terminal)
     try:
-        with terminal.progress():
+        with terminal.progress:
             result, finished = asyncio.run(run.run()), True
     except KeyboardInterrupt:  # the running trial has ended with all its processes
         result, finished = run.interim_result(), False

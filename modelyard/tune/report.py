@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
@@ -187,17 +187,8 @@ def _finite(ratio: Interval | None) -> Interval | None:
 
 
 def _row(one: RankedSetting, name: str, current: Setting) -> ReportRow:
-    return ReportRow(
-        name=name,
-        changes=one.setting.changes(current),
-        trials=one.trials,
-        score=one.score,
-        speed=one.speed,
-        ttft_s=one.ttft_s,
-        memory=one.memory,
-        front=one.front,
-        slow=one.slow,
-    )
+    figures = {field: value for field, value in asdict(one).items() if field != "setting"}
+    return ReportRow(name=name, changes=one.setting.changes(current), **figures)
 
 
 def _quality_loss(run: Optimizer, rounding: Setting) -> QualityLoss:
@@ -234,7 +225,7 @@ class TerminalReport:
 
     def __init__(self, goal: Goal, current: Setting, budget_s: float, out: Console, err: Console) -> None:
         self._goal, self._current, self._budget, self._out, self._err = goal, current, budget_s, out, err
-        self._progress = Progress(
+        self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.fields[left]} left at most · {task.fields[trials]} trials · best: {task.fields[best]}"),
@@ -242,23 +233,18 @@ class TerminalReport:
             transient=True,
         )
         left = format_duration(budget_s)
-        self._task = self._progress.add_task("", total=budget_s, left=left, trials=0, best="not known yet")
+        self._task = self.progress.add_task("", total=budget_s, left=left, trials=0, best="not known yet")
         self._trials = 0
-
-    @contextmanager
-    def progress(self) -> Iterator[None]:
-        with self._progress:
-            yield
 
     def trial_started(self, request: ScoreRequest, left_s: float) -> None:
         what = "quality of" if request.quality else _PHASES[request.phase]
         description = f"{what} {format_changes(request.setting.changes(self._current))}"[:60]
         done = max(0.0, self._budget - left_s)
-        self._progress.update(self._task, description=description, completed=done, left=format_duration(left_s))
+        self.progress.update(self._task, description=description, completed=done, left=format_duration(left_s))
 
     def trial_ended(self, request: ScoreRequest, outcome: Outcome, best: Setting, *, replayed: bool) -> None:
         self._trials += not request.quality
-        self._progress.update(self._task, trials=self._trials, best=format_changes(best.changes(self._current)))
+        self.progress.update(self._task, trials=self._trials, best=format_changes(best.changes(self._current)))
         setting = format_changes(request.setting.changes(self._current))
         line = f"{request.reason or request.phase}: {setting}: {_outcome_text(outcome)}"
         line += " (from the history)" if replayed else ""
@@ -327,7 +313,7 @@ def _table(report: Report) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("setting", f"{report.goal}: against current", "tok/s", "first token", "memory", "trials", "front"):
         table.add_column(column)
-    current = next((row for row in report.rows if row.name == "current" or not row.changes), None)
+    current = current_row(report.rows)
     for place, row in enumerate(report.rows):
         if place < _ROWS or row.name or row.front:
             name = f"[bold]{escape(row.name)}[/bold] " if row.name else ""
@@ -341,6 +327,10 @@ def _table(report: Report) -> Table:
                 "•" if row.front else "",
             )
     return table
+
+
+def current_row(rows: Sequence[ReportRow]) -> ReportRow | None:
+    return next((row for row in rows if row.name == "current" or not row.changes), None)
 
 
 def against_current(row: ReportRow, current: ReportRow | None, goal: Goal) -> str:
@@ -400,7 +390,7 @@ def plot(report: Report) -> Drawing:
 
 
 def _chart(rows: Sequence[ReportRow], goal: Goal) -> Iterator[DrawingShape]:
-    current = next((row for row in rows if row.name == "current" or not row.changes), None)
+    current = current_row(rows)
     unit = chart_value(current or rows[0], goal)
     x_scale = Scale.of([row.memory / _MIB for row in rows], _LEFT, _LEFT + _CHART_WIDTH)
     y_scale = Scale.of([1.0, *(chart_value(row, goal) / unit for row in rows)], _TOP + _CHART_HEIGHT, _TOP)

@@ -308,8 +308,9 @@ class Search:
         if self.table.out_of_time or self._surroundings.get(stage) == surroundings:
             return
         others = self._space.neighbours(self.best, stage)
-        if again:
-            others = [setting for setting in others if self._is_worth_retrying(setting, stage)]
+        if again:  # those that were never tried, failed (perhaps because of the values around them), or were close
+            gaps = {setting: self._gap(setting, stage) for setting in others}
+            others = [setting for setting, gap in gaps.items() if gap is None or gap < self._rules.max_gap]
         self._surroundings[stage] = surroundings
         reason = ", ".join(knob.name for knob in stage)
         others = yield from self._within_quality_bound(others, reason)
@@ -374,11 +375,6 @@ class Search:
             if rounding in self._accepted:
                 allowed.append(setting)
         return allowed
-
-    def _is_worth_retrying(self, setting: Setting, stage: Stage) -> bool:
-        """Not far behind, failed (perhaps because of the values around it), or never tried."""
-        gap = self._gap(setting, stage)
-        return gap is None or gap < self._rules.max_gap
 
     def _gap(self, setting: Setting, stage: Stage) -> float | None:
         """How far a stage's values were behind when last compared, whatever the other knobs were: 0 if they failed,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -37,8 +37,8 @@ class TunedModel:
         bench = _engine_module(self.backend, "bench")
         self.has_engine_bench = bench is not None and bench.program(self._spec(config).options) is not None
         self.left_out: list[str] = []  # knobs that are not tried, each with the reason
-        self._changes: dict[Setting, dict[ConfigPath, Value]] = {}  # a setting is tried several times
-        self._trial_configs: dict[Setting, dict[str, Any]] = {}
+        self.changes = functools.cache(self._minimal_changes)  # a setting is tried several times
+        self.trial_config = functools.cache(self._trial_config)
         self.knobs = {knob.name: knob for knob in self._find_knobs()}
         if not self.knobs:
             raise InvalidRequest(f"{name!r} has nothing to optimize on this machine", code="no_knobs")
@@ -60,22 +60,22 @@ class TunedModel:
                     values = tuple(value for value in values if float(value) >= float(current[PARALLEL]))
                 yield replace(knob, values=values)
 
-    @cached_property
+    @functools.cached_property
     def space(self) -> SearchSpace:
         return SearchSpace(list(self.knobs.values()), self._module.forbids)
 
     # --- baselines ------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @functools.cached_property
     def current(self) -> Setting:
         return self._setting(self.config)
 
-    @cached_property
+    @functools.cached_property
     def default(self) -> Setting:
         """What the engine does with none of the knobs set."""
         return self._setting(without_knobs(self.config, self.name, self.knobs))
 
-    @cached_property
+    @functools.cached_property
     def fitted(self) -> Setting | None:
         """What llama.cpp's own program would set: it fits layers to GPUs. None without GPUs or without the program."""
         fit = getattr(self._module, "fitted", None) if self._machine.gpus else None
@@ -101,14 +101,9 @@ class TunedModel:
 
     # --- settings as configurations -------------------------------------------------------------------------------
 
-    def changes(self, setting: Setting) -> dict[ConfigPath, Value]:
+    def _minimal_changes(self, setting: Setting) -> dict[ConfigPath, Value]:
         """What must be written for a setting, and nothing else. A value that is not set may follow from another: it
         is written only where the derived value would be wrong."""
-        if setting not in self._changes:
-            self._changes[setting] = self._minimal_changes(setting)
-        return self._changes[setting]
-
-    def _minimal_changes(self, setting: Setting) -> dict[ConfigPath, Value]:
         wanted = setting.changes(self.current)
         wanted |= setting.changes(self._setting(self._config_with(wanted)))
         for name in reversed(list(wanted)):
@@ -119,20 +114,17 @@ class TunedModel:
     def _config_with(self, values: dict[str, Value]) -> Config:
         return with_changes(self.config, config_changes(self.config, self.name, self.knobs, values))
 
-    def trial_config(self, setting: Setting) -> dict[str, Any]:
-        if setting not in self._trial_configs:
-            config = with_changes(self.config, self.changes(setting))
-            self._trial_configs[setting] = single_model_config(config, self.name)
-        return self._trial_configs[setting]
+    def _trial_config(self, setting: Setting) -> dict[str, Any]:
+        return single_model_config(with_changes(self.config, self.changes(setting)), self.name)
 
     def exact_config(self) -> dict[str, Any]:
         """With exact numbers for every lossy knob: the reference of quality checks."""
-        exact = {name: _exact_value(knob, self.default[name]) for name, knob in self.knobs.items() if knob.lossy}
+        exact = {
+            name: next((value for value in ("float32", "f16", "auto") if value in knob.values), self.default[name])
+            for name, knob in self.knobs.items()
+            if knob.lossy
+        }
         return single_model_config(self._config_with(exact), self.name)
-
-
-def _exact_value(knob: Knob, default: Value) -> Value:
-    return next((value for value in ("float32", "f16", "auto") if value in knob.values), default)
 
 
 def _engine_module(backend: str, name: str) -> ModuleType | None:

@@ -1,7 +1,6 @@
 """The life of a worker process: it listens, registers with a scheduler, serves, and drains on SIGTERM.
 
-`python -m modelyard.workers.worker_process ENDPOINT [--exit-when-orphaned]` is the process that a gateway or a scheduler
-starts.
+Gateways and schedulers start it with `python -m modelyard.workers.worker_process ENDPOINT [--exit-when-orphaned]`.
 """
 
 from __future__ import annotations

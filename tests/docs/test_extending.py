@@ -22,7 +22,7 @@ body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "top_a"
 request = load_protocol("openai_chat").read_request(body, {})
 assert request.sampling.top_a == 0.25, request.sampling
 infer = AddRequest("e", InferRequest(1, b"", request.sampling))
-assert decode_for_worker(encode(infer)).request.sampling_params.top_a == 0.25
+assert decode_for_worker(encode(infer)).request.sampling.top_a == 0.25
 config = load_config(env={}, overrides={"models": {"m": {"backend": "fake", "decoding": {"top_a": 0.5}}}}).config
 assert config.models["m"].decoding.sampling() == Sampling(top_a=0.5)
 try:

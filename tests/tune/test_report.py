@@ -156,7 +156,7 @@ def terminal() -> tuple[TerminalReport, io.StringIO, io.StringIO]:
 )
 def test_every_outcome_is_a_line(outcome, expected):
     terminal_report, _, err = terminal()
-    with terminal_report.progress():
+    with terminal_report.progress:
         terminal_report.trial_started(ScoreRequest(NEW, "stage", "n_threads"), 300.0)
         terminal_report.trial_ended(ScoreRequest(NEW, "stage", "n_threads"), outcome, NOW, replayed=False)
     assert "n_threads = 2" in err.getvalue()

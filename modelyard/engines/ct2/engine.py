@@ -25,7 +25,7 @@ from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.ct2.model_folder import WEIGHTS, find_folder, read_trained_length, read_vocabulary
 from modelyard.engines.ct2.options import CAPABILITIES, Ct2Options, generate_arguments, is_beam_search
 from modelyard.engines.generation_queue import TokenDispatch
-from modelyard.engines.in_process import InProcessEngine, InProcessJob
+from modelyard.engines.in_process import InProcessEngine, InProcessJob, warn_about_trained_length
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class Ct2Engine(InProcessEngine[Ct2Job]):
 
         self._vocabulary = read_vocabulary(folder)
         self.n_vocab = len(self._vocabulary)
-        self._warn_about_trained_length(read_trained_length(folder))
+        warn_about_trained_length(self.spec, read_trained_length(folder))
         try:
             generator = ctranslate2.Generator(
                 str(folder),

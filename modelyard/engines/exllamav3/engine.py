@@ -1,7 +1,10 @@
 """ExLlamaV3 in process: one model, several named caches, one thread that owns them all.
 
 In each step the generator of every cache that has jobs runs once, in turn. Tokens of a step reach the event loop while
-the GPU computes the next one (`token_dispatch`).
+the GPU computes the next one (`TokenDispatch`).
+
+`ExllamaJob` is one generation, `ExllamaCache` one named cache with its generator, `ExllamaModel` the weights and the
+caches. They belong to the engine's thread.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from modelyard.core.engine import (
     Prompt,
     Tokens,
 )
-from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
+from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Timings
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.exllamav3.grammar_filter import GrammarFilter, GrammarFilters
@@ -50,12 +53,8 @@ from modelyard.engines.exllamav3.options import (
     sampler_steps,
 )
 from modelyard.engines.generation_queue import TokenDispatch
-from modelyard.engines.in_process import InProcessJob, ThreadedEngine
+from modelyard.engines.in_process import InProcessJob, ThreadedEngine, warn_about_trained_length
 from modelyard.plugins import MissingLibrary
-
-# The loaded model: the library, a job, one named cache with its generator, and the weights.
-#
-# Everything here belongs to the engine's thread.
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +104,11 @@ class ExllamaCache:
 
     def __init__(
         self,
-        info: CacheInfo,
         generator: Any,
         create_native: Callable[[ExllamaJob, Callable[[], None]], Any],
         dispatch: TokenDispatch,
     ) -> None:
-        self.info, self.generator, self._create_native, self._dispatch = info, generator, create_native, dispatch
+        self.generator, self._create_native, self._dispatch = generator, create_native, dispatch
         self.jobs: list[ExllamaJob] = []
         self._unsampled = 0  # jobs of this step whose sampler has not been launched
         self.reused = self.evaluated = self.held = 0  # tokens
@@ -158,17 +156,11 @@ class ExllamaCache:
         generator, self.generator = self.generator, None
         generator.close()
 
-    def stats(self) -> CacheStats:
-        """Called on the event loop: reads plain numbers only."""
-        return CacheStats(self.reused, self.evaluated)
-
     def _end_revoked(self, now: float) -> None:
-        for job in [job for job in self.jobs if job.cancelled or job.deadline_passed(now)]:
-            self.generator.cancel(job.native)
-            if job.cancelled:
-                self._end(job, "cancelled")
-            else:
-                self._end(job, "error", Timeout("the job's deadline passed"))
+        for job in list(self.jobs):
+            if (finish := job.revoked(now)) is not None:
+                self.generator.cancel(job.native)
+                self._end(job, *finish)
 
     def _end(self, job: ExllamaJob, reason: str, error: ModelyardError | None = None) -> None:
         self.jobs.remove(job)
@@ -186,7 +178,7 @@ class ExllamaCache:
             case "prefill":
                 self._accept(job)
                 if not job.output_tokens:  # else it has been requeued for pages and is read again
-                    self._dispatch.put(job, [Progress(result["curr_progress"], job.prompt_tokens)], False)
+                    self._dispatch.put(job, [Progress(result["curr_progress"], job.prompt_tokens)])
             case "streaming":
                 self._accept(job)
                 self._stream(job, result)
@@ -199,7 +191,7 @@ class ExllamaCache:
             job.accepted, job.cached_tokens = True, job.native.cached_pages * PAGE + job.native.cached_tokens
             self.reused += job.cached_tokens
             self.evaluated += job.prompt_tokens - job.cached_tokens
-            self._dispatch.put(job, [Accepted(job.cached_tokens, job.cached_tokens)], False)
+            self._dispatch.put(job, [Accepted(job.cached_tokens, job.cached_tokens)])
 
     def _stream(self, job: ExllamaJob, result: Result) -> None:
         if (tokens := _tokens(result)) is not None:
@@ -220,10 +212,10 @@ class ExllamaCache:
         if "CUDA error" in str(error):
             raise error
         log.error("ExLlamaV3 failed a job", exc_info=error)
+        failure: ModelyardError = Internal("ExLlamaV3 could not answer")
         if "out of memory" in str(error).lower():
-            self._end(job, "error", Unavailable("the GPU's memory is too small for this prompt right now"))
-        else:
-            self._end(job, "error", Internal("ExLlamaV3 could not answer"))
+            failure = Unavailable("the GPU's memory is too small for this prompt right now")
+        self._end(job, "error", failure)
 
 
 class ExllamaModel:
@@ -241,8 +233,8 @@ class ExllamaModel:
         self.library, self._info = library, info
         self._options: ExllamaOptions = spec.options
         self.caches: dict[str, ExllamaCache] = {}
-        self._sampler = _notifying_sampler(library.exl.CustomSampler)
         exl, options = library.exl, self._options
+        self._sampler = _notifying_sampler(exl.CustomSampler)
         config = exl.Config.from_directory(str(folder))
         self._model = exl.Model.from_config(config)
         self._tokenizer = exl.Tokenizer.from_config(config)
@@ -258,17 +250,18 @@ class ExllamaModel:
             for name, cache in spec.caches.items():
                 arguments = generator_arguments(options, cache, tokens[name])
                 generator = exl.Generator(model=self._model, cache=pages[name], tokenizer=self._tokenizer, **arguments)
-                self.caches[name] = ExllamaCache(cache, generator, self.create_native_job, dispatch)
+                self.caches[name] = ExllamaCache(generator, self.create_native_job, dispatch)
         except BaseException:
             self.close()
             raise
 
     def _create_pages(self, name: str, info: CacheInfo, tokens: int) -> Any:
         exl, bits = self.library.exl, cache_bits(name, info, self._options)
-        arguments: Arguments = {"max_num_tokens": tokens, "max_batch_size": batch_size(self._options, info)}
-        if bits is None:
-            return exl.Cache(self._model, layer_type=exl.CacheLayer_fp16, **arguments)
-        return exl.Cache(self._model, layer_type=exl.CacheLayer_quant, k_bits=bits[0], v_bits=bits[1], **arguments)
+        layers: Arguments = {"layer_type": exl.CacheLayer_fp16}
+        if bits is not None:
+            layers = {"layer_type": exl.CacheLayer_quant, "k_bits": bits[0], "v_bits": bits[1]}
+        jobs = batch_size(self._options, info)
+        return exl.Cache(self._model, max_num_tokens=tokens, max_batch_size=jobs, **layers)
 
     def _load_weights(self, arguments: Arguments, on_progress: Callable[[float], None]) -> None:
         try:
@@ -399,6 +392,7 @@ class ExllamaEngine(ThreadedEngine[ExllamaJob]):
         return filters.submit(compile_filter)
 
     def stats(self) -> EngineStats:
+        """Reads plain numbers only, while the thread runs."""
         caches = self._caches.values()
         return EngineStats(
             running=sum(len(cache.jobs) for cache in caches),
@@ -406,7 +400,7 @@ class ExllamaEngine(ThreadedEngine[ExllamaJob]):
             occupied_tokens=sum(cache.held for cache in caches),
             reused_tokens=sum(cache.reused for cache in caches),
             evaluated_tokens=sum(cache.evaluated for cache in caches),
-            caches={name: cache.stats() for name, cache in self._caches.items()},
+            caches={name: CacheStats(cache.reused, cache.evaluated) for name, cache in self._caches.items()},
         )
 
     async def control(self, op: Control) -> None:
@@ -427,7 +421,7 @@ class ExllamaEngine(ThreadedEngine[ExllamaJob]):
         folder = find_folder(self.spec.options.path)
         info = read_model_info(folder)
         self.n_vocab = info.n_vocab
-        self._warn_about_trained_length(info.trained_length)
+        warn_about_trained_length(self.spec, info.trained_length)
 
         def on_progress(fraction: float) -> None:
             if not report(fraction):

@@ -6,9 +6,8 @@ a grammar fails during generation, which ends the jobs of all clients.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +19,24 @@ from modelyard.core.request import Constraint
 from modelyard.engines.exllamav3.model_folder import ExllamaModelInfo, read_tokenizer
 from modelyard.engines.grammars import Grammars
 
-log = logging.getLogger(__name__)
-
 _NO_TOKEN = -1
 
 
-class GrammarFilters:
+class GrammarFilters(Grammars):
     """Creates the filters of one model. `as_tensor` turns a row of bits into a tensor without a copy."""
 
     def __init__(self, folder: Path, info: ExllamaModelInfo, as_tensor: Callable[[Any], Any]) -> None:
-        self._folder, self._info, self._as_tensor = folder, info, as_tensor
-        self._tokenizer: LLTokenizer | None = None
-        self._grammars = Grammars(self._get_tokenizer)
-
-    def submit(self, function: Callable[[], None]) -> Future[None]:
-        """Runs a function on the compiler thread."""
-        return self._grammars.submit(function)
+        super().__init__(partial(_load_tokenizer, folder, info))
+        self._as_tensor = as_tensor
 
     def create(self, constraint: Constraint) -> GrammarFilter | None:
-        """None if the constraint is dropped: a grammar that the client did not ask for must not fail a request."""
-        try:
-            matcher = self._grammars.matcher(constraint)
-        except InvalidRequest as error:
-            if not constraint.trigger:
-                raise
-            log.warning("calls of %s are unconstrained: %s", ", ".join(constraint.tools) or "tools", error.message)
-            return None
-        return GrammarFilter(matcher, self._get_tokenizer(), self._as_tensor, constraint.trigger)
+        """None if the constraint is dropped."""
+        matcher = self.matcher_if_valid(constraint)
+        return matcher and GrammarFilter(matcher, self.tokenizer, self._as_tensor, constraint.trigger)
 
-    def close(self) -> None:
-        self._grammars.close()
 
-    def _get_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            eos_ids = list(self._info.eos_ids) or None
-            self._tokenizer = LLTokenizer(read_tokenizer(self._folder), n_vocab=self._info.n_vocab, eos_token=eos_ids)
-        return self._tokenizer
+def _load_tokenizer(folder: Path, info: ExllamaModelInfo) -> LLTokenizer:
+    return LLTokenizer(read_tokenizer(folder), n_vocab=info.n_vocab, eos_token=list(info.eos_ids) or None)
 
 
 class GrammarFilter:

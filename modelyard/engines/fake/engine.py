@@ -140,17 +140,19 @@ class FakeEngine(ABC, Generic[Output]):
 
 
 class FakeJob(ABC, Generic[T, Output]):
-    """Drives `_run` and writes its batches to `queue`. `_emitted` counts the tokens that were written."""
+    """Drives `_run` and writes its batches to `_queue`. Initial values are class attributes to avoid writes per job."""
+
+    _timer: asyncio.Handle | None = None
+    _deadline: asyncio.Handle | None = None
+    _is_blocked = False
+    _emitted = 0  # tokens that were written
+    _limit = sys.maxsize
+    _limit_reason: EndReason = "length"
 
     def __init__(self, engine: FakeEngine[Output]) -> None:
         self._engine = engine
         self._batches = self._run()
-        self._timer: asyncio.Handle | None = None
-        self._deadline: asyncio.Handle | None = None
-        self._is_blocked = False
         self._started = time.perf_counter()
-        self._emitted, self._limit = 0, sys.maxsize
-        self._limit_reason: EndReason = "length"
         self._queue: GenerationQueue[T] = GenerationQueue(
             on_cancel=self._cancel, on_drained=self._resume, limit=QUEUE_LIMIT, loop=engine.loop
         )
@@ -307,15 +309,15 @@ class FakeTextEngine(FakeEngine[list[int]]):
 
 class TextJob(FakeJob[Chunk, list[int]]):
     _engine: FakeTextEngine
+    _cached = 0
+    _sequence: str | int | None = None  # its key in the cache, once the job is accepted
+    _prefill_s: float | None = None  # since the start, as the next one
+    _first_token_s: float | None = None
 
     def __init__(self, engine: FakeTextEngine, prompt: Prompt) -> None:
         super().__init__(engine)
         self._prompt, self._ids, self._total = prompt, prompt.ids, prompt.n_tokens
         self._output: list[int] = []
-        self._cached = 0
-        self._sequence: str | int | None = None  # its key in the cache, once the job is accepted
-        self._prefill_s: float | None = None  # since the start, as the next one
-        self._first_token_s: float | None = None
 
     def start(self) -> GenerationQueue[Chunk]:
         queue = super().start()
@@ -507,15 +509,15 @@ class FakeChatEngine(FakeEngine[BlockOutput]):
 
 class ChatJob(FakeJob[Event, BlockOutput]):
     _engine: FakeChatEngine
+    _index = -1
+    _block: BlockKind | None = None  # the open one
+    _stop: str | None = None
+    _has_called = False
+    _prompt_tokens = _reasoning_tokens = 0
 
     def __init__(self, engine: FakeChatEngine, request: Request) -> None:
         super().__init__(engine)
         self._request = request
-        self._index = -1
-        self._block: BlockKind | None = None  # the open one
-        self._stop: str | None = None
-        self._has_called = False
-        self._prompt_tokens = self._reasoning_tokens = 0
         if request.max_tokens is not None:
             self._limit = request.max_tokens
 

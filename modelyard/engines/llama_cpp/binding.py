@@ -97,6 +97,17 @@ class _ThreadPoolParams(Structure):
     )
 
 
+# Functions that llama-cpp-python does not bind: name → (result, arguments). They are looked up in libllama, which finds
+# them in the libraries that it is linked to. Opening those by their file names would load a second copy of each, with
+# its own tables and buffers.
+_POOL_CALLS: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_threadpool_params_init": (None, [POINTER(_ThreadPoolParams), c_int]),
+    "ggml_threadpool_new": (c_void_p, [POINTER(_ThreadPoolParams)]),
+    "ggml_threadpool_free": (None, [c_void_p]),
+    "llama_attach_threadpool": (None, [c_void_p, c_void_p, c_void_p]),
+}
+
+
 class ThreadPool:
     """One pool of CPU threads for all contexts of a model. Close it after them.
 
@@ -104,49 +115,31 @@ class ThreadPool:
     contexts share one pool. If the library has no such functions, this does nothing.
     """
 
-    def __init__(self, threads: int, poll: int = _POLL) -> None:
-        self._calls = _thread_pool_calls() if threads > 1 else None
+    def __init__(self, threads: int) -> None:
         self._raw: int | None = None
-        if self._calls is not None:
-            params = _ThreadPoolParams()
-            self._calls.init(ctypes.byref(params), threads)
-            params.poll = poll
-            self._raw = self._calls.new(ctypes.byref(params))
+        if threads <= 1:
+            return
+        try:
+            for name, (result, arguments) in _POOL_CALLS.items():
+                function = getattr(lib._lib, name)
+                function.restype, function.argtypes = result, arguments
+        except AttributeError as error:  # a build whose CPU backend is a plug-in
+            log.info("llama.cpp starts its own threads for each step: %s", error)
+            return
+        params = _ThreadPoolParams()
+        lib._lib.ggml_threadpool_params_init(ctypes.byref(params), threads)
+        params.poll = _POLL
+        self._raw = lib._lib.ggml_threadpool_new(ctypes.byref(params))
 
     @property
     def is_shared(self) -> bool:
         return self._raw is not None
 
     def attach(self, context: Any) -> None:
-        if self._calls is not None and self._raw is not None:
-            self._calls.attach(context, self._raw, self._raw)
+        if self._raw is not None:
+            lib._lib.llama_attach_threadpool(context, self._raw, self._raw)
 
     def close(self) -> None:
         raw, self._raw = self._raw, None
-        if self._calls is not None and raw is not None:
-            self._calls.free(raw)
-
-
-class _ThreadPoolCalls:
-    """Functions that llama-cpp-python does not bind. Raises if one is missing.
-
-    They are looked up in libllama, which finds them in the libraries that it is linked to. Opening those by their file
-    names would load a second copy of each, with its own tables and buffers.
-    """
-
-    def __init__(self) -> None:
-        library = lib._lib
-        self.init, self.new = library.ggml_threadpool_params_init, library.ggml_threadpool_new
-        self.free, self.attach = library.ggml_threadpool_free, library.llama_attach_threadpool
-        self.init.restype, self.init.argtypes = None, [POINTER(_ThreadPoolParams), c_int]
-        self.new.restype, self.new.argtypes = c_void_p, [POINTER(_ThreadPoolParams)]
-        self.free.restype, self.free.argtypes = None, [c_void_p]
-        self.attach.restype, self.attach.argtypes = None, [c_void_p, c_void_p, c_void_p]
-
-
-def _thread_pool_calls() -> _ThreadPoolCalls | None:
-    try:
-        return _ThreadPoolCalls()
-    except AttributeError as error:  # a build whose CPU backend is a plug-in
-        log.info("llama.cpp starts its own threads for each step: %s", error)
-        return None
+        if raw is not None:
+            lib._lib.ggml_threadpool_free(raw)

@@ -8,10 +8,8 @@ with one thread a mask takes 0.1 ms of a step's 13 ms.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,8 +21,6 @@ from modelyard.core.request import Constraint
 from modelyard.engines.grammars import Grammars
 from modelyard.engines.llama_cpp.binding import lib
 
-log = logging.getLogger(__name__)
-
 Logits = npt.NDArray[np.float32]
 
 _UNKNOWN, _UNUSED, _CONTROL, _USER_DEFINED = 1 << 0, 1 << 1, 1 << 3, 1 << 4
@@ -32,41 +28,24 @@ _NOT_TEXT = b"\xff"  # llguidance's prefix of such a token: no text has this byt
 _MAX_PIECE = 16 * 1024  # longer than any token
 
 
-class GrammarCompiler:
-    """Compiles constraints for one model, on its own thread because that may take long.
-
-    Its tokenizer points into the model: close it before the model is freed.
-    """
+class GrammarMasks(Grammars):
+    """Creates the masks of one model. Its tokenizer points into the model: close it before the model is freed."""
 
     def __init__(self, vocab: Any, n_vocab: int) -> None:
+        super().__init__(lambda: self._vocabulary.tokenizer)
         self._vocab, self._n_vocab = vocab, n_vocab
-        self._vocabulary: GrammarVocabulary | None = None
-        self._grammars = Grammars(lambda: self._load_vocabulary().tokenizer)
 
-    def submit(self, constraint: Constraint) -> Future[GrammarMask | TriggeredMask | None]:
-        """`compile` on the compiler's thread."""
-        return self._grammars.submit(partial(self.compile, constraint))
+    @cached_property
+    def _vocabulary(self) -> GrammarVocabulary:
+        return GrammarVocabulary(self._vocab, self._n_vocab)
 
-    def close(self) -> None:
-        """Waits for the running compilation and cancels the others."""
-        self._grammars.close()
-
-    def compile(self, constraint: Constraint) -> GrammarMask | TriggeredMask | None:
-        """None if an optional constraint cannot be compiled: it must not fail a request."""
-        try:
-            mask = GrammarMask(self._grammars.matcher(constraint), self._n_vocab)
-        except InvalidRequest as error:
-            if not constraint.trigger:
-                raise
-            log.warning("calls of %s are not constrained: %s", ", ".join(constraint.tools) or "tools", error.message)
+    def create(self, constraint: Constraint) -> GrammarMask | TriggeredMask | None:
+        """None if the constraint is dropped."""
+        matcher = self.matcher_if_valid(constraint)
+        if matcher is None:
             return None
-        return TriggeredMask(mask, constraint.trigger, self._load_vocabulary()) if constraint.trigger else mask
-
-    def _load_vocabulary(self) -> GrammarVocabulary:
-        """On first use: a large vocabulary takes a second."""
-        if self._vocabulary is None:
-            self._vocabulary = GrammarVocabulary(self._vocab, self._n_vocab)
-        return self._vocabulary
+        mask = GrammarMask(matcher, self._n_vocab)
+        return TriggeredMask(mask, constraint.trigger, self._vocabulary) if constraint.trigger else mask
 
 
 class GrammarMask:

@@ -81,10 +81,6 @@ class GgufModel:
         self._names = _names(file, self.family, self._tensors)
 
     @property
-    def tokens(self) -> list[str]:
-        return list(self.metadata["tokenizer.ggml.tokens"])
-
-    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor by its Hugging Face name, in the order of the file."""
         return {new: self._tensors[old][1].shape for new, old in self._names.items()}

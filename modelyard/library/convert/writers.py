@@ -18,7 +18,7 @@ from modelyard.library.convert.gguf_model import GgufModel, Weights
 #
 # Byte-level BPE only. The file names its pre-tokenizer.
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 
@@ -29,12 +29,8 @@ def _byte_level(*, use_regex: bool) -> dict[str, Any]:
 
 def _split(digits: str) -> dict[str, Any]:
     words = rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    return {
-        "type": "Split",
-        "pattern": {"Regex": f"{_CONTRACTIONS}|{words}"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    pattern = {"Regex": f"{_CONTRACTIONS}|{words}"}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
 
 
 _PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
@@ -230,7 +226,7 @@ def write_ct2(model: GgufModel, folder: Path, quantization: str, on_tensor: OnTe
     )
     _set_weights(spec.decoder, model, on_tensor)
     # A model may have more rows than its vocabulary has tokens.
-    tokens = model.tokens
+    tokens = list(model.metadata["tokenizer.ggml.tokens"])
     spec.register_vocabulary(tokens + [f"<extra_id_{n}>" for n in range(shape.vocab_size - len(tokens))])
     names = special_tokens(model.metadata)
     spec.config.bos_token = names.get("bos_token", "")

@@ -22,6 +22,7 @@ missing, the text ends at the second and may contain commas.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
@@ -201,16 +202,10 @@ class _ArgumentsReader:
         )
 
     def _word(self) -> Incremental[str]:
-        parts: list[str] = []
-        buffer = self._buffer
-        while True:
-            found = _BARE_END.search(buffer.text, buffer.pos)
-            parts.append(buffer.take_to(found.start() if found else len(buffer.text)))
-            if not found and buffer.ended and buffer.truncated:
-                raise ParseError("cut off inside a value")
-            if found or buffer.ended:
-                return "".join(parts)
-            yield
+        word = yield from self._buffer.read_until(_BARE_END, sys.maxsize, may_end=True)
+        if self._buffer.is_empty and self._buffer.truncated:
+            raise ParseError("cut off inside a value")
+        return word
 
     def _text(self, emit: Callable[[str], None]) -> Incremental[None]:
         """From quote to quote, as it arrives."""

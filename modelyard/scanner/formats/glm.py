@@ -39,7 +39,7 @@ from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.grammar import CallGrammar, TaggedBody
 from modelyard.scanner.json_calls import json_arguments, json_calls
-from modelyard.scanner.lexer import NAME_LIMIT, SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -54,7 +54,8 @@ def _read_call(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None
     yield from buffer.skip_space()
     if (yield from buffer.peek()) in ("{", "["):
         return (yield from json_calls(buffer, calls))
-    calls.start(function_name((yield from _read_name(buffer)).removesuffix(_NEWLINE)))
+    name = yield from buffer.read_until(_NAME_END, may_end=True)
+    calls.start(function_name(name.removesuffix(_NEWLINE)))
     yield from _skip_all(buffer, _KEY_END, _VALUE_END)
     if (yield from buffer.peek()) == "{":
         yield from json_arguments(buffer, calls)
@@ -65,19 +66,6 @@ def _read_call(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None
         yield from read_parameters(buffer, _TAGS, ArgumentWriter(calls), _read_argument)
     yield from _skip_all(buffer, _CALL_END)
     return None
-
-
-def _read_name(buffer: TextBuffer) -> Incremental[str]:
-    """Up to the first tag or line break, or to the end of the output."""
-    name = ""
-    while True:
-        found = _NAME_END.search(buffer.text, buffer.pos)
-        name += buffer.take_to(found.start() if found else len(buffer.text))
-        if len(name) > NAME_LIMIT:
-            raise ParseError("too long for a name")
-        if found or buffer.ended:
-            return name
-        yield
 
 
 def _read_argument(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[None]:

@@ -49,15 +49,8 @@ def _read_recipient(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str |
 
 def _read_header_text(buffer: TextBuffer) -> Incremental[str]:
     """Up to the next marker. At the end of the output it may be incomplete."""
-    text = ""
-    while True:
-        found = _HEADER_END.search(buffer.text, buffer.pos)
-        text += buffer.take_to(found.start() if found else len(buffer.text))
-        if len(text) > _HEADER_LIMIT:
-            raise ParseError("too long for a header")
-        if found or buffer.ended:
-            return text if found or not "assistant".startswith(text) else ""
-        yield
+    text = yield from buffer.read_until(_HEADER_END, _HEADER_LIMIT, may_end=True)
+    return "" if buffer.is_empty and "assistant".startswith(text) else text
 
 
 def _read_body(buffer: TextBuffer, calls: CallBuilder, recipient: str | None) -> Incremental[str | None]:
