@@ -95,12 +95,12 @@ class ChatSession:
         try:
             for event in self._events(client):
                 reply.feed([event])  # raises the error of a Failed
-                screen.show(event)
                 if isinstance(event, BlockStart):
                     is_text = event.kind == "text"
                 elif isinstance(event, BlockDelta) and is_text:
                     text += event.text
-                elif isinstance(event, Finished):
+                screen.show(event)
+                if isinstance(event, Finished):
                     screen.note(f"{event.usage.prompt} + {event.usage.output} tokens, {event.reason}")
         except KeyboardInterrupt:
             screen.note("stopped")

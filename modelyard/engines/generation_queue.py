@@ -5,7 +5,7 @@ appends; the reader takes everything at once. A slow reader costs no wake-up per
 one chunk. If the reader stalls, `put` returns False once `limit` items wait, and `on_drained` is called when the reader
 has taken them.
 
-`TokenDispatch` hands chunks from an engine's thread to the event loop, in one call per step and when it costs the least.
+`TokenDispatch` hands chunks from an engine's thread to the event loop, once per step and when it costs the least.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from modelyard.telemetry.history import History
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.metrics_hub import MetricsPeer
 from modelyard.telemetry.request_capture import CombinedCaptureSink, DiskCaptureSink, MemoryCaptureSink
-from modelyard.telemetry.system import MemoryGauge
+from modelyard.telemetry.system import SystemMonitor
 from modelyard.workbench.app import WorkbenchApp
 from modelyard.workbench.peer_proxy import host_socket_path, is_host_process, process_socket_path
 from modelyard.workers.remote_pool import RemotePool, RemoteStore
@@ -109,11 +109,15 @@ def make_scheduler(
     config: Config, env: Mapping[str, str], nodes: Callable[[], Sequence[Node]] = lambda: (Node(),)
 ) -> Scheduler:
     """`nodes` are the machines on which engines may be opened."""
-    gauge = MemoryGauge()
+    monitor = SystemMonitor()
     measurements = MeasurementStore(cache_dir(env) / "measured.json")
     settings = config.scheduler
     planner = MemoryPlanner(
-        settings.memory_limits(), available=available_memory, meter=gauge.read, measurements=measurements, nodes=nodes
+        settings.memory_limits(),
+        available=available_memory,
+        meter=monitor.used_memory,
+        measurements=measurements,
+        nodes=nodes,
     )
     return Scheduler(settings.options(), limits=key_limits(config), memory_planner=planner)
 

@@ -64,62 +64,44 @@ class _FilePart(Struct, frozen=True):
     last: bool = False
 
 
-class _FileBuffer:
-    """Collects the parts of a growing file."""
-
-    __slots__ = ("_parts", "_size", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._parts: list[bytes] = []
-        self._size = 0
-
-    def add(self, data: bytes) -> bool:
-        """Whether the buffer should be written now."""
-        self._parts.append(data)
-        self._size += len(data)
-        return self._size >= _FLUSH_BYTES
-
-    def take(self) -> bytes:
-        data = b"".join(self._parts)
-        self._parts, self._size = [], 0
-        return data
-
-
 class DiskCapture:
     def __init__(self, sink: DiskCaptureSink, prefix: str) -> None:
-        self._sink, self._prefix = sink, prefix
-        self._unwritten = {_REQUEST, _PROMPT}
-        self._output = _FileBuffer(f"{prefix}.{_OUTPUT}")
-        self._response: _FileBuffer | None = None
+        self._sink, self._prefix, self._response_name = sink, prefix, ""
+        self._unwritten = {name: bytearray() for name in (_REQUEST, _PROMPT, _OUTPUT)}
 
     def request(self, body: bytes) -> None:
+        self._unwritten.pop(_REQUEST, None)
         self._write(_REQUEST, body)
 
     def prompt(self, text: str) -> None:
+        self._unwritten.pop(_PROMPT, None)
         self._write(_PROMPT, _utf8(text))
 
-    def _write(self, name: str, data: bytes) -> None:
-        self._unwritten.discard(name)
-        self._sink.submit(_FilePart(f"{self._prefix}.{name}", data))
-
     def output(self, text: str) -> None:
-        if self._output.add(_utf8(text)):
-            self._sink.submit(_FilePart(self._output.name, self._output.take()))
+        self._add(_OUTPUT, _utf8(text))
 
     def response(self, data: bytes) -> None:
-        if self._response is None:  # a JSON body is an object or a list; no SSE frame begins like one
-            self._response = _FileBuffer(f"{self._prefix}.{_REPLY if data[:1] in (b'{', b'[') else _STREAM}")
-        if self._response.add(data):
-            self._sink.submit(_FilePart(self._response.name, self._response.take()))
+        if not self._response_name:  # a JSON body is an object or a list; no SSE frame begins like one
+            self._response_name = _REPLY if data[:1] in (b"{", b"[") else _STREAM
+        self._add(self._response_name, data)
 
     def close(self) -> None:
         """Call once, however the request ended. All four files are written; parts never reached are empty."""
-        for name in tuple(self._unwritten):
-            self._write(name, b"")
-        self._sink.submit(_FilePart(self._output.name, self._output.take()))
-        response = self._response or _FileBuffer(f"{self._prefix}.{_REPLY}")
-        self._sink.submit(_FilePart(response.name, response.take(), last=True))
+        name = self._response_name or _REPLY
+        response = self._unwritten.pop(name, b"")
+        for other, data in self._unwritten.items():
+            self._write(other, bytes(data))
+        self._write(name, bytes(response), last=True)
+
+    def _add(self, name: str, data: bytes) -> None:
+        buffer = self._unwritten.setdefault(name, bytearray())
+        buffer += data
+        if len(buffer) >= _FLUSH_BYTES:
+            self._write(name, bytes(buffer))
+            buffer.clear()
+
+    def _write(self, name: str, data: bytes, *, last: bool = False) -> None:
+        self._sink.submit(_FilePart(f"{self._prefix}.{name}", data, last))
 
 
 class DiskCaptureSink:

@@ -40,7 +40,7 @@ class SystemMonitor:
     def __init__(self) -> None:
         self._self = psutil.Process()
         self._children: dict[int, psutil.Process] = {}
-        self._has_driver: bool | None = None
+        self._has_driver = True  # until the first try shows that there is none
         self.started = self._self.create_time()
 
     def read(self) -> SystemLoad:
@@ -56,40 +56,32 @@ class SystemMonitor:
         return SystemLoad(cpu, memory, self._gpus())
 
     def _gpus(self) -> tuple[GpuLoad, ...]:
-        if self._has_driver is None:
-            self._has_driver = _init_driver()
         if not self._has_driver:
             return ()
         try:
-            return tuple(_gpu_load(i) for i in range(pynvml.nvmlDeviceGetCount()))
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            self._has_driver = False
+            return ()
+        try:
+            return tuple(map(_gpu_load, _gpu_handles()))
         except pynvml.NVMLError:
             return ()  # a GPU fell off the bus: leave it out of the metrics
 
-
-def _init_driver() -> bool:
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return False  # no driver, no GPUs
-    return True
+    def used_memory(self) -> dict[str, int]:
+        """Bytes by device: "cpu" is RAM of this program and its children, "gpu" is all GPUs, by all programs."""
+        load = self.read()
+        return {"cpu": load.memory, "gpu": sum(gpu.memory for gpu in load.gpus)}
 
 
-def _gpu_load(index: int) -> GpuLoad:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+def _gpu_handles() -> list[Any]:
+    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+
+def _gpu_load(handle: Any) -> GpuLoad:
     rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     return GpuLoad(str(pynvml.nvmlDeviceGetUUID(handle)), float(rates.gpu), int(memory.used))
-
-
-class MemoryGauge:
-    """Used bytes by device: "cpu" is RAM of this program and its children, "gpu" is all GPUs, by all programs."""
-
-    def __init__(self, monitor: SystemMonitor | None = None) -> None:
-        self._monitor = monitor or SystemMonitor()
-
-    def read(self) -> dict[str, int]:
-        load = self._monitor.read()
-        return {"cpu": load.memory, "gpu": sum(gpu.memory for gpu in load.gpus)}
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -132,8 +124,7 @@ def _resident(process: psutil.Process) -> int:
 def read_gpus() -> tuple[GpuMemory, ...]:
     try:
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(map(_gpu_memory, handles))
+        return tuple(map(_gpu_memory, _gpu_handles()))
     except pynvml.NVMLError:
         return ()  # no driver, no GPUs
 

@@ -35,7 +35,7 @@ from modelyard.core.errors import (
     Unsupported,
 )
 from modelyard.core.request import Constraint
-from modelyard.engines.in_process import InProcessJob, ThreadedEngine
+from modelyard.engines.in_process import InProcessJob, ThreadedEngine, warn_about_trained_length
 from tests.engines.reading import accepted, end, ids, read, until
 
 DEADLINE_S = 60.0
@@ -353,6 +353,6 @@ async def test_unsupported_control_names_the_library() -> None:
 
 
 async def test_window_beyond_the_trained_length_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    CountingEngine()._warn_about_trained_length(50)
+    warn_about_trained_length(CountingEngine().spec, 50)
     assert "the cache 'main' has a window of 100 tokens, but the model 'm' was trained on 50" in caplog.text
     assert "small" not in caplog.text

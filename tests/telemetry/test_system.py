@@ -14,7 +14,6 @@ from modelyard.telemetry import system
 from modelyard.telemetry.system import (
     GpuLoad,
     GpuMemory,
-    MemoryGauge,
     SystemLoad,
     SystemMonitor,
     free_memory,
@@ -91,11 +90,11 @@ def test_a_lost_gpu_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SystemMonitor().read().gpus == ()
 
 
-def test_the_memory_gauge_sums_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_used_memory_sums_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monitor = SystemMonitor()
     load = SystemLoad(memory=7, gpus=(GpuLoad("A", 0.0, 3), GpuLoad("B", 0.0, 4)))
     monkeypatch.setattr(monitor, "read", lambda: load)
-    assert MemoryGauge(monitor).read() == {"cpu": 7, "gpu": 7}
+    assert monitor.used_memory() == {"cpu": 7, "gpu": 7}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A CTranslate2 model's folder: its vocabulary, the names and shapes of its weights, and the memory that it will take."""
+"""A CTranslate2 model's folder: its vocabulary, its weights' names and shapes, and the memory that it will take."""
 
 from __future__ import annotations
 

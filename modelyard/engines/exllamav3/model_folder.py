@@ -1,4 +1,4 @@
-"""An EXL3 model's folder: its dimensions, its vocabulary, the sizes of its weights, and the memory that it will take."""
+"""An EXL3 model's folder: its dimensions, its vocabulary, its weights' sizes, and the memory that it will take."""
 
 from __future__ import annotations
 

@@ -10,13 +10,15 @@ step takes its logits, or until `flush`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from modelyard.core.engine import CacheInfo, CacheStats, Chunk, Progress, Tokens
-from modelyard.core.errors import Internal, ModelyardError, Overloaded, Timeout, Unavailable
+from modelyard.core.engine import CacheInfo, CacheStats, Progress, Tokens
+from modelyard.core.errors import Internal, ModelyardError, Unavailable
+from modelyard.engines.generation_queue import TokenDispatch
+from modelyard.engines.in_process import Finish
 from modelyard.engines.llama_cpp.batch import (
     BatchSlice,
     DecodeBatch,
@@ -26,15 +28,12 @@ from modelyard.engines.llama_cpp.batch import (
     plan_batch,
 )
 from modelyard.engines.llama_cpp.binding import lib, short, waiting
-from modelyard.engines.llama_cpp.job import Finish, LlamaCppJob, StepOutput
+from modelyard.engines.llama_cpp.job import LlamaCppJob, StepOutput
 from modelyard.engines.llama_cpp.lora import LoraAdapters
 from modelyard.engines.llama_cpp.sampler import logits_rows
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager
 from modelyard.engines.llama_cpp.sequences import AdapterSet
 from modelyard.engines.llama_cpp.speculation import Drafts, Speculator
-
-Emit = Callable[[LlamaCppJob, list[Chunk], bool], None]
-EmitBatch = Callable[[Sequence[LlamaCppJob], list[int]], None]
 
 
 class LlamaContext:
@@ -47,14 +46,13 @@ class LlamaContext:
         raw: Any,
         n_vocab: int,
         n_ubatch: int,
-        emit: Emit,
-        emit_batch: EmitBatch,
+        dispatch: TokenDispatch,
         adapters: LoraAdapters,
         sequences: SequenceManager,
     ) -> None:
         self.name, self.info = name, info
         self._raw, self._n_vocab, self._n_ubatch = raw, n_vocab, n_ubatch
-        self._emit, self._emit_batch = emit, emit_batch
+        self._emit, self._emit_batch = dispatch.put, dispatch.put_batch
         self._memory = lib.llama_get_memory(raw)
         self._batch = LlamaBatch(max(n_ubatch, info.parallel))
         self.sequences, self.slots = sequences, sequences.slots
@@ -84,15 +82,7 @@ class LlamaContext:
             self.speculator.begin(slot.index, job)
         self._emit(job, [accepted], False)
 
-    def check_room(self) -> None:
-        if len(self.jobs) >= self.info.parallel:
-            raise Overloaded(f"the cache {self.name!r} has no free sequence")
-
     # --- a step -------------------------------------------------------------------------------------------------------
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.jobs)
 
     def step(self) -> None:
         if self._in_flight is not None:
@@ -226,19 +216,18 @@ class LlamaContext:
 
     def _step_in_flight(self, batch: DecodeBatch) -> None:
         launched_at = self._launched_at
-        self._finish_uniform(batch, self._await_logits(), launch=True)
+        self._finish_in_flight(batch, launch=True)
         if self.speculator is not None:
             self.speculator.measure(len(batch), 0, time.perf_counter() - launched_at)
 
     def flush(self) -> None:
         """Completes the decode in flight. Call it before jobs join or leave, or anything reads the KV."""
         if self._in_flight is not None:
-            self._finish_uniform(self._in_flight, self._await_logits(), launch=False)
+            self._finish_in_flight(self._in_flight, launch=False)
 
-    def _await_logits(self) -> int:
+    def _finish_in_flight(self, batch: DecodeBatch, *, launch: bool) -> None:
         self._in_flight = None
-        logits: int = waiting.get_logits(self._raw)
-        return logits
+        self._finish_uniform(batch, waiting.get_logits(self._raw), launch=launch)
 
     # --- a mixed step -------------------------------------------------------------------------------------------------
 
@@ -319,10 +308,8 @@ class LlamaContext:
     def _drop_ended(self) -> None:
         now = time.time()
         for index, job in list(self.jobs.items()):
-            if job.cancelled:
-                self._finish(index, "cancelled")
-            elif job.deadline_passed(now):
-                self._finish(index, "error", Timeout("the job's deadline passed"))
+            if (finish := job.revoked(now)) is not None:
+                self._finish(index, *finish)
 
     def _finish(self, index: int, reason: Any, error: ModelyardError | None = None) -> None:
         self._uniform, self._next_drafts = None, {}
@@ -330,7 +317,7 @@ class LlamaContext:
         self.slots[index].busy = False
         if self.speculator is not None:
             self.speculator.end(index)
-        job.close()
+        job.sampler.close()
         self._emit(job, [job.end(reason, error)], True)
 
     def _fail_sequences(self, sequences: list[int], code: int) -> None:

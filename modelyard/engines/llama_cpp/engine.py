@@ -1,7 +1,6 @@
 """llama.cpp in process: one model, several named caches, one thread that owns them all.
 
-    generate ─→ inbox ─→ thread: admit ─→ step of each cache that has jobs (`context.py`) ─→ dispatch ─→ queue of the
-    job
+    generate ─→ inbox ─→ thread: admit ─→ step of each cache with jobs (`context.py`) ─→ dispatch ─→ the job's queue
 
 `ThreadedEngine` has the life cycle. Nothing but its thread touches a llama_context.
 """
@@ -11,17 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from modelyard.core.engine import CacheInfo, Control, Embeddings, EngineInfo, EngineSpec, EngineStats, Prompt
-from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Overloaded, Unavailable
 from modelyard.engines.in_process import ThreadedEngine
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
 from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
-from modelyard.engines.llama_cpp.grammar_mask import GrammarCompiler
+from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_store import KvStore, create_kv_store
 from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
@@ -45,9 +45,10 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._job_count = 0
         self._model: Any = None
         self._vocab: Any = None
+        self._resources = ExitStack()  # frees what was loaded, in reverse order
         self._caches: dict[str, LlamaContext] = {}
         self._embedder: Embedder | None = None
-        self._grammars: GrammarCompiler | None = None
+        self._masks: GrammarMasks | None = None
         self._draft_model: DraftModel | None = None
         self._thread_pool: ThreadPool | None = None
         self._kv_store: KvStore | None = None
@@ -60,31 +61,31 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         shape = loading.check_before_loading(path, self.spec)
         self.spec = loading.resolve_options(self.spec, shape)
         options: Options = self.spec.options
+        defer = self._resources.callback
         self._model = loading.load_model(path, options, report)
+        defer(lib.llama_model_free, self._model)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.n_vocab = lib.llama_vocab_n_tokens(self._vocab)
         self._thread_pool = ThreadPool(loading.max_threads(self.spec))
+        defer(self._thread_pool.close)
         attach = self._thread_pool.attach
         self._embedder = Embedder(self._model, self.spec, shape, self.run_on_thread, attach)
+        defer(self._embedder.close)
         self._adapters = LoraAdapters(self._model, options.lora)
-        self._grammars = GrammarCompiler(self._vocab, self.n_vocab)
+        self._masks = GrammarMasks(self._vocab, self.n_vocab)
+        defer(self._masks.close)
         if options.uses_draft_model:
             self._draft_model = DraftModel(options, self._model, attach, lambda _: self._stop_error is None)
+            defer(self._draft_model.close)
         for name, info in self.spec.caches.items():
-            context = loading.create_context(self._model, name, info, options)
-            attach(context)
-            self._caches[name] = LlamaContext(
-                name,
-                info,
-                context,
-                self.n_vocab,
-                options.for_cache(info).n_ubatch,
-                self._dispatch.put,
-                self._dispatch.put_batch,
-                self._adapters,
-                create_sequence_manager(context, info, options),
-            )
-            self._caches[name].speculator = self._create_speculator(name, info)
+            raw = loading.create_context(self._model, name, info, options)
+            attach(raw)
+            sequences = create_sequence_manager(raw, info, options)
+            n_ubatch = options.for_cache(info).n_ubatch
+            cache = LlamaContext(name, info, raw, self.n_vocab, n_ubatch, self._dispatch, self._adapters, sequences)
+            defer(cache.close)
+            self._caches[name] = cache
+            cache.speculator = self._create_speculator(name, info)
         self._replay = create_replay(options.replay, path)
         link_compatible([cache.sequences for cache in self._caches.values()])
         self._kv_store = create_kv_store(self.spec, path, self._adapters)
@@ -111,24 +112,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             log.exception("the KV of %r was not saved", self.spec.model)
 
     def _unload_model(self) -> None:
-        if self._embedder is not None:
-            self._embedder.close()
-        caches, self._caches = self._caches, {}
-        for cache in caches.values():
-            cache.close()
-        # The grammar compiler and the draft model refer to the model.
-        grammars, self._grammars = self._grammars, None
-        if grammars is not None:
-            grammars.close()
-        draft_model, self._draft_model = self._draft_model, None
-        if draft_model is not None:
-            draft_model.close()
-        thread_pool, self._thread_pool = self._thread_pool, None
-        if thread_pool is not None:
-            thread_pool.close()
-        model, self._model = self._model, None
-        if model is not None:
-            lib.llama_model_free(model)
+        self._caches = {}
+        self._resources.close()
 
     # --- the event loop's side ----------------------------------------------------------------------------------------
 
@@ -136,17 +121,18 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._job_count += 1
         return LlamaCppJob(prompt, self._loop, self._job_count)
 
-    def _prepare(self, job: LlamaCppJob) -> Future[Any] | None:
-        """Compiles the job's grammar on the compiler's thread."""
-        grammars = self._grammars
-        if job.prompt.constraint is None or grammars is None:
+    def _prepare(self, job: LlamaCppJob) -> Future[None] | None:
+        constraint, masks = job.prompt.constraint, self._masks
+        if constraint is None or masks is None:
             return None
+
+        def compile_mask() -> None:
+            job.mask = masks.create(constraint)
+
         try:
-            compiling = grammars.submit(job.prompt.constraint)
+            return masks.submit(compile_mask)
         except RuntimeError:  # the engine died meanwhile; its inbox rejects the job
             return None
-        compiling.add_done_callback(partial(_set_mask, job))
-        return compiling
 
     def stats(self) -> EngineStats:
         caches = list(self._caches.values())
@@ -193,11 +179,11 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     # --- the thread's side --------------------------------------------------------------------------------------------
 
     def _has_work(self) -> bool:
-        return any(cache.has_work for cache in self._caches.values())
+        return any(cache.jobs for cache in self._caches.values())
 
     def _step(self) -> None:
         for cache in self._caches.values():
-            if cache.has_work:
+            if cache.jobs:
                 cache.step()
         self._dispatch.flush()
 
@@ -208,7 +194,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     def _admit(self, job: LlamaCppJob) -> None:
         cache = self._caches[job.cache]
         self._adapters.check(job.prompt.adapters)
-        cache.check_room()
+        if len(cache.jobs) >= cache.info.parallel:
+            raise Overloaded(f"the cache {cache.name!r} has no free sequence")
         job.sampler = JobSampler(job.prompt.sampling, self._vocab, self.n_vocab, cache.info.window, job.ids)
         if self._replay is not None:
             job.mask, job.scripted = None, self._replay.answer(job.prompt.ids, job.prompt.session)
@@ -225,8 +212,3 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     def _fail_all(self, error: ModelyardError) -> None:
         for cache in self._caches.values():
             cache.fail_all(error)
-
-
-def _set_mask(job: LlamaCppJob, compiling: Future[Any]) -> None:
-    if not compiling.cancelled() and compiling.exception() is None:
-        job.mask = compiling.result()

@@ -1,6 +1,6 @@
 """How much memory a model needs, from its file's header, before anything is loaded.
 
-    weights   the files, all parts of a split model, with repacked tensors in their new size (`repack.py`)
+    weights   the files, all parts of a split model, with repacked tensors in their new size
     KV        layers × window × parallel × (key + value of one token), by the cache's types
     states    of recurrent layers, one per sequence
     compute   the largest step: the logits of one micro-batch or its attention over the window, whichever is larger
@@ -195,10 +195,11 @@ def format_size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-# Which weights llama.cpp copies into another memory layout when it loads a model on a CPU. Pure.
+# --- repacked weights -------------------------------------------------------------------------------------------------
 #
-# ggml's CPU backend has extra buffer types whose kernels need the weights in their own order. A tensor goes to the first
-# buffer type that takes it; otherwise it stays in the mapping of the file:
+# llama.cpp copies some weights into another memory layout when it loads a model on a CPU. ggml's CPU backend has extra
+# buffer types whose kernels need the weights in their own order. A tensor goes to the first buffer type that takes it;
+# otherwise it stays in the mapping of the file:
 #
 #     AMX          tiles for Intel's AMX; some types grow, because sums of blocks are stored with them
 #     CPU_REPACK   interleaved rows for AVX2, AVX-512 or NEON; the size does not change

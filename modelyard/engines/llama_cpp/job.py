@@ -15,11 +15,9 @@ from modelyard.core.engine import Prompt
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Usage
 from modelyard.core.tokenizer import IdLogprob
-from modelyard.engines.in_process import InProcessJob
+from modelyard.engines.in_process import Finish, InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
 from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob
-
-Finish = tuple[str, ModelyardError | None]  # why a job ends: reason and error of its End
 
 
 class StepOutput(Struct):
@@ -63,9 +61,6 @@ class LlamaCppJob(InProcessJob):
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.cached_tokens, self.n_output)
-
-    def close(self) -> None:
-        self.sampler.close()
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from msgspec import structs
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import cores
+from modelyard.engines.in_process import warn_about_trained_length
 from modelyard.engines.llama_cpp import library
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import (
@@ -25,8 +25,6 @@ from modelyard.engines.llama_cpp.estimate import (
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
 from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
-
-log = logging.getLogger(__name__)
 
 _KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 _FLASH_ATTENTION_TYPES = {"on": 1, "off": 0, "auto": -1}
@@ -55,17 +53,8 @@ def check_before_loading(path: Path, spec: EngineSpec) -> ModelShape | None:
         model = read_model_shape(path)
     except InvalidRequest:
         return None
-    if model.trained and not spec.options.scales_positions:
-        for name, info in spec.caches.items():
-            if info.window > model.trained:
-                log.warning(
-                    "the cache %r has a window of %d tokens, but the model %r was trained on %d: answers beyond that "
-                    "length may be nonsense; rope_scaling and rope_freq_scale can help",
-                    name,
-                    info.window,
-                    spec.model,
-                    model.trained,
-                )
+    if not spec.options.scales_positions:
+        warn_about_trained_length(spec, model.trained, "; rope_scaling and rope_freq_scale can help")
     check_memory(model, spec.model, spec.options, spec.caches, draft_shape(spec.options))
     return model
 
@@ -87,12 +76,12 @@ def uses_gpu(options: Options) -> bool:
 
 def resolve_options(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
     """Fills in what depends on the machine and the model."""
-    head_size = model.head_size if model is not None else 0
-    return resolve_flash_attention(
-        spec,
-        gpu=uses_gpu(spec.options),
-        is_slow=lambda: library.is_flash_attention_slow(head_size, library.library_folder()),
-    )
+
+    def is_slow() -> bool:
+        head_size = model.head_size if model is not None else 0
+        return library.is_flash_attention_slow(head_size, library.library_folder())
+
+    return resolve_flash_attention(spec, gpu=uses_gpu(spec.options), is_slow=is_slow)
 
 
 def resolve_flash_attention(spec: EngineSpec, *, gpu: bool, is_slow: Callable[[], bool]) -> EngineSpec:
@@ -123,11 +112,7 @@ def load_model(path: Path, options: Options, report: Callable[[float], bool]) ->
 
 
 def create_context(model: Any, name: str, info: CacheInfo, options: Options) -> Any:
-    llama_log.clear()
-    context = lib.llama_init_from_model(model, context_parameters(info, options))
-    if not context:
-        raise InvalidRequest(f"the cache {name!r} cannot be created: {llama_log.first_error()}", code="cache_unusable")
-    return context
+    return _create_context(model, context_parameters(info, options), f"the cache {name!r}")
 
 
 def create_embedding_context(model: Any, options: Options, cells: int, sequences: int) -> Any:
@@ -137,12 +122,14 @@ def create_embedding_context(model: Any, options: Options, cells: int, sequences
     params.n_seq_max, params.kv_unified = sequences, True
     params.embeddings, params.pooling_type = True, _NO_POOLING
     params.n_batch = params.n_ubatch
+    return _create_context(model, params, "the context for embeddings")
+
+
+def _create_context(model: Any, params: Any, name: str) -> Any:
     llama_log.clear()
     context = lib.llama_init_from_model(model, params)
     if not context:
-        raise InvalidRequest(
-            f"the context for embeddings cannot be created: {llama_log.first_error()}", code="cache_unusable"
-        )
+        raise InvalidRequest(f"{name} cannot be created: {llama_log.first_error()}", code="cache_unusable")
     return context
 
 

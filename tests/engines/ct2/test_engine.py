@@ -170,8 +170,7 @@ async def test_deadline_ends_a_job_before_prefill_and_during_decoding(probe: Bat
         job = engine.generate(prompt(LONG, max_tokens=50))
         await until(job, Accepted)
         for batch in engine._running:
-            late = "error", Timeout("the job's deadline passed")
-            batch.jobs[0].revoked = lambda now: late  # type: ignore[method-assign]
+            batch.jobs[0].revoked = lambda now: ("error", Timeout("late"))  # type: ignore[method-assign]
         probe.block.set()
         assert isinstance(end(await read(job)).error, Timeout)
 

@@ -29,7 +29,7 @@ def inode(folder: str) -> int:
 def test_the_folder_is_in_the_library_and_is_deleted_with_its_entry(added: str, to: str, quant: str, cache: Path):
     entry = convert(added, to)
     assert entry.path == str(cache / "models" / f"tiny-{to}")
-    row = {entry.name: file for entry, file in models.list_rows()}[f"tiny-{to}"]
+    row = models.file_row(next(entry.path for entry in models.list_models() if entry.name == f"tiny-{to}"))
     assert (row.state, row.quant) == ("here", quant)
     models.remove_model(f"tiny-{to}")
     assert not Path(entry.path).exists()
