@@ -25,13 +25,11 @@ class OutputTail:
         self._max_line = max_line
         self._partial = b""
         self._is_cut = False  # the partial line is full: drop the rest of it
-        self.dropped = 0
 
     def feed(self, data: bytes) -> None:
         *complete, rest = data.split(b"\n")
         for piece in complete:
             self._extend(piece)
-            self.dropped += len(self._lines) == self._lines.maxlen
             self._lines.append(_decode(self._partial))
             self._partial, self._is_cut = b"", False
         self._extend(rest)
@@ -47,9 +45,6 @@ class OutputTail:
 
     def tail(self, count: int) -> str:
         return "\n".join(self.lines()[-count:]) if count > 0 else ""
-
-    def __len__(self) -> int:
-        return len(self._lines) + bool(self._partial)
 
 
 def _decode(line: bytes) -> str:

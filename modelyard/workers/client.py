@@ -44,7 +44,7 @@ _QUEUE_LIMIT = 1024  # items that may wait for a reader before the worker is ask
 
 
 class SessionRequest:
-    """A request in flight. `make_end` turns an error into the last item of its queue."""
+    """A request in flight; `WorkerSession.start` explains `make_end`."""
 
     __slots__ = ("is_paused", "make_end", "queue")
 
@@ -162,15 +162,10 @@ class WorkerSession:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def generate(self, message: Callable[[int], msg.LinkMessage]) -> GenerationQueue[Chunk]:
-        return self._start(message, lambda error: End("error", error=error))
-
-    def chat(self, message: Callable[[int], msg.LinkMessage]) -> GenerationQueue[Event]:
-        return self._start(message, Failed)
-
-    def _start(
+    def start(
         self, message: Callable[[int], msg.LinkMessage], make_end: Callable[[ModelyardError], Any]
     ) -> GenerationQueue[Any]:
+        """Start a request with the message for its id. `make_end` turns an error into the last item of its queue."""
         id = next(self._ids)
         queue: GenerationQueue[Any] = GenerationQueue(
             on_cancel=lambda: self._run_on_loop(partial(self._abort, id)),
@@ -386,16 +381,22 @@ async def result_unless_exited(
 
 # --- engines --------------------------------------------------------------------------------------------------------
 
-EngineLoss = asyncio.Future[ModelyardError]
-
 
 class RemoteEngine:
-    """An engine that is open in a worker. Closing it only detaches from it."""
+    """An engine that is open in a worker. Closing it only detaches from it. `on_lost` is called when it is lost, before
+    any waiter of `lost`."""
 
-    def __init__(self, session: WorkerSession, engine: str, info: EngineInfo, lost: EngineLoss | None = None) -> None:
-        self._session, self.id, self.info = session, engine, info
-        self.lost: EngineLoss = lost or asyncio.get_running_loop().create_future()
-        session.on_engine_lost(engine, self._on_lost)
+    def __init__(
+        self,
+        session: WorkerSession,
+        opened: msg.EngineOpened,
+        lost: asyncio.Future[ModelyardError] | None = None,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        self._session, self.id, self.info = session, opened.engine, opened.info
+        self.lost: asyncio.Future[ModelyardError] = lost or asyncio.get_running_loop().create_future()
+        self._callback = on_lost
+        session.on_engine_lost(self.id, self._on_lost)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} at {self._session.endpoint}>"
@@ -403,6 +404,8 @@ class RemoteEngine:
     def _on_lost(self, error: ModelyardError) -> None:
         if not self.lost.done():
             self.lost.set_result(error)
+            if self._callback is not None:
+                self._callback()
 
     async def open(self, progress: OnProgress) -> None:
         progress(1.0, "ready")
@@ -423,7 +426,10 @@ class RemoteEngine:
 
 class RemoteTextEngine(RemoteEngine):
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        return self._session.generate(lambda id: msg.AddRequest(self.id, msg.to_infer_request(id, prompt)))
+        return self._session.start(
+            lambda id: msg.AddRequest(self.id, msg.to_infer_request(id, prompt)),
+            lambda error: End("error", error=error),
+        )
 
     async def control(self, op: Control) -> None:
         await self._session.call(lambda id: msg.ControlEngine(id, self.id, op))
@@ -439,15 +445,18 @@ class RemoteEmbeddingEngine(RemoteTextEngine):
 class RemoteChatEngine(RemoteEngine):
     def chat(self, request: Request) -> Generation[Event]:
         without_warnings = replace(request, warnings=())
-        return self._session.chat(lambda id: msg.AddChat(self.id, id, without_warnings))
+        return self._session.start(lambda id: msg.AddChat(self.id, id, without_warnings), Failed)
 
     async def count(self, request: Request) -> int | None:
         return (await self._session.call(lambda id: msg.CountChatTokens(id, self.id, request))).tokens
 
 
 def remote_engine(
-    session: WorkerSession, opened: msg.EngineOpened, lost: EngineLoss | None = None
+    session: WorkerSession,
+    opened: msg.EngineOpened,
+    lost: asyncio.Future[ModelyardError] | None = None,
+    on_lost: Callable[[], None] | None = None,
 ) -> RemoteTextEngine | RemoteChatEngine:
     """`lost` is the future to use as the engine's. Only an embedding engine has `embed`; the gateway checks for it."""
     kind = RemoteChatEngine if opened.kind == "chat" else RemoteEmbeddingEngine if opened.embeds else RemoteTextEngine
-    return kind(session, opened.engine, opened.info, lost)
+    return kind(session, opened, lost, on_lost)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from modelyard.core.lease import Lease, LeaseRequest, ModelStatus, RevocableLeas
 from modelyard.core.pool import ModelSpec, ModelStateChange, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.telemetry.broadcast import ModelChangeBroadcast
 from modelyard.workers import messages as msg
-from modelyard.workers.client import EngineLoss, RemoteChatEngine, RemoteTextEngine, WorkerSession, remote_engine
+from modelyard.workers.client import RemoteChatEngine, RemoteTextEngine, WorkerSession, remote_engine
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
 
 log = logging.getLogger(__name__)
@@ -98,18 +99,6 @@ class RemoteLease(RevocableLease, eq=False):
 
 def _cancelled() -> Cancelled:
     return Cancelled("the request was cancelled while it waited")
-
-
-class ReportedLoss(EngineLoss):
-    """An engine's `lost` future that calls back in the same call that sets it, so that a retry avoids the engine."""
-
-    def __init__(self, on_lost: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop=loop)
-        self._on_lost = on_lost
-
-    def set_result(self, result: ModelyardError, /) -> None:
-        super().set_result(result)
-        self._on_lost()
 
 
 class RemotePool:
@@ -341,10 +330,10 @@ class RemotePool:
                 connect_timeout_s=self._heartbeat.detection_s,  # the worker is ready: if it does not answer, it is lost
             )
         opened = msg.EngineOpened(location.engine, location.kind, location.info, location.embeds)
-        return remote_engine(session, opened, ReportedLoss(lambda: self.report_lost(location.engine), self._loop))
+        return remote_engine(session, opened, on_lost=partial(self._on_engine_lost, location.engine))
 
-    def report_lost(self, engine: str) -> None:
-        """Our link to the worker broke; the scheduler may not have noticed yet."""
+    def _on_engine_lost(self, engine: str) -> None:
+        """A retry must avoid it: the scheduler may not have noticed yet."""
         self._lost_engines[engine] = self._loop.time()
 
     def status(self) -> Mapping[str, ModelStatus]:

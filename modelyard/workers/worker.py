@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 from uuid import uuid4
 
@@ -307,26 +308,15 @@ class Worker(PeerServer[WorkerClient]):
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _on_add_request(self, client: WorkerClient, message: msg.AddRequest) -> None:
-        prompt = msg.to_prompt(message.request)
-        self._start_request(
-            client,
-            message.engine,
-            message.request.request_id,
-            "text",
-            lambda engine: self._deduplicator.generate(cast(TextEngine, engine), prompt),
-        )
+        prompt, id = msg.to_prompt(message.request), message.request.request_id
+        start = partial(self._deduplicator.generate, prompt=prompt)
+        self._start_request(client, message.engine, id, "text", start)
 
     def _on_add_chat(self, client: WorkerClient, message: msg.AddChat) -> None:
-        self._start_request(
-            client,
-            message.engine,
-            message.request_id,
-            "chat",
-            lambda engine: cast(ChatEngine, engine).chat(message.request),
-        )
+        self._start_request(client, message.engine, message.request_id, "chat", lambda e: e.chat(message.request))
 
     def _start_request(
-        self, client: WorkerClient, engine_id: str, id: int, kind: str, start: Callable[[Engine], Generation[Any]]
+        self, client: WorkerClient, engine_id: str, id: int, kind: str, start: Callable[[Any], Generation[Any]]
     ) -> None:
         if id in client.requests:
             raise msg.MalformedMessage(f"the request id {id} is in use")

@@ -84,12 +84,12 @@ class WorkerHandle:
     started for this engine and exits with it. `ended` is its exit code if it is a child of this process. `release`
     gives it back to a cluster; its argument tells whether it died."""
 
-    def __init__(self, session: WorkerSession, *, is_owned: bool = False, log: Path | None = None) -> None:
-        self.session, self.is_owned, self._log = session, is_owned, log
+    def __init__(self, session: WorkerSession, process: Process | None = None, log: Path | None = None) -> None:
+        self.session, self._process, self._log = session, process, log
+        self.is_owned = process is not None
+        self.ended = None if process is None else asyncio.get_running_loop().create_task(process.wait())
         self.engine: str | None = None
         self.registered: RegisteredWorker | None = None
-        self.process: Process | None = None
-        self.ended: asyncio.Task[int] | None = None
         self.release: Callable[[bool], None] | None = None
 
     @property
@@ -97,10 +97,6 @@ class WorkerHandle:
         if self.release is not None:
             return UNKNOWN_NODE
         return "" if self.registered is None else self.registered.node.name
-
-    def set_process(self, process: Process) -> None:
-        self.process = process
-        self.ended = asyncio.get_running_loop().create_task(process.wait())
 
     def log_lines(self) -> list[str]:
         if self._log is None or not self._log.exists():
@@ -121,13 +117,13 @@ class WorkerHandle:
         try:
             await self.session.close()
         finally:
-            if self.is_owned and self.process is not None and self.ended is not None:
+            if self.is_owned and self._process is not None and self.ended is not None:
                 try:
                     await asyncio.wait({self.ended}, timeout=0.0 if kill else _STOP_S)
                 finally:
                     if not self.ended.done():
                         with contextlib.suppress(ProcessLookupError):
-                            self.process.send_signal(signal.SIGKILL)
+                            self._process.send_signal(signal.SIGKILL)
                 await asyncio.shield(self.ended)
 
 
@@ -310,8 +306,7 @@ class WorkerPool:
             process = await asyncio.create_subprocess_exec(
                 *argv, env=env, stdin=DEVNULL, stdout=out, stderr=STDOUT, start_new_session=True
             )
-        worker = WorkerHandle(self._session(endpoint), is_owned=True, log=log)
-        worker.set_process(process)
+        worker = WorkerHandle(self._session(endpoint), process, log)
         try:
             async with asyncio.timeout(_START_S):
                 await result_unless_exited(worker.session.connect(), worker.ended, worker.exit_error)

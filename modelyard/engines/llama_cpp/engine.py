@@ -112,7 +112,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             log.exception("the KV of %r was not saved", self.spec.model)
 
     def _unload_model(self) -> None:
-        self._caches = {}
+        self._model, self._vocab, self._caches = None, None, {}
         self._resources.close()
 
     # --- the event loop's side ----------------------------------------------------------------------------------------
