@@ -95,10 +95,9 @@ def _text_pipeline(
 ) -> TextPipeline:
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
     tokenizer = open_tokenizer(where)
-    embedded = module.chat_template(options) or tokenizer.template
-    if embedded and module.kind(options) == "chat":  # such an engine always uses the file's template
+    if tokenizer.template and module.kind(options) == "chat":  # such an engine always uses the file's template
         settings = settings.model_copy(update={"prompt_format": None})
-    source = _template(entry, settings, embedded, getattr(module, "PROMPT_FORMAT", None), where)
+    source = _template(entry, settings, tokenizer.template, getattr(module, "PROMPT_FORMAT", None), where)
     detected = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
     format = load_format(detected.format)
     stops = {tokenizer.specials[text] for text in (*format.stop_tokens, *source.stops) if text in tokenizer.specials}

@@ -23,7 +23,6 @@ from modelyard.core.engine import (
     Control,
     Embeddings,
     End,
-    EngineInfo,
     EngineStats,
     Generation,
     OnProgress,

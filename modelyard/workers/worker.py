@@ -12,14 +12,13 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import ValidationError
 
 from modelyard import plugins
 from modelyard.core.engine import (
-    ChatEngine,
     EmbeddingEngine,
     Engine,
     EngineSpec,

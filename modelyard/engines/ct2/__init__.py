@@ -21,19 +21,6 @@ from modelyard.engines.ct2.options import CAPABILITIES, LIVE_OVERRIDES
 from modelyard.engines.ct2.options import Ct2Options as Options
 from modelyard.plugins import MissingLibrary
 
-__all__ = [
-    "CAPABILITIES",
-    "HOLDS_WEIGHTS",
-    "LIVE_OVERRIDES",
-    "Options",
-    "chat_template",
-    "create",
-    "estimate",
-    "kind",
-    "tokenizer_path",
-    "verify",
-]
-
 HOLDS_WEIGHTS = True
 
 
@@ -58,9 +45,3 @@ def create(spec: EngineSpec) -> Engine:
 def tokenizer_path(options: Options) -> Path:
     """A converted model has its tokenizer beside the weights."""
     return find_folder(options.path)
-
-
-def chat_template(options: Options) -> str | None:
-    """None: it is in the folder, where the prompt renderer looks first."""
-    del options
-    return None

@@ -20,20 +20,6 @@ from modelyard.engines.exllamav3.options import CAPABILITIES, LIVE_OVERRIDES
 from modelyard.engines.exllamav3.options import ExllamaOptions as Options
 from modelyard.plugins import MissingLibrary
 
-__all__ = [
-    "CAPABILITIES",
-    "HOLDS_WEIGHTS",
-    "LIVE_OVERRIDES",
-    "OWN_PROCESS",
-    "Options",
-    "chat_template",
-    "create",
-    "estimate",
-    "kind",
-    "tokenizer_path",
-    "verify",
-]
-
 HOLDS_WEIGHTS = True
 # A step on a GPU takes about a millisecond: a busy gateway in the same interpreter would slow down every step.
 OWN_PROCESS = True
@@ -66,9 +52,3 @@ def create(spec: EngineSpec) -> Engine:
 def tokenizer_path(options: Options) -> Path:
     """A quantized model has its tokenizer beside the weights."""
     return find_folder(options.path)
-
-
-def chat_template(options: Options) -> str | None:
-    """None: it is in the folder, where the prompt renderer looks first."""
-    del options
-    return None

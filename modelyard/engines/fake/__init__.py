@@ -20,12 +20,6 @@ def kind(options: Options) -> Literal["text", "chat"]:
     return options.kind
 
 
-def chat_template(options: Options) -> str | None:
-    """None: the built-in generic template. The fake engine reads ChatML and harmony prompts."""
-    del options
-    return None
-
-
 def create(spec: EngineSpec) -> Engine:
     """Call it on the event loop that the engine will run on."""
     return FakeChatEngine(spec) if spec.options.kind == "chat" else FakeTextEngine(spec)

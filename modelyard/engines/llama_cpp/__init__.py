@@ -12,20 +12,6 @@ from modelyard.engines.llama_cpp.library import offloads_to_gpu
 from modelyard.engines.llama_cpp.options import CAPABILITIES, LIVE_OVERRIDES, Options
 from modelyard.library.model_files import locate_model_file
 
-__all__ = [
-    "CAPABILITIES",
-    "HOLDS_WEIGHTS",
-    "LIVE_OVERRIDES",
-    "Options",
-    "chat_template",
-    "create",
-    "estimate",
-    "kind",
-    "own_process",
-    "tokenizer_path",
-    "verify",
-]
-
 HOLDS_WEIGHTS = True
 
 
@@ -58,9 +44,3 @@ def create(spec: EngineSpec) -> Engine:
 def tokenizer_path(options: Options) -> Path:
     """The model file: its vocabulary is read without its weights."""
     return locate_model_file(options.path)
-
-
-def chat_template(options: Options) -> str | None:
-    """None: the tokenizer has the template of the file."""
-    del options
-    return None

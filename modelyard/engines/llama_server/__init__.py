@@ -36,12 +36,6 @@ def tokenizer_path(options: Options) -> Path:
     return locate_model_file(options.path)
 
 
-def chat_template(options: Options) -> str | None:
-    """None: the template of the model file, which llama-server uses as well."""
-    del options
-    return None
-
-
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     """The estimate of llama.cpp in process, plus the projector and the draft model."""
     options: Options = spec.options

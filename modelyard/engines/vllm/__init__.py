@@ -38,12 +38,6 @@ def tokenizer_path(options: Options) -> Path:
     return require_folder(options.vllm_tokenizer or options.model_name)
 
 
-def chat_template(options: Options) -> str | None:
-    """None: it is in the folder, where the prompt renderer looks first."""
-    del options
-    return None
-
-
 def explain(error: ModelyardError, lines: Sequence[str]) -> ModelyardError:
     """vLLM's message often says only that one of its processes failed; the cause is in that process's output."""
     return with_cause(error, failure_reason(lines))

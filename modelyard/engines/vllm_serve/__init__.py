@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.vllm import chat_template as chat_template
 from modelyard.engines.vllm import estimate as estimate
 from modelyard.engines.vllm.model_folder import require_folder
 from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES

@@ -488,4 +488,3 @@ def test_plug_in_asks_for_its_own_process_and_has_its_tokenizer_beside_the_weigh
     options = exllamav3.Options(path=str(model_folder()))
     assert exllamav3.kind(options) == "text"
     assert exllamav3.tokenizer_path(options) == model_folder()
-    assert exllamav3.chat_template(options) is None

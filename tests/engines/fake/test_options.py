@@ -51,7 +51,6 @@ def test_only_the_demo_has_a_delay_by_default() -> None:
 def test_tokenizer_can_be_replaced() -> None:
     assert fake.tokenizer_path(fake.Options(tokenizer_path=Path("x"))) == Path("x")
     assert (fake.tokenizer_path(fake.Options()) / "tokenizer.json").is_file()
-    assert fake.chat_template(fake.Options()) is None
 
 
 # --- the shipped tokenizer --------------------------------------------------------------------------------------------
