@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Template
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from modelyard.library import default_model
 from modelyard.library.cache_dir import cache_dir
+from modelyard.library.convert.writers import tokenizer_files
 from modelyard.library.gguf import read_metadata
 
-_CONTROL = 3  # GGUF's token type of a special token
 # SmolLM2's tokens that end a text or a turn. A bias against them gives every output the requested length.
 NO_END = {0: -100.0, 2: -100.0}
 
@@ -63,30 +63,6 @@ def tokenizer_folder() -> Path:
 
 
 def write_tokenizer(folder: Path, metadata: dict[str, Any]) -> None:
-    tokens = metadata["tokenizer.ggml.tokens"]
     folder.mkdir(parents=True, exist_ok=True)
-    build_tokenizer(metadata).save(str(folder / "tokenizer.json"), pretty=False)
-    config = {
-        "bos_token": tokens[metadata["tokenizer.ggml.bos_token_id"]],
-        "eos_token": tokens[metadata["tokenizer.ggml.eos_token_id"]],
-        "add_bos_token": metadata["tokenizer.ggml.add_bos_token"],
-        "chat_template": metadata["tokenizer.chat_template"],
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """Byte-level BPE with GGUF's pre-tokenizer "smollm": single digits, then GPT-2's words."""
-    if (pre := metadata["tokenizer.ggml.pre"]) != "smollm":
-        raise ValueError(f"the pre-tokenizer is {pre!r}, expected 'smollm'")
-    tokens = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    types = metadata["tokenizer.ggml.token_type"]
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    return tokenizer
+    for name, content in tokenizer_files(metadata, context=8192):
+        (folder / name).write_bytes(content)

@@ -7,7 +7,7 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     CAPABILITIES        the most it can do, known without its library; a model and its settings may allow less
     HOLDS_WEIGHTS       False if a second process may open the same engine for free
     REMOTE              True if requests leave this machine (default False)
-    COUNTS_LOCALLY      True if a chat engine also has `tokenizer_path` and `chat_template`, so tokens are counted here
+    COUNTS_LOCALLY      True if a chat engine also has `tokenizer_path`, so tokens are counted here
     OWN_PROCESS         True if it gets its own process unless the settings say otherwise (default False)
     own_process(…)      the same, as a function of the model's configured fields
     LIVE_OVERRIDES      field → type with range: what one load may override (default: nothing)
@@ -17,8 +17,7 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     create(spec)        the engine, not yet opened
     estimate(spec, …)   the memory it would take, before anything is loaded
 
-and, for token engines, `tokenizer_path(options)`, `chat_template(options)` (None: look elsewhere) and optionally
-`PROMPT_FORMAT`, the built-in template to fall back on.
+and, for token engines, `tokenizer_path(options)` and optionally `PROMPT_FORMAT`, the built-in template to fall back on.
 
 An engine does not queue: the scheduler grants at most `capacity` leases at a time.
 """

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 
-from bench.prompts import RandomPrompts, build_tokenizer, tokenizer_folder, write_tokenizer
+from bench.prompts import RandomPrompts, tokenizer_folder, write_tokenizer
+from modelyard.core.errors import Unsupported
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 
 
@@ -24,6 +25,7 @@ def metadata(**changed: Any) -> dict[str, Any]:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|im_start|>", "<|im_end|>", *letters, "he", "Ġhe"]
     return {
+        "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
@@ -35,16 +37,17 @@ def metadata(**changed: Any) -> dict[str, Any]:
     } | changed
 
 
-def test_the_tokenizer_merges_splits_digits_and_knows_its_control_tokens() -> None:
-    tokenizer = build_tokenizer(metadata())
+def test_the_tokenizer_merges_splits_digits_and_knows_its_control_tokens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, metadata())
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|> he 42<|im_end|>").tokens == [
         *("<|im_start|>", "Ġhe", "Ġ", "4", "2", "<|im_end|>")
     ]
 
 
-def test_another_pre_tokenizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="llama-bpe"):
-        build_tokenizer(metadata(**{"tokenizer.ggml.pre": "llama-bpe"}))
+def test_another_pre_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="tekken"):
+        write_tokenizer(tmp_path, metadata(**{"tokenizer.ggml.pre": "tekken"}))
 
 
 def test_the_gateway_can_load_the_folder(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from bench.prompts import build_tokenizer
 from modelyard.core.errors import InvalidRequest
+from modelyard.library.convert.writers import tokenizer_files
 from modelyard.library.default_model import fetch
 from modelyard.library.gguf import read_metadata
 from modelyard.plugins import MissingLibrary
@@ -40,7 +40,7 @@ def metadata() -> dict[str, Any]:
 
 @cache
 def hugging_face() -> Tokenizer:
-    return build_tokenizer(metadata())
+    return Tokenizer.from_buffer(dict(tokenizer_files(metadata(), 8192))["tokenizer.json"])
 
 
 SAMPLES = [

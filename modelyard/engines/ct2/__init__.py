@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.ct2.model_folder import estimate, find_folder
-from modelyard.engines.ct2.options import CAPABILITIES, LIVE_OVERRIDES
+from modelyard.engines.ct2.model_folder import estimate as estimate
+from modelyard.engines.ct2.model_folder import find_folder
+from modelyard.engines.ct2.options import CAPABILITIES as CAPABILITIES
+from modelyard.engines.ct2.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.ct2.options import Ct2Options as Options
 from modelyard.plugins import MissingLibrary
 

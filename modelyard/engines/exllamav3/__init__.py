@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.exllamav3.model_folder import estimate, find_folder
-from modelyard.engines.exllamav3.options import CAPABILITIES, LIVE_OVERRIDES
+from modelyard.engines.exllamav3.model_folder import estimate as estimate
+from modelyard.engines.exllamav3.model_folder import find_folder
+from modelyard.engines.exllamav3.options import CAPABILITIES as CAPABILITIES
+from modelyard.engines.exllamav3.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.exllamav3.options import ExllamaOptions as Options
 from modelyard.plugins import MissingLibrary
 

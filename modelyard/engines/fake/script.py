@@ -29,7 +29,7 @@ import re
 import tomllib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,12 +47,12 @@ _ERRORS: dict[str, Callable[[str], ModelyardError]] = {
     "not_found": errors.NotFound,
     "conflict": errors.Conflict,
     "too_large": errors.TooLarge,
-    "rate_limited": lambda message: errors.RateLimited(message, retry_after=1.0),
+    "rate_limited": partial(errors.RateLimited, retry_after=1.0),
     "overloaded": errors.Overloaded,
     "unavailable": errors.Unavailable,
     "timeout": errors.Timeout,
     "unimplemented": errors.Unimplemented,
-    "internal": lambda message: errors.Internal(message, id="scripted"),
+    "internal": partial(errors.Internal, id="scripted"),
 }
 _ACTIONS = ("text", "think", "call", "raw", "tokens", "delay", "prefill", "fail", "die", "repeat", "hang")
 _PARAMETERS = {"progress": "prefill", "kind": "fail", "steps": "repeat"}
@@ -144,6 +144,14 @@ class ScriptRule(_Model):
     def is_unconditional(self) -> bool:
         return self.when is None and self.turn is None and self.result is None
 
+    def matches(self, conversation: ConversationView) -> bool:
+        """Whatever its turn."""
+        if self.when is not None and not re.search(self.when, conversation.user):
+            return False
+        if self.result is None:
+            return True
+        return conversation.result is not None and re.search(self.result, conversation.result) is not None
+
 
 class Script:
     """The rules, with a counter per session and pattern. Rules with the same pattern share a counter."""
@@ -151,18 +159,13 @@ class Script:
     _MAX_COUNTERS = 4096
 
     def __init__(self, rules: Sequence[ScriptRule]) -> None:
-        def compiled(pattern: str | None) -> re.Pattern[str] | None:
-            return re.compile(pattern) if pattern is not None else None
-
-        self._rules = [(rule, compiled(rule.when), compiled(rule.result)) for rule in rules]
+        self._rules = rules
         self._counters: OrderedDict[tuple[str, str | None, str | None], int] = OrderedDict()
 
     def choose(self, conversation: ConversationView, session: str | None = None) -> ScriptRule | None:
         turns: dict[tuple[str, str | None, str | None], int] = {}
-        for rule, when, result in self._rules:
-            if when is not None and not when.search(conversation.user):
-                continue
-            if result is not None and (conversation.result is None or not result.search(conversation.result)):
+        for rule in self._rules:
+            if not rule.matches(conversation):
                 continue
             if rule.turn is None:
                 return rule
