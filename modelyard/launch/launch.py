@@ -73,7 +73,9 @@ def _target(
     log = cache_dir(env) / "launch" / "server.log"
     temporary = stack.enter_context(TemporaryServer(server.url, options.config, log, env))
     notify(f"starting a server at {server.url} that runs as long as the agent; its log is {log}")
-    server.wait_until_running(temporary.check_alive)
+    while not server.is_running():
+        temporary.check_alive()
+        time.sleep(_POLL_S)
     return server.launch_target(options.model, temporary.check_alive)
 
 
@@ -164,14 +166,9 @@ class TargetServer:
             raise InvalidRequest(f"the server at {self.url} is not Modelyard: choose another address with --url")
         return True
 
-    def wait_until_running(self, check_alive: Callable[[], None]) -> None:
-        """`check_alive` raises if the server process has exited."""
-        while not self.is_running():
-            check_alive()
-            time.sleep(_POLL_S)
-
     def launch_target(self, model: str | None, check_alive: Callable[[], None] = lambda: None) -> LaunchTarget:
-        """The target for `model`, or for the first usable model. Waits while the model is loading."""
+        """The target for `model`, or for the first usable model. Waits while the model is loading; `check_alive` raises
+        if the server process has exited."""
         name = model or self._first_model()
         while (card := self._model(name))["state"] == "loading":
             check_alive()

@@ -75,9 +75,7 @@ class DecodingSettings(BaseModel):
     seed: int | None = Field(default=None, description="Seed of the random generator, for reproducible sampling.")
     logit_bias: dict[int, float] | None = Field(default=None, description="Added to the logits of tokens, by token id.")
     max_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Output limit if the client sets none; unset means the rest of the window.",
+        default=None, ge=1, description="Output limit if the client sets none; unset means the rest of the window."
     )
     stop: OneOrMore = Field(default_factory=list, description="Stop strings, in addition to those of the client.")
 
@@ -164,9 +162,7 @@ class ModelSettings(BaseModel):
         description="Engine. Unset: engine.backend, else by path: llama_cpp for GGUF, ct2 for CTranslate2.",
     )
     path: str | None = Field(
-        default=None,
-        validation_alias=AliasChoices("path", "model_path"),
-        description="File or folder of the weights.",
+        default=None, validation_alias=AliasChoices("path", "model_path"), description="File or folder of the weights."
     )
     tokenizer_path: str | None = Field(
         default=None, description="File or folder of the tokenizer, if it is not with the weights."
@@ -184,8 +180,7 @@ class ModelSettings(BaseModel):
         "(auto), always (instead of the template's support), or never.",
     )
     tool_stream: bool = Field(
-        default=True,
-        description="Stream the arguments of tool calls; false sends each call when it is complete.",
+        default=True, description="Stream the arguments of tool calls; false sends each call when it is complete."
     )
     constrain_calls: bool = Field(
         default=False,

@@ -341,12 +341,7 @@ class ReplicaManager:
             state, reason, phase, _ = current
             self.changes.publish(
                 ModelStateChange(
-                    model=model.name,
-                    state=state,
-                    reason=reason,
-                    phase=phase,
-                    progress=progress,
-                    at=self._clock.unix(),
+                    model=model.name, state=state, reason=reason, phase=phase, progress=progress, at=self._clock.unix()
                 )
             )
 

@@ -34,8 +34,7 @@ class LogSettings(BaseModel):
         description="Text lines (human) or JSON lines (json); auto writes text on a terminal and JSON elsewhere.",
     )
     debug_dir: Path | None = Field(
-        default=None,
-        description='Folder for request capture, four files per request; --debug sets it to "debug".',
+        default=None, description='Folder for request capture, four files per request; --debug sets it to "debug".'
     )
     debug_max_requests: int = Field(
         default=200, gt=0, description="Requests kept in debug_dir; older ones are deleted."

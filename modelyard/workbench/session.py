@@ -47,13 +47,16 @@ class PageSession:
         try:
             await action
         except ModelyardError as error:
-            self._handle(error)
-            if not self.locked:
-                ui.notify(error.message, type="negative", multi_line=True, close_button="Close")
+            self.show_error(error)
             return False
         if success:
             ui.notify(success, type="positive")
         return True
+
+    def show_error(self, error: ModelyardError) -> None:
+        self._handle(error)
+        if not self.locked:
+            ui.notify(error.message, type="negative", multi_line=True, close_button="Close")
 
     def _handle(self, error: ModelyardError) -> None:
         if isinstance(error, Unauthenticated) or (isinstance(error, Forbidden) and error.code == "admin_key_required"):

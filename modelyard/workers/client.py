@@ -18,16 +18,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from modelyard.core.engine import (
-    Chunk,
-    Control,
-    Embeddings,
-    End,
-    EngineStats,
-    Generation,
-    OnProgress,
-    Prompt,
-)
+from modelyard.core.engine import Chunk, Control, Embeddings, End, EngineStats, Generation, OnProgress, Prompt
 from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.request import Request

@@ -11,13 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from modelyard.core.errors import Internal, ModelyardError
 from modelyard.workers.messages import ConnectionRefused, Goodbye, Heartbeat, LinkMessage, MalformedMessage, encode
-from modelyard.workers.transport import (
-    ClusterKeys,
-    HeartbeatConfig,
-    HeartbeatMonitor,
-    PeerDisconnected,
-    RouterSocket,
-)
+from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, HeartbeatMonitor, PeerDisconnected, RouterSocket
 
 log = logging.getLogger(__name__)
 
@@ -172,10 +166,7 @@ class PeerServer(Generic[P]):
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _reply(
-        self,
-        peer: Peer,
-        work: Coroutine[Any, Any, LinkMessage],
-        error_reply: Callable[[ModelyardError], LinkMessage],
+        self, peer: Peer, work: Coroutine[Any, Any, LinkMessage], error_reply: Callable[[ModelyardError], LinkMessage]
     ) -> None:
         """Send the result of `work` when it is done, or its error."""
 

@@ -66,11 +66,7 @@ class RayCluster:
     """The actors that this scheduler has requested, by model."""
 
     def __init__(
-        self,
-        address: str,
-        resources: Mapping[str, RayResources],
-        keys: ClusterKeys | None,
-        heartbeat: HeartbeatConfig,
+        self, address: str, resources: Mapping[str, RayResources], keys: ClusterKeys | None, heartbeat: HeartbeatConfig
     ) -> None:
         self._address, self._resources, self._keys, self._heartbeat = address, resources, keys, heartbeat
         self._idle: dict[str, list[ActorHandle]] = {}

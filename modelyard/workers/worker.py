@@ -18,15 +18,7 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from modelyard import plugins
-from modelyard.core.engine import (
-    EmbeddingEngine,
-    Engine,
-    EngineSpec,
-    EngineStats,
-    Generation,
-    OnProgress,
-    TextEngine,
-)
+from modelyard.core.engine import EmbeddingEngine, Engine, EngineSpec, EngineStats, Generation, OnProgress, TextEngine
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Failed
 from modelyard.engines.generation_queue import GenerationQueue

@@ -27,13 +27,7 @@ from modelyard.processes.child_process import describe_exit
 from modelyard.processes.ports import reserve_port
 from modelyard.workers.client import RemoteEngine, WorkerSession, remote_engine, result_unless_exited
 from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
-from modelyard.workers.messages import (
-    DropClient,
-    EngineLocation,
-    HostedEngineInfo,
-    ShutdownWorker,
-    open_engine_message,
-)
+from modelyard.workers.messages import DropClient, EngineLocation, HostedEngineInfo, ShutdownWorker, open_engine_message
 from modelyard.workers.ray import RayCluster
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 

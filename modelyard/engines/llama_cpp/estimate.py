@@ -21,22 +21,11 @@ from msgspec import Struct
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels, library_folder, visible_memory
-from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
+from modelyard.engines.llama_cpp.options import Options, flash_attention_mode, kv_type_bytes
 from modelyard.library.gguf import TensorInfo, read_contents
 from modelyard.library.model_files import locate_model_file, split_parts
 from modelyard.plugins import MissingLibrary
 
-# bytes of one number, by KV type
-_TYPE_BYTES = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q5_1": 24 / 32,
-    "q5_0": 22 / 32,
-    "q4_1": 20 / 32,
-    "q4_0": 18 / 32,
-}
 _WINDOW_MULTIPLE = 256  # llama.cpp rounds windows up to it
 
 
@@ -140,7 +129,7 @@ def estimate_memory(
 
 
 def kv_bytes(model: ModelShape, info: CacheInfo) -> int:
-    per_token = model.key * _type_bytes(info.type_k) + model.value * _type_bytes(info.type_v)
+    per_token = model.key * kv_type_bytes(info.type_k) + model.value * kv_type_bytes(info.type_v)
     return int(_cells(info) * info.parallel * per_token) + 4 * model.state * info.parallel
 
 
@@ -157,10 +146,6 @@ def compute_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
 
 def _cells(info: CacheInfo) -> int:
     return -(-info.window // _WINDOW_MULTIPLE) * _WINDOW_MULTIPLE
-
-
-def _type_bytes(name: str) -> float:
-    return _TYPE_BYTES.get(name.lower(), 4.0)  # an unknown type is refused when the context is created
 
 
 def gpu_share(model: ModelShape, options: Options, machine: AvailableMemory) -> float:

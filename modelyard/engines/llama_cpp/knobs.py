@@ -14,12 +14,11 @@ from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines import cores
 from modelyard.engines.llama_cpp import library
 from modelyard.engines.llama_cpp.estimate import read_model_shape
-from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.options import Options, flash_attention_mode, kv_type_bytes
 from modelyard.engines.llama_server.knobs import fitted_layers
 from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.library.model_files import locate_model_file
 
-_COARSENESS = {"f32": 0, "f16": 1, "bf16": 1, "q8_0": 2, "q5_1": 3, "q5_0": 4, "q4_1": 5, "q4_0": 6}
 _UNQUANTIZED = ("f32", "f16", "bf16")
 
 
@@ -59,7 +58,8 @@ def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
         "n_threads": options.n_threads or cores.physical(),
         "n_threads_batch": options.n_threads_batch or options.n_threads or cores.physical(),
         "n_ubatch": options.n_ubatch,
-        "flash_attn": _flash(options.flash_attn),
+        # `auto` counts as on, which it is unless it is slow or unsupported.
+        "flash_attn": "off" if flash_attention_mode(options, gpu=False) == "off" else "on",
         "type_k": info.type_k.lower(),
         "type_v": info.type_v.lower(),
         "speculation": options.speculation,
@@ -73,17 +73,10 @@ def fitted(spec: EngineSpec) -> dict[str, Value] | None:
     return None if layers is None else {"n_gpu_layers": int(layers)}
 
 
-def _flash(value: bool | str | None) -> str:
-    """Unset and `auto` count as on, which they are unless it is slow or unsupported."""
-    if value is None or value == "auto":
-        return "on"
-    return value if isinstance(value, str) else ("on" if value else "off")
-
-
 def forbids(setting: Setting) -> str | None:
     type_k, type_v = (str(setting.values.get(name, "f16")) for name in ("type_k", "type_v"))
     if setting.values.get("flash_attn") == "off" and type_v not in _UNQUANTIZED:
         return "a quantized type_v needs flash attention"
-    if _COARSENESS.get(type_v, 0) < _COARSENESS.get(type_k, 0):
+    if kv_type_bytes(type_v) > kv_type_bytes(type_k):
         return "quantized keys lose more than quantized values: type_k is never the coarser type"
     return None

@@ -22,11 +22,10 @@ from modelyard.engines.llama_cpp.estimate import (
     gpu_share,
     read_model_shape,
 )
-from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
+from modelyard.engines.llama_cpp.options import KV_TYPES, Options, flash_attention_mode
 from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
 
-_KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 _FLASH_ATTENTION_TYPES = {"on": 1, "off": 0, "auto": -1}
 _ROPE_SCALING_TYPES = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 ROPE_OPTIONS = (
@@ -161,11 +160,11 @@ def context_parameters(info: CacheInfo, options: Options) -> Any:
 
 
 def _kv_type(name: str) -> int:
-    if name.lower() not in _KV_TYPES:
+    if name.lower() not in KV_TYPES:
         raise InvalidRequest(
-            f"{name!r} is not a type of a KV cache; use one of {', '.join(_KV_TYPES)}", code="cache_unusable"
+            f"{name!r} is not a type of a KV cache; use one of {', '.join(KV_TYPES)}", code="cache_unusable"
         )
-    return _KV_TYPES[name.lower()]
+    return KV_TYPES[name.lower()][0]
 
 
 def thread_counts(info: CacheInfo, options: Options) -> tuple[int, int]:

@@ -8,6 +8,17 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from modelyard.core.engine import CacheInfo, Capabilities
 
+# type of a KV cache → ggml's number of it, and the bytes of one value
+KV_TYPES = {
+    "f32": (0, 4.0),
+    "f16": (1, 2.0),
+    "q4_0": (2, 18 / 32),
+    "q4_1": (3, 20 / 32),
+    "q5_0": (6, 22 / 32),
+    "q5_1": (7, 24 / 32),
+    "q8_0": (8, 34 / 32),
+    "bf16": (30, 2.0),
+}
 _KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 FlashAttentionMode = Literal["on", "off", "auto"]
 _Count = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -157,6 +168,10 @@ class Options(BaseModel):
         """With the cache's own settings applied."""
         own = {name: getattr(cache, name) for name in ("n_batch", "n_ubatch", "n_threads", "flash_attn")}
         return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
+def kv_type_bytes(name: str) -> float:
+    return KV_TYPES.get(name.lower(), KV_TYPES["f32"])[1]  # an unknown type is refused when the context is created
 
 
 def flash_attention_mode(options: Options, *, gpu: bool) -> FlashAttentionMode:

@@ -166,18 +166,15 @@ class Penalties:
 
     def __init__(self, repetition: float, frequency: float, presence: float, recent: Sequence[int] | Any) -> None:
         self._repetition, self._frequency, self._presence = repetition, frequency, presence
-        self._recent: deque[int] = deque((int(token) for token in recent[-PENALTY_WINDOW:]), PENALTY_WINDOW)
+        self.recent: deque[int] = deque((int(token) for token in recent[-PENALTY_WINDOW:]), PENALTY_WINDOW)
 
     def penalized(self, row: Row) -> tuple[npt.NDArray[np.intp], Row]:
         """The tokens that are penalized, and their new logits."""
-        ids, counts = np.unique(np.array(self._recent, np.intp), return_counts=True)
+        ids, counts = np.unique(np.array(self.recent, np.intp), return_counts=True)
         logits = row[ids]
         # Dividing a negative logit would make the token more likely.
         logits = np.where(logits <= 0, logits * self._repetition, logits / self._repetition)
         return ids, (logits - counts * self._frequency - self._presence).astype(np.float32)
-
-    def accept(self, token: int) -> None:
-        self._recent.append(token)
 
 
 class LogitProcessor:
@@ -207,7 +204,7 @@ class LogitProcessor:
             token = choose(row)
         finally:
             row[ids] = before
-        penalties.accept(token)
+        penalties.recent.append(token)
         return token
 
 

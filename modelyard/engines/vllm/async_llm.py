@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
@@ -235,7 +235,8 @@ class AsyncLlmRunner:
         self._flush_scheduled = False
         self._death: ModelyardError | None = None
         self._closing = False
-        self.n_vocab, self.control_tokens = 0, ControlTokens()
+        self.n_vocab = 0
+        self.control_tokens: ControlTokens = {}
 
     def __repr__(self) -> str:
         return f"<AsyncLlmRunner {len(self._tasks)} running>"
@@ -253,7 +254,8 @@ class AsyncLlmRunner:
             raise load_error(error, str(arguments["model"])) from error
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self.n_vocab = int(self._llm.model_config.get_vocab_size())
-        self.control_tokens = _control_tokens(self._llm.get_tokenizer())
+        added: Mapping[int, Any] = getattr(self._llm.get_tokenizer(), "added_tokens_decoder", {})
+        self.control_tokens = {token.content: int(id) for id, token in added.items() if token.special}
         await self._generate_first_token()
         self._llm.output_handler.add_done_callback(lambda _: self._report_death())
 
@@ -384,8 +386,3 @@ class AsyncLlmRunner:
     def _flush(self) -> None:
         self._flush_scheduled = False
         self._dispatch.flush()
-
-
-def _control_tokens(tokenizer: Any) -> ControlTokens:
-    added: Iterable[tuple[Any, Any]] = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    return ControlTokens({token.content: int(id) for id, token in added if token.special})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
@@ -84,25 +84,22 @@ _MAX_GENERATED, _MAX_WRITTEN = 1 << 18, 1 << 13  # characters: schemas and tools
 _START_RULE = re.compile(r"^start(?=\s*[:\[])", re.MULTILINE)
 
 
-class ControlTokens(Struct, frozen=True):
-    """Text → id of the tokens that a grammar's strings never match."""
-
-    ids: dict[str, int] = {}
-
-    def ranges(self) -> str:
-        """All ids as a set of llguidance: 3, 4, 5, 9 → 3-5,9."""
-        ranges: list[list[int]] = []
-        for id in sorted(set(self.ids.values())):
-            if ranges and id == ranges[-1][1] + 1:
-                ranges[-1][1] = id
-            else:
-                ranges.append([id, id])
-        return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+ControlTokens = Mapping[str, int]  # text → id of the tokens that a grammar's strings never match
+_NO_TOKENS: ControlTokens = {}
 
 
-def structured_output_arguments(
-    constraint: Constraint, control_tokens: ControlTokens = ControlTokens()
-) -> dict[str, Any]:
+def token_ranges(ids: Iterable[int]) -> str:
+    """A set of ids in llguidance's notation: 3, 4, 5, 9 → 3-5,9."""
+    ranges: list[list[int]] = []
+    for id in sorted(set(ids)):
+        if ranges and id == ranges[-1][1] + 1:
+            ranges[-1][1] = id
+        else:
+            ranges.append([id, id])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def structured_output_arguments(constraint: Constraint, control_tokens: ControlTokens = _NO_TOKENS) -> dict[str, Any]:
     limit = _MAX_GENERATED if constraint.tools or constraint.kind == "json_schema" else _MAX_WRITTEN
     if len(constraint.text) > limit:
         raise bad_grammar(constraint, f"it is longer than {limit} characters")
@@ -132,10 +129,10 @@ def _json_schema(schema: Any) -> str:
 
 def _triggered_grammar(lark: str, trigger: str, control_tokens: ControlTokens) -> str:
     call = _START_RULE.sub("triggered", lark)
-    id = control_tokens.ids.get(trigger)
+    id = control_tokens.get(trigger)
     if id is not None:
         return f"start: (free <[{id}]> triggered)* free\nfree: <[^{id}]>*\n{call}"
-    control = control_tokens.ranges()
+    control = token_ranges(control_tokens.values())
     control_or = f"TEXT? <[{control}]> | " if control else ""
     rules = (
         f"start: ({control_or}until triggered)* TEXT?",

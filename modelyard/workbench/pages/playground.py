@@ -125,7 +125,7 @@ class Playground:
         except ModelyardError as error:
             message = self._conversation.messages.pop()
             self._input.set_value("".join(getattr(part, "text", "") for part in message.parts))
-            ui.notify(error.message, type="negative", multi_line=True, close_button="Close")
+            self._session.show_error(error)
             return
         self._inspector.start(self._session.client, protocol, body)
         self._set_busy(True)
@@ -254,22 +254,21 @@ class AnswerView:
             self._ask_for_results(reply.calls)
 
     def fail(self, error: ModelyardError) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        self._conversation.add_partial_reply(self._text)
-        with self._body:
-            ui.label(error.message).classes("error small text")
-        self._show_summary("failed")
+        if not self._ended:
+            with self._body:
+                ui.label(error.message).classes("error small text")
+            self._cut_off("failed")
 
     def close(self) -> None:
         """An answer that has not ended by now was stopped, by the button or by leaving the page."""
-        if self._ended:
-            return
+        if not self._ended:
+            self._cut_off("stopped")
+
+    def _cut_off(self, reason: str) -> None:
         self._ended = True
         self._conversation.add_partial_reply(self._text)
         if not self._turn.is_deleted:
-            self._show_summary("stopped")
+            self._show_summary(reason)
 
     def _show_summary(self, text: str) -> None:
         self._placeholder.set_visibility(False)

@@ -65,12 +65,7 @@ def page(session: PageSession) -> None:
     runs_box = ui.column().classes("w-full gap-4 items-stretch")
 
     async def show_optimizer_runs() -> None:
-        runs: list[Json] = []
-
-        async def fetch() -> None:
-            runs.extend(await session.client.optimizer_runs())
-
-        if await session.perform(fetch()) and runs:
+        if runs := await session.client.optimizer_runs():
             with runs_box:
                 show_runs(runs)
 
@@ -81,7 +76,7 @@ def page(session: PageSession) -> None:
         for chart, (_, _, lines) in zip(charts, _CHARTS, strict=True):
             set_points(chart, [line_points(history, getter) for getter in lines.values()], (start, now))
 
-    ui.timer(0, show_optimizer_runs, once=True)
+    ui.timer(0, lambda: session.perform(show_optimizer_runs()), once=True)
     session.poll(_INTERVAL_S, update)
 
 

@@ -169,9 +169,7 @@ async def _show_request(session: PageSession, found: Json) -> None:
 
 
 def _show_live(session: PageSession, record: Json) -> None:
-    async def cancel() -> None:
-        await session.perform(session.client.cancel(record["id"]), "Cancelled")
-
+    cancel = lambda: session.perform(session.client.cancel(record["id"]), "Cancelled")  # noqa: E731
     with card():
         with ui.element("div").classes("line between"):
             StateBadge(record["state"])
@@ -257,9 +255,7 @@ def _show_text(title: str, text: str) -> None:
 
 
 def _offer_to_keep_texts(session: PageSession) -> None:
-    async def keep() -> None:
-        await session.perform(session.client.keep_texts(True), "Texts of new requests are kept")
-
+    keep = lambda: session.perform(session.client.keep_texts(True), "Texts of new requests are kept")  # noqa: E731
     with card():
         ui.label("The texts of this request were not kept.")
         button = ui.button("Keep the texts of new requests", on_click=keep)

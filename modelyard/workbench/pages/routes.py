@@ -42,7 +42,7 @@ def page(session: PageSession) -> None:
             error_label.set_text(error.message)
             error_label.set_visibility(True)
             if error.kind in ("unauthenticated", "forbidden"):
-                await session.perform(_raise(error))  # opens the key dialog
+                session.show_error(error)  # opens the key dialog
             return
         model.set(route["model"])
         cache.set(route["cache"])
@@ -54,7 +54,3 @@ def page(session: PageSession) -> None:
 
     name.on_value_change(resolve)
     endpoint.on_value_change(resolve)
-
-
-async def _raise(error: ModelyardError) -> None:
-    raise error

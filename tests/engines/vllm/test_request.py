@@ -20,11 +20,11 @@ from modelyard.core.request import Constraint, Sampling
 from modelyard.engines.vllm.request import (
     IGNORED,
     PRIORITIES,
-    ControlTokens,
     VllmAdapters,
     multi_modal_data,
     sampling_arguments,
     structured_output_arguments,
+    token_ranges,
 )
 from tests.engines.reading import end, read
 from tests.engines.vllm.helpers import adapter, prompt, running
@@ -187,9 +187,9 @@ def test_only_the_text_after_each_trigger_is_constrained(text: str, allowed: boo
 
 def test_control_token_triggers_by_its_id() -> None:
     id = BYTES.tokenize_str("~")[0]
-    lark = structured_output_arguments(
-        Constraint("lark", CALL, trigger="<call>", tools=("t",)), ControlTokens({"<call>": id})
-    )["grammar"]
+    lark = structured_output_arguments(Constraint("lark", CALL, trigger="<call>", tools=("t",)), {"<call>": id})[
+        "grammar"
+    ]
     assert matches(lark, "a ~{12} b")
     assert matches(lark, "no call")
     assert not matches(lark, "a ~{x}")
@@ -199,10 +199,10 @@ def test_control_token_triggers_by_its_id() -> None:
 def test_control_tokens_may_occur_in_unconstrained_text() -> None:
     """Such as the markers of reasoning."""
     lark = structured_output_arguments(
-        Constraint("lark", CALL, trigger="<tool>", tools=("t",)), ControlTokens({"<a>": 256, "<b>": 9})
+        Constraint("lark", CALL, trigger="<tool>", tools=("t",)), {"<a>": 256, "<b>": 9}
     )["grammar"]
     assert "<[9,256]>" in lark
-    assert ControlTokens({"a": 3, "b": 4, "c": 5, "d": 9}).ranges() == "3-5,9"
+    assert token_ranges((3, 4, 5, 9)) == "3-5,9"
 
 
 def test_only_the_rule_start_is_renamed() -> None:
