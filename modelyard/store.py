@@ -102,23 +102,26 @@ _APPLICATION_ID = 0x4D595244  # SQLite's "application_id" of a Modelyard store
 _VERSION = 1
 _LOCK_TIMEOUT_S = 10.0  # to wait for another process that has locked the file
 
-# `tick` orders the entries by use; the clocks of several processes could not.
-_SCHEMA = """
-CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL, tick INTEGER NOT NULL);
-INSERT INTO totals VALUES (0, 0, 0);
-CREATE TABLE entries (
-    scope BLOB NOT NULL, key BLOB NOT NULL, value BLOB NOT NULL,
-    size INTEGER NOT NULL, used INTEGER NOT NULL, expires REAL NOT NULL, PRIMARY KEY (scope, key)
-);
-CREATE INDEX entries_by_use ON entries (used);
-CREATE INDEX entries_by_expiry ON entries (expires);
-CREATE TRIGGER entry_came AFTER INSERT ON entries BEGIN
-    UPDATE totals SET entries = entries + 1, bytes = bytes + new.size;
-END;
-CREATE TRIGGER entry_left AFTER DELETE ON entries BEGIN
-    UPDATE totals SET entries = entries - 1, bytes = bytes - old.size;
-END;
-"""
+# Single statements: `executescript` would commit the transaction. `tick` orders the entries by use; the clocks of
+# several processes could not.
+_SCHEMA = (
+    "CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL, tick INTEGER NOT NULL)",
+    "INSERT INTO totals VALUES (0, 0, 0)",
+    """CREATE TABLE entries (
+        scope BLOB NOT NULL, key BLOB NOT NULL, value BLOB NOT NULL,
+        size INTEGER NOT NULL, used INTEGER NOT NULL, expires REAL NOT NULL, PRIMARY KEY (scope, key)
+    )""",
+    "CREATE INDEX entries_by_use ON entries (used)",
+    "CREATE INDEX entries_by_expiry ON entries (expires)",
+    """CREATE TRIGGER entry_came AFTER INSERT ON entries BEGIN
+        UPDATE totals SET entries = entries + 1, bytes = bytes + new.size;
+    END""",
+    """CREATE TRIGGER entry_left AFTER DELETE ON entries BEGIN
+        UPDATE totals SET entries = entries - 1, bytes = bytes - old.size;
+    END""",
+    f"PRAGMA application_id = {_APPLICATION_ID}",
+    f"PRAGMA user_version = {_VERSION}",
+)
 _USE = "UPDATE totals SET tick = tick + 1"
 _TOUCH = "UPDATE entries SET used = (SELECT tick FROM totals) WHERE scope = ? AND key = ?"
 _GET = "SELECT value FROM entries WHERE scope = ? AND key = ? AND expires > ?"
@@ -201,27 +204,16 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def _prepare(db: sqlite3.Connection) -> None:
     with _transaction(db):
-        empty = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        if empty:
-            for statement in _schema_statements():
-                db.execute(statement)
-        found = (_pragma(db, "application_id"), _pragma(db, "user_version"))
-    if found[0] != _APPLICATION_ID:
+        is_new = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        for statement in _SCHEMA if is_new else ():
+            db.execute(statement)
+        (program,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+    if program != _APPLICATION_ID:
         raise sqlite3.DatabaseError("it is the database of another program")
-    if found[1] != _VERSION:
-        raise sqlite3.DatabaseError(f"it has format {found[1]}, and this version of Modelyard reads {_VERSION}")
+    if version != _VERSION:
+        raise sqlite3.DatabaseError(f"it has format {version}, and this version of Modelyard reads {_VERSION}")
     _use_wal(db)
-
-
-def _schema_statements() -> list[str]:
-    """The schema, split into statements: `executescript` would commit the transaction."""
-    statements, statement = [], ""
-    for line in _SCHEMA.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            statements.append(statement)
-            statement = ""
-    return [*statements, f"PRAGMA application_id = {_APPLICATION_ID}", f"PRAGMA user_version = {_VERSION}"]
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
@@ -236,10 +228,6 @@ def _use_wal(db: sqlite3.Connection) -> None:
                 raise
             time.sleep(0.01)
     db.execute("PRAGMA synchronous = NORMAL")
-
-
-def _pragma(db: sqlite3.Connection, name: str) -> int:
-    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 @contextlib.contextmanager

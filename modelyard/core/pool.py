@@ -22,7 +22,7 @@ Overrides = Mapping[str, Any]
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """What the pool needs to know about a model. Two specs with one `identity` create the same engine.
 
-    `altered` returns the spec of a load with overrides, or raises InvalidRequest; None: nothing can be overridden.
+    `with_overrides` returns the spec of a load with overrides, or raises InvalidRequest; None: nothing can be overridden.
     `make_at` creates the engine on the node of this name.
     """
 
@@ -31,7 +31,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     make: Callable[[], Engine]
     make_at: Callable[[str], Engine] | None = None
     estimate: Callable[[AvailableMemory], MemoryEstimate] | None = None  # may read files; called in a thread
-    altered: Callable[[Overrides], ModelSpec] | None = None
+    with_overrides: Callable[[Overrides], ModelSpec] | None = None
     identity: str = ""
     replicas: int = 1
     replica_max: int = 1

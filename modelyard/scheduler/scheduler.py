@@ -234,10 +234,10 @@ class Scheduler:
             raise Conflict(
                 f"the model {model.name!r} is loaded with other settings; unload it first", code="model_loaded"
             )
-        altered = model.spec.altered
-        if overrides and altered is None:
+        with_overrides = model.spec.with_overrides
+        if overrides and with_overrides is None:
             raise InvalidRequest(f"the model {model.name!r} allows no overrides", code="bad_override")
-        model.active_spec = altered(overrides) if overrides and altered is not None else model.spec
+        model.active_spec = with_overrides(overrides) if overrides and with_overrides is not None else model.spec
         model.overrides = overrides
         model.need = None if model.active_spec.estimate is not None else {}
 

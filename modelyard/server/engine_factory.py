@@ -101,7 +101,7 @@ def model_spec(
         make=make,
         make_at=make,
         estimate=estimate,
-        altered=lambda overrides: _spec_with_overrides(config, entry.name, fault, place, overrides),
+        with_overrides=lambda overrides: _spec_with_overrides(config, entry.name, fault, place, overrides),
         identity=identity,
         replicas=settings.replicas,
         replica_max=settings.replica_max,
@@ -134,7 +134,7 @@ def _spec_with_overrides(
         engine_spec(entry, changed.models[name])
     except ValidationError as error:  # each value is valid, but not their combination
         raise InvalidRequest(validation_message(error.errors()[0]), code="bad_override") from None
-    return replace(model_spec(changed, entry, fault, place), altered=None)
+    return replace(model_spec(changed, entry, fault, place), with_overrides=None)
 
 
 def model_specs(

@@ -277,12 +277,26 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         self._reply_value(peer, command.id, self._run_command(command, argument))
 
     async def _run_command(self, command: msg.PoolCommand, argument: Any) -> bytes | None:
-        if command.verb == "reload":
-            await self._reload()
-            self.config_version += 1
-            self._loop.call_later(_PUBLISH_DELAY_S, self._publish)  # the caller gets its reply first
-            return msgspec.msgpack.encode(self.config_version)
-        value = await run_pool_command(self._backend, command, argument)
+        pool, name, value = self._backend, command.model, None
+        match command.verb:
+            case "reload":
+                await self._reload()
+                self.config_version += 1
+                self._loop.call_later(_PUBLISH_DELAY_S, self._publish)  # the caller gets its reply first
+                return msgspec.msgpack.encode(self.config_version)
+            # Shielded: a command continues when the gateway that sent it disconnects.
+            case "load":
+                await asyncio.shield(pool.load(name, argument))
+            case "unload":
+                await asyncio.shield(pool.unload(name, bool(argument)))
+            case "drain":
+                await asyncio.shield(pool.drain(name))
+            case "scale":
+                if not isinstance(argument, int):
+                    raise InvalidRequest("the number of replicas must be an integer", param="replicas")
+                await asyncio.shield(pool.scale(name, argument))
+            case "cancel":
+                value = msgspec.msgpack.encode(pool.cancel(str(argument)))
         self._publish()
         return value
 
@@ -300,26 +314,6 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         self._send_all(self._gateways(), msg.Goodbye("the scheduler is shutting down"))
         await self._socket.close()  # first: a message would start new work
         await self._cancel_tasks()
-
-
-async def run_pool_command(pool: Pool, command: msg.PoolCommand, argument: Any) -> bytes | None:
-    """Shielded: the command continues when the gateway that sent it disconnects."""
-    name = command.model
-    match command.verb:
-        case "cancel":
-            return msgspec.msgpack.encode(pool.cancel(str(argument)))
-        case "load":
-            future = pool.load(name, argument)
-        case "unload":
-            future = pool.unload(name, bool(argument))
-        case "drain":
-            future = pool.drain(name)
-        case _:
-            if not isinstance(argument, int):
-                raise InvalidRequest("the number of replicas must be an integer", param="replicas")
-            future = pool.scale(name, argument)
-    await asyncio.shield(future)
-    return None
 
 
 async def run_store_operation(store: Store, operation: msg.StoreOperation) -> bytes | None:

@@ -232,13 +232,13 @@ class PeerDisconnected(Exception):
 
 
 class RouterSocket:
-    """`on_message` gets the peer's identity and the data. `strays` counts messages with a wrong number of frames."""
+    """`on_message` gets the peer's identity and the data. `malformed` counts messages with a wrong number of frames."""
 
     def __init__(
         self, endpoint: str, on_message: Callable[[bytes, bytes], None], keys: ClusterKeys | None = None
     ) -> None:
         check_endpoint(endpoint, keys)
-        self._on_message, self.strays = on_message, 0
+        self._on_message, self.malformed = on_message, 0
         self._context: _Context = zmq.Context()
         self._authenticator = None if keys is None else _CurveAuthenticator(self._context, keys)
         router = _create_socket(self._context, zmq.ROUTER, endpoint)
@@ -260,7 +260,7 @@ class RouterSocket:
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
-            self.strays += 1
+            self.malformed += 1
             return
         self._on_message(frames[0], frames[1])
 

@@ -590,12 +590,12 @@ async def test_commands_to_a_closed_scheduler_are_refused_and_pending_ones_fail(
 def overridable(harness: Harness) -> None:
     spec = harness.spec("a")
 
-    def altered(overrides: Any) -> Any:
+    def with_overrides(overrides: Any) -> Any:
         if "n_ctx" not in overrides:
             raise InvalidRequest("unknown")
         return replace(spec, caches={"main": CacheInfo(overrides["n_ctx"])})
 
-    harness.scheduler._manager.add(replace(spec, altered=altered))
+    harness.scheduler._manager.add(replace(spec, with_overrides=with_overrides))
 
 
 async def test_overrides_apply_until_the_next_unload():

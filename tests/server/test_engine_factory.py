@@ -80,20 +80,20 @@ async def test_a_model_with_a_fault_fails_on_creation():
 
 async def test_overrides_act_like_settings_of_the_model():
     blueprint = engine_spec(n_ctx=512)
-    assert blueprint.altered is not None
-    altered = blueprint.altered({"n_ctx": 64, "echo": True})
-    assert altered.caches["m"].window == 64
-    assert altered.make().options.echo  # type: ignore[union-attr]
-    assert altered.identity != blueprint.identity
+    assert blueprint.with_overrides is not None
+    changed = blueprint.with_overrides({"n_ctx": 64, "echo": True})
+    assert changed.caches["m"].window == 64
+    assert changed.make().options.echo  # type: ignore[union-attr]
+    assert changed.identity != blueprint.identity
     assert blueprint.caches["m"].window == 512
 
 
 @pytest.mark.parametrize("overrides", [{"n_ctx": -1}, {"colour": "red"}, {"embedding_size": "large"}])
 def test_bad_overrides_are_refused_with_their_field(overrides: dict[str, Any]):
     blueprint = engine_spec()
-    assert blueprint.altered is not None
+    assert blueprint.with_overrides is not None
     with pytest.raises(InvalidRequest) as refused:
-        blueprint.altered(overrides)
+        blueprint.with_overrides(overrides)
     assert refused.value.param == next(iter(overrides))
 
 

@@ -282,7 +282,7 @@ async def test_messages_of_several_frames_are_counted_and_dropped() -> None:
             for frames in ([b"a", b"b", b"c"], [b"", b"payload"], [b"ok"]):
                 raw.send_multipart(frames)
             await until(lambda: received == [b"ok"])
-        assert router_socket.strays == 2
+        assert router_socket.malformed == 2
 
 
 # --- addresses and keys -----------------------------------------------------------------------------------------------

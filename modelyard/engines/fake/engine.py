@@ -1,6 +1,6 @@
 """The two fake engines: `FakeTextEngine` emits token ids, `FakeChatEngine` emits events, both from the same script.
 
-A job is a generator (`FakeJob._run`) that yields batches of output and pauses. It needs no task: `_advance` drives it
+A job is a generator (`FakeJob._run`) that yields batches of output and pauses. It needs no task: `advance` drives it
 until it pauses, and a timer continues it. A job without pauses runs to its end inside `generate`.
 """
 
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, islice
@@ -95,6 +95,8 @@ class FakeEngine(ABC, Generic[Output]):
         self.info = EngineInfo("fake", dict(spec.caches), replace(capabilities, modalities=spec.modalities))
         self.jobs: set[FakeJob[Any, Output]] = set()
         self.closed: ModelyardError | None = None
+        self._waiting: deque[tuple[float, FakeJob[Any, Output]]] = deque()  # for the next token: (time, job)
+        self._token_timer: asyncio.Handle | None = None
         self._script = Script(self.options.script)
         self._encoded: dict[tuple[int, bool], list[Output | ScriptStep]] = {}  # by (id of a rule, in_reasoning)
 
@@ -111,6 +113,18 @@ class FakeEngine(ABC, Generic[Output]):
         self._fail_all(error)
         if not self.lost.done():
             self.lost.set_result(error)
+
+    def wait_for_token(self, job: FakeJob[Any, Output]) -> None:
+        """Continues the job after `delay`. All jobs wait equally long, so a queue and one timer replace a timer per token."""
+        self._waiting.append((self.loop.time() + self.delay, job))
+        if self._token_timer is None:
+            self._token_timer = self.loop.call_later(self.delay, self._continue_jobs)
+
+    def _continue_jobs(self) -> None:
+        now, waiting = self.loop.time(), self._waiting
+        while waiting and waiting[0][0] <= now:
+            waiting.popleft()[1].advance()
+        self._token_timer = self.loop.call_at(waiting[0][0], self._continue_jobs) if waiting else None
 
     def _fail_all(self, error: ModelyardError) -> None:
         self.closed = error
@@ -219,17 +233,19 @@ class FakeJob(ABC, Generic[T, Output]):
             self.fail(self._engine.closed)
         else:
             self._engine.jobs.add(self)
-            self._advance()
+            self.advance()
         return self._queue
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         self._timer = None
         queue = self._queue
         try:
             for batch in self._batches:
                 if not isinstance(batch, list):
-                    if batch is not None:
-                        self._timer = self._engine.loop.call_later(batch, self._advance)
+                    if batch is not None and batch == self._engine.delay:
+                        self._engine.wait_for_token(self)
+                    elif batch is not None:
+                        self._timer = self._engine.loop.call_later(batch, self.advance)
                     return
                 self._is_blocked = not queue.put_many(batch)
                 if self._is_blocked or queue.closed:  # the reader may cancel inside put_many
@@ -245,7 +261,7 @@ class FakeJob(ABC, Generic[T, Output]):
         """Continues in the next loop iteration: resuming inside the reader's call would starve other tasks."""
         if self._is_blocked:
             self._is_blocked = False
-            self._timer = self._engine.loop.call_soon(self._advance)
+            self._timer = self._engine.loop.call_soon(self.advance)
 
     def _cancel(self) -> None:
         cancelled = Cancelled("the job was cancelled")

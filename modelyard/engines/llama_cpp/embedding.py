@@ -68,16 +68,7 @@ class Embedder:
         self._run_on_thread = run_on_thread
         self._n_vocab: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
         self._lock = asyncio.Lock()
-
-        def create(cells: int) -> Any:
-            if shape is not None:  # the weights are loaded already
-                caches = {"embeddings": CacheInfo(cells)}
-                loading.check_memory(replace(shape, weights=0, files=()), spec.model, spec.options, caches)
-            raw = loading.create_embedding_context(model, spec.options, cells, MAX_INPUTS)
-            attach(raw)
-            return raw
-
-        self._context = EmbeddingContext(model, spec.options.n_ubatch, spec.options.pooling, create)
+        self._context = EmbeddingContext(model, spec, shape, attach)
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
         """Equal inputs are read once."""
@@ -105,26 +96,31 @@ class Embedder:
 
 
 class EmbeddingContext:
-    """Belongs to the engine's thread. `create` takes the number of cells that the context must have."""
+    """Belongs to the engine's thread."""
 
-    def __init__(self, model: Any, rows: int, pooling: str | None, create: Callable[[int], Any]) -> None:
-        self.rows = rows
-        self._create = create
+    def __init__(self, model: Any, spec: EngineSpec, shape: ModelShape | None, attach: Callable[[Any], None]) -> None:
+        self._model, self._spec, self._shape, self._attach = model, spec, shape, attach
+        self.rows: int = spec.options.n_ubatch
         self._width: int = lib.llama_model_n_embd_out(model)
-        self._pooling = pooling or _model_pooling(model)
+        self._pooling = spec.options.pooling or _model_pooling(model)
         self._raw: Any = None
         self._cells = 0
-        self._batch = LlamaBatch(rows)
+        self._batch = LlamaBatch(self.rows)
 
     def prepare(self, longest: int) -> None:
         """Makes room for the longest input; a context that is too small is replaced."""
         cells = max(self.rows, _MIN_CELLS)
         while cells < longest:
             cells *= 2
-        if cells > self._cells:
-            self.close()
-            self._raw = self._create(cells)
-            self._cells = cells
+        if cells <= self._cells:
+            return
+        self.close()
+        if self._shape is not None:  # the weights are loaded already
+            shape, caches = replace(self._shape, weights=0, files=()), {"embeddings": CacheInfo(cells)}
+            loading.check_memory(shape, self._spec.model, self._spec.options, caches)
+        self._raw = loading.create_embedding_context(self._model, self._spec.options, cells, MAX_INPUTS)
+        self._attach(self._raw)
+        self._cells = cells
 
     def read(self, step: list[InputSlice], batch: Sequence[Sequence[int]], pools: list[Vector]) -> None:
         """One decode; adds the tokens' vectors to the pools of their inputs."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from modelyard.core.engine import CacheInfo, Control, Embeddings, EngineInfo, EngineSpec, EngineStats, Prompt
-from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Overloaded, Unavailable
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Overloaded
 from modelyard.engines.in_process import ThreadedEngine
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
@@ -23,7 +23,7 @@ from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks
 from modelyard.engines.llama_cpp.job import LlamaCppJob
-from modelyard.engines.llama_cpp.kv_store import KvStore, create_kv_store
+from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options
 from modelyard.engines.llama_cpp.replay import Replay, create_replay
@@ -38,7 +38,11 @@ log = logging.getLogger(__name__)
 class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     library = "llama.cpp"
 
-    _adapters: LoraAdapters  # set when the model is loaded
+    # Set when the model is loaded.
+    _adapters: LoraAdapters
+    _embedder: Embedder
+    _masks: GrammarMasks
+    _thread_pool: ThreadPool
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, EngineInfo("llama_cpp", dict(spec.caches), CAPABILITIES))
@@ -47,10 +51,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._vocab: Any = None
         self._resources = ExitStack()  # frees what was loaded, in reverse order
         self._caches: dict[str, LlamaContext] = {}
-        self._embedder: Embedder | None = None
-        self._masks: GrammarMasks | None = None
         self._draft_model: DraftModel | None = None
-        self._thread_pool: ThreadPool | None = None
         self._kv_store: KvStore | None = None
         self._replay: Replay | None = None
 
@@ -88,8 +89,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             cache.speculator = self._create_speculator(name, info)
         self._replay = create_replay(options.replay, path)
         link_compatible([cache.sequences for cache in self._caches.values()])
-        self._kv_store = create_kv_store(self.spec, path, self._adapters)
-        if self._kv_store is not None:
+        if (folder := store_folder(options)) is not None:
+            self._kv_store = KvStore(folder, self.spec, path, self._adapters)
             self._kv_store.restore_all(self._caches.values(), lambda: self._stop_error is None)
 
     def _create_speculator(self, name: str, info: CacheInfo) -> Speculator | None:
@@ -122,15 +123,15 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         return LlamaCppJob(prompt, self._loop, self._job_count)
 
     def _prepare(self, job: LlamaCppJob) -> Future[None] | None:
-        constraint, masks = job.prompt.constraint, self._masks
-        if constraint is None or masks is None:
+        constraint = job.prompt.constraint
+        if constraint is None:
             return None
 
         def compile_mask() -> None:
-            job.mask = masks.create(constraint)
+            job.mask = self._masks.create(constraint)
 
         try:
-            return masks.submit(compile_mask)
+            return self._masks.submit(compile_mask)
         except RuntimeError:  # the engine died meanwhile; its inbox rejects the job
             return None
 
@@ -172,8 +173,6 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
         self._require_open()
-        if self._embedder is None:
-            raise Unavailable("the engine is not open")
         return await self._embedder.embed(batch)
 
     # --- the thread's side --------------------------------------------------------------------------------------------

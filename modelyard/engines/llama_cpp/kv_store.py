@@ -59,15 +59,10 @@ class RunOnThread(Protocol):
 
 
 def store_folder(options: Options) -> Path | None:
+    """None if kv_store is off."""
     if isinstance(options.kv_store, str):
         return Path(options.kv_store).expanduser()
     return cache_dir() / "kv" if options.kv_store else None
-
-
-def create_kv_store(spec: EngineSpec, file: Path, adapters: LoraAdapters) -> KvStore | None:
-    """None if kv_store is off."""
-    folder = store_folder(spec.options)
-    return KvStore(folder, spec, file, adapters) if folder is not None else None
 
 
 class KvStore:

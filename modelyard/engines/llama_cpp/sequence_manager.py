@@ -6,7 +6,7 @@ The decisions are pure functions in `sequences.py`; this module executes them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from modelyard.engines.llama_cpp.sequences import (
     AdapterSet,
     Checkpoint,
     CheckpointLimits,
+    KvHolder,
     SequenceChoice,
     SequenceSlot,
     TokenIds,
@@ -75,11 +76,11 @@ class KvOffload:
         self._snapshots, self.size = [], 0
 
 
-def _extends(snapshot: KvSnapshot, older: KvSnapshot) -> bool:
+def _extends(holder: KvHolder, older: KvSnapshot) -> bool:
     """Whether it is the same conversation, later."""
-    if snapshot.adapters != older.adapters:
+    if holder.adapters != older.adapters:
         return False
-    return sequences.common_prefix(snapshot.tokens, older.tokens) == len(older.tokens)
+    return sequences.common_prefix(holder.tokens, older.tokens) == len(older.tokens)
 
 
 class SequenceManager:
@@ -166,15 +167,14 @@ class SequenceManager:
     ) -> tuple[int, SequenceManager, SequenceSlot]:
         """The sequence that covers most of the prompt: how much, its manager, and its slot."""
         best, owner, donor = own, self, slot
-        for manager, other in self._others(slot):
-            covered = sequences.reusable_tokens(other, wanted, adapters, can_rewind=self.kv.can_rewind)
-            if covered > best:
-                best, owner, donor = covered, manager, other
-        return best, owner, donor
-
-    def _others(self, slot: SequenceSlot) -> Iterator[tuple[SequenceManager, SequenceSlot]]:
         for manager in (self, *self.compatible):
-            yield from ((manager, other) for other in manager.slots if other is not slot)
+            for other in manager.slots:
+                if other is slot:
+                    continue
+                covered = sequences.reusable_tokens(other, wanted, adapters, can_rewind=self.kv.can_rewind)
+                if covered > best:
+                    best, owner, donor = covered, manager, other
+        return best, owner, donor
 
     def _copy(self, slot: SequenceSlot, owner: SequenceManager, donor: SequenceSlot, saved: int) -> bool:
         """Copies the donor's KV if that is cheaper than evaluating the tokens that it saves."""
@@ -197,17 +197,16 @@ class SequenceManager:
                 self._take_checkpoint(slot)
             return keep
         checkpoint = sequences.latest_checkpoint(slot.checkpoints, keep)
-        if checkpoint is not None and self._restore_checkpoint(slot, checkpoint):
+        # First the state, then the cut: a model with a single state refuses a cut before that state.
+        if (
+            checkpoint is not None
+            and self.kv.restore(slot.index, checkpoint.data, partial=True)
+            and self.kv.cut(slot.index, checkpoint.tokens, held=checkpoint.tokens)
+        ):
             slot.checkpoints = sequences.checkpoints_within(slot.checkpoints, checkpoint.tokens)
             return checkpoint.tokens
         self.clear(slot)
         return 0
-
-    def _restore_checkpoint(self, slot: SequenceSlot, checkpoint: Checkpoint) -> bool:
-        # First the state, then the cut: a model with a single state refuses a cut before that state.
-        return self.kv.restore(slot.index, checkpoint.data, partial=True) and self.kv.cut(
-            slot.index, checkpoint.tokens, held=checkpoint.tokens
-        )
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
@@ -246,8 +245,7 @@ class SequenceManager:
     def mark_saved(self, slot: SequenceSlot, snapshot: KvSnapshot, file: str) -> str | None:
         """The snapshot is in that file. Returns the older file that it replaces. The sequence may hold another
         conversation by now."""
-        shared = sequences.common_prefix(slot.tokens, snapshot.tokens)
-        if slot.adapters != snapshot.adapters or shared < len(snapshot.tokens):
+        if not _extends(slot, snapshot):
             return None
         older, slot.file, slot.saved = slot.file, file, len(snapshot.tokens)
         return older
@@ -260,7 +258,7 @@ class SequenceManager:
         """Restores a snapshot into an empty sequence; False if there is none, or if its tokens are here already. The
         newest come first, and all of them are older than what ran here."""
         slot, count = self.empty_slot, len(snapshot.tokens)
-        if slot is None or self._holds(snapshot):
+        if slot is None or any(_extends(other, snapshot) for other in self.slots):
             return False
         if not (self.kv.restore(slot.index, snapshot.state) and self.kv.cut(slot.index, count, held=count)):
             self.clear(slot)
@@ -272,13 +270,6 @@ class SequenceManager:
         slot.use_order = -self._adoptions
         self.restored += count
         return True
-
-    def _holds(self, snapshot: KvSnapshot) -> bool:
-        return any(
-            slot.adapters == snapshot.adapters
-            and sequences.common_prefix(slot.tokens, snapshot.tokens) == len(snapshot.tokens)
-            for slot in self.slots
-        )
 
 
 def create_sequence_manager(context: Any, info: CacheInfo, options: Options) -> SequenceManager:

@@ -2,7 +2,7 @@
 
 A draft is decoded together with the token before it. Then the job's own sampler samples after each row, as long as the
 sampled token is the drafted one. Drafts come from the job's own text (`NgramDrafter`) or from a draft model
-(`draft_model.py`).
+(`ModelDrafter`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.sampler import logits_row
 from modelyard.engines.llama_cpp.sequences import common_prefix
 from modelyard.library.model_files import locate_model_file
+
+log = logging.getLogger(__name__)
 
 Drafts = dict[int, list[int]]  # by sequence
 
@@ -298,13 +300,11 @@ def _keys(ids: Sequence[int]) -> list[int]:
     return keys
 
 
-# A draft model: a small model with the same vocabulary that drafts for the large one.
+# --- drafts from a draft model ----------------------------------------------------------------------------------------
 #
-# It has a context for each cache, with the same sequences, and reads what their jobs hold, one slice per step if it is
-# far behind. Then it continues as long as its best token is likely enough. The next step shows which drafts were
-# accepted; the KV of the others is removed.
-
-log = logging.getLogger(__name__)
+# A small model with the same vocabulary drafts for the large one. It has a context for each cache, with the same
+# sequences, and reads what their jobs hold, one slice per step if it is far behind. Then it continues as long as its
+# best token is likely enough. The next step shows which drafts were accepted; the KV of the others is removed.
 
 _EMPTY = np.zeros(0, np.int32)
 _MAX_VOCAB_DIFFERENCE = 128  # sizes of one family pad their vocabularies differently

@@ -14,7 +14,7 @@ import pytest
 from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import llama_cpp
-from modelyard.engines.llama_cpp import estimate, library, loading, selftest
+from modelyard.engines.llama_cpp import library, loading, selftest
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import (
     ModelShape,
@@ -24,6 +24,7 @@ from modelyard.engines.llama_cpp.estimate import (
     estimate_memory,
     extra_buffers,
     gpu_share,
+    installed_extra_buffers,
     kv_bytes,
     read_model_shape,
     weights_memory,
@@ -314,7 +315,7 @@ def test_the_installed_library_has_the_expected_buffer_types() -> None:
     names = []
     while types[len(names)]:
         names.append(library.ggml_backend_buft_name(ctypes.c_void_p(types[len(names)])).decode())
-    assert [buffer.name for buffer in estimate.installed_extra_buffers()] == names
+    assert [buffer.name for buffer in installed_extra_buffers()] == names
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -323,7 +324,7 @@ def test_a_model_with_every_type_takes_the_expected_memory_on_this_cpu(
 ) -> None:
     file = tmp_path / "tiny.gguf"
     selftest.write_tiny_model(file)
-    expected = weights_memory(read_model_shape(file).files, estimate.installed_extra_buffers(), mmap=mmap)
+    expected = weights_memory(read_model_shape(file).files, installed_extra_buffers(), mmap=mmap)
     with model_buffers(monkeypatch) as taken:
         lib.llama_model_free(loading.load_model(file, Options(path=str(file), use_mmap=mmap), lambda _: True))
     assert expected.needed + expected.page_cache == pytest.approx(taken["model"], rel=0.02)
