@@ -22,7 +22,7 @@ Overrides = Mapping[str, Any]
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """What the pool needs to know about a model. Two specs with one `identity` create the same engine.
 
-    `with_overrides` returns the spec of a load with overrides, or raises InvalidRequest; None: nothing can be overridden.
+    `with_overrides` returns the spec of a load, or raises InvalidRequest; None: nothing can be overridden.
     `make_at` creates the engine on the node of this name.
     """
 
