@@ -32,9 +32,7 @@ app.command(help=OPTIMIZE_HELP)(optimize)
 
 
 @app.callback(invoke_without_command=True)
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         out.print(__version__)
         raise typer.Exit

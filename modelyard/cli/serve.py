@@ -31,16 +31,14 @@ SharedConfigOption = Annotated[
 def serve(
     config: ConfigOption = None,
     host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on; default 127.0.0.1. Any other address needs an API key."),
+        str | None, typer.Option(help="Address to listen on; default 127.0.0.1. Any other address needs an API key.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; default 8000. 0 takes a free one.")] = None,
     workers: Annotated[
         int | None, typer.Option(help="How many gateway processes share the port; their engines run outside them.")
     ] = None,
     scheduler: Annotated[
-        str | None,
-        typer.Option(help="Address of a scheduler in another process, such as tcp://127.0.0.1:5555."),
+        str | None, typer.Option(help="Address of a scheduler in another process, such as tcp://127.0.0.1:5555.")
     ] = None,
     cluster: Annotated[
         str | None,
@@ -70,8 +68,7 @@ def serve(
 def scheduler(
     config: SharedConfigOption = None,
     listen: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on for gateways and workers; default tcp://127.0.0.1:5555."),
+        str | None, typer.Option(help="Address to listen on for gateways and workers; default tcp://127.0.0.1:5555.")
     ] = None,
 ) -> None:
     """Run the scheduler as its own process: it runs the models in workers and grants leases to gateways.

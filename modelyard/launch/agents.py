@@ -298,10 +298,7 @@ def _plan_continue(target: LaunchTarget, home: Path) -> LaunchPlan:
     }
     if target.window is not None:
         model["contextLength"] = target.window
-        model["defaultCompletionOptions"] = {
-            "contextLength": target.window,
-            "maxTokens": _output_limit(target.window),
-        }
+        model["defaultCompletionOptions"] = {"contextLength": target.window, "maxTokens": _output_limit(target.window)}
     settings = {"name": "Modelyard", "version": "1.0.0", "schema": "v1", "models": [model]}
     path = home / "modelyard.yaml"
     return LaunchPlan(

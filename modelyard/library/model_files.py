@@ -61,8 +61,7 @@ def locate_model_folder(path: str, marker: str) -> Path:
         if (folder / marker).is_file():
             return folder
     raise NotFound(
-        f"there is no model {path!r} (a folder with a {marker}); looked in {_searched(path)}",
-        code="model_file_missing",
+        f"there is no model {path!r} (a folder with a {marker}); looked in {_searched(path)}", code="model_file_missing"
     )
 
 

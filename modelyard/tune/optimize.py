@@ -139,12 +139,7 @@ def _history(
 
 
 def _apply(
-    loaded: LoadedConfig,
-    options: OptimizeOptions,
-    model: TunedModel,
-    result: SearchResult,
-    found: Report,
-    err: Console,
+    loaded: LoadedConfig, options: OptimizeOptions, model: TunedModel, result: SearchResult, found: Report, err: Console
 ) -> tuple[str, ...]:
     """The files that were written."""
     if not result.better:

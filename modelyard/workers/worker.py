@@ -128,20 +128,13 @@ class WorkerClient(Peer):
 
 
 class RunningRequest:
-    """One request in an engine. `on_end` is called once, when its slot is free."""
+    """One request in an engine. `ended` is done when its slot is free."""
 
-    __slots__ = ("_generation", "_on_end", "_send", "client", "hosted", "id", "is_over")
+    __slots__ = ("_generation", "_worker", "client", "ended", "hosted", "id")
 
-    def __init__(
-        self,
-        id: int,
-        client: WorkerClient,
-        hosted: HostedEngine,
-        send: Callable[[WorkerClient, Sequence[msg.RequestUpdate]], None],
-        on_end: Callable[[RunningRequest], None],
-    ) -> None:
-        self.id, self.client, self.hosted = id, client, hosted
-        self._send, self._on_end, self.is_over = send, on_end, False
+    def __init__(self, id: int, client: WorkerClient, hosted: HostedEngine, worker: Worker) -> None:
+        self.id, self.client, self.hosted, self._worker = id, client, hosted, worker
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._generation: GenerationQueue[Any] | None = None
 
     def start(self, generation: Generation[Any]) -> None:
@@ -152,18 +145,16 @@ class RunningRequest:
 
     def _on_items(self, items: list[Any], last: bool) -> None:
         if last:
-            self.is_over = True
-            self._on_end(self)
+            self._worker.on_request_end(self)
         if self.hosted.kind == "chat":
-            self._send(self.client, [msg.ChatEvents(self.id, items)])
+            self._worker.add_updates(self.client, [msg.ChatEvents(self.id, items)])
         else:
-            self._send(self.client, [msg.to_update(self.id, chunk) for chunk in items])
+            self._worker.add_updates(self.client, [msg.to_update(self.id, chunk) for chunk in items])
 
     def fail(self, error: ModelyardError) -> None:
-        if not self.is_over:
-            self.is_over = True
-            self._on_end(self)
-            self._send(self.client, [_failure(self.id, self.hosted.kind, error)])
+        if not self.ended.done():
+            self._worker.on_request_end(self)
+            self._worker.add_updates(self.client, [_failure(self.id, self.hosted.kind, error)])
 
     def pause(self) -> None:
         """Output waits in the engine's queue, which tells the engine when it is full."""
@@ -171,7 +162,7 @@ class RunningRequest:
             self._generation.forward_to(None)
 
     def resume(self) -> None:
-        if self._generation is not None and not self.is_over:
+        if self._generation is not None and not self.ended.done():
             self._generation.forward_to(self._on_items)
 
     def abort(self) -> None:
@@ -203,7 +194,6 @@ class Worker(PeerServer[WorkerClient]):
         self.shutdown_requested = asyncio.Event()
         self._engines: dict[str, HostedEngine] = {}
         self._opening_clients: dict[str, set[WorkerClient]] = {}
-        self._end_futures: dict[RunningRequest, asyncio.Future[None]] = {}
         self._flush_clients: list[WorkerClient] = []
         self._idle = asyncio.Event()
         self._idle.set()
@@ -274,7 +264,7 @@ class Worker(PeerServer[WorkerClient]):
         stats = {h.id: h.engine.stats() for h in self._engines.values() if h.engine is not None}
         self._send(client, msg.Heartbeat(heartbeat.number, stats))
 
-    def _add_updates(self, client: WorkerClient, updates: Sequence[msg.RequestUpdate]) -> None:
+    def add_updates(self, client: WorkerClient, updates: Sequence[msg.RequestUpdate]) -> None:
         """Everything produced in one loop iteration leaves as one batch per client."""
         if client.is_gone:
             return
@@ -318,10 +308,9 @@ class Worker(PeerServer[WorkerClient]):
             if hosted.kind != kind:
                 raise Conflict(f"the engine {engine_id!r} takes {hosted.kind} requests, not {kind}")
         except ModelyardError as error:
-            self._add_updates(client, [_failure(id, kind, error)])
+            self.add_updates(client, [_failure(id, kind, error)])
             return
-        request = RunningRequest(id, client, hosted, self._add_updates, self._on_request_end)
-        client.requests[id] = request
+        request = client.requests[id] = RunningRequest(id, client, hosted, self)
         hosted.running += 1
         self._running += 1
         self._idle.clear()
@@ -338,26 +327,17 @@ class Worker(PeerServer[WorkerClient]):
             raise Unavailable(f"the worker has no engine {engine!r}", code="engine_gone")
         return hosted, hosted.engine
 
-    def _on_request_end(self, request: RunningRequest) -> None:
+    def on_request_end(self, request: RunningRequest) -> None:
         client, hosted = request.client, request.hosted
+        request.ended.set_result(None)
         client.requests.pop(request.id, None)
         client.paused.discard(request.id)
         hosted.running -= 1
         self._running -= 1
-        if (future := self._end_futures.pop(request, None)) is not None:
-            future.set_result(None)
         if not self._running:
             self._idle.set()
         if not hosted.running and hosted.engine is not None:
             client.stats[hosted.id] = hosted.engine.stats()
-
-    def _end_of(self, request: RunningRequest) -> asyncio.Future[None]:
-        future = self._end_futures.get(request) or self._loop.create_future()
-        if request.is_over:
-            future.set_result(None)
-        else:
-            self._end_futures[request] = future
-        return future
 
     def _on_abort(self, client: WorkerClient, abort: msg.AbortRequest) -> None:
         client.paused.discard(abort.request_id)
@@ -457,10 +437,11 @@ class Worker(PeerServer[WorkerClient]):
     def _on_drop_client(self, client: WorkerClient, message: msg.DropClient) -> None:
         async def work() -> msg.WorkerReply:
             dropped = [other for other in self._peers.values() if other.name == message.name]
-            requests = [request for other in dropped for request in other.requests.values()]
+            ends = [request.ended for other in dropped for request in other.requests.values()]
             for other in dropped:
                 self._drop(other)
-            await asyncio.gather(*(self._end_of(request) for request in requests))
+            if ends:
+                await asyncio.wait(ends)
             return msg.WorkerReply(message.request_id)
 
         self._reply(client, work(), lambda error: msg.WorkerReply(message.request_id, error))

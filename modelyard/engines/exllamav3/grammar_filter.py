@@ -32,7 +32,9 @@ class GrammarFilters(Grammars):
     def create(self, constraint: Constraint) -> GrammarFilter | None:
         """None if the constraint is dropped."""
         matcher = self.matcher_if_valid(constraint)
-        return matcher and GrammarFilter(matcher, self.tokenizer, self._as_tensor, constraint.trigger)
+        if matcher is None:
+            return None
+        return GrammarFilter(matcher, self.tokenizer, self._as_tensor, constraint.trigger)
 
 
 def _load_tokenizer(folder: Path, info: ExllamaModelInfo) -> LLTokenizer:

@@ -12,13 +12,7 @@ from modelyard.core.errors import ModelyardError
 from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import Json
 from modelyard.workbench.components import SERIES_COLOURS, CodePane, Stat, StateBadge, caption, card, page_heading
-from modelyard.workbench.request_view import (
-    RequestTable,
-    event_lines,
-    explain_cache_use,
-    time_to_first_token,
-    timeline,
-)
+from modelyard.workbench.request_view import RequestTable, event_lines, explain_cache_use, time_to_first_token, timeline
 from modelyard.workbench.session import PageSession
 
 _INTERVAL_S = 1.0
