@@ -26,9 +26,9 @@ if __name__ == "__main__":
 
 from bench import report
 from bench.engine import chat, chat_body
+from bench.report import Comparison
 from bench.servers import LLAMA_SERVER, OURS, Server, llama_cpp_config, llama_server, modelyard_server
 from modelyard.benchmark.drawing import save
-from modelyard.benchmark.statistics import Comparison
 from modelyard.library import default_model
 
 BEST, EQUAL = f"{LLAMA_SERVER}, best", f"{LLAMA_SERVER}, equal KV"

@@ -28,12 +28,13 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # a script's own folder is on the path, not the root
 
 from bench import report
+from bench.prepared_load import RequestTarget, token_times
 from bench.prompts import NO_END, RandomPrompts, tokenizer_folder
+from bench.report import Comparison
 from bench.servers import BACKGROUND, LLAMA_SERVER, OURS, Server, llama_cpp_config, llama_server, modelyard_server
 from modelyard.benchmark.drawing import save
 from modelyard.benchmark.http_client import HttpClient, HttpResponse
-from modelyard.benchmark.load import LoadGenerator, RequestTarget, RoundLength, read_chat, token_times
-from modelyard.benchmark.statistics import Comparison
+from modelyard.benchmark.load import LoadGenerator, RoundLength, read_chat
 from modelyard.library import default_model
 
 _SLOTS = 8

@@ -37,6 +37,7 @@ if __name__ == "__main__":
 
 from bench import report
 from bench.baseline_server import WORDS
+from bench.prepared_load import COUNTER, LoadJob, RequestTarget
 from bench.prompts import tokenizer_folder
 from bench.servers import (
     LITELLM,
@@ -48,7 +49,7 @@ from bench.servers import (
     litellm_server,
     modelyard_server,
 )
-from modelyard.benchmark.load import COUNTER, LoadJob, RequestTarget, Round, Sample
+from modelyard.benchmark.load import Round, Sample
 from modelyard.benchmark.statistics import Distribution, Interval, mean_interval, percentile, ratio_interval
 from modelyard.benchmark.workload import UserTurn
 from modelyard.config.load import load_config

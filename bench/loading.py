@@ -19,9 +19,8 @@ from typing import Any
 import httpx
 from rich.progress import track
 
-from bench.report import console, save_json, show
+from bench.report import Comparison, console, save_json, show
 from bench.servers import OURS, Server, llama_server, modelyard_server
-from modelyard.benchmark.statistics import Comparison
 from modelyard.library import default_model
 from modelyard.library.convert import convert
 

@@ -29,8 +29,9 @@ import uvloop
 from msgspec import Struct
 from rich.console import Console
 
+from bench.prepared_load import COUNTER, RequestTarget
 from bench.servers import Server, modelyard_server
-from modelyard.benchmark.load import COUNTER, LoadGenerator, RequestTarget, RoundLength, Sample
+from modelyard.benchmark.load import LoadGenerator, RoundLength, Sample
 from modelyard.benchmark.statistics import Interval, mean_interval, percentile
 from tests.workbench.browser import chrome
 

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import uvloop
 
+from bench.prepared_load import COUNTER, LoadJob
 from bench.servers import modelyard_server
-from modelyard.benchmark.load import COUNTER, LoadJob
 from modelyard.core.engine import CacheInfo, End, EngineInfo, EngineSpec, EngineStats, Prompt, TokenRun, Tokens
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSpec

@@ -97,33 +97,6 @@ def joint_confidence(confidence: float, comparisons: int) -> float:
     return 1 - (1 - confidence) / max(1, comparisons)
 
 
-class Comparison(Struct, frozen=True):
-    """One quantity of two servers, round by round. `bound` is the target of the ratio of ours to theirs."""
-
-    name: str
-    unit: str
-    ours: tuple[float, ...]
-    theirs: tuple[float, ...]
-    bound: float | None = None
-    at_most: bool = False  # the ratio must not exceed the bound; otherwise it must reach it
-
-    @property
-    def ratio(self) -> Interval:
-        return ratio_interval(self.ours, self.theirs)
-
-    @property
-    def target(self) -> str:
-        return "" if self.bound is None else f"{'≤' if self.at_most else '≥'} {self.bound:g}×"
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the estimate meets the target; None without one."""
-        if self.bound is None:
-            return None
-        excess = self.ratio.middle - self.bound
-        return (excess <= 1e-9) if self.at_most else (excess >= -1e-9)  # the logarithms round
-
-
 # --- Student's t ------------------------------------------------------------------------------------------------------
 
 

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from rich.console import Console
 
-from bench.report import draw, save_json, show
+from bench.report import Comparison, draw, save_json, show
 from modelyard.benchmark.drawing import svg
-from modelyard.benchmark.statistics import Comparison
 
 FOUND = [
     Comparison("1 stream", "tok/s", (98.0, 102.0, 100.0), (100.0, 100.0, 100.0), 0.97),
@@ -48,3 +48,16 @@ def test_the_drawing_has_a_circle_per_ratio_and_stays_on_the_page() -> None:
     assert "A & B" in {element.text for element in tree.iter()}
     points = [point for shape in drawing.shapes for point in getattr(shape, "points", ())]
     assert all(0 <= x <= drawing.width and 0 <= y <= drawing.height for x, y in points)
+
+
+def test_a_comparison_pairs_the_values_of_a_round() -> None:
+    found = Comparison("x", "", (10.0, 200.0, 3000.0), (5.0, 100.0, 1500.0)).ratio
+    assert (found.middle, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_a_target_is_a_minimum_or_a_maximum() -> None:
+    assert Comparison("x", "", (97.0,), (100.0,), 0.97).met is True
+    assert Comparison("x", "", (96.0,), (100.0,), 0.97).met is False
+    assert Comparison("x", "", (106.0,), (100.0,), 1.05, at_most=True).met is False
+    assert Comparison("x", "", (1.0,), (1.0,)).met is None
+    assert Comparison("x", "", (1.0,), (1.0,), 0.1, at_most=True).target == "≤ 0.1×"

@@ -10,7 +10,6 @@ import pytest
 
 from modelyard.benchmark.statistics import (
     SAME,
-    Comparison,
     Distribution,
     Interval,
     joint_confidence,
@@ -147,16 +146,3 @@ def test_several_comparisons_share_the_allowed_error() -> None:
 def test_an_interval_prints_its_ends_if_it_has_any() -> None:
     assert str(Interval(1.0, 0.9, 1.125)) == "1.000 [0.900, 1.125]"
     assert str(Interval(1.0, 0.0, math.inf)) == "1.000"
-
-
-def test_a_comparison_pairs_the_values_of_a_round() -> None:
-    found = Comparison("x", "", (10.0, 200.0, 3000.0), (5.0, 100.0, 1500.0)).ratio
-    assert (found.middle, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
-
-
-def test_a_target_is_a_minimum_or_a_maximum() -> None:
-    assert Comparison("x", "", (97.0,), (100.0,), 0.97).met is True
-    assert Comparison("x", "", (96.0,), (100.0,), 0.97).met is False
-    assert Comparison("x", "", (106.0,), (100.0,), 1.05, at_most=True).met is False
-    assert Comparison("x", "", (1.0,), (1.0,)).met is None
-    assert Comparison("x", "", (1.0,), (1.0,), 0.1, at_most=True).target == "≤ 0.1×"

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs.field_tables import field_tables
 from jsonschema import Draft202012Validator
 
 from modelyard.config.load import load_config
-from modelyard.config.schema import field_tables, json_schema
+from modelyard.config.schema import json_schema
 from modelyard.config.settings import Config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

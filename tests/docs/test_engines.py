@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs.field_tables import field_rows
 
 from modelyard import plugins
 from modelyard.config.load import load_config
-from modelyard.config.schema import field_rows
 from modelyard.core.engine import Capabilities
 from modelyard.core.request import Sampling
 from modelyard.engines import exllamav3, litellm, llama_server, openai_remote, vllm, vllm_serve
