@@ -93,15 +93,13 @@ class LoadJob(Struct, frozen=True, kw_only=True):
     key: str | None = None
     streams: int = 1
     seconds: float = 0.0
-    rate: float | None = None
     ramp_s: float = 0.0
     limit_s: float = 60.0
 
     async def run(self) -> Round:
         async with RequestTarget(self.url, self.body, key=self.key, limit_s=self.limit_s) as target:
             length = RoundLength(seconds=self.seconds)
-            generator = LoadGenerator(target, None, length, streams=self.streams, rate=self.rate, ramp_s=self.ramp_s)
-            return await generator.run()
+            return await LoadGenerator(target, None, length, streams=self.streams, ramp_s=self.ramp_s).run()
 
     def run_in_process(self) -> Round:
         """In a process of its own, whose CPU time is not the caller's."""

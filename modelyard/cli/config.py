@@ -15,8 +15,7 @@ from rich.markup import escape
 from modelyard import plugins
 from modelyard.cli.console import ConfigOption, load_or_exit, make_table, out, print_problem
 from modelyard.config.problems import ConfigProblem
-from modelyard.config.schema import json_schema
-from modelyard.config.settings import Config, LoadedConfig
+from modelyard.config.settings import Config, LoadedConfig, json_schema
 from modelyard.core.errors import ModelyardError
 from modelyard.router.router import CacheEntry, Catalog, ModelEntry, Router
 

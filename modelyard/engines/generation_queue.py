@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from modelyard.core.engine import Chunk, Tokens
 
@@ -142,35 +141,24 @@ class GenerationQueue(Generic[T]):
 
 def merge_tokens(items: list[T]) -> list[T]:
     """The same items with every run of neighbouring `Tokens` as one. Chunks with and without logprobs do not mix."""
-    if [*map(type, items)].count(Tokens) < 2 or not _has_neighbours(items):
-        return items
-    merged: list[T] = []
-    for has_logprobs, group in groupby(items, _has_logprobs):
-        run = list(group)
-        if has_logprobs is None or len(run) == 1:
-            merged += run
-        else:
-            chunks = cast(list[Tokens], run)
-            ids = [token for chunk in chunks for token in chunk.ids]
-            logprobs = [each for chunk in chunks for each in chunk.logprobs or ()]
-            merged.append(cast(T, Tokens(ids, logprobs or None)))
-    return merged
-
-
-def _has_neighbours(items: list[T]) -> bool:
-    """Whether two `Tokens` are side by side: cheaper than grouping."""
-    previous: type | None = None
+    merged: list[Any] = []
+    last: Tokens | None = None  # the last item, if it has tokens
+    grown: Tokens | None = None  # the last chunk that was created here: only its lists may grow
     for item in items:
-        kind = type(item)
-        if kind is Tokens and previous is Tokens:
-            return True
-        previous = kind
-    return False
-
-
-def _has_logprobs(item: object) -> bool | None:
-    """None for everything but `Tokens`: never merged."""
-    return item.logprobs is not None if isinstance(item, Tokens) else None
+        if not isinstance(item, Tokens):
+            last = None
+            merged.append(item)
+        elif last is None or (last.logprobs is None) is not (item.logprobs is None):
+            last = item
+            merged.append(item)
+        else:
+            if last is not grown:
+                last = grown = Tokens([*last.ids], None if last.logprobs is None else [*last.logprobs])
+                merged[-1] = last
+            last.ids.extend(item.ids)
+            if last.logprobs is not None:
+                last.logprobs.extend(item.logprobs or ())
+    return merged
 
 
 # --- from an engine's thread to the event loop ------------------------------------------------------------------------

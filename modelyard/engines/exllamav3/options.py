@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -194,31 +194,34 @@ def job_arguments(
     return arguments
 
 
-def sampler_steps(s: Sampling) -> list[SamplerStep]:
+def sampler_steps(s: Sampling) -> Iterator[SamplerStep]:
     """In this order ExLlamaV3 runs truncation, temperature and selection in one kernel (XTC is separate)."""
-    steps = [*_penalties(s), *_dry(s)]
-    if s.top_k == 1 or (s.temperature is not None and s.temperature <= 0) or s.top_p == 0:
-        return [*steps, ("SS_Argmax", {})]
-    steps += _truncations(s)
-    if s.temperature is not None and s.temperature != 1:
-        steps.append(("SS_Temperature", {"temperature": s.temperature}))
-    return [*steps, ("SS_Sample", {})]
-
-
-def _penalties(s: Sampling) -> list[SamplerStep]:
-    steps: list[SamplerStep] = []
     if s.logit_bias:
-        steps.append(("SS_LogitBias", {"logit_bias": s.logit_bias}))
+        yield "SS_LogitBias", {"logit_bias": s.logit_bias}
     if s.repetition_penalty not in (None, 1):
-        steps.append(("SS_RepP", {"rep_p": s.repetition_penalty}))
+        yield "SS_RepP", {"rep_p": s.repetition_penalty}
     if s.presence_penalty or s.frequency_penalty:
-        steps.append(("SS_PresFreqP", {"pres_p": s.presence_penalty or 0.0, "freq_p": s.frequency_penalty or 0.0}))
-    return steps
+        yield "SS_PresFreqP", {"pres_p": s.presence_penalty or 0.0, "freq_p": s.frequency_penalty or 0.0}
+    if s.dry_multiplier and s.dry_penalty_last_n != 0:
+        yield "SS_DRY", _dry_arguments(s)
+    if s.top_k == 1 or (s.temperature is not None and s.temperature <= 0) or s.top_p == 0:
+        yield "SS_Argmax", {}
+        return
+    if s.min_p:
+        yield "SS_MinP", {"min_p": min(1.0, s.min_p)}
+    if s.top_k is not None and s.top_k > 0:
+        yield "SS_TopK", {"top_k": s.top_k}
+    if s.top_p is not None and 0 < s.top_p < 1:
+        yield "SS_TopP", {"top_p": s.top_p}
+    if s.xtc_probability:
+        threshold = 0.1 if s.xtc_threshold is None else s.xtc_threshold
+        yield "SS_XTC", {"probability": min(1.0, s.xtc_probability), "threshold": min(1.0, threshold)}
+    if s.temperature is not None and s.temperature != 1:
+        yield "SS_Temperature", {"temperature": s.temperature}
+    yield "SS_Sample", {}
 
 
-def _dry(s: Sampling) -> list[SamplerStep]:
-    if not s.dry_multiplier or s.dry_penalty_last_n == 0:
-        return []
+def _dry_arguments(s: Sampling) -> Arguments:
     arguments: Arguments = {
         "dry_multiplier": s.dry_multiplier,
         "dry_base": 1.75 if s.dry_base is None else s.dry_base,
@@ -227,18 +230,4 @@ def _dry(s: Sampling) -> list[SamplerStep]:
     }
     if s.dry_sequence_breakers is not None:
         arguments["dry_sequence_breakers"] = s.dry_sequence_breakers  # text; the model turns it into token ids
-    return [("SS_DRY", arguments)]
-
-
-def _truncations(s: Sampling) -> list[SamplerStep]:
-    steps: list[SamplerStep] = []
-    if s.min_p:
-        steps.append(("SS_MinP", {"min_p": min(1.0, s.min_p)}))
-    if s.top_k is not None and s.top_k > 0:
-        steps.append(("SS_TopK", {"top_k": s.top_k}))
-    if s.top_p is not None and 0 < s.top_p < 1:
-        steps.append(("SS_TopP", {"top_p": s.top_p}))
-    if s.xtc_probability:
-        threshold = 0.1 if s.xtc_threshold is None else s.xtc_threshold
-        steps.append(("SS_XTC", {"probability": min(1.0, s.xtc_probability), "threshold": min(1.0, threshold)}))
-    return steps
+    return arguments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -88,24 +88,26 @@ class JobSampler:
                 short.sampler_accept(chain, token)
         return chain
 
-    def _samplers(self, s: Sampling, vocab: Any, window: int, seed: int) -> list[Any]:
+    def _samplers(self, s: Sampling, vocab: Any, window: int, seed: int) -> Iterator[Any]:
         """In llama.cpp's order."""
-        samplers: list[Any] = []
         if s.logit_bias:
             pairs = [LogitBias(token, bias) for token, bias in s.logit_bias.items() if 0 <= token < self._n_vocab]
             biases = (LogitBias * len(pairs))(*pairs)
             self._c_arrays.append(biases)
-            samplers.append(short.sampler_init_logit_bias(self._n_vocab, len(pairs), ctypes.addressof(biases)))
+            yield short.sampler_init_logit_bias(self._n_vocab, len(pairs), ctypes.addressof(biases))
         if (strengths := _penalty_strengths(s)) != _NO_PENALTIES:
-            samplers.append(short.sampler_init_penalties(self._n_vocab, PENALTY_WINDOW, *strengths))
+            yield short.sampler_init_penalties(self._n_vocab, PENALTY_WINDOW, *strengths)
         if s.dry_multiplier:
-            samplers.append(self._dry(s, vocab, window))
+            yield self._dry(s, vocab, window)
         if _is_greedy(s):
-            return [*samplers, short.sampler_init_greedy()]
-        temperature = short.sampler_init_temp(_value(s.temperature, 1.0))
-        if s.mirostat:
-            return [*samplers, temperature, self._mirostat(s, seed)]
-        return [*samplers, *_truncations(s, seed), temperature, short.sampler_init_dist(seed)]
+            yield short.sampler_init_greedy()
+        elif s.mirostat:
+            yield short.sampler_init_temp(_value(s.temperature, 1.0))
+            yield self._mirostat(s, seed)
+        else:
+            yield from _truncations(s, seed)
+            yield short.sampler_init_temp(_value(s.temperature, 1.0))
+            yield short.sampler_init_dist(seed)
 
     def _dry(self, s: Sampling, vocab: Any, window: int) -> Any:
         words = [word.encode() for word in s.dry_sequence_breakers or _SEQUENCE_BREAKERS]
@@ -122,19 +124,17 @@ class JobSampler:
         return short.sampler_init_mirostat_v2(seed, tau, eta)
 
 
-def _truncations(s: Sampling, seed: int) -> list[Any]:
-    samplers: list[Any] = []
+def _truncations(s: Sampling, seed: int) -> Iterator[Any]:
     if s.top_k is not None and s.top_k > 0:
-        samplers.append(short.sampler_init_top_k(s.top_k))
+        yield short.sampler_init_top_k(s.top_k)
     if s.typical_p is not None and s.typical_p < 1:
-        samplers.append(short.sampler_init_typical(s.typical_p, 1))
+        yield short.sampler_init_typical(s.typical_p, 1)
     if s.top_p is not None and s.top_p < 1:
-        samplers.append(short.sampler_init_top_p(s.top_p, 1))
+        yield short.sampler_init_top_p(s.top_p, 1)
     if s.min_p:
-        samplers.append(short.sampler_init_min_p(s.min_p, 1))
+        yield short.sampler_init_min_p(s.min_p, 1)
     if s.xtc_probability:
-        samplers.append(short.sampler_init_xtc(s.xtc_probability, _value(s.xtc_threshold, 0.1), 1, seed))
-    return samplers
+        yield short.sampler_init_xtc(s.xtc_probability, _value(s.xtc_threshold, 0.1), 1, seed)
 
 
 def _is_greedy(s: Sampling) -> bool:
