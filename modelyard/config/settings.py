@@ -1,4 +1,4 @@
-"""The root of all settings with one section per package, reflection on the settings classes, and engine options."""
+"""The root of all settings with one section per package, its JSON Schema, and the options of engines."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def engine_spec(entry: ModelEntry, model: ModelSettings) -> EngineSpec:
     return EngineSpec(entry.name, engine_options(model), entry.cache_infos, entry.modalities, model.python)
 
 
-# The JSON Schema of a configuration file, from the settings classes.
+# --- JSON Schema of a configuration file ------------------------------------------------------------------------------
 
 
 def json_schema() -> dict[str, Any]:

@@ -115,7 +115,7 @@ class FakeEngine(ABC, Generic[Output]):
             self.lost.set_result(error)
 
     def wait_for_token(self, job: FakeJob[Any, Output]) -> None:
-        """Continues the job after `delay`. All jobs wait equally long: a queue and one timer replace a timer per token."""
+        """Continues the job after `delay`. All jobs wait equally long, so a queue with one timer serves all of them."""
         self._waiting.append((self.loop.time() + self.delay, job))
         if self._token_timer is None:
             self._token_timer = self.loop.call_later(self.delay, self._continue_jobs)
