@@ -60,10 +60,8 @@ class Access(Struct, frozen=True, kw_only=True):
 
 
 def url_target(url: str, model: str | None, access: Access) -> TargetSpec:
-    def opened(_: Status) -> AbstractAsyncContextManager[LoadTarget]:
-        return UrlTarget(url, model, key=access.key, extra=access.extra, limit_s=access.limit_s)
-
-    return TargetSpec(name=url, model=model or "", open=opened)
+    target = lambda _: UrlTarget(url, model, key=access.key, extra=access.extra, limit_s=access.limit_s)  # noqa: E731
+    return TargetSpec(name=url, model=model or "", open=target)
 
 
 def engine_target(config: Config, name: str, cache: CacheEntry, workload: Workload, limit_s: float) -> TargetSpec:

@@ -49,12 +49,9 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
         interpreter.interpreter_path(model.python)
     except InvalidRequest as error:
         yield (*path, "python"), error.message, "unavailable"
-    if model.backend is not None:
-        yield from _check_engine_options(path, model, model.backend)
-
-
-def _check_engine_options(path: ConfigPath, model: ModelSettings, backend: str) -> Iterator[ConfigFinding]:
-    engines = plugins.names("engines")
+    engines, backend = plugins.names("engines"), model.backend
+    if backend is None:
+        return
     if backend not in engines:
         message = f"{backend!r} is not one of the engines of this build: {', '.join(engines) or 'none'}."
         yield (*path, "backend"), message + suggest(backend, engines), "unavailable"

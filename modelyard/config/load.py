@@ -27,14 +27,7 @@ from modelyard.config.problems import (
     validation_message,
 )
 from modelyard.config.settings import Config, LoadedConfig, accepted_keys, type_at
-from modelyard.config.sources import (
-    ENVIRONMENT,
-    DefinedNames,
-    environment_keys,
-    find_files,
-    read_environment,
-    read_file,
-)
+from modelyard.config.sources import ENVIRONMENT, environment_keys, find_files, read_environment, read_file
 from modelyard.library.default_model import DEFAULT_MODEL
 
 # Used if no source defines a model. The model's file is fetched when the server starts.
@@ -95,10 +88,8 @@ def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        if isinstance(value, dict):
-            merged[key] = merge_tables(old if isinstance(old, dict) else {}, value)
-        else:
-            merged[key] = value
+        is_table = isinstance(value, dict)
+        merged[key] = merge_tables(old if isinstance(old, dict) else {}, value) if is_table else value
     return merged
 
 
@@ -107,10 +98,13 @@ def _read_layers(
 ) -> tuple[list[ConfigLayer], list[ConfigProblem]]:
     """All sources under our names, lowest priority first. The embedded model is added if no other is defined."""
     found = [normalize_layer(str(file), read_file(file)) for file in files]
-    names = {key: [n for layer, _ in found for n in _table(layer, key)] for key in ("models", "caches")}
+    names = {
+        key: [name for layer, _ in found if isinstance(table := layer.data.get(key), dict) for name in table]
+        for key in ("models", "caches")
+    }
     if not names["models"]:
         names = {key: list(EMBEDDED_DEFAULTS[key]) for key in names}
-    environment = read_environment(env, DefinedNames(**names))
+    environment = read_environment(env, names)
     if environment.data:
         found.append(normalize_layer(ENVIRONMENT, environment.data, environment.variables))
     if given := _without_none(overrides):
@@ -119,11 +113,6 @@ def _read_layers(
     if _needs_embedded_model(layers):
         layers.insert(0, ConfigLayer(EMBEDDED_SOURCE, deepcopy(EMBEDDED_DEFAULTS)))
     return layers, problems + environment.problems
-
-
-def _table(layer: ConfigLayer, key: str) -> Table:
-    table = layer.data.get(key)
-    return table if isinstance(table, dict) else {}
 
 
 def _without_none(overrides: Mapping[str, Any]) -> Table:

@@ -72,15 +72,8 @@ ENVIRONMENT = "environment"
 _NOT_SETTINGS = re.compile(r"MODELYARD_(GOLDEN|CACHE|WORKER_.*|URL|API_KEY|ADMIN_KEY)")
 
 
-class DefinedNames(Struct, frozen=True):
-    """Models and caches defined by files: a variable's name cannot spell their case and punctuation."""
-
-    models: Iterable[str] = ()
-    caches: Iterable[str] = ()
-
-    def find(self, section: str, spelled: str) -> str:
-        names = self.caches if section == "caches" else self.models
-        return next((name for name in names if _as_variable(name) == _as_variable(spelled)), spelled)
+# The names of the models and caches in files, by section: a variable's name cannot spell their case and punctuation.
+DefinedNames = Mapping[str, Iterable[str]]
 
 
 def _as_variable(name: str) -> str:
@@ -134,7 +127,9 @@ def _path_of_levels(levels: tuple[str, ...], names: DefinedNames) -> ConfigPath 
     if levels[0] in FOREIGN_SECTIONS:
         return levels if len(levels) == 2 and levels[1] in FOREIGN_SECTIONS[levels[0]] else None
     if levels[0] in ("models", "caches") and len(levels) > 1:
-        levels = (levels[0], names.find(levels[0], levels[1]), *levels[2:])
+        spelled = _as_variable(levels[1])
+        name = next((name for name in names[levels[0]] if _as_variable(name) == spelled), levels[1])
+        levels = (levels[0], name, *levels[2:])
     for depth, key in enumerate(levels):
         kind = type_at(levels[:depth])
         if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from modelyard.config.problems import ConfigError
-from modelyard.config.sources import DefinedNames, environment_keys, find_files, read_environment, read_file
+from modelyard.config.sources import environment_keys, find_files, read_environment, read_file
 
 
 def write(folder: Path, *names: str) -> list[Path]:
@@ -78,7 +78,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 # --- environment variables --------------------------------------------------------------------------------------------
 
-NAMES = DefinedNames(models=["Qwen2.5-7B", "m"], caches=["main"])
+NAMES = {"models": ["Qwen2.5-7B", "m"], "caches": ["main"]}
 
 
 def test_a_variable_sets_the_setting_that_its_name_spells() -> None:

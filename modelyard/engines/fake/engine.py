@@ -159,6 +159,7 @@ class FakeJob(ABC, Generic[T, Output]):
     _timer: asyncio.Handle | None = None
     _deadline: asyncio.Handle | None = None
     _is_blocked = False
+    _prefill_delay = 0.0  # seconds, by `prefill_rate`
     _emitted = 0  # tokens that were written
     _limit = sys.maxsize
     _limit_reason: EndReason = "length"
@@ -174,7 +175,7 @@ class FakeJob(ABC, Generic[T, Output]):
     @abstractmethod
     def _choose_answer(self) -> Iterator[Output | ScriptStep]: ...
     @abstractmethod
-    def _accept(self, first: Output | ScriptStep | None) -> Batches[T]: ...
+    def _accept(self) -> T: ...
     @abstractmethod
     def _prefill(self, seconds: float, reports: int) -> Batches[T]: ...
     @abstractmethod
@@ -186,7 +187,9 @@ class FakeJob(ABC, Generic[T, Output]):
         answer = self._choose_answer()
         step = next(answer, None)
         if not isinstance(step, ScriptStep) or step.error is None:  # else it fails before it is accepted
-            yield from self._accept(step)
+            yield [self._accept()]
+            if self._prefill_delay and not (isinstance(step, ScriptStep) and step.prefill is not None):
+                yield from self._prefill(self._prefill_delay, _PREFILL_REPORTS)
         while step is not None:
             if not isinstance(step, ScriptStep):
                 if reason := (yield from self._play(step)):
@@ -363,16 +366,15 @@ class TextJob(FakeJob[Chunk, list[int]]):
         view = PromptView(self._ids, self._engine.tokenizer)
         return self._engine.answer(view, prompt.constraint, prompt.session, view.starts_in_reasoning)
 
-    def _accept(self, first: list[int] | ScriptStep | None) -> Batches[Chunk]:
+    def _accept(self) -> Accepted:
         self._sequence, accepted = self._cache.take(self._ids, self._prompt.session)
         self._cached, rate = accepted.cached_tokens, self._engine.options.prefill_rate
         evaluated = self._total - self._cached
         self._engine.reused_tokens += self._cached
         self._engine.evaluated_tokens += evaluated
-        yield [accepted]
-        if rate is not None and not (isinstance(first, ScriptStep) and first.prefill is not None):
-            yield from self._prefill(evaluated / rate, _PREFILL_REPORTS)
+        self._prefill_delay = 0.0 if rate is None else evaluated / rate
         self._prefill_s = time.perf_counter() - self._started
+        return accepted
 
     def _prefill(self, seconds: float, reports: int) -> Batches[Chunk]:
         parts = max(1, reports)
@@ -555,9 +557,8 @@ class ChatJob(FakeJob[Event, BlockOutput]):
             constraint = Constraint("tools", tools=(choice.name,) if choice.name else ())
         return self._engine.answer(RequestView(request), constraint, request.session)
 
-    def _accept(self, first: BlockOutput | ScriptStep | None) -> Batches[Event]:
-        del first
-        yield [events.Started(uuid4().hex, self._request.model, int(time.time()), Usage(self._prompt_tokens))]
+    def _accept(self) -> Event:
+        return events.Started(uuid4().hex, self._request.model, int(time.time()), Usage(self._prompt_tokens))
 
     def _prefill(self, seconds: float, reports: int) -> Batches[Event]:
         del reports  # a remote server has none

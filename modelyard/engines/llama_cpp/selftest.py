@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -54,15 +54,6 @@ class BrokenLibrary(Unavailable):
     default_code = "engine_broken"
 
 
-class ChildResult(Struct, frozen=True):
-    """`code` is the exit code as subprocess has it (minus the signal); None: the child was stopped at the time
-    limit."""
-
-    code: int | None
-    output: str = ""
-    errors: str = ""
-
-
 def require_working_library(
     env: Mapping[str, str] = os.environ, examine: Callable[[], str | None] | None = None
 ) -> None:
@@ -73,11 +64,9 @@ def require_working_library(
     fault = (examine or run_selftest)()
     if fault is not None:
         raise BrokenLibrary(fault)
-    try:
+    with suppress(OSError):  # without the marker each start takes a second longer
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
-    except OSError:  # without the marker each start takes a second longer
-        return
 
 
 def run_selftest(child: Sequence[str] = SELFTEST_COMMAND, timeout: float = _TIMEOUT_S) -> str | None:
@@ -86,23 +75,25 @@ def run_selftest(child: Sequence[str] = SELFTEST_COMMAND, timeout: float = _TIME
         done = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)  # noqa: S603
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode("utf-8", "replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        return explain_failure(ChildResult(None, output), timeout)
-    return explain_failure(ChildResult(done.returncode, done.stdout, done.stderr), timeout)
+        return explain_failure(None, timeout, output)
+    return explain_failure(done.returncode, timeout, done.stdout, done.stderr)
 
 
-def explain_failure(result: ChildResult, timeout: float) -> str | None:
-    if result.code == 0:
+def explain_failure(code: int | None, timeout: float, output: str = "", errors: str = "") -> str | None:
+    """`code` is the exit code as subprocess has it (minus the signal); None: the child was stopped at the time
+    limit."""
+    if code == 0:
         return None
-    fault, stage = _last_line(result.output, "fault "), _last_line(result.output, "stage ") or "starting"
+    fault, stage = _last_line(output, "fault "), _last_line(output, "stage ") or "starting"
     if fault is not None:
         return f"the llama.cpp library does not fit this program: {fault}; {_REBUILD}."
-    if result.code is None:
+    if code is None:
         return f"the llama.cpp library hung for {timeout:.0f} s while {stage}; {_REBUILD}."
-    if result.code < 0:
+    if code < 0:
         names = {int(each): each.name for each in signal.Signals}
-        name = names.get(-result.code, f"signal {-result.code}")
+        name = names.get(-code, f"signal {-code}")
         return f"the llama.cpp library died while {stage}: {_SIGNALS.get(name, name)}; {_REBUILD}, and {_PORTABLE}."
-    reason = (result.errors.strip().splitlines() or [f"exit code {result.code}"])[-1]
+    reason = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
     return f"the llama.cpp library failed while {stage}: {reason}; {_REBUILD}."
 
 
@@ -301,39 +292,32 @@ QUANTS = {
 }
 
 
-class _Tensor(Struct, frozen=True):
-    name: str
-    type: int
-    shape: tuple[int, ...]
-    data: bytes
+_Tensor = tuple[str, int, tuple[int, ...], bytes]  # name, type, shape, data
 
 
 def write_tiny_model(path: Path) -> None:
     """Always the same bytes."""
     tensors = list(_tensors(Random(7)))  # noqa: S311 nothing secret
     metadata = list(_metadata())
-    sizes = [_aligned(len(tensor.data)) for tensor in tensors]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)) + b"".join(metadata)
-    for tensor, offset in zip(tensors, [0, *accumulate(sizes)], strict=False):
-        shape = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
-        head += _string(tensor.name) + shape + struct.pack("<IQ", tensor.type, offset)
-    body = b"".join(tensor.data.ljust(size, b"\0") for tensor, size in zip(tensors, sizes, strict=True))
-    path.write_bytes(head.ljust(_aligned(len(head)), b"\0") + body)
+    body = b""
+    for name, kind, shape, data in tensors:
+        head += _string(f"{name}.weight") + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        head += struct.pack("<IQ", kind, len(body))
+        body += _aligned(data)
+    path.write_bytes(_aligned(head) + body)
 
 
 def _tensors(random: Random) -> Iterator[_Tensor]:
-    yield _Tensor("token_embd.weight", _F16, (WIDTH, VOCAB), _fp16(random))
-    yield _norm("output_norm")
-    yield _Tensor("output.weight", _F16, (WIDTH, VOCAB), _fp16(random))
+    norm = _F32, (WIDTH,), struct.pack(f"<{WIDTH}f", *[1.0] * WIDTH)
+    yield "token_embd", _F16, (WIDTH, VOCAB), _fp16(random)
+    yield "output_norm", *norm
+    yield "output", _F16, (WIDTH, VOCAB), _fp16(random)
     for layer, quant in enumerate(QUANTS.values()):
-        yield _norm(f"blk.{layer}.attn_norm")
-        yield _norm(f"blk.{layer}.ffn_norm")
+        yield f"blk.{layer}.attn_norm", *norm
+        yield f"blk.{layer}.ffn_norm", *norm
         for name in _MATRICES:
-            yield _Tensor(f"blk.{layer}.{name}.weight", quant.id, (WIDTH, WIDTH), _blocks(quant, random))
-
-
-def _norm(name: str) -> _Tensor:
-    return _Tensor(f"{name}.weight", _F32, (WIDTH,), struct.pack(f"<{WIDTH}f", *[1.0] * WIDTH))
+            yield f"blk.{layer}.{name}", quant.id, (WIDTH, WIDTH), _blocks(quant, random)
 
 
 def _fp16(random: Random) -> bytes:
@@ -369,8 +353,8 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+def _aligned(data: bytes) -> bytes:
+    return data + b"\0" * (-len(data) % _ALIGN)
 
 
 if __name__ == "__main__":

@@ -238,11 +238,11 @@ def test_job_returns_probabilities_if_requested(count: int) -> None:
     ],
 )
 def test_sampling_becomes_these_steps(sampling: Sampling, steps: list[Any]) -> None:
-    assert sampler_steps(sampling) == [(step, {}) if isinstance(step, str) else step for step in steps]
+    assert list(sampler_steps(sampling)) == [(step, {}) if isinstance(step, str) else step for step in steps]
 
 
 def test_ignored_sampling_fields_add_no_step() -> None:
-    neutral = sampler_steps(Sampling())
+    neutral = list(sampler_steps(Sampling()))
     for field, value in {
         "typical_p": 0.5,
         "mirostat": 2,
@@ -250,5 +250,5 @@ def test_ignored_sampling_fields_add_no_step() -> None:
         "mirostat_eta": 0.2,
         "beam_size": 4,
     }.items():
-        assert sampler_steps(Sampling(**{field: value})) == neutral
+        assert list(sampler_steps(Sampling(**{field: value}))) == neutral
         assert field in IGNORED

@@ -13,7 +13,7 @@ from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import library, selftest
 from modelyard.engines.llama_cpp import selftest as tiny
 from modelyard.engines.llama_cpp.library import CONTEXT_DEFAULTS, MODEL_DEFAULTS, SIZES
-from modelyard.engines.llama_cpp.selftest import ChildResult, explain_failure
+from modelyard.engines.llama_cpp.selftest import explain_failure
 from modelyard.plugins import MissingLibrary
 
 
@@ -150,11 +150,11 @@ def test_a_python_error_of_the_child_is_reported_by_its_last_line():
 
 
 def test_a_silent_child_is_reported_by_its_exit_code():
-    assert "the llama.cpp library failed while starting: exit code 9; " in str(explain_failure(ChildResult(9), 1))
+    assert "the llama.cpp library failed while starting: exit code 9; " in str(explain_failure(9, 1))
 
 
 def test_an_unknown_signal_is_reported_by_its_number():
-    assert "signal 40" in str(explain_failure(ChildResult(-40), 1))
+    assert "signal 40" in str(explain_failure(-40, 1))
 
 
 def test_a_child_that_passes_is_no_fault():
