@@ -442,7 +442,7 @@ def _ms(value: float) -> str:
 def notes(results: Results) -> Iterator[str]:
     plan = results.plan
     yield report.machine()
-    yield "load: modelyard/benchmark/load.py in a process of its own (raw sockets on uvloop); its CPU is not counted"
+    yield "load: bench/prepared_load.py in a process of its own (raw sockets on uvloop); its CPU is not counted"
     yield (
         f"ours: the fake engine behind SmolLM2's tokenizer and template, {OUTPUT_TOKENS} tokens out, no two prompts "
         f"alike; {plan.connections} connections; mean of {plan.rounds} interleaved round(s) of {plan.seconds:.0f} s "

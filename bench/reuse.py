@@ -117,7 +117,7 @@ def run(session: AgentSession, template: str, llama_server: bool) -> SessionResu
         script = Path(folder) / "replay.jsonl"
         script.write_text("".join(json.dumps(rule) + "\n" for rule in session.rules(bench.work)))
         with live_server(configuration(script, template)) as served:
-            bench.talk_to(served)
+            bench.connect(served)
             _drive(bench, session)
             records = sorted(served.app.gateway.history.recent(1000), key=lambda one: one.at)
             recorded = [_recorded(served, one) for one in records]

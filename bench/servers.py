@@ -190,8 +190,8 @@ def litellm_server(mock_response: str) -> Iterator[Server]:
     """One worker without a database, as its documentation advises for production. It responds from its own mock,
     with no server behind it; a stream has three characters per event."""
     port, folder = free_port(), install_litellm()
-    with tempfile.TemporaryDirectory(prefix="modelyard-bench-") as place:
-        config = Path(place) / "litellm.yaml"
+    with tempfile.TemporaryDirectory(prefix="modelyard-bench-") as folder_name:
+        config = Path(folder_name) / "litellm.yaml"
         config.write_text(json.dumps(litellm_config(mock_response)))  # JSON is YAML
         command = [str(folder / "bin" / "litellm"), "--config", str(config), "--host", "127.0.0.1"]
         command += ["--port", str(port), "--num_workers", "1", "--telemetry", "False"]

@@ -135,8 +135,8 @@ def _errors(results: BenchmarkResults) -> list[str]:
 
 def _table(*columns: str) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if not place or not column else "right", overflow="fold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if not index or not column else "right", overflow="fold")
     return table
 
 
@@ -202,15 +202,15 @@ def plot(results: BenchmarkResults) -> Drawing:
     workload = results.plan.workload
     title = f"{workload.name}: prompts of {workload.prompt_tokens} tokens, outputs of {workload.output_tokens}"
     shapes: list[DrawingShape] = [Label((16, 26), title, size=16)]
-    for place, target in enumerate(results.targets):
-        x = 16 + place * 300
-        shapes.append(Circle((x + 4, 48), _COLOURS[place % len(_COLOURS)]))
+    for index, target in enumerate(results.targets):
+        x = 16 + index * 300
+        shapes.append(Circle((x + 4, 48), _COLOURS[index % len(_COLOURS)]))
         shapes.append(Label((x + 14, 52), f"{target.label}: {target.name} {target.model}".strip()[:44], size=11))
-    for place, (name, value) in enumerate(_PANELS.items()):
+    for index, (name, value) in enumerate(_PANELS.items()):
         lines = [
             [(found.streams, value(found)) for t, found, _ in summaries if t == target] for target in results.targets
         ]
-        shapes += _panel(name, lines, _LEFT + place * _PANEL_STEP)
+        shapes += _panel(name, lines, _LEFT + index * _PANEL_STEP)
     below = _TOP + _PANEL_HEIGHT + 60
     shapes += _ratios(pairings, below)
     return Drawing(_WIDTH, below + (_ROW * len(pairings) + 36 if pairings else 0), tuple(shapes))

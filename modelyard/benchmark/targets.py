@@ -250,19 +250,19 @@ def prepare(options: BenchOptions, load_config: LoadConfig) -> tuple[list[Target
 
 
 def target_options(options: BenchOptions) -> list[TargetOptions]:
-    """One model applies to all places; several models need one place, or one place each."""
-    places: list[tuple[str | None, Path | None]] = [(url, None) for url in options.urls]
-    places += [(None, config) for config in options.configs]
-    places = places or [(None, None)]
-    count = max(len(places), len(options.models))
+    """One model applies to all sources; several models need one source, or one source each."""
+    sources: list[tuple[str | None, Path | None]] = [(url, None) for url in options.urls]
+    sources += [(None, config) for config in options.configs]
+    sources = sources or [(None, None)]
+    count = max(len(sources), len(options.models))
     if count > len(_LABELS):
         raise InvalidRequest(f"one run measures at most {len(_LABELS)} targets")
     models = _one_for_each("--model", options.models, count)
     keys = _one_for_each("--key", options.keys, count)
-    repeated = places * count if len(places) == 1 else places
+    repeated = sources * count if len(sources) == 1 else sources
     if len(repeated) != count:
-        raise InvalidRequest(f"{len(places)} targets and {count} models: give one --model for all, or one for each")
-    return [TargetOptions(*place, model, key) for place, model, key in zip(repeated, models, keys, strict=True)]
+        raise InvalidRequest(f"{len(sources)} targets and {count} models: give one --model for all, or one for each")
+    return [TargetOptions(*source, model, key) for source, model, key in zip(repeated, models, keys, strict=True)]
 
 
 def _one_for_each(option: str, given: Sequence[str], count: int) -> list[str | None]:

@@ -34,8 +34,7 @@ _FIELDS = {"gbnf": "grammar", "regex": "regex", "lark": "lark", "json_schema": "
 
 
 class Grammars:
-    """The grammars of one model. `load_tokenizer` is called once, for the first constraint: a large vocabulary takes a
-    second."""
+    """The grammars of one model. `load_tokenizer` is called on first use: a large vocabulary takes a second."""
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._load_tokenizer = load_tokenizer
@@ -66,8 +65,7 @@ class Grammars:
         return self._compiled[key].deep_copy()
 
     def matcher_if_valid(self, constraint: Constraint) -> LLMatcher | None:
-        """None if a constraint with a trigger is invalid: the client did not ask for it, so it must not fail a
-        request."""
+        """None if a constraint with a trigger is invalid: the client did not ask for it."""
         try:
             return self.matcher(constraint)
         except InvalidRequest as error:

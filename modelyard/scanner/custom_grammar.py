@@ -86,7 +86,7 @@ def lark_to_regex(definition: str) -> str:
     """The language of the rule `start`, as an expression for a complete text."""
     if len(definition) > _MAX_SIZE:
         raise NotRegular(f"the grammar is longer than {_MAX_SIZE} characters")
-    return _RuleExpander(*read_rules(definition)).expand("start", ())
+    return _expand("start", *read_rules(definition))
 
 
 # --- reading a Lark grammar -------------------------------------------------------------------------------------------
@@ -142,31 +142,26 @@ def _rule_name(name: str) -> str:
 # --- writing a regular expression -------------------------------------------------------------------------------------
 
 
-class _RuleExpander:
-    """Replaces the names of rules by their expressions."""
-
-    def __init__(self, rules: Mapping[str, LarkTokens], imported: Mapping[str, str]) -> None:
-        self._rules, self._expanded = rules, dict(imported)
-
-    def expand(self, name: str, parents: tuple[str, ...]) -> str:
-        if name in self._expanded:
-            return self._expanded[name]
-        if name not in self._rules:
-            raise NotRegular(f"the rule {name!r} is not defined")
-        if name in parents:
-            raise NotRegular(f"the rule {name!r} refers to itself")
-        if len(parents) > _MAX_DEPTH:
-            raise NotRegular("its rules refer to each other too deeply")
-        self._expanded[name] = text = _RegexWriter(self, self._rules[name], (*parents, name)).write()
-        return text
+def _expand(name: str, rules: Mapping[str, LarkTokens], expanded: dict[str, str], parents: tuple[str, ...] = ()) -> str:
+    """The expression of a rule, with those of the rules that it refers to. `expanded` holds the finished ones."""
+    if name in expanded:
+        return expanded[name]
+    if name not in rules:
+        raise NotRegular(f"the rule {name!r} is not defined")
+    if name in parents:
+        raise NotRegular(f"the rule {name!r} refers to itself")
+    if len(parents) > _MAX_DEPTH:
+        raise NotRegular("its rules refer to each other too deeply")
+    expanded[name] = _RegexWriter(rules, expanded, (*parents, name)).write()
+    return expanded[name]
 
 
 class _RegexWriter:
-    """Writes the tokens of one rule as a regular expression."""
+    """Writes the tokens of one rule, the last of `parents`, as a regular expression."""
 
-    def __init__(self, expander: _RuleExpander, tokens: LarkTokens, parents: tuple[str, ...]) -> None:
-        self._expander, self._tokens, self._parents = expander, tokens, parents
-        self._rule = parents[-1]
+    def __init__(self, rules: Mapping[str, LarkTokens], expanded: dict[str, str], parents: tuple[str, ...]) -> None:
+        self._rules, self._expanded, self._parents = rules, expanded, parents
+        self._rule, self._tokens = parents[-1], rules[parents[-1]]
         self._index, self._depth = 0, 0
 
     def write(self) -> str:
@@ -201,7 +196,7 @@ class _RegexWriter:
         if kind == "regex":
             return _inline_regex(text)
         if kind == "name":
-            return self._expander.expand(_rule_name(text), self._parents)
+            return _expand(_rule_name(text), self._rules, self._expanded, self._parents)
         raise NotRegular(f"{text!r} in the rule {self._rule!r} is not understood")
 
     def _group(self, opening: str) -> str:

@@ -24,7 +24,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from modelyard.core.engine import CacheInfo, Engine
+from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, NotFound, Timeout, Unavailable
 from modelyard.core.lease import LeaseRequest, ModelStatus
 from modelyard.core.pool import DeviceSnapshot, ModelSpec, Overrides, PoolSnapshot, RequestSnapshot
@@ -210,10 +210,6 @@ class Scheduler:
     # --- admin operations ------------------------------------------------------------------------------------------
     # Each one changes what is wanted and plans. Its future is done when the pool has reached that state, whatever
     # brought it there: pending commands are checked after every plan.
-
-    def add(self, name: str, caches: Mapping[str, CacheInfo], make: Callable[[], Engine]) -> None:
-        """Register a model with default settings. It stays stopped until `load`."""
-        self._manager.add(ModelSpec(name=name, caches=caches, make=make))
 
     def preload(self, name: str) -> None:
         """Load it if it fits beside the loaded models; otherwise the first request loads it."""

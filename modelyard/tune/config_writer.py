@@ -58,8 +58,8 @@ def overridden(path: Path | None, changes: Mapping[ConfigPath, Value], backends:
     config = load_config(path).config.model_dump(exclude_unset=True)
     found = []
     for loc, value in changes.items():
-        places = [place for place in _alternative_paths(loc, backends) if path_exists(config, place)]
-        if not places or _value_at(config, places[0]) != value:
+        paths = [option_path for option_path in _alternative_paths(loc, backends) if path_exists(config, option_path)]
+        if not paths or _value_at(config, paths[0]) != value:
             found.append(format_path(loc))
     return found
 
@@ -85,7 +85,7 @@ def _alternative_paths(path: ConfigPath, backends: Mapping[str, str | None]) -> 
     if section != "models":
         return [path]
     names = [str(key), *sorted(option_aliases(backends.get(str(name)), str(key)) - {str(key)})]
-    return [place for n in names for place in ((section, name, n), (section, name, "options", n))]
+    return [option_path for n in names for option_path in ((section, name, n), (section, name, "options", n))]
 
 
 def _embedded_defaults() -> dict[KeyPath, Any]:

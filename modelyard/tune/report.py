@@ -314,8 +314,8 @@ def _table(report: Report) -> Table:
     for column in ("setting", f"{report.goal}: against current", "tok/s", "first token", "memory", "trials", "front"):
         table.add_column(column)
     current = current_row(report.rows)
-    for place, row in enumerate(report.rows):
-        if place < _ROWS or row.name or row.front:
+    for index, row in enumerate(report.rows):
+        if index < _ROWS or row.name or row.front:
             name = f"[bold]{escape(row.name)}[/bold] " if row.name else ""
             table.add_row(
                 name + escape(format_changes(row.changes) if row.changes or not row.name else ""),
@@ -443,7 +443,7 @@ def _draw_ratios(report: Report) -> Iterator[DrawingShape]:
     x = _LEFT + _CHART_WIDTH + 40
     if report.ratios:
         yield Label((x, _TOP + 10), "the best against", size=12)
-    for place, (name, ratio) in enumerate(report.ratios.items()):
-        y = _TOP + 34 + 40 * place
+    for index, (name, ratio) in enumerate(report.ratios.items()):
+        y = _TOP + 34 + 40 * index
         yield Label((x, y), name, size=12)
         yield Label((x, y + 16), f"{ratio.middle:.2f}× [{ratio.low:.2f}, {ratio.high:.2f}]", size=12, colour=_BEST)

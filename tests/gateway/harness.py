@@ -13,6 +13,7 @@ from modelyard.config.settings import Config
 from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineInfo, Prompt, Tokens
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event
+from modelyard.core.pool import ModelSpec
 from modelyard.core.request import Caller, Message, Request, Text
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.gateway.choices import MultiChoiceStream
@@ -104,7 +105,8 @@ class GatewayHarness:
     ) -> None:
         caches = {"main": CacheInfo(4096, slots), "fast": CacheInfo(2048, slots)}
         self.engine, self.scheduler = ManualEngine(caches, start_error), Scheduler()
-        self.scheduler.add("demo", caches, lambda: self.engine)  # type: ignore[arg-type,return-value]
+        spec = ModelSpec(name="demo", caches=caches, make=lambda: self.engine)  # type: ignore[arg-type,return-value]
+        self.scheduler.reconfigure({"demo": spec})
         models = {"demo": msgspec.structs.replace(model(), fault=model_fault, **changes)}
         images = Images(config().images)
         self.gateway = Gateway(

@@ -74,7 +74,7 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 
 @pytest.fixture(autouse=True)
 def _wide_console(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "err", Console(width=200, stderr=True))
+    monkeypatch.setattr("modelyard.cli.console.err", Console(width=200, stderr=True))
 
 
 def _run(raw: str | bytes, *arguments: str) -> Result:

@@ -109,8 +109,7 @@ SamplerStep = tuple[str, Arguments]  # the name of a sampling class in ExLlamaV3
 
 
 def load_arguments(options: ExllamaOptions, batch_size: int, cache_sizes: Iterable[int]) -> Arguments:
-    """`cache_sizes`: tokens of each cache. Loading and warming up read a whole chunk into a cache, so it must fit into
-    the smallest."""
+    """`cache_sizes`: tokens of each cache. Loading and warming up read a whole chunk into the smallest."""
     arguments: Arguments = {
         "use_per_device": options.exllama_gpu_split,
         "max_chunk_size": min([options.exllama_max_chunk_size, *cache_sizes]),

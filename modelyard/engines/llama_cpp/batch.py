@@ -41,8 +41,7 @@ class SequenceWork(Struct, frozen=True):
 
 
 class BatchSlice(Struct, frozen=True):
-    """Read `count` of the sequence's pending tokens and `drafted` tokens after them; `last` if nothing stays
-    pending."""
+    """Read `count` of the sequence's pending tokens and `drafted` tokens after them; `last`: nothing stays pending."""
 
     sequence: int
     count: int

@@ -82,8 +82,7 @@ def offloads_to_gpu(layers: int) -> bool:
 
 
 def visible_memory(machine: AvailableMemory) -> AvailableMemory:
-    """What the library can use. `make install` builds it for CPUs: then models are in RAM on a machine with GPUs,
-    too."""
+    """What the library can use. `make install` builds it for CPUs: then models are in RAM even if there are GPUs."""
     return machine if offloads_to_gpu(-1) else structs.replace(machine, gpus={})
 
 

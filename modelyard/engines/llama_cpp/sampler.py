@@ -23,8 +23,7 @@ _SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 
 
 class JobSampler:
-    """Samples a job's tokens: with numpy if possible, else with llama.cpp's sampler chain. It owns C memory: `close`
-    it.
+    """Samples a job's tokens: with numpy if possible, else with llama.cpp's sampler chain, which `close` frees.
 
     `prompt` are the job's first tokens: penalties and DRY look back into it, as in llama-server.
     """
@@ -56,8 +55,7 @@ class JobSampler:
         return logits_row(context, row, self._n_vocab)
 
     def sample(self, context: Any, row: int, logits: Row | None = None) -> int:
-        """The token after that row of the last decode; penalties count it from now on. `logits`: the row's, if
-        known."""
+        """The token after that row of the last decode; penalties count it from now on. `logits`: its row, if known."""
         if self._chain is not None:
             token: int = short.sampler_sample(self._chain, context, row)
             return token

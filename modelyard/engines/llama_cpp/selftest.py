@@ -80,8 +80,7 @@ def run_selftest(child: Sequence[str] = SELFTEST_COMMAND, timeout: float = _TIME
 
 
 def explain_failure(code: int | None, timeout: float, output: str = "", errors: str = "") -> str | None:
-    """`code` is the exit code as subprocess has it (minus the signal); None: the child was stopped at the time
-    limit."""
+    """`code` is that of subprocess (minus the signal); None: the child was stopped at the time limit."""
     if code == 0:
         return None
     fault, stage = _last_line(output, "fault "), _last_line(output, "stage ") or "starting"

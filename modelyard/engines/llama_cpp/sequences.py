@@ -198,8 +198,7 @@ class CopyCosts(Struct):
 
 
 def reusable_tokens(holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, *, can_rewind: bool) -> int:
-    """How many of the prompt's tokens this KV covers: the common prefix, or without rewinding the last checkpoint in
-    it."""
+    """How many of the prompt's tokens this KV covers: the common prefix, or the last checkpoint in it."""
     if holder.adapters != adapters:
         return 0
     shared = common_prefix(holder.tokens, prompt)

@@ -142,8 +142,7 @@ def allowed_prefix(job: LlamaCppJob, draft: list[int]) -> list[int]:
 #
 # A step that moves `streams` streams on takes T seconds, and each drafted row makes it c seconds longer. A row yields
 # as many tokens as its probability to be accepted; without it the same seconds would yield c · streams / T tokens. So
-# that is a row's cost: the probability from which on it pays. Tokens are accepted in order, so the n-th has
-# acceptanceⁿ.
+# that is a row's cost: the probability from which on it pays. The n-th token has acceptanceⁿ.
 
 _INITIAL_COST = 0.4  # below what a small model on a CPU costs, so that drafts are tried
 _INITIAL_RATE, _INITIAL_WEIGHT = 0.5, 2.0  # a new job's acceptance, and how many drafts that counts for
@@ -400,8 +399,7 @@ class ModelDrafter:
             self.is_synchronized = self.is_synchronized and lag <= _MAX_LAG
             if count := min(lag, self._n_ubatch - self._batch.size):
                 ids = job.ids[state.n_past : state.n_past + count]
-                # A token that only the large model has becomes the last of the draft's vocabulary: only drafts get
-                # worse.
+                # A token that only the large model has becomes the draft's last one: only drafts get worse.
                 ids = np.minimum(ids, self._n_vocab - 1)
                 row = self._batch.add(ids, state.n_past, sequence, last=count == lag)
                 state.n_past += count
