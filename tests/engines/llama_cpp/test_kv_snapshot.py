@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from modelyard.engines.llama_cpp import kv_snapshot as image_
+from modelyard.engines.llama_cpp import kv_snapshot
 from modelyard.engines.llama_cpp.kv_memory import KvLayout
 from modelyard.engines.llama_cpp.kv_snapshot import (
     _HEAD,
@@ -68,7 +68,7 @@ def test_a_snapshot_round_trips() -> None:
 
 def test_large_snapshots_are_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = written()
-    monkeypatch.setattr(image_, "_PIECE", 16)
+    monkeypatch.setattr(kv_snapshot, "_PIECE", 16)
     assert len(list(encode_snapshot(ORIGIN, IMAGE))) > 10
     assert written() == whole
     assert alike(read(whole), IMAGE)
