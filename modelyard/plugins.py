@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
+from typing import Literal
 
 from modelyard.core.errors import InvalidRequest
 
@@ -40,6 +41,11 @@ def verify(module: ModuleType) -> None:
     check: Callable[[], None] | None = getattr(module, "verify", None)
     if check is not None:
         check()
+
+
+def engine_kind(module: ModuleType, options: object) -> Literal["text", "chat"]:
+    kind: Literal["text", "chat"] = getattr(options, "kind", module.KIND)
+    return kind
 
 
 def unknown(kind: str, name: str, known: Sequence[str]) -> UnknownPlugin:

@@ -13,7 +13,7 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     LIVE_OVERRIDES      field → type with range: what one load may override (default: nothing)
     verify()            raises if its native library does not work on this machine (optional)
     explain(error, …)   why it did not open, from the last lines of its process (optional)
-    kind(options)       "text" or "chat"
+    KIND                "text" or "chat"; an option with the name `kind` takes precedence
     create(spec)        the engine, not yet opened
     estimate(spec, …)   the memory it would take, before anything is loaded
 

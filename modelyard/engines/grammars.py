@@ -59,10 +59,11 @@ class Grammars:
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """A new matcher at the start of the grammar."""
         key = constraint.kind, constraint.text
-        self._compiled[key] = self._compiled.pop(key, None) or self._compile(constraint)
+        matcher = self._compiled.pop(key) if key in self._compiled else self._compile(constraint)
+        self._compiled[key] = matcher
         if len(self._compiled) > _CACHE_SIZE:
             del self._compiled[next(iter(self._compiled))]
-        return self._compiled[key].deep_copy()
+        return matcher.deep_copy()
 
     def matcher_if_valid(self, constraint: Constraint) -> LLMatcher | None:
         """None if a constraint with a trigger is invalid: the client did not ask for it."""

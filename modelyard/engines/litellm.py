@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -210,13 +210,9 @@ def completion_arguments(request: Request, options: LiteLlmOptions, key: str | N
 # --- the plug-in interface --------------------------------------------------------------------------------------------
 
 Options = LiteLlmOptions
+KIND = "chat"
 HOLDS_WEIGHTS = False
 REMOTE = True
-
-
-def kind(options: Options) -> Literal["text", "chat"]:
-    del options
-    return "chat"
 
 
 def create(spec: EngineSpec) -> Engine:

@@ -344,13 +344,9 @@ def _without_foreign_reasoning(message: Message, options: OpenAiRemoteOptions, a
 # --- the plug-in interface --------------------------------------------------------------------------------------------
 
 Options = OpenAiRemoteOptions
+KIND = "chat"
 HOLDS_WEIGHTS = False
 REMOTE = True
-
-
-def kind(options: Options) -> Literal["text", "chat"]:
-    del options
-    return "chat"
 
 
 def create(spec: EngineSpec) -> Engine:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
+import certifi
 import msgspec
 from msgspec import Struct
 
@@ -41,6 +45,7 @@ _MAX_BODY = 32 << 20  # bytes of a reply that is not a stream
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 15.0
 _MAX_IDLE_CONNECTIONS = 32
+_MAX_HEADER_BYTES = 64 << 10
 _JSON = {"content-type": "application/json"}
 
 
@@ -56,13 +61,13 @@ class UpstreamAddress(Struct, frozen=True, kw_only=True):
     is_child: bool = False  # a child process of ours: no proxy, no idle connections
 
 
-def transport_error(error: httpx.HTTPError, upstream: str) -> ModelyardError:
+def transport_error(error: aiohttp.ClientError | TimeoutError, upstream: str) -> ModelyardError:
     reason = str(error) or type(error).__name__
-    if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
         return Unavailable(f"{upstream} did not accept the connection in time", code=UPSTREAM_UNREACHABLE)
-    if isinstance(error, httpx.TimeoutException):
+    if isinstance(error, TimeoutError):
         return Timeout(f"{upstream} sent nothing for too long", code="upstream_timeout")
-    if isinstance(error, httpx.ConnectError | httpx.UnsupportedProtocol | httpx.ProxyError):
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError | aiohttp.InvalidURL):
         return Unavailable(f"{upstream} cannot be reached: {reason}", code=UPSTREAM_UNREACHABLE)
     return Unavailable(f"{upstream} closed the connection: {reason}", code=UPSTREAM_LOST)
 
@@ -210,89 +215,117 @@ class Upstream:
 
     def __init__(self, address: UpstreamAddress, retries: RetryPolicy = RetryPolicy()) -> None:
         self.address, self._retries = address, retries
-        idle = 0 if address.is_child else _MAX_IDLE_CONNECTIONS
-        self._http = httpx.AsyncClient(
-            base_url=address.base_url,
-            headers=dict(address.headers),
-            timeout=httpx.Timeout(address.timeout, connect=_CONNECT_TIMEOUT_S, pool=_CONNECT_TIMEOUT_S),
-            transport=httpx.AsyncHTTPTransport(uds=address.socket) if address.socket else None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=idle, keepalive_expiry=_KEEPALIVE_S),
-            trust_env=not address.is_child,
+        limits: dict[str, Any] = {"limit": 0}
+        limits |= {"force_close": True} if address.is_child else {"keepalive_timeout": _KEEPALIVE_S}
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(address.socket, **limits)
+            if address.socket
+            else aiohttp.TCPConnector(ssl=_tls_context() if address.base_url.startswith("https:") else True, **limits),
+            headers={"accept-encoding": "identity", **address.headers},
+            timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_TIMEOUT_S, sock_read=address.timeout),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            proxy=None if address.is_child or address.socket else environment_proxy(address.base_url),
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
         )
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
+
+    async def _send(self, method: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
+        """The response's status and headers. The time limit covers the upload as well."""
+        url, headers = self.address.base_url + path, _JSON if body is not None else None
+        async with asyncio.timeout(self.address.timeout):
+            return await self._http.request(method, url, data=body, headers=headers, allow_redirects=False)
 
     async def stream_chat(self, path: str, body: bytes, protocol: WireProtocol, emit: Emit) -> None:
         """Emits the events of the answer. Retries only before its first byte."""
 
         async def attempt() -> None:
-            request = self._http.build_request("POST", path, content=body, headers=_JSON)
             try:
-                reply = await self._http.send(request, stream=True)
-            except httpx.HTTPError as error:
+                reply = await self._send("POST", path, body)
+            except (aiohttp.ClientError, TimeoutError) as error:
                 raise RetryableError(transport_error(error, self.address.name)) from error
             try:
-                if reply.status_code >= 300:
+                if reply.status >= 300:
                     raise await self._refusal(reply, protocol)
                 if reply.headers.get("content-type", "").startswith("application/json"):
                     await emit(list(reply_events(protocol.read_reply(await self._read(reply)))))
                 else:
-                    await _emit_events(self._chunks(reply), protocol, emit)
+                    await self._emit_events(reply, protocol, emit)
             finally:
-                await reply.aclose()
+                reply.close()  # an answer that was read to its end has returned its connection before
 
         await with_retries(attempt, self._retries)
 
-    async def _chunks(self, reply: httpx.Response) -> AsyncIterator[bytes]:
+    async def _emit_events(self, reply: aiohttp.ClientResponse, protocol: WireProtocol, emit: Emit) -> None:
+        reader = protocol.reader()
+        while chunk := await self._chunk(reply):
+            if (events := reader.feed(chunk)) and await emit(events):
+                break
+        else:
+            await emit(reader.finish())
+            return
         try:
-            async for chunk in reply.aiter_bytes():
-                yield chunk
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(_DRAIN_S):
+                while await self._chunk(reply):
+                    pass
+        except (TimeoutError, ModelyardError):
+            return  # the answer is complete
+
+    async def _chunk(self, reply: aiohttp.ClientResponse) -> bytes:
+        """Everything that has arrived; empty at the end."""
+        try:
+            return await reply.content.readany()
+        except (aiohttp.ClientError, aiohttp.SocketTimeoutError) as error:
             raise transport_error(error, self.address.name) from error
 
-    async def _read(self, reply: httpx.Response) -> bytes:
+    async def _read(self, reply: aiohttp.ClientResponse) -> bytes:
         body = bytearray()
-        async for chunk in self._chunks(reply):
+        while chunk := await self._chunk(reply):
             body += chunk
             if len(body) > _MAX_BODY:
                 raise Incomplete(f"the reply of {self.address.name} is longer than {_MAX_BODY} bytes")
         return bytes(body)
 
-    async def _refusal(self, reply: httpx.Response, protocol: WireProtocol) -> RetryableError:
+    async def _refusal(self, reply: aiohttp.ClientResponse, protocol: WireProtocol) -> RetryableError:
         try:
             body = await self._read(reply)
         except ModelyardError:
             body = b""  # the status is enough
-        error = protocol.read_error(reply.status_code, reply.headers, body)
+        error = protocol.read_error(reply.status, reply.headers, body)
         return RetryableError(map_auth_error(error, self.address), "retry-after" in reply.headers)
 
     async def request_json(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
         """Status and JSON of a short request; None if the reply is not JSON."""
         try:
-            reply = await self._http.request(method, path, content=body, headers=_JSON if body else None)
-        except httpx.HTTPError as error:
+            reply = await self._send(method, path, body)
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise transport_error(error, self.address.name) from error
         try:
-            return reply.status_code, msgspec.json.decode(reply.content)
+            return reply.status, msgspec.json.decode(await self._read(reply))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return reply.status_code, None
+            return reply.status, None
+        finally:
+            reply.close()
 
 
-async def _emit_events(chunks: AsyncIterator[bytes], protocol: WireProtocol, emit: Emit) -> None:
-    reader = protocol.reader()
-    async for chunk in chunks:
-        if (events := reader.feed(chunk)) and await emit(events):
-            break
-    else:
-        await emit(reader.finish())
-        return
-    try:
-        async with asyncio.timeout(_DRAIN_S):
-            async for _ in chunks:
-                pass
-    except (TimeoutError, ModelyardError):
-        return  # the answer is complete
+def _tls_context() -> ssl.SSLContext:
+    """The authorities of `SSL_CERT_FILE` or `SSL_CERT_DIR`, else those of the system and of certifi."""
+    context = ssl.create_default_context()
+    if not os.environ.get("SSL_CERT_FILE") and not os.environ.get("SSL_CERT_DIR"):
+        context.load_verify_locations(certifi.where())
+    return context
+
+
+def environment_proxy(url: str) -> str | None:
+    """The proxy that `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` name for this address."""
+    parts = urlsplit(url)
+    if urllib.request.proxy_bypass(parts.netloc):
+        return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
 
 
 def map_auth_error(error: ModelyardError, address: UpstreamAddress) -> ModelyardError:

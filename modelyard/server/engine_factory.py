@@ -84,7 +84,7 @@ def model_spec(
         if place is not None:
             return place(entry.backend, spec, identity, node)
         if runs_in_own_process(settings):
-            return create_process_engine(entry.backend, spec, module.kind(spec.options))
+            return create_process_engine(entry.backend, spec, plugins.engine_kind(module, spec.options))
         engine: Engine = module.create(spec)
         return engine
 

@@ -37,7 +37,7 @@ def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
         if settings.python is None:  # another interpreter need not work in this one
             plugins.verify(module)
         options = engine_options(settings)
-        kind = module.kind(options)
+        kind = plugins.engine_kind(module, options)
         text = (_text_pipeline if kind == "text" else _local_counting)(entry, settings, module, options, notes)
         translates = _translates(settings, text)
     except ModelyardError as error:
@@ -95,7 +95,8 @@ def _text_pipeline(
 ) -> TextPipeline:
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
     tokenizer = open_tokenizer(where)
-    if tokenizer.template and module.kind(options) == "chat":  # such an engine always uses the file's template
+    # A chat engine always uses the file's template.
+    if tokenizer.template and plugins.engine_kind(module, options) == "chat":
         settings = settings.model_copy(update={"prompt_format": None})
     source = _template(entry, settings, tokenizer.template, getattr(module, "PROMPT_FORMAT", None), where)
     detected = detect(settings.format, source.text + (source.for_tools or ""), entry.name)

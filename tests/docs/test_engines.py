@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs.field_tables import field_rows
 
+from docs.field_tables import field_rows
 from modelyard import plugins
 from modelyard.config.load import load_config
 from modelyard.core.engine import Capabilities
@@ -41,8 +41,7 @@ def capabilities() -> Iterator[str]:
 
 
 def _row(name: str, module: Any, can: Capabilities) -> str:
-    kind = getattr(module, "KIND", None) or module.kind(None)
-    cells = [f"`{name}`", "tokens" if kind == "text" else "conversations", _where(module, kind)]
+    cells = [f"`{name}`", "tokens" if module.KIND == "text" else "conversations", _where(module, module.KIND)]
     cells += [_tick("image" in can.modalities), *(_tick(getattr(can, column)) for column in COLUMNS)]
     ignored = dict.fromkeys(f"`{_family(each, can)}`" for each in can.ignored)
     return f"| {' | '.join([*cells, ', '.join(ignored) if len(can.ignored) < SAMPLERS else 'all'])} |"

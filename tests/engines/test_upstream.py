@@ -8,8 +8,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
-import httpx
+import aiohttp
 import pytest
+from aiohttp.client_reqrep import ConnectionKey
 
 from modelyard.core.errors import (
     Cancelled,
@@ -44,20 +45,22 @@ from modelyard.engines.upstream import (
 from modelyard.protocols import openai_chat
 from tests.engines.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 
+_HOST = ConnectionKey("host", 1, False, True, None, None, None)
+
 
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
-        (httpx.ConnectError("refused"), Unavailable, "upstream_unreachable"),
-        (httpx.ConnectTimeout(""), Unavailable, "upstream_unreachable"),
-        (httpx.PoolTimeout(""), Unavailable, "upstream_unreachable"),
-        (httpx.ReadTimeout(""), Timeout, "upstream_timeout"),
-        (httpx.WriteTimeout(""), Timeout, "upstream_timeout"),
-        (httpx.ReadError(""), Unavailable, "upstream_lost"),
-        (httpx.RemoteProtocolError("peer closed"), Unavailable, "upstream_lost"),
+        (aiohttp.ClientConnectorError(_HOST, OSError("refused")), Unavailable, "upstream_unreachable"),
+        (aiohttp.ConnectionTimeoutError(), Unavailable, "upstream_unreachable"),
+        (aiohttp.SocketTimeoutError(), Timeout, "upstream_timeout"),
+        (TimeoutError(), Timeout, "upstream_timeout"),
+        (aiohttp.ServerDisconnectedError(), Unavailable, "upstream_lost"),
+        (aiohttp.ClientOSError(104, "reset"), Unavailable, "upstream_lost"),
+        (aiohttp.ClientPayloadError("peer closed"), Unavailable, "upstream_lost"),
     ],
 )
-def test_transport_error_names_the_upstream(error: httpx.HTTPError, kind: type, code: str) -> None:
+def test_transport_error_names_the_upstream(error: aiohttp.ClientError | TimeoutError, kind: type, code: str) -> None:
     mapped = transport_error(error, "the upstream of 'm'")
     assert (type(mapped), mapped.code) == (kind, code)
     assert "the upstream of 'm'" in mapped.message

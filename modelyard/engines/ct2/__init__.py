@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.ct2.model_folder import estimate as estimate
@@ -23,12 +22,8 @@ from modelyard.engines.ct2.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.ct2.options import Ct2Options as Options
 from modelyard.plugins import MissingLibrary
 
+KIND = "text"
 HOLDS_WEIGHTS = True
-
-
-def kind(options: Options) -> Literal["text", "chat"]:
-    del options
-    return "text"
 
 
 def verify() -> None:

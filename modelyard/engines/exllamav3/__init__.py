@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.exllamav3.model_folder import estimate as estimate
@@ -22,16 +21,12 @@ from modelyard.engines.exllamav3.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.exllamav3.options import ExllamaOptions as Options
 from modelyard.plugins import MissingLibrary
 
+KIND = "text"
 HOLDS_WEIGHTS = True
 # A step on a GPU takes about a millisecond: a busy gateway in the same interpreter would slow down every step.
 OWN_PROCESS = True
 
 _NEEDED = ("torch", "exllamav3", "llguidance")
-
-
-def kind(options: Options) -> Literal["text", "chat"]:
-    del options
-    return "text"
 
 
 def verify() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.engines.fake.engine import CAPABILITIES as CAPABILITIES
 from modelyard.engines.fake.engine import FakeChatEngine, FakeTextEngine
 from modelyard.engines.fake.script import LIVE_OVERRIDES as LIVE_OVERRIDES
-from modelyard.engines.fake.script import FakeOptions as Options
+from modelyard.engines.fake.script import FakeOptions
 from modelyard.engines.fake.script import tokenizer_path as tokenizer_path
 
+Options = FakeOptions
+KIND = "text"  # unless the option `kind` says otherwise
 HOLDS_WEIGHTS = False
 PROMPT_FORMAT = "generic"
-KIND: Literal["text", "chat"] = "text"  # the default; `kind` reads the options of a model
-
-
-def kind(options: Options) -> Literal["text", "chat"]:
-    return options.kind
 
 
 def create(spec: EngineSpec) -> Engine:

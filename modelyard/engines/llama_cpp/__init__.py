@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.llama_cpp.estimate import estimate as estimate
@@ -14,17 +14,13 @@ from modelyard.engines.llama_cpp.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_cpp.options import Options as Options
 from modelyard.library.model_files import locate_model_file
 
+KIND = "text"
 HOLDS_WEIGHTS = True
 
 
 def own_process(options: Mapping[str, Any]) -> bool:
     """On a GPU a step takes half a millisecond: the gateway's own work in the same process would slow it down."""
     return offloads_to_gpu(options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", -1)))
-
-
-def kind(options: Options) -> Literal["text", "chat"]:
-    del options
-    return "text"
 
 
 def verify() -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from modelyard.core.engine import CacheInfo, Control, Embeddings, EngineInfo, EngineSpec, EngineStats, Prompt
+from modelyard.core.engine import Control, Embeddings, EngineInfo, EngineSpec, EngineStats, Prompt
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Overloaded
 from modelyard.engines.in_process import ThreadedEngine
 from modelyard.engines.llama_cpp import loading
@@ -46,7 +47,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, EngineInfo("llama_cpp", dict(spec.caches), CAPABILITIES))
-        self._job_count = 0
+        self._arrivals = itertools.count(1)
         self._model: Any = None
         self._vocab: Any = None
         self._resources = ExitStack()  # frees what was loaded, in reverse order
@@ -86,23 +87,24 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             cache = LlamaContext(name, info, raw, self.n_vocab, n_ubatch, self._dispatch, self._adapters, sequences)
             defer(cache.close)
             self._caches[name] = cache
-            cache.speculator = self._create_speculator(name, info)
+            cache.speculator = self._create_speculator(cache)
         self._replay = create_replay(options.replay, path)
         link_compatible([cache.sequences for cache in self._caches.values()])
         if (folder := store_folder(options)) is not None:
             self._kv_store = KvStore(folder, self.spec, path, self._adapters)
             self._kv_store.restore_all(self._caches.values(), lambda: self._stop_error is None)
 
-    def _create_speculator(self, name: str, info: CacheInfo) -> Speculator | None:
+    def _create_speculator(self, cache: LlamaContext) -> Speculator | None:
         options: Options = self.spec.options
         if options.speculation == "off":
             return None
-        if not loading.can_rewind(self._model, info, options):
+        if not cache.sequences.kv.can_rewind:
             if options.speculation != "auto":
-                log.warning("the model %r cannot rewind: no speculation in the cache %r", self.spec.model, name)
+                log.warning("the model %r cannot rewind: no speculation in the cache %r", self.spec.model, cache.name)
             return None
-        drafter = NgramDrafter() if self._draft_model is None else self._draft_model.create_drafter(name, info)
-        return Speculator(drafter, options.draft_n_max, info.window, measured=options.speculation == "auto")
+        draft_model = self._draft_model
+        drafter = NgramDrafter() if draft_model is None else draft_model.create_drafter(cache.name, cache.info)
+        return Speculator(drafter, options.draft_n_max, cache.info.window, measured=options.speculation == "auto")
 
     def _after_shutdown(self) -> None:
         """The engine closes even if saving fails."""
@@ -119,8 +121,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     # --- the event loop's side ----------------------------------------------------------------------------------------
 
     def _create_job(self, prompt: Prompt) -> LlamaCppJob:
-        self._job_count += 1
-        return LlamaCppJob(prompt, self._loop, self._job_count)
+        return LlamaCppJob(prompt, self._loop, next(self._arrivals))
 
     def _prepare(self, job: LlamaCppJob) -> Future[None] | None:
         constraint = job.prompt.constraint

@@ -64,7 +64,8 @@ class KvMemory:
 
     @property
     def can_rewind(self) -> bool:
-        """False if a sequence goes back only to checkpoints."""
+        """Whether the last tokens of a sequence can be removed; else it goes back only to checkpoints. Models that keep
+        one state cannot rewind, and contexts that drop the KV outside of a sliding window."""
         return not self._only_forward and (not self._n_swa or self.layout.swa_full)
 
     # --- in place -----------------------------------------------------------------------------------------------------

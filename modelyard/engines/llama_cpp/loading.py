@@ -132,14 +132,6 @@ def _create_context(model: Any, params: Any, name: str) -> Any:
     return context
 
 
-def can_rewind(model: Any, info: CacheInfo, options: Options) -> bool:
-    """Whether the last tokens of a sequence can be removed. Models that keep one state cannot; neither can contexts
-    that drop the KV outside of a sliding window."""
-    if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
-        return False
-    return not lib.llama_model_n_swa(model) or bool(context_parameters(info, options).swa_full)
-
-
 def context_parameters(info: CacheInfo, options: Options) -> Any:
     options, params = options.for_cache(info), lib.llama_context_default_params()
     params.n_ctx, params.n_seq_max = info.window * info.parallel, info.parallel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.engines.llama_cpp import Options as LlamaCppOptions
@@ -16,13 +15,9 @@ from modelyard.engines.llama_server.options import LlamaServerOptions as Options
 from modelyard.engines.llama_server.server import combined_cache
 from modelyard.library.model_files import locate_model_file
 
+KIND = "chat"
 HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True
-
-
-def kind(options: Options) -> Literal["text", "chat"]:
-    del options
-    return "chat"
 
 
 def create(spec: EngineSpec) -> Engine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from modelyard.core.engine import Capabilities, Engine, EngineSpec
 from modelyard.core.errors import ModelyardError
@@ -16,13 +15,9 @@ from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.vllm.options import VllmOptions as Options
 from modelyard.engines.vllm.request import IGNORED
 
+KIND = "text"
 HOLDS_WEIGHTS = OWN_PROCESS = True
 CAPABILITIES = Capabilities(modalities=("text", "image"), structured=True, logprobs=True, lora=True, ignored=IGNORED)
-
-
-def kind(options: Options) -> Literal["text", "chat"]:
-    del options
-    return "text"
 
 
 def create(spec: EngineSpec) -> Engine:

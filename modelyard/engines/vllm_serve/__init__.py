@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.vllm import estimate as estimate
@@ -13,13 +12,9 @@ from modelyard.engines.vllm_serve.engine import CAPABILITIES as CAPABILITIES
 from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.engines.vllm_serve.options import VllmServeOptions as Options
 
+KIND = "chat"
 HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True
-
-
-def kind(options: Options) -> Literal["text", "chat"]:
-    del options
-    return "chat"
 
 
 def create(spec: EngineSpec) -> Engine:

@@ -486,5 +486,5 @@ def test_plug_in_asks_for_its_own_process_and_has_its_tokenizer_beside_the_weigh
     assert exllamav3.OWN_PROCESS
     assert exllamav3.HOLDS_WEIGHTS
     options = exllamav3.Options(path=str(model_folder()))
-    assert exllamav3.kind(options) == "text"
+    assert exllamav3.KIND == "text"
     assert exllamav3.tokenizer_path(options) == model_folder()

@@ -26,8 +26,8 @@ def test_fake_is_a_backend_and_shared_modules_are_not() -> None:
 
 
 def test_kind_follows_the_options() -> None:
-    assert fake.kind(fake.Options()) == "text"
-    assert fake.kind(fake.Options(kind="chat")) == "chat"
+    assert plugins.engine_kind(fake, fake.Options()) == "text"
+    assert plugins.engine_kind(fake, fake.Options(kind="chat")) == "chat"
 
 
 def test_estimate_grows_with_the_caches() -> None:
