@@ -127,11 +127,12 @@ class HttpClient:
         self._keep_alive = self._tls is not None if keep_alive is None else keep_alive
         self._idle: list[HttpConnection] = []
         self.connections: set[HttpConnection] = set()  # with a request in flight
-        authorization = {"Authorization": f"Bearer {key}"} if key else {}
-        self._headers = {"Host": parts.netloc.rpartition("@")[2], **authorization}
-        # A proxy gets the whole URL of a plain request; TLS goes through a tunnel.
-        self._origin = f"http://{parts.netloc}" if self._proxy is not None and self._tls is None else ""
-        if self._proxy is not None and self._tls is None:
+        self._headers = {"Host": parts.netloc.rpartition("@")[2]}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._origin = ""
+        if self._proxy is not None and self._tls is None:  # it gets the whole URL; TLS goes through a tunnel
+            self._origin = f"http://{parts.netloc}"
             self._headers |= _proxy_authorization(self._proxy)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
@@ -139,8 +140,7 @@ class HttpClient:
         headers = self._headers
         if method == "POST":
             headers = headers | {"Content-Type": "application/json", "Content-Length": str(len(body))}
-        lines = [f"{method} {self._origin}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        return "\r\n".join((*lines, "", "")).encode("latin-1") + body
+        return _head(f"{method} {self._origin}{path}", headers) + body
 
     async def send(self, request: bytes, limit_s: float) -> HttpResponse:
         """Never raises for a failure of the connection or the time limit: the response has the `error`."""
@@ -186,8 +186,7 @@ class HttpClient:
         reader, writer = await asyncio.open_connection(self._proxy.hostname, self._proxy.port or 80)
         target = f"{self._host}:{self._port}"
         headers = {"Host": target, **_proxy_authorization(self._proxy)}
-        lines = [f"CONNECT {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        writer.write("\r\n".join((*lines, "", "")).encode("latin-1"))
+        writer.write(_head(f"CONNECT {target}", headers))
         try:
             status = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")[0].decode("latin-1")
         except asyncio.IncompleteReadError:
@@ -216,6 +215,11 @@ class HttpClient:
             connection.close()
         self._idle.clear()
         await asyncio.sleep(0)  # transports are closed in the next iteration of the loop
+
+
+def _head(request_line: str, headers: Mapping[str, str]) -> bytes:
+    lines = [f"{request_line} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join((*lines, "", "")).encode("latin-1")
 
 
 def _has_valid_port(parts: SplitResult) -> bool:

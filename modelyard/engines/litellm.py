@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from modelyard.core.engine import (
     AvailableMemory,
     Capabilities,
-    Engine,
     EngineInfo,
     EngineSpec,
     EngineStats,
@@ -211,13 +210,9 @@ def completion_arguments(request: Request, options: LiteLlmOptions, key: str | N
 
 Options = LiteLlmOptions
 KIND = "chat"
+create = LiteLlmEngine
 HOLDS_WEIGHTS = False
 REMOTE = True
-
-
-def create(spec: EngineSpec) -> Engine:
-    """Call it on the event loop that the engine will run on."""
-    return LiteLlmEngine(spec)
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from modelyard.core.engine import (
     AvailableMemory,
     Capabilities,
-    Engine,
     EngineInfo,
     EngineSpec,
     EngineStats,
@@ -345,13 +344,9 @@ def _without_foreign_reasoning(message: Message, options: OpenAiRemoteOptions, a
 
 Options = OpenAiRemoteOptions
 KIND = "chat"
+create = OpenAiRemoteEngine
 HOLDS_WEIGHTS = False
 REMOTE = True
-
-
-def create(spec: EngineSpec) -> Engine:
-    """Call it on the event loop that the engine will run on."""
-    return OpenAiRemoteEngine(spec)
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:

@@ -26,7 +26,7 @@ from modelyard import plugins
 from modelyard.benchmark.load import ChatTarget, EngineTarget, LoadGenerator, LoadTarget, Round, RoundLength
 from modelyard.benchmark.workload import Workload
 from modelyard.config.settings import Config, engine_spec
-from modelyard.core.engine import Engine, EngineSpec, TextEngine
+from modelyard.core.engine import Engine, TextEngine
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.knobs import Loss
 from modelyard.gateway.model import Model
@@ -216,12 +216,17 @@ async def _measure(job: TrialJob) -> Outcome:
 
 
 def _create_engine(job: TrialJob) -> tuple[ModelEntry, Engine, Model]:
+    config, entry, model = _read_model(job)
+    return entry, model_spec(config, entry).make(), model
+
+
+def _read_model(job: TrialJob) -> tuple[Config, ModelEntry, Model]:
     config = Config.model_validate(job.config)
-    entry, settings = config.router().catalog.models[job.model], config.models[job.model]
-    model = define_model(entry, settings).model
+    entry = config.router().catalog.models[job.model]
+    model = define_model(entry, config.models[job.model]).model
     if model.fault is not None:
         raise model.fault
-    return entry, model_spec(config, entry).make(), model
+    return config, entry, model
 
 
 async def _run_load(job: TrialJob, entry: ModelEntry, target: LoadTarget) -> Round:
@@ -268,29 +273,23 @@ def summarize(one: Round, memory: int, load_s: float) -> Measurement | TrialFail
 # --- the engine's own modules -----------------------------------------------------------------------------------------
 
 
-def _engine_spec(raw: dict[str, Any], model: str) -> tuple[ModelEntry, EngineSpec, Config]:
-    config = Config.model_validate(raw)
-    entry = config.router().catalog.models[model]
-    return entry, engine_spec(entry, config.models[model]), config
-
-
 def _engine_bench(job: TrialJob) -> EngineBenchResult:
-    entry, spec, _ = _engine_spec(job.config, job.model)
+    config, entry, _ = _read_model(job)
     module = importlib.import_module(f"modelyard.engines.{entry.backend}.bench")
-    return EngineBenchResult(*module.bench(spec, job.workload.prompt_tokens, job.workload.output_tokens))
+    spec, workload = engine_spec(entry, config.models[job.model]), job.workload
+    return EngineBenchResult(*module.bench(spec, workload.prompt_tokens, workload.output_tokens))
 
 
 def _quality_loss(job: TrialJob, reference: dict[str, Any]) -> Loss:
     """What the rounding of this setting loses on `QUALITY_TEXT` against the reference."""
-    entry, spec, config = _engine_spec(job.config, job.model)
-    model = define_model(entry, config.models[job.model]).model
-    if model.fault is not None:
-        raise model.fault
-    tokenizer = model.pipeline.tokenizer
+    config, entry, model = _read_model(job)
+    spec, tokenizer = engine_spec(entry, config.models[job.model]), model.pipeline.tokenizer
     ids = [*([] if tokenizer.bos is None else [tokenizer.bos]), *tokenizer.encode_plain(QUALITY_TEXT)]
     plugins.verify(plugins.load("engines", entry.backend))
     module = importlib.import_module(f"modelyard.engines.{entry.backend}.loss")
-    loss: Loss = module.loss(spec, _engine_spec(reference, job.model)[1], ids)
+    exact = Config.model_validate(reference)
+    exact_spec = engine_spec(exact.router().catalog.models[job.model], exact.models[job.model])
+    loss: Loss = module.loss(spec, exact_spec, ids)
     return loss
 
 

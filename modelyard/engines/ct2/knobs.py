@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines import cores
-from modelyard.engines.ct2.options import Ct2Options
-
-_TYPES = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32")
+from modelyard.engines.ct2.options import ComputeType, Ct2Options
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
@@ -27,7 +26,7 @@ def _supported_types(options: Ct2Options) -> tuple[str, ...]:
 
     device = "cuda" if options.device != "cpu" and ctranslate2.get_cuda_device_count() else "cpu"
     supported = ctranslate2.get_supported_compute_types(device)
-    return tuple(name for name in _TYPES if name in supported)
+    return tuple(name for name in get_args(ComputeType) if name in supported)
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:

@@ -10,24 +10,8 @@ from modelyard.core.engine import Capabilities, Prompt
 from modelyard.core.request import Sampling
 from modelyard.engines import cores
 
-IGNORED = (
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "xtc_probability",
-    "xtc_threshold",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-    "seed",
-    "logit_bias",
-)
+_SUPPORTED = ("temperature", "top_p", "top_k", "repetition_penalty", "beam_size")
+IGNORED = tuple(name for name in Sampling.__struct_fields__ if name not in _SUPPORTED)
 CAPABILITIES = Capabilities(logprobs=True, ignored=IGNORED)
 
 ComputeType = Literal[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
+from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
 from modelyard.engines.llama_cpp import Options as LlamaCppOptions
 from modelyard.engines.llama_cpp import selftest
 from modelyard.engines.llama_cpp.estimate import estimate_memory, read_model_shape
@@ -16,13 +16,9 @@ from modelyard.engines.llama_server.server import combined_cache
 from modelyard.library.model_files import locate_model_file
 
 KIND = "chat"
+create = LlamaServerEngine
 HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True
-
-
-def create(spec: EngineSpec) -> Engine:
-    """Call it on the event loop that the engine will run on."""
-    return LlamaServerEngine(spec)
 
 
 def tokenizer_path(options: Options) -> Path:

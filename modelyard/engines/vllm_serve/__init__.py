@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.vllm import estimate as estimate
 from modelyard.engines.vllm.model_folder import require_folder
 from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES
@@ -13,13 +12,9 @@ from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.engines.vllm_serve.options import VllmServeOptions as Options
 
 KIND = "chat"
+create = VllmServeEngine
 HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True
-
-
-def create(spec: EngineSpec) -> Engine:
-    """Call it on the event loop that the engine will run on."""
-    return VllmServeEngine(spec)
 
 
 def tokenizer_path(options: Options) -> Path:
