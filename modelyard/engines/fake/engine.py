@@ -231,12 +231,15 @@ class FakeJob(ABC, Generic[T, Output]):
         self._engine.jobs.discard(self)
         self._queue.put_many(self._last_items(reason, error), last=True)
 
-    def start(self) -> GenerationQueue[T]:
+    def start(self, deadline: float | None = None) -> GenerationQueue[T]:
         if self._engine.closed is not None:
             self.fail(self._engine.closed)
         else:
             self._engine.jobs.add(self)
             self.advance()
+        if deadline is not None and not self._queue.closed:  # only a job that pauses needs the timer
+            remaining, expired = max(0.0, deadline - time.time()), Timeout("the deadline of the job passed")
+            self._deadline = self._engine.loop.call_later(remaining, self.fail, expired)
         return self._queue
 
     def advance(self) -> None:
@@ -288,7 +291,7 @@ class FakeTextEngine(FakeEngine[list[int]]):
         return self.encoder.encode(steps, in_reasoning=in_reasoning)
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        return TextJob(self, prompt).start()
+        return TextJob(self, prompt).start(prompt.deadline)
 
     def cache(self, name: str) -> PrefixCache:
         """The first cache if `name` is empty."""
@@ -337,14 +340,6 @@ class TextJob(FakeJob[Chunk, list[int]]):
         super().__init__(engine)
         self._prompt, self._ids, self._total = prompt, prompt.ids, prompt.n_tokens
         self._output: list[int] = []
-
-    def start(self) -> GenerationQueue[Chunk]:
-        queue = super().start()
-        if self._prompt.deadline is not None and not queue.closed:
-            remaining = max(0.0, self._prompt.deadline - time.time())
-            expired = Timeout("the deadline of the job passed")
-            self._deadline = self._engine.loop.call_later(remaining, self.fail, expired)
-        return queue
 
     def _last_items(self, reason: EndReason, error: ModelyardError | None) -> list[Chunk]:
         if self._sequence is not None:
