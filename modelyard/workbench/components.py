@@ -67,6 +67,12 @@ def empty_notice(text: str) -> Label:
     return ui.label(text).classes("muted").style("padding: 24px 0")
 
 
+def show_notice(label: Label, text: str) -> None:
+    """Show the text, or hide the label if there is none."""
+    label.set_text(text)
+    label.set_visibility(bool(text))
+
+
 class Stat:
     """A value with its name above it."""
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from modelyard.core.errors import Overloaded
 from modelyard.workbench.app import ServerAddress
-from modelyard.workbench.components import BRAND_COLOURS, CSS
+from modelyard.workbench.components import BRAND_COLOURS, CSS, show_notice
 from modelyard.workbench.pages import caches, memory, models, playground, plots, requests, routes
 from modelyard.workbench.session import PageSession
 
@@ -168,12 +168,7 @@ def _navigation() -> ui.left_drawer:
 def _connection_banner(session: PageSession) -> None:
     banner = ui.label("").classes("banner").props("role=alert")
     banner.set_visibility(False)
-
-    def show(error: str) -> None:
-        banner.set_text(f"{error}. Trying again…" if error else "")
-        banner.set_visibility(bool(error))
-
-    session.on_connection = show
+    session.on_connection = lambda error: show_notice(banner, f"{error}. Trying again…" if error else "")
 
 
 # --- key dialog and events of the browser -----------------------------------------------------------------------------
@@ -187,13 +182,9 @@ def _key_dialog(session: PageSession) -> None:
         reason = ui.label("").classes("error small text")
         reason.set_visibility(False)
 
-        def show_reason(text: str) -> None:
-            reason.set_text(text)
-            reason.set_visibility(bool(text))
-
         async def submit() -> None:
             refused = await session.unlock(field.value or "")
-            show_reason(refused)
+            show_notice(reason, refused)
             if not refused:
                 field.value = ""
                 dialog.close()
@@ -202,8 +193,8 @@ def _key_dialog(session: PageSession) -> None:
         field.on("keydown.enter", submit)
         ui.button("Unlock", on_click=submit).props("unelevated no-caps").classes("self-end")
 
-    def ask(reason: str) -> None:
-        show_reason(reason)
+    def ask(refused: str) -> None:
+        show_notice(reason, refused)
         dialog.open()
 
     session.on_locked = ask
@@ -212,10 +203,7 @@ def _key_dialog(session: PageSession) -> None:
 def _track_visibility(session: PageSession) -> None:
     """A hidden tab does not poll."""
 
-    def changed(event: Any) -> None:
-        session.hidden = bool(event.args)
-
-    ui.on("modelyard-hidden", changed)
+    ui.on("modelyard-hidden", lambda event: setattr(session, "hidden", bool(event.args)))
     ui.run_javascript(
         "document.addEventListener('visibilitychange', () => emitEvent('modelyard-hidden', document.hidden))"
     )

@@ -66,7 +66,7 @@ class HostedEngine:
         try:
             spec = engine_spec(self._message)
             module: Any = plugins.load("engines", self._message.backend)
-            self.kind = module.kind(spec.options)
+            self.kind = plugins.engine_kind(module, spec.options)
             self._created = engine = module.create(spec)
             await engine.open(progress)
         except asyncio.CancelledError:

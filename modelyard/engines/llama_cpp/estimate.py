@@ -12,7 +12,7 @@ by default), and so do layers that share KV. The embedding context is created on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -272,10 +272,9 @@ class WeightsMemory(Struct, frozen=True):
 
 
 def weights_memory(
-    files: Iterable[tuple[int, Sequence[TensorInfo]]], buffers: Sequence[ExtraBuffer], *, mmap: bool
+    files: Sequence[tuple[int, Sequence[TensorInfo]]], buffers: Sequence[ExtraBuffer], *, mmap: bool
 ) -> WeightsMemory:
     """For a model in these files, each with its size and its tensors."""
-    files = list(files)
     has_output = any(tensor.name == "output.weight" for _, tensors in files for tensor in tensors)
     needed = page_cache = 0
     for size, tensors in files:

@@ -11,7 +11,7 @@ from nicegui import ui
 from modelyard.core.errors import ModelyardError
 from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import Json
-from modelyard.workbench.components import Stat, StateBadge, card, empty_notice, page_heading, tags
+from modelyard.workbench.components import Stat, StateBadge, card, empty_notice, page_heading, show_notice, tags
 from modelyard.workbench.session import PageSession
 
 _INTERVAL_S = 1.0
@@ -107,8 +107,7 @@ class ModelPanel:
         self._loading.set_visibility(state == "loading")
         self._progress.set_value(round(record["progress"], 2))
         self._doing.set_text(f"{record['doing'] or 'waiting'} · {fmt.percent(record['progress'])}")
-        self._reason.set_text(record["reason"])
-        self._reason.set_visibility(bool(record["reason"]) and state in ("failed", "stopped"))
+        show_notice(self._reason, record["reason"] if state in ("failed", "stopped") else "")
         self._windows.set_text(windows_text(record))
         estimate = record["memory"]["estimate"]
         memory = estimate["total"] if estimate else self._estimated

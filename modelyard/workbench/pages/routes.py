@@ -6,7 +6,7 @@ from nicegui import ui
 
 from modelyard.core.errors import ModelyardError
 from modelyard.workbench import formatting as fmt
-from modelyard.workbench.components import Stat, card, page_heading
+from modelyard.workbench.components import Stat, card, page_heading, show_notice
 from modelyard.workbench.session import PageSession
 
 _ENDPOINTS = {
@@ -32,15 +32,14 @@ def page(session: PageSession) -> None:
 
     async def resolve() -> None:
         stats.set_visibility(False)
-        error_label.set_visibility(False)
+        show_notice(error_label, "")
         requested = (name.value or "").strip()
         if not requested:
             return
         try:
             route = await session.client.route(requested, endpoint.value or "")
         except ModelyardError as error:
-            error_label.set_text(error.message)
-            error_label.set_visibility(True)
+            show_notice(error_label, error.message)
             if error.kind in ("unauthenticated", "forbidden"):
                 session.show_error(error)  # opens the key dialog
             return
