@@ -18,7 +18,7 @@ from modelyard.core.engine import CacheInfo, Chunk, Tokens
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import Constraint, Sampling
 from modelyard.engines import llama_cpp
-from modelyard.engines.llama_cpp import loading, speculation
+from modelyard.engines.llama_cpp import speculation
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.speculation import (
@@ -233,16 +233,8 @@ async def test_a_model_that_cannot_rewind_has_no_speculation(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("full", [True, False])
-async def test_a_sliding_window_has_speculation_only_with_swa_full(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = loading.context_parameters
-
-    def parameters(info: Any, options: Any) -> Any:
-        params = made(info, options)
-        params.swa_full = full
-        return params
-
-    monkeypatch.setattr(loading, "context_parameters", parameters)
-    async with opened(path=str(sliding_model())) as engine:
+async def test_a_sliding_window_has_speculation_only_with_swa_full(full: bool) -> None:
+    async with opened(path=str(sliding_model()), swa_full=full) as engine:
         assert (engine._caches["main"].speculator is not None) == full
 
 
