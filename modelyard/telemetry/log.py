@@ -122,7 +122,7 @@ class CoalescingHandler(logging.StreamHandler[TextIO]):
             lines, self._lines = self._lines, []
             if lines:
                 self.stream.write("".join(lines))
-            self.stream.flush()
+                self.stream.flush()
         except Exception:
             self.handleError(logging.makeLogRecord({"msg": "log lines could not be written"}))
         finally:

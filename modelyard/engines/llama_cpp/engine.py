@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -47,7 +46,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, EngineInfo("llama_cpp", dict(spec.caches), CAPABILITIES))
-        self._arrivals = itertools.count(1)
+        self._job_count = 0
         self._model: Any = None
         self._vocab: Any = None
         self._resources = ExitStack()  # frees what was loaded, in reverse order
@@ -121,7 +120,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     # --- the event loop's side ----------------------------------------------------------------------------------------
 
     def _create_job(self, prompt: Prompt) -> LlamaCppJob:
-        return LlamaCppJob(prompt, self._loop, next(self._arrivals))
+        self._job_count += 1
+        return LlamaCppJob(prompt, self._loop, self._job_count)
 
     def _prepare(self, job: LlamaCppJob) -> Future[None] | None:
         constraint = job.prompt.constraint

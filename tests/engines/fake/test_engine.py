@@ -221,6 +221,23 @@ async def test_cancel_between_delayed_tokens_counts_only_emitted_tokens() -> Non
     assert end(got).usage.output == len(ids(got)) < 100
 
 
+async def test_cancelled_job_does_not_delay_the_tokens_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await text_engine(script=[{"steps": [{"tokens": 20}]}], token_delay=0.001)
+    ticks, continue_jobs = [0], engine._continue_jobs
+
+    def count_ticks() -> None:
+        ticks[0] += 1
+        continue_jobs()
+
+    monkeypatch.setattr(engine, "_continue_jobs", count_ticks)
+    jobs = [engine.generate(prompt(f"job {i}")) for i in range(3)]
+    jobs[0].cancel()
+    all_chunks = await asyncio.gather(*map(read, jobs))
+    assert [end(chunks).reason for chunks in all_chunks] == ["cancelled", "stop", "stop"]
+    assert [len(ids(chunks)) for chunks in all_chunks] == [1, 20, 20]
+    assert ticks[0] <= 2 * 3 * 20  # one timer at a time, however many jobs wait
+
+
 async def test_cancel_from_another_thread_reaches_the_job() -> None:
     engine = await text_engine(script=SLOW)
     generation = engine.generate(prompt())
