@@ -280,6 +280,7 @@ class Scheduler:
         return done
 
     def reconfigure(self, specs: Mapping[str, ModelSpec]) -> None:
+        """A model whose engine changes is loaded anew; a failed model gets another try, whatever has changed."""
         is_reload = bool(self._models)  # the first models are registered before a loop runs
         for name, model in list(self._models.items()):
             new = specs.get(name)
@@ -287,12 +288,12 @@ class Scheduler:
                 _update_spec(model, new)
                 model.admit_all(self._now())
                 continue
-            was_desired = model.desired
+            was_wanted = model.desired or model.is_failed
             self._manager.retire(model)
             changed = Conflict(f"the configuration of {name!r} changed while it was loading")
             self._manager.fail_load_commands(model, changed)
             if new is not None:
-                self._manager.add(new).desired = new.replicas if was_desired else 0
+                self._manager.add(new).desired = new.replicas if was_wanted else 0
         for name, spec in specs.items():
             if name not in self._models:
                 self._manager.add(spec).desired = spec.replicas if is_reload and spec.enabled else 0
@@ -334,7 +335,11 @@ class Scheduler:
 
 
 def _update_spec(model: PooledModel, new: ModelSpec) -> None:
-    """The engine stays the same; only how it is run changes."""
+    """The engine stays the same; only how it is run changes. What made it fail may have been corrected elsewhere: in its
+    files or its template."""
+    if model.is_failed:
+        model.is_failed, model.reason, model.desired, model.overrides = False, "", new.replicas, {}
+        model.need = None if new.estimate is not None else {}
     if model.desired and new.replicas != model.spec.replicas:
         model.desired = new.replicas
     model.spec = new

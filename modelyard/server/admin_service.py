@@ -9,18 +9,20 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from modelyard.config.load import EMBEDDED_DEFAULTS, EMBEDDED_SOURCE
 from modelyard.config.problems import ConfigError
 from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.pool import Pool
 from modelyard.gateway.gateway import Gateway
+from modelyard.gateway.model import Model
 from modelyard.http.admin.context import ModelDetails, ReloadResult
 from modelyard.library.cache_dir import cache_dir
 from modelyard.router.settings import ModelSettings
 from modelyard.server.engine_factory import model_specs, override_schemas, with_overrides
 from modelyard.server.memory_estimate import available_memory, estimate_memory
-from modelyard.server.model_definition import ModelDefinition, define_model
+from modelyard.server.model_definition import ModelDefinition, define_model, trial_fault
 from modelyard.telemetry.system import MachineMemory, read_memory
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.tokenizer_files import cached_tokenizers, store_tokenizer
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"(^|_)(key|token|secret|password|auth)($|_)", re.IGNORECASE)
 _FILES_ELSEWHERE = ("model_file_missing", "tokenizer_missing")  # faults of a model whose files only its worker has
+_IN_USE = ("loading", "ready", "draining")  # states in which a reload must not break a model
 # Sections that take effect at the start only.
 _NEEDS_RESTART = ("http", "keys", "log", "store", "images", "scheduler")
 
@@ -126,42 +129,70 @@ class AdminService:
     # --- a new configuration ------------------------------------------------------------------------------------------
 
     async def reload(self, *, local_only: bool = False) -> ReloadResult:
-        """All or nothing: a file with errors changes nothing. A scheduler in another process reloads first, unless
-        `local_only`."""
+        """All or nothing: a file with errors, or one that would break a model in use, changes nothing. A scheduler in
+        another process reloads first, unless `local_only`."""
         if self._reread is None:
             raise Conflict("this server's configuration does not come from a file", code="no_file")
         if self._busy:
             raise Conflict("a reload is already running", code="reload_running")
         self._busy = True
         try:
-            loaded = await asyncio.to_thread(self._read, self._reread)
+            loaded = await asyncio.to_thread(reread_config, self._reread, self._config)
             definitions = await asyncio.to_thread(define_models, loaded.config)
+            models = {name: definition.model for name, definition in definitions.items()}
+            self._check_models_in_use(await asyncio.to_thread(new_faults, self._gateway.models, models))
             if isinstance(self._pool, RemotePool) and not local_only:
                 await self._pool.reload()
-            return self._replace(loaded, definitions)
+            return self._replace(loaded, models)
         finally:
             self._busy = False
 
-    @staticmethod
-    def _read(load_config: ConfigLoader) -> LoadedConfig:
-        try:
-            return load_config()
-        except ConfigError as error:
-            problems = "; ".join(str(problem) for problem in error.problems)
-            raise InvalidRequest(
-                f"the configuration has errors, the old one stays: {problems}", code="config"
-            ) from None
+    def _check_models_in_use(self, faults: Mapping[str, ModelyardError]) -> None:
+        """A model that serves requests keeps its working definition. Files that only its worker has are no fault."""
+        remote, status = isinstance(self._pool, RemotePool), self._pool.status()
+        broken = [
+            f"models.{name}: {fault.message}"
+            for name, fault in faults.items()
+            if name in status and status[name].state in _IN_USE and not (remote and fault.code in _FILES_ELSEWHERE)
+        ]
+        if broken:
+            raise config_refused("; ".join(broken))
 
-    def _replace(self, loaded: LoadedConfig, definitions: Mapping[str, ModelDefinition]) -> ReloadResult:
+    def _replace(self, loaded: LoadedConfig, models: Mapping[str, Model]) -> ReloadResult:
         """Without await: every request sees either the old configuration or the new one."""
         before, config = self._config, loaded.config
         router = config.router()
-        models = {name: definition.model for name, definition in definitions.items()}
         self._pool.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
         self._gateway.router, self._gateway.models = router, models
         self._config = config
         self.fetch_tokenizers()
         return config_difference(before, config, tuple(str(problem) for problem in loaded.problems))
+
+
+def reread_config(load_config: ConfigLoader, before: Config) -> LoadedConfig:
+    """The configuration as it is now. Raises InvalidRequest if it has errors, or if its file has lost all models:
+    a file that is being written is empty for a moment, and the built-in model would replace those that run."""
+    try:
+        loaded = load_config()
+    except ConfigError as error:
+        raise config_refused("; ".join(str(problem) for problem in error.problems)) from None
+    if EMBEDDED_SOURCE in loaded.sources and before.models.keys() != EMBEDDED_DEFAULTS["models"].keys():
+        raise config_refused("no model is defined any more. To serve the built-in model instead, restart the server")
+    return loaded
+
+
+def config_refused(why: str) -> InvalidRequest:
+    return InvalidRequest(f"the configuration has errors, the old one stays: {why}", code="config")
+
+
+def new_faults(before: Mapping[str, Model], after: Mapping[str, Model]) -> dict[str, ModelyardError]:
+    """Why models that work now could not be defined any more, or could not render a message."""
+    working = [name for name, model in before.items() if name in after and _fault(model) is None]
+    return {name: fault for name in working if (fault := _fault(after[name])) is not None}
+
+
+def _fault(model: Model) -> ModelyardError | None:
+    return model.fault or trial_fault(model)
 
 
 def define_models(config: Config) -> dict[str, ModelDefinition]:

@@ -21,7 +21,7 @@ FileStamps = Mapping[Path, tuple[int, int] | None]
 
 
 def file_stamps(files: Iterable[Path]) -> FileStamps:
-    """Modification time and size of each file; None for a missing one, which an editor may be writing."""
+    """Modification time and size of each file; None for a missing or empty one, which an editor may be writing."""
     return {file: _stamp(file) for file in files}
 
 
@@ -30,7 +30,7 @@ def _stamp(file: Path) -> tuple[int, int] | None:
         status = file.stat()
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size
+    return (status.st_mtime_ns, status.st_size) if status.st_size else None
 
 
 async def watch(files: tuple[Path, ...], reload: Reload, poll_s: float = _POLL_S) -> None:

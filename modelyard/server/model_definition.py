@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from modelyard import plugins
 from modelyard.config.settings import engine_options
 from modelyard.core.errors import ModelyardError
+from modelyard.core.request import Message, Request, Text
 from modelyard.gateway.model import Model, TextPipeline
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate
@@ -43,6 +44,17 @@ def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
     except ModelyardError as error:
         return ModelDefinition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
     return ModelDefinition(_model(entry, kind, text, getattr(module, "REMOTE", False), translates=translates), notes)
+
+
+def trial_fault(model: Model) -> ModelyardError | None:
+    """Why the model's template cannot render one short message. A template may parse and still fail."""
+    if model.text is None or model.translates:
+        return None
+    try:
+        model.text.renderer.text(Request(model=model.name, messages=(Message("user", (Text("Hi"),)),)))
+    except ModelyardError as error:
+        return error
+    return None
 
 
 def _local_counting(

@@ -13,7 +13,7 @@ from modelyard.config.settings import Config
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.library.cache_dir import cache_dir
 from modelyard.scheduler.scheduler import Scheduler
-from modelyard.server.admin_service import ConfigLoader
+from modelyard.server.admin_service import ConfigLoader, reread_config
 from modelyard.server.app import make_scheduler
 from modelyard.server.engine_factory import model_specs
 from modelyard.store import open_store
@@ -90,7 +90,7 @@ class SchedulerProcess:
         self.scheduler.reconfigure(model_specs(config, {}, place))
 
     async def reload(self) -> None:
-        loaded = await asyncio.to_thread(self._reread)
+        loaded = await asyncio.to_thread(reread_config, self._reread, self._config)
         self._install(loaded.config)
         self._config = loaded.config
 

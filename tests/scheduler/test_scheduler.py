@@ -835,6 +835,18 @@ async def test_a_reload_loads_new_models_that_are_enabled():
         assert harness.states() == {"a": "stopped", "b": "ready", "c": "stopped"}
 
 
+@pytest.mark.parametrize("identity", ["same", "other"])
+async def test_a_reload_gives_a_failed_model_another_try(identity):
+    async with Harness() as harness:
+        harness.scheduler.reconfigure({"a": harness.spec("a", identity="same")})
+        harness.models["a"].fault = InvalidRequest("broken")
+        with pytest.raises(InvalidRequest):
+            await harness.scheduler.load("a")
+        assert harness.states() == {"a": "failed"}
+        harness.scheduler.reconfigure({"a": harness.spec("a", identity=identity)})
+        await harness.wait_for_state("a", "ready")
+
+
 async def test_used_memory_is_shown_by_device():
     async with Harness(limit=10) as harness:
         await harness.load_model("a", size=6)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from modelyard.config.load import load_config
-from modelyard.core.errors import Conflict
+from modelyard.core.errors import Conflict, InvalidRequest
 from modelyard.server.admin_service import public_settings
 from modelyard.server.app import compose
 from tests.live_server import demo_config
@@ -92,6 +92,71 @@ async def test_an_invalid_file_changes_nothing_and_names_every_error(tmp_path: P
         assert "replicas" in reply.json()["error"]["message"]
         assert "the old one stays" in reply.json()["error"]["message"]
         assert await reply_text(client) == "Still here."
+
+
+def config_with_template(template: str | None) -> dict[str, Any]:
+    config = config_with_reply("Hi.")
+    if template is not None:
+        config["models"]["demo"]["chat_template"] = template
+    return config
+
+
+async def state_of(client: httpx.AsyncClient, model: str = "demo") -> str:
+    return str((await client.get(f"/v1/admin/models/{model}")).json()["state"])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% if %}", "no braces and no file", "{{ raise_exception('never') }}", "{{ messages[9].role.upper() }}"],
+)
+async def test_a_broken_template_does_not_take_a_running_model_down(tmp_path: Path, template: str) -> None:
+    async with reloadable_server(tmp_path / "a.json", config_with_template(None)) as (server, client):
+        server.write(config_with_template(template))
+        reply = await client.post("/v1/admin/reload")
+        assert reply.status_code == 400
+        assert "models.demo: " in reply.json()["error"]["message"]
+        assert (await reply_text(client), await state_of(client)) == ("Hi.", "ready")
+
+
+async def test_a_new_model_with_a_broken_template_concerns_no_other_model(tmp_path: Path) -> None:
+    async with reloadable_server(tmp_path / "a.json", config_with_template(None)) as (server, client):
+        more = config_with_template(None)
+        more["models"]["second"] = more["models"]["demo"] | {"chat_template": "{% if %}"}
+        server.write(more)
+        assert (await client.post("/v1/admin/reload")).json()["added"] == ["second"]
+        assert (await reply_text(client), await reply_text(client, "second")) == ("Hi.", "model_failed")
+
+
+@pytest.mark.parametrize("fixed", [{"chat_template": None}, {"chat_template": None, "script": [{"steps": []}]}])
+async def test_a_model_that_failed_at_the_start_runs_once_its_configuration_is_fixed(
+    tmp_path: Path, fixed: dict[str, Any]
+) -> None:
+    """With the same engine as before, and with another one."""
+    server = ReloadableServer(tmp_path / "a.json", config_with_template("{% if %}"))
+    with pytest.raises(InvalidRequest):
+        await server.server_app.scheduler.load("demo")
+    transport = httpx.ASGITransport(server.server_app.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert await state_of(client) == "failed"
+        config = config_with_template(None)
+        config["models"]["demo"] |= {name: value for name, value in fixed.items() if value is not None}
+        server.write(config)
+        assert (await client.post("/v1/admin/reload")).status_code == 200
+        await server.server_app.scheduler.load("demo")
+        assert await state_of(client) == "ready"
+    await server.server_app.stop()
+    await server.server_app.gateway.close()
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# comments only\n"])
+async def test_a_file_that_has_lost_its_models_changes_nothing(tmp_path: Path, text: str) -> None:
+    async with reloadable_server(tmp_path / "a.json", config_with_reply("Still here.")) as (server, client):
+        server.file = tmp_path / "a.toml"
+        server.file.write_text(text)
+        reply = await client.post("/v1/admin/reload")
+        assert reply.status_code == 400
+        assert "no model is defined any more" in reply.json()["error"]["message"]
+        assert (await reply_text(client), await state_of(client)) == ("Still here.", "ready")
 
 
 async def test_settings_that_need_a_restart_are_reported(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.http.admin.context import ReloadResult
+from modelyard.server import config_watcher
 from modelyard.server.config_watcher import file_stamps, on_hangup, reload_and_log, watch
 
 
@@ -50,6 +51,33 @@ async def test_a_change_is_noticed(tmp_path: Path) -> None:
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     assert reload.count == 2
+
+
+@pytest.mark.parametrize("content", ["", None])
+async def test_an_empty_or_missing_file_is_one_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("one")
+    reload, looks = Reload(), asyncio.Semaphore(0)
+    loop = asyncio.get_running_loop()
+
+    def look(files: tuple[Path, ...]) -> object:
+        loop.call_soon_threadsafe(looks.release)
+        return file_stamps(files)
+
+    monkeypatch.setattr(config_watcher, "file_stamps", look)
+    watching = asyncio.create_task(watch((file,), reload, poll_s=0.001))
+    await looks.acquire()
+    file.write_text(content) if content is not None else file.unlink()
+    for _ in range(5):
+        await asyncio.wait_for(looks.acquire(), 60)
+    assert reload.count == 0
+    file.write_text("another")
+    await asyncio.wait_for(reload.happened.wait(), 60)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert reload.count == 1
 
 
 async def test_an_invalid_configuration_does_not_stop_the_watcher(
