@@ -1,7 +1,7 @@
-"""The smallest possible server: raw sockets and a prepared stream, the baseline of latencies.
+"""The smallest server: raw sockets and a prepared stream. The baseline of latencies, and an upstream for proxies.
 
-`python -m bench.baseline_server PORT`: every request gets the same 16 tokens as server-sent events in one write.
-Nothing of a request is parsed but its end.
+`python -m bench.baseline_server PORT [DELAY]`: every request gets the same 16 tokens as server-sent events, in one
+write or with DELAY seconds before each event. Nothing of a request is parsed but its end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
+from functools import partial
 from typing import cast
 
 import uvloop
@@ -29,12 +31,13 @@ def _chunk(data: bytes) -> bytes:
 EVENTS = [_event({"role": "assistant", "content": ""}), *(_event({"content": word}) for word in WORDS)]
 EVENTS += [_event({}, "stop"), _chunk(b"data: [DONE]\n\n")]
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-STREAM = _HEAD + b"".join(EVENTS) + b"0\r\n\r\n"
+_END = b"0\r\n\r\n"
+STREAM = _HEAD + b"".join(EVENTS) + _END
 
 
 class BaselineProtocol(asyncio.Protocol):
-    def __init__(self) -> None:
-        self._received = b""
+    def __init__(self, delay: float = 0.0) -> None:
+        self._received, self._delay = b"", delay
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -43,7 +46,15 @@ class BaselineProtocol(asyncio.Protocol):
         self._received += data
         if request_length(self._received) == len(self._received):
             self._received = b""
-            self.transport.write(STREAM)
+            if self._delay:
+                self._write_next(iter([_HEAD, *EVENTS, _END]))
+            else:
+                self.transport.write(STREAM)
+
+    def _write_next(self, parts: Iterator[bytes]) -> None:
+        if (part := next(parts, None)) is not None and not self.transport.is_closing():
+            self.transport.write(part)
+            asyncio.get_running_loop().call_later(self._delay, self._write_next, parts)
 
 
 def request_length(received: bytes) -> int | None:
@@ -55,10 +66,11 @@ def request_length(received: bytes) -> int | None:
     return end + 4 + int(length or 0)
 
 
-async def serve(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(BaselineProtocol, "127.0.0.1", port, backlog=2048)
+async def serve(port: int, delay: float) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(partial(BaselineProtocol, delay), "127.0.0.1", port, backlog=2048)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1])))
+    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0))

@@ -3,10 +3,11 @@
     python bench/gateway.py [--quick] [--skip-litellm] [--json FILE]
 
 (a) requests per CPU-second of the server; (b) server-sent events per CPU-second; (c) 1,000 concurrent streams: errors,
-latencies, memory; (d) time added to the first token; (e) a conversation of 20,000 tokens that grows by 200.
+latencies, memory; (d) time added to the first token; (e) a conversation of 20,000 tokens that grows by 200;
+(f) as a proxy: `openai_remote` in front of an upstream that costs nothing (`bench/baseline_server.py`).
 
-LiteLLM is compared in (a) and (b) only, where both respond by themselves: our fake engine (behind a real tokenizer and
-chat template) and LiteLLM's own `mock_response`. Nothing here says how either behaves as a proxy of another server.
+LiteLLM is compared where both do the same: in (a) and (b) both respond by themselves, our fake engine behind a real
+tokenizer and chat template, LiteLLM from its own `mock_response`; in (f) both forward to the same upstream.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from modelyard.tokenizer.shield import unshield
 
 # The targets.
 REQUESTS_PER_CPU_S, LITELLM_RATIO, EVENTS_PER_CPU_S, MAX_RSS_MB, MAX_ADDED_TTFT_MS = 5_000, 25, 35_000, 300, 1.0
+PROXIED_PER_CPU_S, PROXY_RATIO = 3_000, 15
 
 OUTPUT_TOKENS = 16
 _SLOTS = 1200  # more than concurrent streams: the queue is not measured here
@@ -89,7 +91,7 @@ class Plan(Struct, frozen=True):
 
     def ticks(self, servers: int) -> int:
         """Steps of the progress bar."""
-        return 2 * servers * (self.rounds + 1) + self.stream_rounds + 3
+        return 3 * servers * (self.rounds + 1) + 2 * self.stream_rounds + 5
 
 
 QUICK = Plan(rounds=1, seconds=3.0, stream_seconds=6.0, stream_rounds=1, ttft_requests=500)
@@ -193,26 +195,48 @@ class Results(Struct):
     streams: list[ServerSample]
     added_ttft: AddedTtft
     conversation: ConversationCost
+    proxied: dict[str, list[ServerSample]]
+    proxied_streams: list[ServerSample]
+    proxied_ttft: AddedTtft
 
 
 def run(plan: Plan, with_litellm: bool, tick: Tick) -> Results:
     tokenizer = tokenizer_folder()
     with ExitStack() as stack:
-        others = {LITELLM: stack.enter_context(litellm_server(_MOCK))} if with_litellm else {}
-        requests = _throughput(tokenizer, _AT_ONCE, others, plan, tick, stream=False)
-        events = _throughput(tokenizer, _ONE_BY_ONE, others, plan, tick, stream=True)
-    streams = _concurrent_streams(tokenizer, plan, tick)
-    added = _added_ttft(tokenizer, plan, tick)
+        others = {LITELLM: stack.enter_context(litellm_server(mock_response=_MOCK))} if with_litellm else {}
+        requests = _throughput(fake_config(tokenizer, _AT_ONCE), others, plan, tick, stream=False)
+        events = _throughput(fake_config(tokenizer, _ONE_BY_ONE), others, plan, tick, stream=True)
+    streams = _concurrent_streams(fake_config(tokenizer, 1 / plan.rate), plan, tick)
+    with baseline_server() as baseline:
+        added = _added_ttft(fake_config(tokenizer, _AT_ONCE), baseline, plan, tick)
     tick("a growing conversation")
-    return Results(plan, requests, events, streams, added, conversation_cost(tokenizer))
+    conversation = conversation_cost(tokenizer)
+    with ExitStack() as stack:
+        upstream = stack.enter_context(baseline_server())
+        api_base = f"{upstream.url}/v1"
+        others = {LITELLM: stack.enter_context(litellm_server(api_base=api_base))} if with_litellm else {}
+        proxied = _throughput(proxy_config(upstream), others, plan, tick, stream=True)
+        proxied_ttft = _added_ttft(proxy_config(upstream), upstream, plan, tick)
+    with baseline_server(1 / plan.rate) as upstream:
+        proxied_streams = _concurrent_streams(proxy_config(upstream), plan, tick)
+    return Results(plan, requests, events, streams, added, conversation, proxied, proxied_streams, proxied_ttft)
+
+
+def proxy_config(upstream: Server) -> dict[str, Any]:
+    model = {"backend": "openai_remote", "remote_base_url": f"{upstream.url}/v1", "remote_model": "bench"}
+    return {
+        "models": {"bench": model},
+        "caches": {"main": {"model": "bench", "n_ctx": 4096, "parallel": _SLOTS}},
+        "routes": [{"match": "*", "cache": "main", "allow_remote": True}],
+    }
 
 
 def _throughput(
-    tokenizer: Path, delay: float, others: Mapping[str, Server], plan: Plan, tick: Tick, *, stream: bool
+    config: Mapping[str, Any], others: Mapping[str, Server], plan: Plan, tick: Tick, *, stream: bool
 ) -> dict[str, list[ServerSample]]:
-    """(a), (b): every server in every round, so that a disturbance of the machine affects all of them."""
-    what = "events" if stream else "requests"
-    with modelyard_server(fake_config(tokenizer, delay)) as ours:
+    """(a), (b), (f): every server in every round, so that a disturbance of the machine affects all of them."""
+    what = "streams" if stream else "requests"
+    with modelyard_server(config) as ours:
         servers = {OURS: ours, **others}
         for name, server in servers.items():
             tick(f"{what}: warming up {name}")
@@ -225,10 +249,10 @@ def _throughput(
     return found
 
 
-def _concurrent_streams(tokenizer: Path, plan: Plan, tick: Tick) -> list[ServerSample]:
-    """(c): starts are spread over the duration of a stream, and stay spread as each stream is followed by the next."""
+def _concurrent_streams(config: Mapping[str, Any], plan: Plan, tick: Tick) -> list[ServerSample]:
+    """(c), (f): starts are spread over a stream's duration, and stay spread as each stream is followed by the next."""
     found = []
-    with modelyard_server(fake_config(tokenizer, 1 / plan.rate)) as ours:
+    with modelyard_server(config) as ours:
         measure(ours, stream=True, streams=20, seconds=0.0)
         for _ in range(plan.stream_rounds):
             tick(f"{plan.streams} streams")
@@ -253,9 +277,9 @@ class AddedTtft(Struct, frozen=True):
         return self.measured_p99 - self.baseline_p50
 
 
-def _added_ttft(tokenizer: Path, plan: Plan, tick: Tick) -> AddedTtft:
-    """(d): one request at a time, alternating with the baseline."""
-    with modelyard_server(fake_config(tokenizer, _AT_ONCE)) as ours, baseline_server() as baseline:
+def _added_ttft(config: Mapping[str, Any], baseline: Server, plan: Plan, tick: Tick) -> AddedTtft:
+    """(d), (f): one request at a time, alternating with the baseline, which is also the upstream of a proxy."""
+    with modelyard_server(config) as ours:
         tick("time to first token: warming up")
         uvloop.run(alternating_ttft(ours, baseline, 100))
         tick("time to first token")
@@ -377,18 +401,39 @@ class Row(Struct, frozen=True):
     met: bool | None = None
 
 
+def _per_cpu_s(sample: ServerSample) -> float:
+    return sample.responses / sample.cpu_s
+
+
+def _events_per_cpu_s(sample: ServerSample) -> float:
+    return sample.events / sample.cpu_s
+
+
 def rows(results: Results) -> Iterator[Row]:
-    def per_cpu_s(sample: ServerSample) -> float:
-        return sample.responses / sample.cpu_s
-
-    def events_per_cpu_s(sample: ServerSample) -> float:
-        return sample.events / sample.cpu_s
-
-    yield _compared("requests per CPU-second", results.requests, per_cpu_s, REQUESTS_PER_CPU_S, LITELLM_RATIO)
+    """Both respond by themselves."""
+    yield _compared("requests per CPU-second", results.requests, _per_cpu_s, REQUESTS_PER_CPU_S, LITELLM_RATIO)
     yield _compared("requests/s, one process", results.requests, lambda s: s.responses / s.seconds)
-    yield _compared("SSE events per CPU-second", results.events, events_per_cpu_s, EVENTS_PER_CPU_S)
+    yield _compared("SSE events per CPU-second", results.events, _events_per_cpu_s, EVENTS_PER_CPU_S)
     yield _compared("SSE events/s, one process", results.events, lambda s: s.events / s.seconds)
-    streams, errors = results.streams, sum(sample.errors for sample in results.streams)
+    yield from _stream_rows(results.streams, results.added_ttft)
+    conversation = results.conversation
+    name = f"{conversation.tokens:,} tokens grow by {GROWTH}: render + tokenize"
+    yield Row(name, _ms(conversation.turn_median))
+    yield Row("   the slowest turn", _ms(conversation.turn_max))
+    yield Row("   the first time, all of it", _ms(conversation.first))
+    yield Row("   reading the JSON body", _ms(conversation.read_median))
+
+
+def proxy_rows(results: Results) -> Iterator[Row]:
+    """Both forward to the same upstream."""
+    yield _compared("requests per CPU-second, streamed", results.proxied, _per_cpu_s, PROXIED_PER_CPU_S, PROXY_RATIO)
+    yield _compared("requests/s, one process", results.proxied, lambda s: s.responses / s.seconds)
+    yield _compared("SSE events per CPU-second", results.proxied, _events_per_cpu_s)
+    yield from _stream_rows(results.proxied_streams, results.proxied_ttft)
+
+
+def _stream_rows(streams: Sequence[ServerSample], added: AddedTtft) -> Iterator[Row]:
+    errors = sum(sample.errors for sample in streams)
     yield Row("concurrent streams", f"{median(s.in_flight for s in streams):,.0f}")
     yield Row("   errors", str(errors), target="0", met=errors == 0)
     for name, field in (("TTFT", "ttft_s"), ("inter-token", "gap_s")):
@@ -398,15 +443,9 @@ def rows(results: Results) -> Iterator[Row]:
     yield Row("   CPU, cores", f"{fmean(s.cpu_s / s.seconds for s in streams):.2f}")
     rss = max(sample.rss_mb for sample in streams)
     yield Row("   RSS", f"{rss:.0f} MB", target=f"< {MAX_RSS_MB} MB", met=rss < MAX_RSS_MB)
-    added, conversation = results.added_ttft, results.conversation
     target, met = f"≤ {MAX_ADDED_TTFT_MS:g} ms", added.p50 <= MAX_ADDED_TTFT_MS
     yield Row("added TTFT p50, one request at a time", _ms(added.p50), target=target, met=met)
     yield Row("added TTFT p99", _ms(added.p99))
-    name = f"{conversation.tokens:,} tokens grow by {GROWTH}: render + tokenize"
-    yield Row(name, _ms(conversation.turn_median))
-    yield Row("   the slowest turn", _ms(conversation.turn_max))
-    yield Row("   the first time, all of it", _ms(conversation.first))
-    yield Row("   reading the JSON body", _ms(conversation.read_median))
 
 
 def _compared(
@@ -450,8 +489,8 @@ def notes(results: Results) -> Iterator[str]:
     )
     if LITELLM in results.requests:
         yield (
-            f"LiteLLM {LITELLM_VERSION}, one worker, responds from its own mock_response: both sides respond by "
-            "themselves, and neither is measured as a proxy of another server"
+            f"LiteLLM {LITELLM_VERSION}, one worker: in the first table it responds from its own mock_response, in "
+            "the second both forward to the same server"
         )
     yield (
         f"concurrent streams: {plan.rate:.0f} tokens/s each, the next starts when one ends, for "
@@ -461,7 +500,12 @@ def notes(results: Results) -> Iterator[str]:
         f"added TTFT: {plan.ttft_requests} streams on one keep-alive connection, alternating with a minimal socket "
         f"server whose p50 ({results.added_ttft.baseline_p50:.2f} ms) is subtracted from both percentiles"
     )
+    yield (
+        "as a proxy: the upstream sends 16 prepared events in one write and costs nothing; its own p50 "
+        f"({results.proxied_ttft.baseline_p50:.2f} ms, called directly) is subtracted from the TTFT"
+    )
     samples = [*results.requests[OURS], *results.events[OURS], *results.streams]
+    samples += [*results.proxied[OURS], *results.proxied_streams]
     if failed := next((sample.first_error for sample in samples if sample.errors), ""):
         yield f"[red]an error: {failed}[/red]"
     if (busy := max(sample.other_cores for sample in samples)) > 0.15:
@@ -469,13 +513,18 @@ def notes(results: Results) -> Iterator[str]:
 
 
 def show(results: Results, out: Console) -> None:
-    table = Table(title="The gateway, both responding by themselves", title_justify="left", expand=False)
-    table.add_column("")
-    for name in (OURS, f"{LITELLM} (mock)", "ratio", "target"):
-        table.add_column(name, justify="right")
-    for row in rows(results):
-        table.add_row(row.name, row.ours, row.litellm, row.ratio, row.target + report.mark(row.met))
-    out.print(table)
+    tables = (
+        ("The gateway, both responding by themselves", f"{LITELLM} (mock)", rows(results)),
+        ("The gateway as a proxy, both in front of the same server", f"{LITELLM} (proxy)", proxy_rows(results)),
+    )
+    for title, theirs, found in tables:
+        table = Table(title=title, title_justify="left", expand=False)
+        table.add_column("")
+        for name in (OURS, theirs, "ratio", "target"):
+            table.add_column(name, justify="right")
+        for row in found:
+            table.add_row(row.name, row.ours, row.litellm, row.ratio, row.target + report.mark(row.met))
+        out.print(table)
     report.show_notes(list(notes(results)), out)
 
 

@@ -176,23 +176,24 @@ def install_litellm() -> Path:
     return folder
 
 
-def litellm_config(mock_response: str) -> dict[str, Any]:
-    params = {"model": "openai/bench", "api_key": "bench", "mock_response": mock_response}
+def litellm_config(**params: str) -> dict[str, Any]:
+    """`params` say where the responses come from: `mock_response`, or `api_base` of an upstream."""
+    model = {"model": "openai/bench", "api_key": "bench", **params}
     return {
-        "model_list": [{"model_name": "bench", "litellm_params": params}],
+        "model_list": [{"model_name": "bench", "litellm_params": model}],
         "litellm_settings": {"set_verbose": False, "num_retries": 0, "request_timeout": 120},
         "general_settings": {"disable_spend_logs": True},
     }
 
 
 @contextmanager
-def litellm_server(mock_response: str) -> Iterator[Server]:
-    """One worker without a database, as its documentation advises for production. It responds from its own mock,
-    with no server behind it; a stream has three characters per event."""
+def litellm_server(**params: str) -> Iterator[Server]:
+    """One worker without a database, as its documentation advises for production. From its own mock, a stream has
+    three characters per event."""
     port, folder = free_port(), install_litellm()
     with tempfile.TemporaryDirectory(prefix="modelyard-bench-") as folder_name:
         config = Path(folder_name) / "litellm.yaml"
-        config.write_text(json.dumps(litellm_config(mock_response)))  # JSON is YAML
+        config.write_text(json.dumps(litellm_config(**params)))  # JSON is YAML
         command = [str(folder / "bin" / "litellm"), "--config", str(config), "--host", "127.0.0.1"]
         command += ["--port", str(port), "--num_workers", "1", "--telemetry", "False"]
         with running(command, port, "/health/liveliness", _LITELLM_ENV, within_s=180) as server:
@@ -200,8 +201,8 @@ def litellm_server(mock_response: str) -> Iterator[Server]:
 
 
 @contextmanager
-def baseline_server() -> Iterator[Server]:
+def baseline_server(delay: float = 0.0) -> Iterator[Server]:
     """`bench/baseline_server.py`: the smallest latency that a server can have."""
     port = free_port()
-    with running([sys.executable, "-m", "bench.baseline_server", str(port)], port) as server:
+    with running([sys.executable, "-m", "bench.baseline_server", str(port), str(delay)], port) as server:
         yield server

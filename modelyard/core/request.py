@@ -188,7 +188,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     encrypted_reasoning: bool = False  # return reasoning in a form that the client can send back
     echo: bool = False  # legacy completions: repeat the prompt in the reply
     suffix: str | None = None
-    allow_remote: bool = False  # the client consents to remote engines
+    allow_remote: bool = False  # the client consents to remote engines; it counts on a server without keys
     dialect: str = ""  # on a path with several dialects: the reply's dialect
     warnings: tuple[str, ...] = ()  # accepted fields without effect; the gateway logs and counts them
 
@@ -209,7 +209,8 @@ class Caller(Struct, frozen=True, kw_only=True, gc=False):
     trace: str
     endpoint: str
     key: str = ""
-    allow_remote: bool = False
+    allow_remote: bool = False  # consent to remote engines: of the key, or of the request on a server without keys
+    forbid_remote: bool = False  # by the key; nothing overrides it
     arrived: float | None = None  # when the request came in, on `time.perf_counter`'s clock
     deadline: float | None = None  # unix time; queue and engine drop the request then
     idempotency: str | None = None  # the client's idempotency key

@@ -189,12 +189,8 @@ class Gateway:
         """The route's target, its model, and the model's engine if it is loaded."""
         target = self.router.resolve(name, caller.endpoint)
         model = self.models[target.model]
-        if model.remote and not (consent or caller.allow_remote or target.allow_remote):
-            raise Forbidden(
-                f"the model {name!r} runs on a remote service; send the header x-modelyard-allow-remote: true (in the "
-                "pool dialect also the field allow_remote), or set allow_remote = true on its route or your key",
-                code="remote_not_allowed",
-            )
+        if model.remote and not _may_leave(caller, target, consent):
+            raise _remote_not_allowed(name, caller)
         engine = self.leases.engine(target.model)
         return _with_loaded_window(target, engine), model, engine
 
@@ -342,6 +338,24 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.images.close()
+
+
+def _may_leave(caller: Caller, target: Target, consent: bool) -> bool:
+    """Whether the request may be sent to another server. What a key may do is not the request's decision: its own
+    consent counts only on a server without keys."""
+    if caller.forbid_remote:
+        return False
+    return target.allow_remote or caller.allow_remote or (consent and not caller.key)
+
+
+def _remote_not_allowed(name: str, caller: Caller) -> Forbidden:
+    how = "send the header x-modelyard-allow-remote: true (in the pool dialect also the field allow_remote), or set"
+    if caller.key:
+        how = f"the key {caller.key!r} may not use it; the administrator can set"
+    where = "your key" if caller.forbid_remote else "its route or your key" if caller.key else "its route"
+    return Forbidden(
+        f"the model {name!r} runs on a remote service; {how} allow_remote = true on {where}", code="remote_not_allowed"
+    )
 
 
 def _with_loaded_window(target: Target, engine: Engine | None) -> Target:

@@ -26,7 +26,7 @@ class Key(Struct, frozen=True):
     name: str
     digest: bytes
     admin: bool
-    allow_remote: bool
+    allow_remote: bool | None
 
 
 def read_keys(settings: Sequence[KeySettings], env: Mapping[str, str] = os.environ) -> tuple[Key, ...]:
@@ -75,6 +75,7 @@ class Authenticator:
         self._is_loopback = is_loopback(settings.host)
         self._hosts = frozenset(h.lower() for h in (settings.host, *settings.allowed_hosts))
         self._known_hosts: set[str] = set()  # accepted Host headers; nearly all clients send the same
+        self._has_workbench = settings.workbench
         self._origins = frozenset(settings.cors_origins or ("*",)) if settings.cors_enabled else frozenset()
 
     def admit(self, context: RequestContext) -> None:
@@ -83,8 +84,6 @@ class Authenticator:
         if (origin := context.headers.get("origin")) is not None:
             self._check_origin(origin, context.headers.get("host", ""), is_workbench(context.path))
         self._identify(context)
-        if context.headers.get("x-modelyard-allow-remote", "").lower() == "true":
-            context.allow_remote = True
 
     def _check_host(self, header: str) -> None:
         """DNS rebinding: a web page that resolves its name to 127.0.0.1 still sends that name in Host."""
@@ -116,11 +115,13 @@ class Authenticator:
     def _identify(self, context: RequestContext) -> None:
         if not self._keys:
             context.admin = True  # no keys: a user of the loopback address owns the server
+            context.allow_remote = context.headers.get("x-modelyard-allow-remote", "").lower() == "true"
             return
         key = self._match(context.headers)
         if key is not None:
-            context.key, context.admin, context.allow_remote = key.name, key.admin, key.allow_remote
-        elif context.path not in OPEN_PATHS and not is_workbench(context.path):
+            context.key, context.admin = key.name, key.admin
+            context.allow_remote, context.forbid_remote = key.allow_remote is True, key.allow_remote is False
+        elif context.path not in OPEN_PATHS and not (self._has_workbench and is_workbench(context.path)):
             raise Unauthenticated(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'"
             )

@@ -49,6 +49,7 @@ class RequestContext(Struct):
     key: str = ""
     admin: bool = False
     allow_remote: bool = False
+    forbid_remote: bool = False
     status: int = 0
     error: str = ""
     reuse: CacheReuse | None = None
@@ -70,6 +71,7 @@ class RequestContext(Struct):
             endpoint=self.path,
             key=self.key,
             allow_remote=self.allow_remote,
+            forbid_remote=self.forbid_remote,
             arrived=self.arrived,
             deadline=None if timeout is None else _deadline(timeout),
             idempotency=headers.get("idempotency-key"),

@@ -55,6 +55,10 @@ class HttpSettings(BaseModel):
     )
     workers: int = Field(default=1, ge=1, le=256, description="Gateway processes on the one port.")
     docs: bool = Field(default=True, description="Serve the interactive API documentation at /docs.")
+    workbench: bool = Field(
+        default=True,
+        description="Serve the workbench at /workbench. Its pages open without a key and then ask for an admin key.",
+    )
 
     @model_validator(mode="after")
     def _tls_is_a_pair(self) -> Self:
@@ -81,8 +85,10 @@ class KeySettings(BaseModel):
         description="The key itself, in plain text. Prefer hash or env.",
     )
     admin: bool = Field(default=False, description="Whether this key may also load, unload and inspect models.")
-    allow_remote: bool = Field(
-        default=False, description="Whether this key may use models that send data to another server."
+    allow_remote: bool | None = Field(
+        default=None,
+        description="Whether this key may use models that send data to another server: true allows it, false forbids "
+        "it on every route, unset allows it on routes with allow_remote only. No request can change it.",
     )
     requests_per_minute: int | None = Field(
         default=None, gt=0, description="Requests a minute; more are answered 429 with when to come back."

@@ -1,11 +1,14 @@
-"""Modelyard's folder in the user's cache, and locks between processes that share it."""
+"""Modelyard's folder in the user's cache, its private folder for sockets and keys, and locks between processes."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from modelyard.core.errors import InvalidRequest
 
 try:
     import fcntl
@@ -22,6 +25,33 @@ def cache_dir(env: Mapping[str, str] = os.environ) -> Path:
 
 def models_dir(env: Mapping[str, str] = os.environ) -> Path:
     return cache_dir(env) / "models"
+
+
+def run_dir(env: Mapping[str, str] = os.environ) -> Path:
+    """The folder of sockets and keys, which no other user can enter. It is created if it is missing."""
+    folder = cache_dir(env) / "run"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid == os.geteuid():
+        folder.chmod(0o700)  # older versions created it with the umask's mode
+    check_private(folder)
+    return folder
+
+
+def check_private(folder: Path) -> None:
+    """Raise if another user can enter this folder or replace what is in it."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        raise InvalidRequest(f"cannot use the folder {folder}: {error.strerror}", code="folder_unusable") from None
+    if not stat.S_ISDIR(found.st_mode):
+        reason = "it is not a folder (a link is not followed)"
+    elif found.st_uid != os.geteuid():
+        reason = "it belongs to another user; choose a folder of your own"
+    elif found.st_mode & 0o077:
+        reason = f"other users can enter it: chmod 700 {folder}"
+    else:
+        return
+    raise InvalidRequest(f"sockets in {folder} would not be private: {reason}", code="folder_not_private")
 
 
 @contextmanager

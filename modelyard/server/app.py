@@ -184,7 +184,9 @@ def _build_http(
     workbench = WorkbenchApp(
         host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
     )
-    context = front.HttpContext(gateway, config.http, keys, scrape, captures, admin, workbench)
+    context = front.HttpContext(
+        gateway, config.http, keys, scrape, captures, admin, workbench if config.http.workbench else None
+    )
     built = front.build_app(context, lifespan)
     return built
 

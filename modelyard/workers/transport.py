@@ -2,8 +2,11 @@
 
 A `RouterSocket` serves many peers, each under the identity that its `DealerSocket` has drawn. A peer that reconnects
 has a new identity, so nothing meant for the old connection reaches the new one. A message that is not exactly one frame
-from a peer is counted and dropped. tcp beyond loopback requires CURVE keys: all members of a cluster share one key
-pair, and a router accepts only peers that prove they have it.
+from a peer is counted and dropped.
+
+Who may connect: an ipc socket is in a folder that only its user can enter. tcp requires CURVE keys, also on loopback,
+which every user of the machine can reach: all members of a cluster share one key pair, and a router accepts only peers
+that prove they have it. Loopback addresses without configured keys use those that each user gets in the private folder.
 
 The trap of every ZeroMQ loop: the socket's file descriptor is edge-triggered. After each send, and after a turn that
 did not read everything, check the socket again, or messages stay unread.
@@ -21,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import zmq
 from msgspec import Struct
@@ -29,6 +33,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from modelyard.core.errors import InvalidRequest, Unavailable
+from modelyard.library.cache_dir import check_private, run_dir
 
 HIGH_WATER_MARK = 1000  # messages that may wait for a peer, on either side
 MAX_MESSAGE = 256 << 20  # bytes; ZeroMQ disconnects a peer that sends more
@@ -93,6 +98,18 @@ def read_keys(path: Path) -> ClusterKeys:
     return ClusterKeys(*lines)
 
 
+def own_keys() -> ClusterKeys:
+    """The keys of this user on this machine, created when they are needed first."""
+    path = run_dir() / "keys"
+    if not path.exists():
+        complete = path.with_name(f"keys-{uuid4().hex}")
+        write_keys(complete, generate_keys())
+        with contextlib.suppress(FileExistsError):  # another process was faster: use its keys
+            os.link(complete, path)
+        complete.unlink()
+    return read_keys(path)
+
+
 def _is_key_pair(public: str, secret: str) -> bool:
     try:
         return bool(zmq.curve_public(secret.encode()).decode() == public)
@@ -103,29 +120,38 @@ def _is_key_pair(public: str, secret: str) -> bool:
 # --- addresses ------------------------------------------------------------------------------------------------------
 
 
-def check_endpoint(endpoint: str, keys: ClusterKeys | None) -> None:
-    """Raise if this address is invalid, or needs keys and there are none."""
+def check_endpoint(endpoint: str) -> None:
+    """Raise if this is not an address."""
     scheme, _, rest = endpoint.partition("://")
-    if scheme == "ipc" and rest:
+    if scheme == "ipc" and rest and rest[0] not in "@*":  # abstract sockets and random paths are open to everyone
         if len(rest.encode()) > _MAX_IPC_PATH:
             raise InvalidRequest(f"{endpoint}: the path is longer than {_MAX_IPC_PATH} bytes", code="bad_endpoint")
-        return
-    host = _tcp_host(endpoint) if scheme == "tcp" else None
-    if host is None:
-        forms = "use tcp://HOST:PORT, or ipc:///PATH on one machine"
+    elif scheme != "tcp" or _tcp_host(endpoint) is None:
+        forms = "use ipc:///PATH on one machine, or tcp://HOST:PORT"
         raise InvalidRequest(f"{endpoint!r} is not an address: {forms}", code="bad_endpoint")
-    if keys is None and not is_loopback(host):
+
+
+def link_keys(endpoint: str, configured: ClusterKeys | None) -> ClusterKeys | None:
+    """The keys for a link to this address. Raise if others could use the link."""
+    check_endpoint(endpoint)
+    if endpoint.startswith("ipc://"):
+        check_private(Path(endpoint.removeprefix("ipc://")).parent)
+        return configured
+    if configured is not None:
+        return configured
+    if not is_loopback(_tcp_host(endpoint) or ""):
         raise InvalidRequest(
-            f"{endpoint} can be reached from other machines and would be neither encrypted nor authenticated: make "
-            "keys with modelyard keys and give them to every member with --keys, or use 127.0.0.1",
+            f"{endpoint} can be reached from other machines and would be neither encrypted nor authenticated: make a "
+            "key file with modelyard keys FILE, copy it to every member, and set workers.keys to its path there",
             code="keys_needed",
         )
+    return own_keys()
 
 
 def endpoint_error(endpoint: str) -> str | None:
     """What is wrong with the syntax of this address, or None. It does not check whether keys are needed."""
     try:
-        check_endpoint(endpoint, ClusterKeys("", ""))
+        check_endpoint(endpoint)
     except InvalidRequest as error:
         return error.message
     return None
@@ -202,6 +228,11 @@ def _create_socket(context: _Context, kind: int, endpoint: str) -> zmq.Socket[by
     created.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     created.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
     created.setsockopt(zmq.IPV6, int("[" in endpoint))
+    # The kernel answers for a process that is only stopped: a machine that has vanished is noticed within a minute.
+    created.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    created.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    created.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    created.setsockopt(zmq.TCP_KEEPALIVE_CNT, 6)
     return created
 
 
@@ -237,7 +268,7 @@ class RouterSocket:
     def __init__(
         self, endpoint: str, on_message: Callable[[bytes, bytes], None], keys: ClusterKeys | None = None
     ) -> None:
-        check_endpoint(endpoint, keys)
+        keys = link_keys(endpoint, keys)
         self._on_message, self.malformed = on_message, 0
         self._context: _Context = zmq.Context()
         self._authenticator = None if keys is None else _CurveAuthenticator(self._context, keys)
@@ -330,7 +361,7 @@ class DealerSocket:
         on_disconnect: Callable[[str], None],
         keys: ClusterKeys | None = None,
     ) -> None:
-        check_endpoint(endpoint, keys)
+        keys = link_keys(endpoint, keys)
         self.endpoint, self._on_message, self._on_disconnect = endpoint, on_message, on_disconnect
         self._context: _Context = zmq.Context()
         dealer = _create_socket(self._context, zmq.DEALER, endpoint)

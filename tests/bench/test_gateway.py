@@ -24,6 +24,7 @@ from bench.gateway import (
     alternating_ttft,
     in_flight,
     notes,
+    proxy_rows,
     request_body,
     rows,
     show,
@@ -63,6 +64,9 @@ def results(**changed: object) -> Results:
         "streams": samples(5000),
         "added_ttft": AddedTtft(0.6, 1.1, 0.1),
         "conversation": ConversationCost(20_000, 50.0, 1.5, 3.0, 0.2),
+        "proxied": {OURS: samples(3500), LITELLM: samples(100)},
+        "proxied_streams": samples(5000),
+        "proxied_ttft": AddedTtft(0.9, 1.5, 0.1),
     }
     return Results(**(fields | changed))  # type: ignore[arg-type]
 
@@ -101,12 +105,19 @@ def test_errors_and_a_busy_machine_are_noted() -> None:
     assert any("an error: 503" in note for note in noted)
 
 
-def test_the_report_says_that_both_sides_respond_by_themselves() -> None:
+def test_a_proxy_is_compared_with_a_proxy() -> None:
+    targets = [(row.target, row.met) for row in proxy_rows(results()) if row.target]
+    assert targets == [("≥ 3,000, ≥ 15×", True), ("0", True), ("< 300 MB", True), ("≤ 1 ms", True)]
+    slow = results(proxied={OURS: samples(2000), LITELLM: samples(100)}, proxied_ttft=AddedTtft(1.3, 2.0, 0.1))
+    assert [row.met for row in proxy_rows(slow) if row.target] == [False, True, True, False]
+
+
+def test_the_report_has_a_table_for_each_kind_of_comparison() -> None:
     out = io.StringIO()
     show(results(), Console(file=out, width=200))
     assert "LiteLLM (mock)" in out.getvalue()
-    assert "neither is measured as a proxy of another server" in out.getvalue()
-    assert litellm_config("hi")["model_list"][0]["litellm_params"]["mock_response"] == "hi"
+    assert "LiteLLM (proxy)" in out.getvalue()
+    assert litellm_config(mock_response="hi")["model_list"][0]["litellm_params"]["mock_response"] == "hi"
 
 
 def test_requests_in_flight_are_counted_in_the_middle_of_the_round() -> None:

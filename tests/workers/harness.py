@@ -32,7 +32,7 @@ atexit.register(_ROOT.cleanup)
 def short_folder() -> Path:
     """A new folder with a short path, removed at exit."""
     folder = Path(_ROOT.name) / str(next(_NUMBERS))
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     return folder
 
 

@@ -1,0 +1,124 @@
+"""What a worker may run: the models of its own configuration.
+
+A message names a model; its backend, files, programs and arguments come from the worker's definition of it. With them a
+message could run any command. A message brings only what the scheduler decides: the caches, and settings that one load
+may override (`LIVE_OVERRIDES` of the engine, without its `LOCAL_OPTIONS`, which name files).
+
+A worker that a scheduler or gateway starts for one engine gets its definition as a file when it starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+from pydantic import TypeAdapter, ValidationError
+
+from modelyard import plugins
+from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.core.errors import InvalidRequest, NotFound
+
+
+class EngineDefinition(Struct, frozen=True):
+    """`options` are those fields of the engine's Options that are set."""
+
+    backend: str
+    model: str
+    options: dict[str, Any]
+    modalities: tuple[str, ...] = ("text",)
+
+
+class Definitions(Protocol):
+    """`find` raises NotFound. Both may read files."""
+
+    def find(self, model: str) -> EngineDefinition: ...
+    def models(self) -> tuple[str, ...]: ...
+
+
+class FixedDefinitions:
+    def __init__(self, *definitions: EngineDefinition) -> None:
+        self._definitions = {definition.model: definition for definition in definitions}
+
+    def find(self, model: str) -> EngineDefinition:
+        if (found := self._definitions.get(model)) is None:
+            raise not_defined(model)
+        return found
+
+    def models(self) -> tuple[str, ...]:
+        return tuple(self._definitions)
+
+
+def not_defined(model: str) -> NotFound:
+    message = f"the configuration of this worker has no model {model!r}: add it there, as in the scheduler's"
+    return NotFound(message, code="model_not_defined")
+
+
+def define(backend: str, spec: EngineSpec) -> EngineDefinition:
+    """Only options that were set: the worker's engine has its own defaults."""
+    options = spec.options.model_dump(mode="json", exclude_unset=True)
+    return EngineDefinition(backend, spec.model, options, spec.modalities)
+
+
+def write_definition(path: Path, definition: EngineDefinition) -> None:
+    """Readable by the owner only: options may contain keys."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(definition))
+
+
+def read_definition(path: Path) -> EngineDefinition:
+    return msgspec.json.decode(path.read_bytes(), type=EngineDefinition)
+
+
+# --- what a message may change ----------------------------------------------------------------------------------------
+
+
+def _message_fields(backend: str) -> Mapping[str, Any]:
+    """Field → type of the options that a message may set."""
+    module = plugins.load("engines", backend)
+    local: frozenset[str] = getattr(module, "LOCAL_OPTIONS", frozenset())
+    live: Mapping[str, Any] = getattr(module, "LIVE_OVERRIDES", {})
+    return {name: kind for name, kind in live.items() if name in module.Options.model_fields and name not in local}
+
+
+def message_options(definition: EngineDefinition) -> bytes:
+    """The options of a message that opens this engine, as JSON."""
+    fields = _message_fields(definition.backend)
+    return msgspec.json.encode({name: value for name, value in definition.options.items() if name in fields})
+
+
+def engine_spec(
+    definition: EngineDefinition, options: bytes, caches: Mapping[str, CacheInfo], modalities: tuple[str, ...]
+) -> EngineSpec:
+    """The engine of a definition with the options, caches and modalities of a message."""
+    kind = plugins.load("engines", definition.backend).Options
+    try:
+        changed = definition.options | _checked(definition, options)
+        made = kind.model_validate_json(msgspec.json.encode(changed))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(
+            f"the options of {definition.model!r} do not fit this worker's engine: {where}: {first['msg']}"
+        ) from None
+    return EngineSpec(definition.model, made, caches, modalities)
+
+
+def _checked(definition: EngineDefinition, options: bytes) -> dict[str, Any]:
+    fields = _message_fields(definition.backend)
+    try:
+        sent = msgspec.json.decode(options, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"the options of {definition.model!r} cannot be read: {error}") from None
+    for name, value in sent.items():
+        if name not in fields:
+            raise InvalidRequest(
+                f"{name} of {definition.model!r} is set in the configuration of the worker, not by a message",
+                code="option_not_allowed",
+                param=name,
+            )
+        TypeAdapter(fields[name]).validate_python(value)
+    return sent
