@@ -38,7 +38,8 @@ def serve(
         int | None, typer.Option(help="How many gateway processes share the port; their engines run outside them.")
     ] = None,
     scheduler: Annotated[
-        str | None, typer.Option(help="Address of a scheduler in another process, such as tcp://127.0.0.1:5555.")
+        str | None,
+        typer.Option(help='Address of a scheduler in another process; "auto" for the default one of this user.'),
     ] = None,
     cluster: Annotated[
         str | None,
@@ -68,12 +69,16 @@ def serve(
 def scheduler(
     config: SharedConfigOption = None,
     listen: Annotated[
-        str | None, typer.Option(help="Address to listen on for gateways and workers; default tcp://127.0.0.1:5555.")
+        str | None,
+        typer.Option(
+            help="Address to listen on for gateways and workers: ipc:///PATH in a private folder or tcp://HOST:PORT; "
+            "default: a socket that only this user can reach."
+        ),
     ] = None,
 ) -> None:
     """Run the scheduler as its own process: it runs the models in workers and grants leases to gateways.
 
-    Start the gateways with [bold]modelyard serve --scheduler ADDRESS[/bold] and the same configuration.
+    Start the gateways with [bold]modelyard serve --scheduler auto[/bold] and the same configuration.
     """
     from modelyard.server.scheduler_process import run_scheduler
 
@@ -82,17 +87,23 @@ def scheduler(
 
 
 def worker(
-    scheduler: Annotated[str, typer.Option(help="Address of the scheduler.")],
+    scheduler: Annotated[
+        str, typer.Option(help='Address of the scheduler; "auto" for the default one of this user.')
+    ] = "auto",
     config: SharedConfigOption = None,
     listen: Annotated[
         str | None,
         typer.Option(help="Address to listen on, which gateways must reach; from other machines tcp://THIS-HOST:*."),
     ] = None,
 ) -> None:
-    """Offer this machine to a scheduler, which decides what engines run here. SIGTERM ends it gracefully."""
+    """Offer this machine to a scheduler, which decides what models of the configuration run here.
+
+    SIGTERM ends it gracefully.
+    """
     from modelyard.server.scheduler_process import run_worker_for
 
-    raise typer.Exit(run_or_exit(run_worker_for, load_or_exit(config).config, scheduler, listen))
+    loaded = load_or_exit(config)
+    raise typer.Exit(run_or_exit(run_worker_for, loaded.config, scheduler, listen, lambda: load_config(config)))
 
 
 def keys(

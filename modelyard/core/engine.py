@@ -11,6 +11,7 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     OWN_PROCESS         True if it gets its own process unless the settings say otherwise (default False)
     own_process(…)      the same, as a function of the model's configured fields
     LIVE_OVERRIDES      field → type with range: what one load may override (default: nothing)
+    LOCAL_OPTIONS       those of them that name files: a worker takes them from its own configuration only
     verify()            raises if its native library does not work on this machine (optional)
     explain(error, …)   why it did not open, from the last lines of its process (optional)
     KIND                "text" or "chat"; an option with the name `kind` takes precedence

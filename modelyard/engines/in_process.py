@@ -36,6 +36,7 @@ from modelyard.core.errors import (
     Unsupported,
 )
 from modelyard.core.events import Timings, Usage
+from modelyard.engines import freed_memory
 from modelyard.engines.generation_queue import GenerationQueue, TokenDispatch
 
 log = logging.getLogger(__name__)
@@ -174,7 +175,9 @@ class InProcessEngine(ABC, Generic[J]):
             if not self._opening.cancelled():
                 self._opening.exception()  # marks it as retrieved: the caller of `open` may be gone
         self.is_open = False
-        await self._shut_down()
+        with freed_memory.returned():
+            await self._shut_down()
+        await asyncio.to_thread(freed_memory.trim)
 
     def _stop(self, error: ModelyardError) -> None:
         """Takes no more jobs, for the first reason given."""

@@ -335,8 +335,8 @@ class Scheduler:
 
 
 def _update_spec(model: PooledModel, new: ModelSpec) -> None:
-    """The engine stays the same; only how it is run changes. What made it fail may have been corrected elsewhere: in its
-    files or its template."""
+    """The engine stays the same; only how it is run changes. What made it fail may have been corrected elsewhere, in
+    its files or its template."""
     if model.is_failed:
         model.is_failed, model.reason, model.desired, model.overrides = False, "", new.replicas, {}
         model.need = None if new.estimate is not None else {}

@@ -9,21 +9,22 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from modelyard.config.settings import Config
+from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.library.cache_dir import cache_dir
+from modelyard.core.errors import ModelyardError
+from modelyard.library.cache_dir import run_dir
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import ConfigLoader, reread_config
 from modelyard.server.app import make_scheduler
 from modelyard.server.engine_factory import model_specs
 from modelyard.store import open_store
 from modelyard.telemetry import log
+from modelyard.workers.definitions import EngineDefinition, define, not_defined
 from modelyard.workers.scheduler_server import SchedulerServer
-from modelyard.workers.transport import check_endpoint, is_loopback
+from modelyard.workers.transport import is_loopback, link_keys, scheduler_address
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine, workers_folder
 from modelyard.workers.worker_process import KEYS_VARIABLE, run_worker, worker_loop_factory
 
-ENDPOINT = "tcp://127.0.0.1:5555"
 _ADOPT_S = 5.0  # for adopting the engines of the previous scheduler's workers; some may belong to removed models
 
 _log = logging.getLogger("modelyard.scheduler")
@@ -39,7 +40,7 @@ class SchedulerProcess:
         self._endpoint, self._env = endpoint, env
         workers = config.workers
         self._keys, self._heartbeat = workers.cluster_keys(), workers.heartbeat()
-        folder = workers_folder(endpoint, cache_dir(env) / "run")
+        folder = workers_folder(endpoint, run_dir(env))
         self._cluster = workers.ray_cluster()
         self.workers = WorkerPool(
             folder,
@@ -55,7 +56,7 @@ class SchedulerProcess:
 
     async def open(self) -> None:
         """Listen last: gateways that reconnect with running leases must find the engines open."""
-        check_endpoint(self._endpoint, self._keys)
+        link_keys(self._endpoint, self._keys)  # refuse a bad address before models are loaded
         if self._cluster is not None:
             await self._cluster.open()
         found = await self.workers.find_running()
@@ -106,7 +107,7 @@ class SchedulerProcess:
 
 def run_scheduler(config: Config, endpoint: str | None, load_config: ConfigLoader) -> int:
     log.setup(config.log)
-    address = endpoint or config.scheduler.endpoint or ENDPOINT
+    address = scheduler_address(endpoint or config.scheduler.endpoint)
     if config.workers.keys is not None:
         os.environ[KEYS_VARIABLE] = str(config.workers.keys.expanduser())
     with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
@@ -126,11 +127,46 @@ async def _run(config: Config, endpoint: str, load_config: ConfigLoader) -> int:
     return 0
 
 
-def run_worker_for(config: Config, scheduler: str, listen: str | None) -> int:
-    workers = config.workers
+class ConfiguredDefinitions:
+    """The models of a configuration, read again when its files change."""
+
+    def __init__(self, load: ConfigLoader) -> None:
+        self._load, self._loaded, self._read = load, load(), 0
+        self._read = self._changed()
+
+    def _changed(self) -> int:
+        files = [source for source in self._loaded.sources if isinstance(source, Path)]
+        return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
+
+    def _config(self) -> Config:
+        if (changed := self._changed()) != self._read:
+            self._read = changed
+            try:
+                self._loaded = self._load()
+            except ModelyardError as error:
+                _log.error("the configuration cannot be used, the last one stays: %s", error.message)
+        return self._loaded.config
+
+    def find(self, model: str) -> EngineDefinition:
+        config = self._config()
+        entry = config.router().catalog.models.get(model)
+        if entry is None or model not in config.models:
+            raise not_defined(model)
+        return define(entry.backend, engine_spec(entry, config.models[model]))
+
+    def models(self) -> tuple[str, ...]:
+        return tuple(self._config().models)
+
+
+def run_worker_for(config: Config, scheduler: str, listen: str | None, load_config: ConfigLoader) -> int:
+    workers, definitions = config.workers, ConfiguredDefinitions(load_config)
+    scheduler = scheduler_address(scheduler)
     address = listen or _default_listen(scheduler)
+    work = run_worker(
+        address, definitions, keys=workers.cluster_keys(), heartbeat=workers.heartbeat(), scheduler=scheduler
+    )
     with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
-        runner.run(run_worker(address, keys=workers.cluster_keys(), heartbeat=workers.heartbeat(), scheduler=scheduler))
+        runner.run(work)
     return 0
 
 

@@ -29,6 +29,7 @@ from modelyard.server.config_watcher import on_hangup, watch
 from modelyard.telemetry import log
 from modelyard.telemetry.metrics_hub import MetricsHub
 from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.transport import scheduler_address
 from modelyard.workers.worker_process import PARENT_VARIABLE
 
 _SCHEDULER_WAIT_S = 10.0  # then the gateway starts without the scheduler and reports itself unhealthy
@@ -37,12 +38,13 @@ _SCHEDULER_WAIT_S = 10.0  # then the gateway starts without the scheduler and re
 def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None = None) -> int:
     """Serve until stopped; return the exit code. With several workers this process supervises them.
 
-    `scheduler` is the address of a scheduler in another process: then no engine runs in this one.
+    `scheduler` is the address of a scheduler in another process, or "auto": then no engine runs in this one.
     """
     log.setup(config.log)
     check_bind(config.http, read_keys(config.keys))
     _prepare(config)
     scheduler = scheduler or config.scheduler.endpoint or None
+    scheduler = None if scheduler is None else scheduler_address(scheduler)
     split = config.http.workers > 1 or (config.workers.cluster and scheduler is None)
     if split and INDEX_VARIABLE not in os.environ:
         return _serve_supervised(config, path, http, debug, scheduler)
@@ -97,7 +99,10 @@ def gateway_pool(config: Config, endpoint: str) -> RemotePool:
 
 def _announce(config: Config, listener: socket.socket) -> None:
     """Called when signal handlers and peer sockets are ready: people and programs wait for this line."""
-    log.announce(config.http.host, listener.getsockname()[1], config.http.ssl_certfile is not None, list(config.models))
+    http = config.http
+    log.announce(
+        http.host, listener.getsockname()[1], http.ssl_certfile is not None, list(config.models), http.workbench
+    )
 
 
 async def _files(load: ConfigLoader) -> tuple[Path, ...]:

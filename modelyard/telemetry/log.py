@@ -228,10 +228,11 @@ def _escape(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def announce(host: str, port: int, tls: bool, models: list[str]) -> None:
+def announce(host: str, port: int, tls: bool, models: list[str], workbench: bool = True) -> None:
     """Log the addresses of the API and of the workbench."""
     name = "localhost" if host in ("127.0.0.1", "::1", "localhost") else host
     url = f"{'https' if tls else 'http'}://{name}:{port}"
     logger = logging.getLogger("modelyard")
     log_event(logger, logging.INFO, f"listening on {url}", models=", ".join(models))
-    log_event(logger, logging.INFO, f"the workbench is at {url}/workbench")
+    if workbench:
+        log_event(logger, logging.INFO, f"the workbench is at {url}/workbench")

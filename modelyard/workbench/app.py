@@ -27,7 +27,7 @@ from modelyard.http.server import loop_factory, make_server
 from modelyard.http.settings import HttpSettings
 from modelyard.processes.ports import listen
 from modelyard.telemetry.metrics import Metrics
-from modelyard.workbench.peer_proxy import UnixSocketServer, WorkbenchProxy
+from modelyard.workbench.peer_proxy import CLIENT_HEADER, UnixSocketServer, WorkbenchProxy
 
 PREFIX = "/workbench"
 _MAX_BODY_BYTES = 32 * 1024**2  # enough for an uploaded image
@@ -102,7 +102,8 @@ class WorkbenchApp:
         path = scope["path"] if scope["path"] != PREFIX else PREFIX + "/"
         # NiceGUI would take its prefix from these headers; no proxy in front of us knows it better.
         headers = [(name, value) for name, value in scope["headers"] if not name.startswith(b"x-forwarded-")]
-        await app({**scope, "path": path, "headers": headers}, receive, _with_security_headers(scope, send))
+        scope = {**scope, "path": path, "headers": headers, "client": _visitor(scope)}
+        await app(scope, receive, _with_security_headers(scope, send))
 
     async def _nicegui(self, scope: Scope) -> ASGIApp:
         """Opened once, by the first visit. After a failure the next visit tries again."""
@@ -121,6 +122,14 @@ class WorkbenchApp:
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)
         await self._resources.aclose()
+
+
+def _visitor(scope: Scope) -> tuple[str, int]:
+    """The address of the visitor. Another gateway process forwards it over a unix socket, which has no addresses."""
+    if scope.get("client") is not None:
+        host, port = scope["client"]
+        return host, port
+    return dict(scope["headers"]).get(CLIENT_HEADER, b"").decode("latin-1"), 0
 
 
 def _check_body_size(scope: Scope) -> None:

@@ -5,9 +5,10 @@ The layout is what surrounds a page's content: header, navigation, key dialog, a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import parse_qs
 
 from fastapi import FastAPI
 from nicegui import Client, app, core, ui
@@ -28,7 +29,8 @@ NAVIGATION = (  # path, title, icon
     ("/plots", "Plots", "insights"),
     ("/routes", "Routes", "alt_route"),
 )
-_MAX_PAGES = 200  # open pages of all visitors; NiceGUI forgets a disconnected page after a minute
+# Open pages and connections; NiceGUI forgets a disconnected page after a minute.
+_MAX_PAGES, _MAX_PAGES_PER_CLIENT = 200, 40
 _THEME_ITEM = "modelyard-dark"  # in localStorage
 _THEME_ICONS = {"auto": "brightness_auto", "dark": "dark_mode", "light": "light_mode"}
 _THEME_VALUES = {"auto": None, "dark": True, "light": False}
@@ -58,15 +60,35 @@ async def open_app(address: ServerAddress, prefix: str) -> AsyncIterator[ASGIApp
 
 
 class PageLimit:
-    """Limits the number of open pages, because a page needs memory and anyone who reaches the port can open one."""
+    """Limits the open pages and their connections, of all visitors and of each address: they need memory, and anyone
+    who reaches the port can open them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if "/_nicegui" not in scope["path"] and len(Client.instances) >= _MAX_PAGES:
-            raise Overloaded(f"{_MAX_PAGES} pages of the workbench are open; close some", retry_after=60)
+        address, path = scope["client"][0], scope["path"]
+        if "/_nicegui" not in path:
+            check_limit([client.ip for client in Client.instances.values()], address)
+        elif "/_nicegui_ws/" in path and "sid" not in parse_qs(scope["query_string"].decode("latin-1")):
+            try:
+                check_limit([one["asgi.scope"]["client"][0] for one in core.sio.environ.values()], address)
+            except Overloaded:
+                if scope["type"] == "http":
+                    raise
+                await send({"type": "websocket.close", "code": 1013})
+                return
         await self._app(scope, receive, send)
+
+
+def check_limit(addresses: Sequence[str], address: str) -> None:
+    """`addresses` has one entry for each open page."""
+    if len(addresses) >= _MAX_PAGES:
+        raise Overloaded(f"{_MAX_PAGES} pages of the workbench are open; close some", retry_after=60)
+    if addresses.count(address) >= _MAX_PAGES_PER_CLIENT:
+        raise Overloaded(
+            f"{_MAX_PAGES_PER_CLIENT} pages of the workbench are open from your address; close some", retry_after=60
+        )
 
 
 def _layout(address: ServerAddress) -> None:

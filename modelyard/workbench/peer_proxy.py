@@ -25,6 +25,7 @@ _SOCKET_NAME = "workbench"
 _TIMEOUT_S = 60.0  # a poll waits up to a third of this for news
 _CLOSE_TIMEOUT_S = 2.0
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections: if the server closed first, a request would fail
+CLIENT_HEADER = b"x-modelyard-client"  # the visitor's address, on the way to the host process
 _HOP_HEADERS = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"content-length"})
 
 
@@ -94,13 +95,15 @@ class WorkbenchProxy:
         query = scope["query_string"].decode("latin-1")
         url = scope["path"] + (f"?{query}" if query else "")
         body = _read_body(receive) if scope["method"] not in ("GET", "HEAD") else None
-        request = self._client.build_request(scope["method"], url, headers=scope["headers"], content=body)
+        headers = [(name, value) for name, value in scope["headers"] if name != CLIENT_HEADER]
+        headers.append((CLIENT_HEADER, (scope.get("client") or ("",))[0].encode("latin-1")))
+        request = self._client.build_request(scope["method"], url, headers=headers, content=body)
         try:
             reply = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
             raise Unavailable(f"the process that hosts the workbench does not answer: {error}", retry_after=1) from None
-        headers = [(name, value) for name, value in reply.headers.raw if name.lower() not in _HOP_HEADERS]
-        await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+        kept = [(name, value) for name, value in reply.headers.raw if name.lower() not in _HOP_HEADERS]
+        await send({"type": "http.response.start", "status": reply.status_code, "headers": kept})
         try:
             async for data in reply.aiter_raw():
                 await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -86,8 +86,19 @@ def _message_fields(backend: str) -> Mapping[str, Any]:
 
 def message_options(definition: EngineDefinition) -> bytes:
     """The options of a message that opens this engine, as JSON."""
-    fields = _message_fields(definition.backend)
-    return msgspec.json.encode({name: value for name, value in definition.options.items() if name in fields})
+    fields, options = _message_fields(definition.backend), definition.options
+    return msgspec.json.encode(
+        {name: options[name] for name in fields if name in options and _fits(fields, options, name)}
+    )
+
+
+def _fits(fields: Mapping[str, Any], options: Mapping[str, Any], name: str) -> bool:
+    """A configuration may set values that a load may not."""
+    try:
+        TypeAdapter(fields[name]).validate_python(options[name])
+    except ValidationError:
+        return False
+    return True
 
 
 def engine_spec(

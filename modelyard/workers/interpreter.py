@@ -39,8 +39,9 @@ def interpreter_path(python: str | None) -> str:
     return os.path.abspath(found)  # symlinks are kept: a virtual environment is found through them
 
 
-def worker_command(endpoint: str, python: str | None = None) -> list[str]:
-    return [interpreter_path(python), "-m", "modelyard.workers.worker_process", endpoint]
+def worker_command(endpoint: str, definition: Path, python: str | None = None) -> list[str]:
+    """`definition` is the file with the definition of its engine."""
+    return [interpreter_path(python), "-m", "modelyard.workers.worker_process", endpoint, str(definition)]
 
 
 def interpreter_exists(python: str) -> bool:

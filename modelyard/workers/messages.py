@@ -50,8 +50,9 @@ from modelyard.core.lease import LeaseRequest, ModelStatus
 from modelyard.core.pool import ModelStateChange
 from modelyard.core.request import Constraint, Priority, Request, Sampling
 from modelyard.core.tokenizer import IdLogprob
+from modelyard.workers.definitions import define, message_options
 
-VERSION = 1
+VERSION = 2  # 2: a message names a model and brings neither files nor programs; "placing" is "reserved"
 TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
 _AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
 
@@ -224,10 +225,10 @@ class Hello(ToWorker, frozen=True, tag="hello"):
 
 
 class OpenEngine(ToWorker, frozen=True, tag="open"):
-    """`options` is the engine's Options as JSON. If an engine with this id is open already, it is used."""
+    """`model` is a model of the worker's own configuration. `options` is JSON: the few fields of the engine's Options
+    that a message may set. If an engine with this id is open already, it is used."""
 
     engine: str
-    backend: str
     model: str
     options: bytes
     caches: dict[str, CacheInfo]
@@ -458,16 +459,18 @@ class WireLeaseRequest(LinkMessage, frozen=True):
 
 
 class JoinGateway(ToScheduler, frozen=True, tag="join"):
-    """A gateway connects, or reconnects under the same name. `leases` are those whose requests still run."""
+    """A gateway connects, or reconnects under the same name. `leases` are those whose requests still run. `connection`
+    counts its connections: a message of an older one may arrive late."""
 
     version: int
     name: str
     leases: tuple[tuple[int, WireLeaseRequest], ...] = ()
+    connection: int = 0
 
 
 class RegisterWorker(ToScheduler, frozen=True, tag="enlist"):
-    """A worker registers itself, repeatedly, with the engines that it has open. `node` is the name of its machine, with
-    its free memory: RAM, and each GPU by UUID."""
+    """A worker registers itself, repeatedly, with the engines that it has open and the models that it can open. `node`
+    is the name of its machine, with its free memory: RAM, and each GPU by UUID."""
 
     version: int
     name: str
@@ -476,6 +479,7 @@ class RegisterWorker(ToScheduler, frozen=True, tag="enlist"):
     node: str = ""
     ram_free: int = 0
     gpus: dict[str, int] = field(default_factory=dict)
+    models: tuple[str, ...] = ()
 
 
 class RequestLease(ToScheduler, frozen=True, tag="ask"):
@@ -659,9 +663,8 @@ def to_update(request_id: int, chunk: core.Chunk) -> RequestUpdate:
 
 
 def open_engine_message(engine: str, backend: str, spec: EngineSpec, identity: str = "") -> OpenEngine:
-    """Only options that were set are sent; the worker's engine has its own defaults."""
-    options: bytes = spec.options.model_dump_json(exclude_unset=True).encode()
-    return OpenEngine(engine, backend, spec.model, options, dict(spec.caches), spec.modalities, identity)
+    options = message_options(define(backend, spec))
+    return OpenEngine(engine, spec.model, options, dict(spec.caches), spec.modalities, identity)
 
 
 def to_infer_request(id: int, prompt: Prompt) -> InferRequest:

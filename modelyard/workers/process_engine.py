@@ -32,6 +32,7 @@ from modelyard.core.events import Event
 from modelyard.core.request import Request
 from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.workers.client import WorkerSession, remote_engine, result_unless_exited
+from modelyard.workers.definitions import define, write_definition
 from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
 from modelyard.workers.messages import open_engine_message
 from modelyard.workers.transport import HeartbeatConfig
@@ -70,11 +71,13 @@ class ProcessEngine:
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "starting a process")
         self._folder = tempfile.TemporaryDirectory(prefix="modelyard-", ignore_cleanup_errors=True)
-        endpoint, python = f"ipc://{Path(self._folder.name) / 'worker'}", self._spec.python
+        folder, python = Path(self._folder.name), self._spec.python
+        endpoint, definition = f"ipc://{folder / 'worker'}", folder / "engine"
+        write_definition(definition, define(self._backend, self._spec))
         if python is not None:
             await check_interpreter(python)
-        env = worker_environment(python, Path(self._folder.name), os.environ)
-        self._child = child = await ChildProcess.start(worker_command(endpoint, python), env)
+        env = worker_environment(python, folder, os.environ)
+        self._child = child = await ChildProcess.start(worker_command(endpoint, definition, python), env)
         name = f"gateway-{os.getpid()}"
         session = WorkerSession(endpoint, name, heartbeat=self._heartbeat, on_broken=self._on_broken)
         self._session = session

@@ -15,7 +15,10 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
+import msgspec
+
 from modelyard.core.errors import InvalidRequest, Unavailable
+from modelyard.workers.definitions import EngineDefinition, FixedDefinitions
 from modelyard.workers.settings import RayResources
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 from modelyard.workers.worker import Worker
@@ -29,9 +32,11 @@ _NODE_LABEL = "ray.io/node-id"
 
 
 class WorkerActor:
-    """Runs on a Ray node. The worker is created in the first call, on the loop that Ray gives to async methods."""
+    """Runs on a Ray node. The worker is created in the first call, on the loop that Ray gives to async methods.
+    `definition` is that of its only engine, as JSON."""
 
-    def __init__(self, keys: tuple[str, str] | None, interval_s: float, worker_misses: int) -> None:
+    def __init__(self, definition: bytes, keys: tuple[str, str] | None, interval_s: float, worker_misses: int) -> None:
+        self._definitions = FixedDefinitions(msgspec.json.decode(definition, type=EngineDefinition))
         self._keys = None if keys is None else ClusterKeys(*keys)
         self._heartbeat = HeartbeatConfig(interval_s, worker_misses)
         self._worker: Worker | None = None
@@ -40,17 +45,17 @@ class WorkerActor:
         """Its endpoint and its node."""
         if self._worker is None:
             host = _ray().util.get_node_ip_address()
-            self._worker = Worker(f"tcp://{host}:*", keys=self._keys, heartbeat=self._heartbeat)
+            self._worker = Worker(f"tcp://{host}:*", self._definitions, keys=self._keys, heartbeat=self._heartbeat)
         return self._worker.endpoint, str(_ray().get_runtime_context().get_node_id())
 
 
 class ActorHandle:
-    """An actor that we have requested, and its node when it last answered."""
+    """An actor that we have requested for one engine, and its node when it last answered."""
 
-    __slots__ = ("actor", "node")
+    __slots__ = ("actor", "definition", "node")
 
-    def __init__(self, actor: Any) -> None:
-        self.actor, self.node = actor, ""
+    def __init__(self, actor: Any, definition: bytes) -> None:
+        self.actor, self.definition, self.node = actor, definition, ""
 
     def kill(self, *, restart: bool) -> None:
         _ray().kill(self.actor, no_restart=not restart)
@@ -63,13 +68,13 @@ def avoid_nodes_selector(avoid: Iterable[str], alive: Iterable[str]) -> dict[str
 
 
 class RayCluster:
-    """The actors that this scheduler has requested, by model."""
+    """The actors that this scheduler has requested, by the definition of their engine."""
 
     def __init__(
         self, address: str, resources: Mapping[str, RayResources], keys: ClusterKeys | None, heartbeat: HeartbeatConfig
     ) -> None:
         self._address, self._resources, self._keys, self._heartbeat = address, resources, keys, heartbeat
-        self._idle: dict[str, list[ActorHandle]] = {}
+        self._idle: dict[bytes, list[ActorHandle]] = {}
         self._avoided: dict[str, float] = {}  # node → until when
 
     async def open(self) -> None:
@@ -81,13 +86,14 @@ class RayCluster:
             except ConnectionError as error:
                 raise Unavailable(f"no Ray cluster answers at {self._address}: {error}", code="no_cluster") from error
 
-    async def start(self, model: str) -> tuple[ActorHandle, str]:
-        """An actor for one engine of this model, and its endpoint: a restarted or a new one, whichever answers first.
+    async def start(self, definition: EngineDefinition) -> tuple[ActorHandle, str]:
+        """An actor for this engine, and its endpoint: a restarted or a new one, whichever answers first.
 
         If a node is lost, Ray notices that only after a while, and we do not wait for it.
         """
-        idle = self._idle.get(model)
-        handles = [await self._create(model), *([idle.pop()] if idle else [])]
+        packed = msgspec.json.encode(definition)
+        idle = self._idle.get(packed)
+        handles = [await self._create(definition.model, packed), *([idle.pop()] if idle else [])]
         loop = asyncio.get_running_loop()
         tasks = {loop.create_task(self._address_of(handle)): handle for handle in handles}
         chosen = None
@@ -101,11 +107,12 @@ class RayCluster:
                     handle.kill(restart=False)
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _create(self, model: str) -> ActorHandle:
+    async def _create(self, model: str, definition: bytes) -> ActorHandle:
         keys = None if self._keys is None else (self._keys.public, self._keys.secret)
         options = self._resources.get(model, RayResources()).options() | await self._placement_options()
         actor = _ray().remote(WorkerActor).options(max_restarts=_MAX_RESTARTS, max_concurrency=1000, **options)
-        return ActorHandle(actor.remote(keys, self._heartbeat.interval_s, self._heartbeat.worker_misses))
+        started = actor.remote(definition, keys, self._heartbeat.interval_s, self._heartbeat.worker_misses)
+        return ActorHandle(started, definition)
 
     async def _placement_options(self) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
@@ -131,15 +138,15 @@ class RayCluster:
             except (errors.RayError, TimeoutError) as error:
                 raise Unavailable(f"Ray cannot place the worker: {type(error).__name__}: {error}") from error
 
-    def give_back(self, model: str, handle: ActorHandle, *, restart: bool) -> None:
-        """A worker without an engine. With `restart` it hangs: Ray restarts it for the next engine of its model."""
+    def give_back(self, handle: ActorHandle, *, restart: bool) -> None:
+        """A worker without an engine. With `restart` it hangs: Ray restarts it for the next engine like this one."""
         handle.kill(restart=restart)
         if restart:
-            self._idle.setdefault(model, []).append(handle)
+            self._idle.setdefault(handle.definition, []).append(handle)
 
-    def on_lost(self, model: str, handle: ActorHandle) -> None:
-        """It died and Ray restarts it. The next engine of its model opens there, or on another node."""
-        self._idle.setdefault(model, []).append(handle)
+    def on_lost(self, handle: ActorHandle) -> None:
+        """It died and Ray restarts it. The next engine like its own opens there, or on another node."""
+        self._idle.setdefault(handle.definition, []).append(handle)
         self._avoided[handle.node] = asyncio.get_running_loop().time() + _AVOID_NODE_S
 
     async def close(self) -> None:

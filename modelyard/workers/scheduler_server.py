@@ -139,7 +139,7 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
     def _on_register_worker(self, peer: SchedulerPeer, message: msg.RegisterWorker) -> None:
         memory = AvailableMemory(message.ram_free, message.gpus) if message.node else None
         node = Node(message.node or UNKNOWN_NODE, memory)
-        if self._workers.register(message.name, message.endpoint, list(message.engines), node):
+        if self._workers.register(message.name, message.endpoint, list(message.engines), node, message.models):
             log.info("the worker %s at %s has registered", message.name, message.endpoint)
             self._send(peer, msg.JoinAccepted(msg.VERSION))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, read_keys
+from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, own_keys, read_keys
 
 if TYPE_CHECKING:
     from modelyard.workers.ray import RayCluster
@@ -32,8 +32,8 @@ class WorkerSettings(BaseModel):
 
     keys: Path | None = Field(
         default=None,
-        description="File of the cluster's keys, made with modelyard keys; needed if an address can be reached from "
-        "other machines.",
+        description="File of the cluster's keys, made with modelyard keys; needed for addresses that other machines "
+        "can reach. Unset: ipc sockets are private, and loopback addresses use keys that are created for this user.",
     )
     host: str | None = Field(
         default=None,
@@ -72,4 +72,7 @@ class WorkerSettings(BaseModel):
         return HeartbeatConfig(self.beat_s, self.patience)
 
     def cluster_keys(self) -> ClusterKeys | None:
-        return None if self.keys is None else read_keys(self.keys.expanduser())
+        """None: each link uses what its address needs. Actors of a Ray cluster may run on any address."""
+        if self.keys is not None:
+            return read_keys(self.keys.expanduser())
+        return own_keys() if self.cluster else None

@@ -148,6 +148,11 @@ def link_keys(endpoint: str, configured: ClusterKeys | None) -> ClusterKeys | No
     return own_keys()
 
 
+def scheduler_address(given: str) -> str:
+    """The address of a scheduler; "auto" or nothing means the default one, a socket that only this user can reach."""
+    return f"ipc://{run_dir() / 'scheduler'}" if given in ("", "auto") else given
+
+
 def endpoint_error(endpoint: str) -> str | None:
     """What is wrong with the syntax of this address, or None. It does not check whether keys are needed."""
     try:

@@ -1,8 +1,9 @@
 """A worker: engines behind a socket. It passes its clients' requests to the engines and sends back their output.
 
 The event loop does the I/O: messages in, batches out. An engine computes in its own threads and hands its tokens to the
-loop step by step. A worker has no authorization: every client that reaches its socket may open and use engines. A
-client that is silent or sends a malformed message is dropped, and its requests are cancelled.
+loop step by step. Every client that reaches its socket may use it, but only to run the models of the worker's own
+configuration (`definitions.py`). A client that is silent or sends a malformed message is dropped, and its requests are
+cancelled.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from functools import partial
 from typing import Any, Literal
 from uuid import uuid4
 
-from pydantic import ValidationError
-
 from modelyard import plugins
-from modelyard.core.engine import EmbeddingEngine, Engine, EngineSpec, EngineStats, Generation, OnProgress, TextEngine
-from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable, Unsupported
+from modelyard.core.engine import EmbeddingEngine, Engine, EngineStats, Generation, OnProgress, TextEngine
+from modelyard.core.errors import Conflict, ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Failed
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers import messages as msg
 from modelyard.workers.dedup import RunDeduplicator
+from modelyard.workers.definitions import Definitions, engine_spec
 from modelyard.workers.peer_server import Peer, PeerServer, to_modelyard_error
 from modelyard.workers.tokenizer_files import read_tokenizer_files, tokenizer_hash
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
@@ -36,38 +36,34 @@ _MAX_CLIENTS = 4096
 # --- engines --------------------------------------------------------------------------------------------------------
 
 
-def engine_spec(message: msg.OpenEngine) -> EngineSpec:
-    kind = plugins.load("engines", message.backend).Options
-    try:
-        options = kind.model_validate_json(message.options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidRequest(
-            f"the options of {message.model!r} do not fit this worker's engine: {where}: {first['msg']}"
-        ) from None
-    return EngineSpec(message.model, options, message.caches, message.modalities)
-
-
 class HostedEngine:
     """`engine` is set once it is open. `on_lost` is called when it dies by itself."""
 
-    def __init__(self, message: msg.OpenEngine, on_lost: Callable[[HostedEngine, ModelyardError], None]) -> None:
+    def __init__(
+        self,
+        message: msg.OpenEngine,
+        definitions: Definitions,
+        on_lost: Callable[[HostedEngine, ModelyardError], None],
+    ) -> None:
         self.id, self.model, self.identity = message.engine, message.model, message.identity
-        self._message, self._on_lost = message, on_lost
+        self._message, self._definitions, self._on_lost = message, definitions, on_lost
         self.engine: Engine | None = None
         self.kind: Literal["text", "chat"] = "text"
         self.running = 0
         self.opening: asyncio.Task[None] | None = None
+        self._module: Any = None
+        self._options: Any = None
         self._created: Engine | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self, progress: OnProgress) -> None:
         try:
-            spec = engine_spec(self._message)
-            module: Any = plugins.load("engines", self._message.backend)
-            self.kind = plugins.engine_kind(module, spec.options)
-            self._created = engine = module.create(spec)
+            message = self._message
+            definition = await asyncio.to_thread(self._definitions.find, message.model)
+            spec = engine_spec(definition, message.options, message.caches, message.modalities)
+            self._module, self._options = plugins.load("engines", definition.backend), spec.options
+            self.kind = plugins.engine_kind(self._module, spec.options)
+            self._created = engine = self._module.create(spec)
             await engine.open(progress)
         except asyncio.CancelledError:
             await self.close()
@@ -98,11 +94,9 @@ class HostedEngine:
             await engine.close()
 
     async def tokenizer_files(self) -> dict[str, bytes]:
-        module: Any = plugins.load("engines", self._message.backend)
-        if not hasattr(module, "tokenizer_path"):
+        if not hasattr(self._module, "tokenizer_path"):
             raise Unsupported(f"the engine of {self.model!r} has no tokenizer of its own", code="tokenizer_missing")
-        options = engine_spec(self._message).options
-        return await asyncio.to_thread(lambda: read_tokenizer_files(module.tokenizer_path(options)))
+        return await asyncio.to_thread(lambda: read_tokenizer_files(self._module.tokenizer_path(self._options)))
 
     def opened_message(self) -> msg.EngineOpened:
         assert self.engine is not None  # noqa: S101  checked by the caller
@@ -185,11 +179,13 @@ class Worker(PeerServer[WorkerClient]):
     def __init__(
         self,
         endpoint: str,
+        definitions: Definitions,
         *,
         keys: ClusterKeys | None = None,
         name: str = "",
         heartbeat: HeartbeatConfig = HeartbeatConfig(),
     ) -> None:
+        self._definitions = definitions
         self.name = name or f"worker-{uuid4().hex[:12]}"
         self.shutdown_requested = asyncio.Event()
         self._engines: dict[str, HostedEngine] = {}
@@ -366,7 +362,7 @@ class Worker(PeerServer[WorkerClient]):
             return
         self._opening_clients.setdefault(message.engine, set()).add(client)
         if hosted is None:
-            self._engines[message.engine] = hosted = HostedEngine(message, self._on_engine_lost)
+            self._engines[message.engine] = hosted = HostedEngine(message, self._definitions, self._on_engine_lost)
             hosted.opening = self._spawn(self._open_engine(hosted))
 
     async def _open_engine(self, hosted: HostedEngine) -> None:
@@ -423,6 +419,8 @@ class Worker(PeerServer[WorkerClient]):
         if isinstance(call, msg.ControlEngine):
             if not isinstance(engine, TextEngine):
                 raise Unsupported(f"the engine {call.engine!r} has no control operations")
+            if call.control.op == "load_adapter":  # its argument names a file
+                raise Unsupported("a worker loads only the adapters of its own configuration: add it to lora there")
             await engine.control(call.control)
             return msg.WorkerReply(id, stats={call.engine: engine.stats()})
         if isinstance(call, msg.EmbedTokens):

@@ -26,6 +26,7 @@ from modelyard.core.errors import ModelyardError, Timeout, Unavailable
 from modelyard.processes.child_process import describe_exit
 from modelyard.processes.ports import reserve_port
 from modelyard.workers.client import RemoteEngine, WorkerSession, remote_engine, result_unless_exited
+from modelyard.workers.definitions import EngineDefinition, define, write_definition
 from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
 from modelyard.workers.messages import DropClient, EngineLocation, HostedEngineInfo, ShutdownWorker, open_engine_message
 from modelyard.workers.ray import RayCluster
@@ -64,13 +65,15 @@ def workers_folder(endpoint: str, home: Path) -> Path:
 
 
 class RegisteredWorker(Struct):
-    """A worker that registered itself; `used` counts the engines that it was given."""
+    """A worker that registered itself; `used` counts the engines that it was given, `models` are those of its
+    configuration."""
 
     name: str
     endpoint: str
     engines: list[HostedEngineInfo]
     used: int = 0
     node: Node = Node(UNKNOWN_NODE)
+    models: tuple[str, ...] = ()
 
 
 class WorkerHandle:
@@ -169,19 +172,27 @@ class WorkerPool:
 
     @staticmethod
     def _remove_files(file: Path) -> None:
-        for path in (file, file.with_suffix(".log"), file.with_suffix(".sock")):
+        for path in (file, file.with_suffix(".log"), file.with_suffix(".sock"), file.with_suffix(".engine")):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
     def register(
-        self, name: str, endpoint: str, engines: list[HostedEngineInfo], node: Node = Node(UNKNOWN_NODE)
+        self,
+        name: str,
+        endpoint: str,
+        engines: list[HostedEngineInfo],
+        node: Node = Node(UNKNOWN_NODE),
+        models: tuple[str, ...] = (),
     ) -> bool:
         """Returns whether it is new."""
         known, node = self._registered.get(name), Node() if node.name == self._machine else node
         if known is not None and known.endpoint == endpoint:
             known.engines, known.node = engines, node
+            if known.models != models:
+                known.models = models
+                self._registration.set()
             return False
-        self._registered[name] = RegisteredWorker(name, endpoint, engines, node=node)
+        self._registered[name] = RegisteredWorker(name, endpoint, engines, node=node, models=models)
         self._registration.set()
         return True
 
@@ -203,22 +214,22 @@ class WorkerPool:
     # --- choosing a worker ------------------------------------------------------------------------------------------
 
     async def acquire(
-        self, identity: str, model: str = "", python: str | None = None, node: str = UNKNOWN_NODE
+        self, identity: str, definition: EngineDefinition, python: str | None = None, node: str = UNKNOWN_NODE
     ) -> WorkerHandle:
-        """1. a worker that has this engine open  2. a registered worker, the chosen node first, then the least used
-        3. a new one. An engine with its own interpreter gets a new worker if possible, because the environment of a
-        registered one is unknown."""
+        """1. a worker that has this engine open  2. a registered worker whose configuration has the model, the chosen
+        node first, then the least used  3. a new one. An engine with its own interpreter gets a new worker if possible,
+        because the environment of a registered one is unknown."""
         needs_new = python is not None and self._launch and self._cluster is None
         while True:
             self._registration.clear()
             if (worker := await self._with_engine(identity)) is not None:
                 return worker
-            if not needs_new and (worker := await self._least_used(node)) is not None:
+            if not needs_new and (worker := await self._least_used(definition.model, node)) is not None:
                 return worker
             if self._cluster is not None:
-                return await self._start_actor(self._cluster, model)
+                return await self._start_actor(self._cluster, definition)
             if self._launch:
-                return await self._start_process(python)
+                return await self._start_process(definition, python)
             # Wait for a registration, as long as a load may take; registered workers may just have been too busy.
             waiting = asyncio.get_running_loop().create_task(self._registration.wait())
             try:
@@ -237,10 +248,11 @@ class WorkerPool:
                 return _use(worker, registered)
         return None
 
-    async def _least_used(self, node: str) -> WorkerHandle | None:
+    async def _least_used(self, model: str, node: str) -> WorkerHandle | None:
         """If this machine was chosen and a worker can be started here, workers on other machines are not used."""
         only_here = not node and self._launch
-        candidates = [each for each in self._registered.values() if not (only_here and each.node.name)]
+        able = [each for each in self._registered.values() if model in each.models]
+        candidates = [each for each in able if not (only_here and each.node.name)]
         for registered in sorted(candidates, key=lambda each: (each.node.name != node, each.used)):
             if (worker := await self._connect(registered.endpoint)) is not None:
                 return _use(worker, registered)
@@ -267,22 +279,20 @@ class WorkerPool:
     def _session(self, endpoint: str) -> WorkerSession:
         return WorkerSession(endpoint, self.name, keys=self._keys, heartbeat=self._heartbeat)
 
-    async def _start_actor(self, cluster: RayCluster, model: str) -> WorkerHandle:
-        actor, endpoint = await cluster.start(model)
+    async def _start_actor(self, cluster: RayCluster, definition: EngineDefinition) -> WorkerHandle:
+        actor, endpoint = await cluster.start(definition)
         try:
             worker = await self._connect(endpoint)
         except BaseException:  # cancelled: free its resources
-            cluster.give_back(model, actor, restart=False)
+            cluster.give_back(actor, restart=False)
             raise
         if worker is None:
-            cluster.give_back(model, actor, restart=True)
+            cluster.give_back(actor, restart=True)
             raise Unavailable(f"the worker that Ray started at {endpoint} does not answer")
-        worker.release = lambda died: (
-            cluster.on_lost(model, actor) if died else cluster.give_back(model, actor, restart=False)
-        )
+        worker.release = lambda died: cluster.on_lost(actor) if died else cluster.give_back(actor, restart=False)
         return worker
 
-    async def _start_process(self, python: str | None) -> WorkerHandle:
+    async def _start_process(self, definition: EngineDefinition, python: str | None) -> WorkerHandle:
         if python is not None:
             await check_interpreter(python)
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -294,7 +304,8 @@ class WorkerPool:
             with reserve_port(self._host, 0) as held:
                 endpoint = f"tcp://{self._host}:{held.getsockname()[1]}"
         file.write_text(endpoint, "utf-8")
-        argv = [*worker_command(endpoint, python), "--exit-when-orphaned"]
+        write_definition(file.with_suffix(".engine"), definition)
+        argv = [*worker_command(endpoint, file.with_suffix(".engine"), python), "--exit-when-orphaned"]
         env = worker_environment(python, self._folder, os.environ)
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
@@ -363,7 +374,8 @@ class WorkerEngine:
 
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "looking for a worker")
-        worker = await self._workers.acquire(self._identity, self._spec.model, self._spec.python, self.node)
+        definition = define(self._backend, self._spec)
+        worker = await self._workers.acquire(self._identity, definition, self._spec.python, self.node)
         self._worker, self.node = worker, worker.node
         self.id = worker.engine or uuid4().hex[:16]
         message = open_engine_message(self.id, self._backend, self._spec, self._identity)

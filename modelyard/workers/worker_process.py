@@ -1,6 +1,7 @@
 """The life of a worker process: it listens, registers with a scheduler, serves, and drains on SIGTERM.
 
-Gateways and schedulers start it with `python -m modelyard.workers.worker_process ENDPOINT [--exit-when-orphaned]`.
+Gateways and schedulers start it for one engine, whose definition is in a file:
+`python -m modelyard.workers.worker_process ENDPOINT DEFINITION [--exit-when-orphaned]`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from modelyard.workers.definitions import Definitions, FixedDefinitions, read_definition
 from modelyard.workers.messages import (
     VERSION,
     ConnectionRefused,
@@ -35,6 +37,7 @@ PARENT_VARIABLE = "MODELYARD_WORKER_PARENT"  # pid of the process that started t
 _GRACE_S = 30.0
 _ORPHAN_S = 60.0  # a worker started by a scheduler lives this long without one
 _POLL_S = 1.0
+_REFUSED_S = 5.0  # before a refused worker tries to register again
 _MEMORY_INTERVAL = 5  # heartbeats between two measurements of the free memory
 
 
@@ -51,6 +54,7 @@ def worker_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def run_worker(
     endpoint: str,
+    definitions: Definitions,
     *,
     keys: ClusterKeys | None = None,
     heartbeat: HeartbeatConfig = HeartbeatConfig(),
@@ -67,12 +71,14 @@ async def run_worker(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    worker = Worker(endpoint, keys=keys, heartbeat=heartbeat)
+    worker = Worker(endpoint, definitions, keys=keys, heartbeat=heartbeat)
     reasons: list[Coroutine[Any, Any, object]] = [stopping.wait(), worker.shutdown_requested.wait()]
     if exit_when_orphaned:
         reasons += [_wait_orphaned(worker), _wait_parent_exit()]
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(reason) for reason in reasons]
-    registering = asyncio.create_task(_register(worker, scheduler, keys, heartbeat)) if scheduler is not None else None
+    registering = None
+    if scheduler is not None:
+        registering = asyncio.create_task(_register(worker, definitions, scheduler, keys, heartbeat))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if registering is not None:
@@ -118,12 +124,15 @@ async def _wait_parent_exit() -> None:
         os.close(pidfd)
 
 
-async def _register(worker: Worker, scheduler: str, keys: ClusterKeys | None, heartbeat: HeartbeatConfig) -> None:
-    """Register again and again, so that a restarted scheduler learns of this worker."""
+async def _register(
+    worker: Worker, definitions: Definitions, scheduler: str, keys: ClusterKeys | None, heartbeat: HeartbeatConfig
+) -> None:
+    """Register again and again, so that a restarted scheduler learns of this worker. A refusal is not final: the
+    scheduler may be replaced by one that accepts us."""
     # Imported here: the environment of an engine's own interpreter need not have psutil.
     from modelyard.telemetry.system import free_memory
 
-    refused, node = asyncio.Event(), machine_name()
+    node = machine_name()
 
     def on_message(data: bytes) -> None:
         try:
@@ -134,26 +143,31 @@ async def _register(worker: Worker, scheduler: str, keys: ClusterKeys | None, he
             log.error("the scheduler refused this worker: %s", message.reason)
             refused.set()
 
-    socket = DealerSocket(scheduler, on_message, lambda reason: log.warning("%s", reason), keys)
-    try:
-        while not refused.is_set():
-            free = await asyncio.to_thread(free_memory, with_gpus=True)
-            for _ in range(_MEMORY_INTERVAL):
-                engines = tuple(hosted.info() for hosted in worker.engines)
-                memory = (free.ram_free, dict(free.gpus))
-                socket.send(encode(RegisterWorker(VERSION, worker.name, worker.endpoint, engines, node, *memory)))
-                socket.send(encode(Heartbeat(0)))
-                await asyncio.sleep(heartbeat.interval_s)
-    finally:
-        await socket.close()
+    while True:
+        refused = asyncio.Event()
+        socket = DealerSocket(scheduler, on_message, lambda reason: log.warning("%s", reason), keys)
+        try:
+            while not refused.is_set():
+                free, models = await asyncio.to_thread(lambda: (free_memory(with_gpus=True), definitions.models()))
+                for _ in range(_MEMORY_INTERVAL):
+                    engines = tuple(hosted.info() for hosted in worker.engines)
+                    memory = (free.ram_free, dict(free.gpus), models)
+                    socket.send(encode(RegisterWorker(VERSION, worker.name, worker.endpoint, engines, node, *memory)))
+                    socket.send(encode(Heartbeat(0)))
+                    await asyncio.sleep(heartbeat.interval_s)
+        finally:
+            await socket.close()
+        await asyncio.sleep(_REFUSED_S)
 
 
 def main() -> None:
-    endpoint, *options = sys.argv[1:]
+    endpoint, definition, *options = sys.argv[1:]
+    definitions = FixedDefinitions(read_definition(Path(definition)))
     file = os.environ.get(KEYS_VARIABLE)
     keys = read_keys(Path(file)) if file else None
     with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
-        runner.run(run_worker(endpoint, keys=keys, exit_when_orphaned="--exit-when-orphaned" in options))
+        orphaned = "--exit-when-orphaned" in options
+        runner.run(run_worker(endpoint, definitions, keys=keys, exit_when_orphaned=orphaned))
 
 
 if __name__ == "__main__":

@@ -113,12 +113,24 @@ async def test_a_remote_model_needs_consent() -> None:
     assert await harness.gateway.prepare(make_request(allow_remote=True), CALLER)
 
 
-async def test_a_route_can_give_consent_for_all_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_route_can_give_consent_for_all_clients_whose_key_does_not_forbid_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     harness = GatewayHarness(remote=True)
     target = harness.gateway.router.resolve("demo", CALLER.endpoint)
     consenting = msgspec.structs.replace(target, allow_remote=True)
     monkeypatch.setattr(harness.gateway.router, "resolve", lambda *_: consenting)
     assert await harness.gateway.prepare(make_request(), CALLER)
+    assert await harness.gateway.prepare(make_request(), msgspec.structs.replace(CALLER, key="ann"))
+    forbidden = msgspec.structs.replace(CALLER, key="ann", forbid_remote=True)
+    with pytest.raises(Forbidden, match="the key 'ann' may not use it"):
+        await harness.gateway.prepare(make_request(allow_remote=True), forbidden)
+
+
+async def test_a_request_with_a_key_cannot_give_its_own_consent() -> None:
+    harness = GatewayHarness(remote=True)
+    with pytest.raises(Forbidden, match="set allow_remote = true on its route or your key"):
+        await harness.gateway.prepare(make_request(allow_remote=True), msgspec.structs.replace(CALLER, key="ann"))
 
 
 async def test_an_unknown_model_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,24 @@ def test_a_header_gives_consent_to_remote_models() -> None:
     assert admit(make_context(x_modelyard_allow_remote="no"), ()).allow_remote is False
 
 
+@pytest.mark.parametrize(
+    ("setting", "allowed", "forbidden"), [(True, True, False), (None, False, False), (False, False, True)]
+)
+@pytest.mark.parametrize("header", ["true", "false"])
+def test_no_header_overrides_what_a_key_may_do(
+    setting: bool | None, allowed: bool, forbidden: bool, header: str
+) -> None:
+    keys = read_keys([KeySettings(name="k", key="secret", allow_remote=setting)], {})
+    context = admit(make_context(x_api_key="secret", x_modelyard_allow_remote=header), keys)
+    assert (context.allow_remote, context.forbid_remote) == (allowed, forbidden)
+    assert (context.caller().allow_remote, context.caller().forbid_remote) == (allowed, forbidden)
+
+
+def test_a_workbench_that_is_switched_off_is_no_open_path() -> None:
+    assert admit(make_context("/workbench"))
+    assert isinstance(rejection(make_context("/workbench"), workbench=False), Unauthenticated)
+
+
 # --- names and pages --------------------------------------------------------------------------------------------------
 
 

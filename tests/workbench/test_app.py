@@ -87,6 +87,27 @@ def test_the_page_needs_no_key_but_the_admin_api_does(server: ServerProcess) -> 
     assert httpx.get(server.url + "/workbenches").status_code == 401
 
 
+def test_an_address_can_open_only_so_many_pages_and_connections(tmp_path: Path) -> None:
+    forged = {"x-modelyard-client": "10.1.1.1", "x-forwarded-for": "10.1.1.1"}
+    with serve(tmp_path, *DEMO, MODELYARD_API_KEY="secret") as running, httpx.Client(base_url=running.url) as client:
+        for paths in ((POLLING, POLLING + "&x_sid=1"), ("/workbench", "/workbench/memory")):
+            assert {client.get(path).status_code for path in paths for _ in range(20)} == {200}
+            refused = client.get(paths[1], headers=forged)
+            assert refused.status_code in (503, 529)
+            assert "40 pages of the workbench are open from your address" in refused.text
+        assert handshake(running.url).startswith("HTTP/1.1 403")
+        assert client.get("/health").status_code == 200
+
+
+def test_the_workbench_can_be_switched_off(tmp_path: Path) -> None:
+    with serve(tmp_path, *DEMO, MODELYARD_API_KEY="secret", MODELYARD_HTTP__WORKBENCH="false") as running:
+        for path in ("/workbench", "/workbench/requests", POLLING):
+            assert httpx.get(running.url + path).status_code == 401
+            assert httpx.get(running.url + path, headers={"x-api-key": "secret"}).status_code == 404
+        assert handshake(running.url).startswith("HTTP/1.1 403")
+        assert not any("the workbench is at" in line.get("message", "") for line in running.lines)
+
+
 def test_a_body_that_is_too_large_or_of_unknown_length_is_refused(server: ServerProcess) -> None:
     def chunks() -> Iterator[bytes]:
         yield b"x"

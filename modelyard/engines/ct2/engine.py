@@ -182,6 +182,13 @@ def top_logprobs(logits: npt.NDArray[np.float32], token: int, top: int) -> IdLog
     return IdLogprob(token, float(logits[token]) - total, best)
 
 
+def _free(generators: list[Any]) -> None:
+    """Frees the weights even if something, such as the traceback of a failed batch, still refers to the generator."""
+    for generator in generators:
+        generator.unload_model()
+    generators.clear()
+
+
 class Ct2Engine(InProcessEngine[Ct2Job]):
     library = "CTranslate2"
 
@@ -192,7 +199,7 @@ class Ct2Engine(InProcessEngine[Ct2Job]):
         self._pool = ThreadPoolExecutor(self._workers, f"ct2:{spec.model}")
         self._generators: list[Any] = []  # one, once it is loaded
         # A generator that still exists when Python exits aborts the process.
-        self._free_generator = weakref.finalize(self, self._generators.clear)
+        self._free_generator = weakref.finalize(self, _free, self._generators)
         self._vocabulary: list[str] = []
         self._waiting: list[Ct2Job] = []
         self._running: dict[Ct2Batch, asyncio.Future[None]] = {}
@@ -207,7 +214,8 @@ class Ct2Engine(InProcessEngine[Ct2Job]):
     async def _load(self, progress: OnProgress) -> None:
         folder = find_folder(self.options.path)
         progress(0.0, "loading weights")
-        await asyncio.to_thread(self._load_generator, folder)
+        # In a thread of its own: glibc keeps up to 64 MB for every thread that has loaded weights and still runs.
+        await self._loop.run_in_executor(self._pool, self._load_generator, folder)
         self.info = replace(self.info, device=self._generators[0].device)
 
     def _load_generator(self, folder: Path) -> None:
@@ -244,8 +252,8 @@ class Ct2Engine(InProcessEngine[Ct2Job]):
     async def _shut_down(self) -> None:
         if self._running:
             await asyncio.wait(self._running.values())
-        await asyncio.to_thread(self._pool.shutdown)
         await asyncio.to_thread(self._free_generator)
+        await asyncio.to_thread(self._pool.shutdown)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 

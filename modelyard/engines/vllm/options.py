@@ -43,6 +43,7 @@ LIVE_OVERRIDES: dict[str, Any] = {
     "vllm_speculative_attention_backend": KernelName,
     "vllm_num_speculative_tokens": DraftTokens,
 }
+LOCAL_OPTIONS = frozenset({"vllm_speculative_model"})
 
 # vLLM's arguments that our options set. `vllm_engine_args` may not set them a second time.
 RESERVED_ARGUMENTS = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from modelyard.engines.vllm import estimate as estimate
 from modelyard.engines.vllm.model_folder import require_folder
 from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES
+from modelyard.engines.vllm.options import LOCAL_OPTIONS as LOCAL_OPTIONS
 from modelyard.engines.vllm_serve.engine import CAPABILITIES as CAPABILITIES
 from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.engines.vllm_serve.options import VllmServeOptions as Options
