@@ -3,6 +3,7 @@
 NOT_PLUGINS = frozenset(
     {
         "cores",
+        "freed_memory",
         "generation_queue",
         "grammars",
         "hf_folder",

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from modelyard.core.output_format import OutputFormat
+from modelyard.scanner.automaton import Automaton
 from modelyard.scanner.marker_filter import MarkerSpellings, remove_markers
 
 T = TypeVar("T")
@@ -212,13 +213,13 @@ class TextBuffer:
 class TextFinder:
     """Finds any of several texts in a buffer."""
 
-    __slots__ = ("_first_chars", "_prefixes", "_reach", "pattern")
+    __slots__ = ("_begun", "_first_chars", "_reach", "pattern")
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.pattern = _any_text(texts)
-        self._prefixes = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+        self._begun = Automaton(texts)
         self._reach = max(map(len, texts), default=1) - 1
-        self._first_chars = any_char(frozenset(prefix for prefix in self._prefixes if len(prefix) == 1))
+        self._first_chars = any_char(frozenset(text[0] for text in texts if len(text) > 1))
 
     def find(self, buffer: TextBuffer) -> re.Match[str] | None:
         """The next match, unless more input could make it longer or part of an earlier one."""
@@ -230,13 +231,10 @@ class TextFinder:
     def partial_start(self, buffer: TextBuffer) -> int:
         """Where the longest suffix begins that more input may complete to a match."""
         text = buffer.text
-        nearest = max(buffer.pos, len(text) - self._reach)
-        if self._first_chars.search(text, nearest) is None:
+        first = self._first_chars.search(text, max(buffer.pos, len(text) - self._reach))
+        if first is None:
             return len(text)  # the usual case
-        for start in range(nearest, len(text)):
-            if text[start:] in self._prefixes:
-                return start
-        return len(text)
+        return len(text) - self._begun.begun(text, first.start())
 
 
 class MarkerTable:

@@ -17,25 +17,25 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from modelyard.scanner.automaton import Automaton
+
 
 class MarkerSpellings:
     """How the markers look as text. `tokens` are removed only across a gap, `plain` markers everywhere."""
 
-    __slots__ = ("all", "first", "first_char", "last", "plain", "plain_prefixes", "prefixes", "reach")
+    __slots__ = ("all", "all_begun", "first", "first_char", "last", "plain", "plain_begun", "reach")
 
     def __init__(self, plain: Collection[str], tokens: Collection[str]) -> None:
         self.plain, self.all = frozenset(plain), frozenset((*plain, *tokens))
-        self.plain_prefixes, self.prefixes = _prefixes(self.plain), _prefixes(self.all)
+        self.plain_begun, self.all_begun = Automaton(self.plain), Automaton(self.all)
         self.first, self.last = frozenset(m[0] for m in self.all), frozenset(m[-1] for m in self.all)
         self.first_char = re.compile(f"[{''.join(map(re.escape, sorted(self.first)))}]" if self.first else r"(?!)")
         self.reach = max(map(len, self.all), default=1) - 1
 
-    def partial_start(self, text: str, prefixes: frozenset[str]) -> int:
+    def partial_start(self, text: str, begun: Automaton) -> int:
         """Where the longest suffix begins that is the prefix of a marker."""
-        for start in range(max(0, len(text) - self.reach), len(text)):
-            if text[start] in self.first and text[start:] in prefixes:
-                return start
-        return len(text)
+        first = self.first_char.search(text, max(0, len(text) - self.reach))
+        return len(text) if first is None else len(text) - begun.begun(text, first.start())
 
 
 class MarkerFilter:
@@ -103,10 +103,10 @@ class MarkerFilter:
     def _keep(self, text: str, shown: int, gap: int) -> str:
         """Make this the end of the text. `shown` and `gap` are positions in it. Returns what need not be held back."""
         spellings = self._spellings
-        start = spellings.partial_start(text, spellings.prefixes)
+        start = spellings.partial_start(text, spellings.all_begun)
         self._gap = max(0, gap - start)
         holds_all = self._gap or start == len(text)
-        end = start if holds_all else spellings.partial_start(text, spellings.plain_prefixes)
+        end = start if holds_all else spellings.partial_start(text, spellings.plain_begun)
         self._before = text[max(0, start - spellings.reach) : start] if start < len(text) else ""
         self._tail, self._shown = text[start:], max(shown, end) - start
         return text[shown:end]
@@ -127,6 +127,3 @@ def remove_markers(text: str, pattern: re.Pattern[str], markers: Collection[str]
             del out[len(out) - size :]
     return "".join(out)
 
-
-def _prefixes(markers: Collection[str]) -> frozenset[str]:
-    return frozenset(m[:end] for m in markers for end in range(1, len(m)))

@@ -14,6 +14,8 @@ from msgspec.structs import replace
 
 from modelyard.core.events import BlockDelta, BlockEnd, BlockKind, BlockStart, Event, TokenLogprob
 from modelyard.core.tokenizer import IdLogprob
+from modelyard.scanner.automaton import automaton
+from modelyard.scanner.lexer import any_char
 from modelyard.scanner.marker_filter import MarkerFilter, MarkerSpellings
 
 VisibleKind = Literal["text", "thinking"]
@@ -85,33 +87,40 @@ class BlockWriter:
 class StopStrings:
     """Finds stop strings in chunks of text. A stop string is never shown.
 
-    The string whose LAST character comes first wins, and the longer one of two that end together. A reader that sees
-    one character at a time finds the same, so the result does not depend on the chunks.
+    The string whose LAST character comes first wins, and the longer one of two that end together. The text is read
+    character by character, so the result does not depend on the chunks.
     """
 
-    __slots__ = ("_prefixes", "_reach", "_stops", "held")
+    __slots__ = ("_automaton", "_first_chars", "_state", "held")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [s for s in stops if s]
-        self._prefixes = frozenset(s[:end] for s in self._stops for end in range(1, len(s)))
-        self._reach = max(map(len, self._stops), default=1) - 1
-        self.held = ""
+        self._automaton = automaton(tuple(stops))
+        self._first_chars = any_char(frozenset(self._automaton.next[0]))
+        self._state = 0
+        self.held = ""  # the end of the text, which may be the beginning of a stop string
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """The text that may be shown, and the stop string that was found."""
-        text = self.held + text
-        self.held = ""
-        if found := [(pos + len(s), pos, s) for s in self._stops if (pos := text.find(s)) >= 0]:
-            _, pos, stop = min(found)
-            return text[:pos], stop
-        for start in range(max(0, len(text) - self._reach), len(text)):
-            if text[start:] in self._prefixes:
-                self.held = text[start:]
-                return text[:start], None
-        return text, None
+        state, start = self._state, 0
+        if not state:
+            first = self._first_chars.search(text)
+            if first is None:
+                return text, None  # the usual case
+            start = first.start()
+        step, found = self._automaton.step, self._automaton.found
+        for at in range(start, len(text)):
+            state = step(state, text[at])
+            if (stop := found[state]) is not None:
+                shown = (self.held + text[: at + 1])[: -len(stop)]
+                self.held, self._state = "", 0
+                return shown, stop
+        text, self._state = self.held + text, state
+        end = len(text) - self._automaton.depth[state]
+        self.held = text[end:]
+        return text[:end], None
 
     def flush(self) -> str:
-        text, self.held = self.held, ""
+        text, self.held, self._state = self.held, "", 0
         return text
 
 

@@ -86,16 +86,15 @@ def _message_fields(backend: str) -> Mapping[str, Any]:
 
 def message_options(definition: EngineDefinition) -> bytes:
     """The options of a message that opens this engine, as JSON."""
-    fields, options = _message_fields(definition.backend), definition.options
-    return msgspec.json.encode(
-        {name: options[name] for name in fields if name in options and _fits(fields, options, name)}
-    )
+    fields = _message_fields(definition.backend)
+    options = {name: value for name, value in definition.options.items() if name in fields}
+    return msgspec.json.encode({name: value for name, value in options.items() if _fits(value, fields[name])})
 
 
-def _fits(fields: Mapping[str, Any], options: Mapping[str, Any], name: str) -> bool:
-    """A configuration may set values that a load may not."""
+def _fits(value: Any, kind: Any) -> bool:
+    """A configuration may set values that a message may not."""
     try:
-        TypeAdapter(fields[name]).validate_python(options[name])
+        TypeAdapter(kind).validate_python(value)
     except ValidationError:
         return False
     return True

@@ -14,6 +14,7 @@ from typing import Any
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
 from modelyard.engines import fake
 from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.definitions import EngineDefinition, define, not_defined
 from modelyard.workers.messages import LinkMessage, decode_for_client, encode, open_engine_message
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig
 from modelyard.workers.worker import Worker
@@ -23,6 +24,30 @@ LENIENT = HeartbeatConfig(worker_misses=1000, client_misses=1000)  # the machine
 STRICT = HeartbeatConfig(interval_s=0.01, worker_misses=5, client_misses=5)  # for peers that are known to be silent
 DEADLINE_S = 180.0
 HANGING: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
+
+
+class TestDefinitions:
+    """The configuration of the workers on this loop: the last definition of each model in a test."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self._definitions: dict[str, EngineDefinition] = {}
+
+    def add(self, backend: str, spec: EngineSpec) -> EngineSpec:
+        self._definitions[spec.model] = define(backend, spec)
+        return spec
+
+    def find(self, model: str) -> EngineDefinition:
+        if model not in self._definitions:
+            raise not_defined(model)
+        return self._definitions[model]
+
+    def models(self) -> tuple[str, ...]:
+        return tuple(self._definitions)
+
+
+DEFINITIONS = TestDefinitions()
 
 _ROOT = tempfile.TemporaryDirectory(prefix="my-")  # the path of a socket is limited, and pytest's folders are long
 _NUMBERS = itertools.count()
@@ -44,7 +69,7 @@ def ipc_endpoint() -> str:
 async def running_worker(
     endpoint: str | None = None, *, keys: ClusterKeys | None = None, heartbeat: HeartbeatConfig = LENIENT
 ) -> AsyncIterator[Worker]:
-    worker = Worker(endpoint or ipc_endpoint(), keys=keys, name="w", heartbeat=heartbeat)
+    worker = Worker(endpoint or ipc_endpoint(), DEFINITIONS, keys=keys, name="w", heartbeat=heartbeat)
     try:
         yield worker
     finally:
@@ -73,7 +98,8 @@ def expect_silence(session: WorkerSession) -> None:
 
 def fake_spec(caches: dict[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:
     chosen = {"token_delay": 0} | options
-    return EngineSpec("demo", fake.Options(**chosen), caches or {"main": CacheInfo(4096, 8)})
+    spec = EngineSpec("demo", fake.Options(**chosen), caches or {"main": CacheInfo(4096, 8)})
+    return DEFINITIONS.add("fake", spec)
 
 
 async def open_fake(

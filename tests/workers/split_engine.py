@@ -6,6 +6,7 @@ The worker runs on the same loop, on another machine, or as an actor of a Ray cl
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
+from modelyard.workers.definitions import EngineDefinition, FixedDefinitions, define
 from modelyard.workers.ray import RayCluster
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
@@ -74,9 +76,12 @@ class SplitEngine:
         return WorkerPool(folder / "workers", heartbeat=self._heartbeat, launch=False)
 
     def _start_worker(self, workers: WorkerPool, scheduler: str, folder: Path) -> None:
-        worker = Worker(f"ipc://{folder / 'w'}", heartbeat=self._heartbeat)
+        worker = Worker(f"ipc://{folder / 'w'}", FixedDefinitions(self._definition()), heartbeat=self._heartbeat)
         self._parts.insert(0, worker)
-        workers.register("w", worker.endpoint, [])
+        workers.register("w", worker.endpoint, [], models=(self._spec.model,))
+
+    def _definition(self) -> EngineDefinition:
+        return define(self._backend, self._spec)
 
     def generate(self, prompt: Prompt) -> Any:
         return self._engine.generate(prompt)
@@ -111,8 +116,10 @@ class RemoteMachineEngine(SplitEngine):
     def _start_worker(self, workers: WorkerPool, scheduler: str, folder: Path) -> None:
         assert self.keys is not None
         write_keys(folder / "keys", self.keys)
-        config = folder / "c.toml"
-        config.write_text(f'[workers]\nkeys = "{folder / "keys"}"\npatience = {self._heartbeat.worker_misses}\n')
+        definition, config = self._definition(), folder / "c.json"
+        model = {"backend": definition.backend, **definition.options}
+        settings = {"keys": str(folder / "keys"), "patience": self._heartbeat.worker_misses}
+        config.write_text(json.dumps({"workers": settings, "models": {definition.model: model}}))
         self._parts.insert(0, WorkerProcess(remote_machine().start_worker(scheduler, config)))
 
 

@@ -16,6 +16,7 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import fake
 from modelyard.workers import interpreter
+from modelyard.workers.definitions import EngineDefinition
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
 from modelyard.workers.worker_pool import WorkerPool
@@ -137,7 +138,7 @@ async def test_an_engine_with_an_unusable_interpreter_does_not_open(program: Pro
 
 async def test_the_worker_pool_starts_a_worker_with_another_interpreter(other_interpreter: str, tmp_path: Path) -> None:
     workers = WorkerPool(tmp_path, heartbeat=HeartbeatConfig(worker_misses=1000))
-    worker = await workers.acquire("any", "demo", other_interpreter)
+    worker = await workers.acquire("any", EngineDefinition("fake", "demo", {}), other_interpreter)
     try:
         assert worker.session.welcome is not None
         assert psutil.Process(worker.session.welcome.pid).cmdline()[0] == other_interpreter

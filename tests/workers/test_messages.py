@@ -92,7 +92,7 @@ REQUEST = Request(
 FOR_WORKER = [
     Hello(VERSION, "me"),
     Heartbeat(3),
-    OpenEngine("e", "fake", "m", b"{}", {"main": core.CacheInfo(9, 2)}),
+    OpenEngine("e", "m", b"{}", {"main": core.CacheInfo(9, 2)}),
     AddRequest("e", InferRequest(1, pack_ids([1, 2]), Sampling(seed=3), constraint=Constraint("gbnf", "root ::= x"))),
     AddRequest("e", InferRequest(1, b"", media=[(0, core.Media("image", "ab", b"\xff", 4))])),
     AddChat("e", 2, REQUEST),

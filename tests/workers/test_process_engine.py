@@ -17,6 +17,8 @@ import pytest
 from modelyard.core.engine import CacheInfo, EmbeddingEngine, EngineSpec, Tokens
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.engines import fake, llama_cpp
+from modelyard.workers.definitions import define, engine_spec, read_definition, write_definition
+from modelyard.workers.messages import open_engine_message
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read, until
@@ -125,12 +127,12 @@ async def test_opening_and_closing_leaks_no_file_descriptors() -> None:
 @pytest.mark.parametrize(
     "options", [fake.Options(kind="chat"), fake.Options(script=[{"when": "a|b", "steps": [{"text": "x"}]}])]
 )
-def test_options_survive_the_wire(options: fake.Options) -> None:
-    from modelyard.workers.messages import open_engine_message
-    from modelyard.workers.worker import engine_spec
-
+def test_options_reach_the_process_through_its_file(options: fake.Options, tmp_path: Path) -> None:
     made = EngineSpec("m", options, {"main": CacheInfo(9, 2, "q8_0")}, ("text", "image"))
-    assert engine_spec(open_engine_message("e", "fake", made)) == made
+    write_definition(tmp_path / "engine", define("fake", made))
+    message = open_engine_message("e", "fake", made)
+    definition = read_definition(tmp_path / "engine")
+    assert engine_spec(definition, message.options, message.caches, message.modalities) == made
 
 
 def test_a_request_without_output_is_retried_after_its_process_was_killed() -> None:

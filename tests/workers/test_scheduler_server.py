@@ -23,6 +23,7 @@ from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.app import compose
 from modelyard.store import MemoryStore
+from modelyard.workers.definitions import define
 from modelyard.workers.messages import (
     VERSION,
     ConnectionRefused,
@@ -50,6 +51,7 @@ from tests.live_server import demo_config
 from tests.workers.conftest import Closing
 from tests.workers.harness import (
     DEADLINE_S,
+    DEFINITIONS,
     LENIENT,
     STRICT,
     connected,
@@ -66,7 +68,7 @@ FREQUENT = HeartbeatConfig(interval_s=0.02, worker_misses=1000, client_misses=10
 
 def model_spec(worker_pool: WorkerPool, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
     caches = {"main": CacheInfo(4096, parallel)}
-    spec = EngineSpec(name, fake.Options(**({"token_delay": 0, **HANGING} | options)), caches)
+    spec = DEFINITIONS.add("fake", EngineSpec(name, fake.Options(**({"token_delay": 0, **HANGING} | options)), caches))
     identity = f"{name}:{parallel}:{options}"
     return ModelSpec(
         name=name,
@@ -89,7 +91,8 @@ class Deployment:
         self.scheduler = Scheduler(limits=self._limits)
         self.store = MemoryStore(100, 1 << 20, 3600)
         for worker in self.workers:
-            self.worker_pool.register(worker.name, worker.endpoint, [hosted.info() for hosted in worker.engines])
+            engines = [hosted.info() for hosted in worker.engines]
+            self.worker_pool.register(worker.name, worker.endpoint, engines, models=("demo",))
         self.scheduler.reconfigure({"demo": model_spec(self.worker_pool, **options)})
         self.server = SchedulerServer(
             self.endpoint, self.scheduler, self.worker_pool, self.store, self._reload, heartbeat=FREQUENT
@@ -501,7 +504,7 @@ async def test_a_registered_worker_is_used_and_removed_when_it_leaves(tmp_path: 
         from modelyard.workers.worker_process import _register
 
         loading = made.scheduler.load("demo")
-        offering = asyncio.create_task(_register(worker, made.endpoint, None, FREQUENT))
+        offering = asyncio.create_task(_register(worker, DEFINITIONS, made.endpoint, None, FREQUENT))
         try:
             await asyncio.wait_for(loading, DEADLINE_S)
             (await lease_from(pool)).release()
@@ -559,7 +562,7 @@ async def test_an_aborted_load_leaves_no_engine_in_a_registered_worker(
 async def test_a_worker_that_closes_while_an_engine_opens_closes_it_and_opens_no_other(
     slow_opening: SlowOpening, closing: Closing
 ) -> None:
-    worker = closing(Worker(ipc_endpoint(), heartbeat=LENIENT))
+    worker = closing(Worker(ipc_endpoint(), DEFINITIONS, heartbeat=LENIENT))
     try:
         async with connected(worker) as session:
             first = asyncio.create_task(session.open(open_engine_message("a", "fake", fake_spec()), lambda *_: None))
@@ -612,7 +615,7 @@ async def test_a_worker_that_did_not_answer_is_tried_again(
     worker_pool, endpoint, tries = WorkerPool(tmp_path, heartbeat=LENIENT, launch=False), ipc_endpoint(), []
     deaf = closing(RouterSocket(endpoint, lambda peer, _: tries.append(peer)))
     worker_pool.register("w", endpoint, [])
-    acquiring = asyncio.create_task(worker_pool.acquire("x"))
+    acquiring = asyncio.create_task(worker_pool.acquire("x", define("fake", fake_spec())))
     try:
         await until(lambda: len(tries) > 1)
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -22,15 +23,23 @@ from modelyard.workers.transport import (
     HeartbeatMonitor,
     PeerDisconnected,
     RouterSocket,
-    check_endpoint,
     generate_keys,
+    link_keys,
+    own_keys,
     read_keys,
+    scheduler_address,
     write_keys,
 )
 from tests.workers.conftest import Closing
 from tests.workers.harness import ipc_endpoint, until
 
 LOCAL = "tcp://127.0.0.1:*"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of this user are created there."""
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "own"))
 
 
 @asynccontextmanager
@@ -290,24 +299,77 @@ async def test_messages_of_several_frames_are_counted_and_dropped() -> None:
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.0.2.1:5555", "tcp://[::]:5555"])
 def test_tcp_beyond_loopback_needs_keys(endpoint: str) -> None:
-    with pytest.raises(InvalidRequest, match="modelyard keys") as caught:
-        check_endpoint(endpoint, None)
+    with pytest.raises(InvalidRequest, match=r"set workers\.keys") as caught:
+        link_keys(endpoint, None)
     assert caught.value.code == "keys_needed"
-    check_endpoint(endpoint, generate_keys())
+    keys = generate_keys()
+    assert link_keys(endpoint, keys) is keys
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://localhost:*", "tcp://[::1]:5555", "ipc:///tmp/x"])
-def test_local_addresses_need_no_keys(endpoint: str) -> None:
-    check_endpoint(endpoint, None)
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://localhost:*", "tcp://[::1]:5555"])
+def test_loopback_addresses_get_the_keys_of_this_user(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
+    first = link_keys(endpoint, None)
+    assert first is not None
+    assert link_keys(endpoint, None) == first == own_keys()
+    assert stat.S_IMODE((tmp_path / "cache/run").stat().st_mode) == 0o700
+    assert [each.name for each in (tmp_path / "cache/run").iterdir()] == ["keys"]
+    keys = generate_keys()
+    assert link_keys(endpoint, keys) is keys
+
+
+def test_processes_that_start_together_agree_on_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path))
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: own_keys(), range(32)))
+    assert len({keys.secret for keys in found}) == 1
+
+
+async def test_a_loopback_listener_ignores_a_peer_without_its_keys() -> None:
+    received: list[bytes] = []
+    async with router(LOCAL, lambda _, data: received.append(data)) as router_socket:
+        with raw_dealer() as raw:
+            raw.connect(router_socket.endpoint)
+            raw.send(b"stranger")
+            async with dealer(router_socket.endpoint) as (friend, _, _):
+                friend.send(b"friend")
+                await until(lambda: received == [b"friend"])
+
+
+def test_a_socket_is_only_in_a_folder_that_nobody_else_can_enter(tmp_path: Path) -> None:
+    private, link = tmp_path / "private", tmp_path / "link"
+    private.mkdir(mode=0o700)
+    link.symlink_to(private)
+    assert link_keys(f"ipc://{private}/s", None) is None
+    for folder, reason in ((link, "not a folder"), (Path("/"), "another user|chmod 700"), (tmp_path / "no", "No such")):
+        with pytest.raises(InvalidRequest, match=reason):
+            link_keys(f"ipc://{folder}/s", None)
+    private.chmod(0o750)
+    with pytest.raises(InvalidRequest, match="chmod 700") as caught:
+        link_keys(f"ipc://{private}/s", None)
+    assert caught.value.code == "folder_not_private"
+
+
+def test_the_default_address_of_a_scheduler_is_a_private_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path))
+    (tmp_path / "run").mkdir(mode=0o755)  # by an older version
+    assert scheduler_address("auto") == scheduler_address("") == f"ipc://{tmp_path}/run/scheduler"
+    assert link_keys(scheduler_address("auto"), None) is None
+    assert scheduler_address("tcp://h:1") == "tcp://h:1"
 
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["", "5555", "udp://127.0.0.1:1", "tcp://127.0.0.1", "tcp://:x", "tcp://h:99999", "ipc://", "ipc:///" + "x" * 120],
+    ["", "5555", "udp://127.0.0.1:1", "tcp://127.0.0.1", "tcp://:x", "tcp://h:99999", "ipc://", "ipc:///" + "x" * 120]
+    + ["ipc://@abstract", "ipc://*"],
 )
 def test_an_invalid_address_is_reported(endpoint: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_endpoint(endpoint, generate_keys())
+        link_keys(endpoint, generate_keys())
     assert caught.value.code == "bad_endpoint"
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Control, End, Prompt, TokenRun, Tokens
+from modelyard.core.engine import CacheInfo, Control, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, Unavailable, Unsupported
 from modelyard.core.events import Failed, collect_reply
 from modelyard.core.request import Message as Turn
 from modelyard.core.request import Request, Text
+from modelyard.engines import fake
 from modelyard.workers.client import WorkerSession
 from modelyard.workers.messages import (
     VERSION,
@@ -41,6 +42,7 @@ from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
 from tests.workers.harness import (
+    DEFINITIONS,
     DEADLINE_S,
     HANGING,
     LENIENT,
@@ -83,11 +85,13 @@ async def test_an_open_engine_is_reused_by_its_id() -> None:
 
 async def test_opening_an_invalid_engine_fails_with_the_reason() -> None:
     async with running_worker() as worker, connected(worker) as session:
+        DEFINITIONS.add("fake", EngineSpec("m", fake.Options(), {}))
+        DEFINITIONS.add("fake", EngineSpec("broken", fake.Options(tokenizer_path="/nowhere"), {}))
         for message, expected in [
-            (OpenEngine("e", "nonsense", "m", b"{}", {}), "nonsense"),
-            (OpenEngine("e", "fake", "m", b'{"echo": "maybe"}', {}), "echo"),
-            (OpenEngine("e", "fake", "m", b"{", {}), "options"),
-            (OpenEngine("e", "fake", "m", b'{"tokenizer_path": "/nowhere"}', {"main": CacheInfo(9)}), "nowhere"),
+            (OpenEngine("e", "nonsense", b"{}", {}), "nonsense"),
+            (OpenEngine("e", "m", b'{"echo": "maybe"}', {}), "echo"),
+            (OpenEngine("e", "m", b"{", {}), "options"),
+            (OpenEngine("e", "broken", b"{}", {"main": CacheInfo(9)}), "nowhere"),
         ]:
             with pytest.raises(ModelyardError, match=expected):
                 await session.open(message, lambda *_: None)
@@ -240,7 +244,7 @@ async def test_random_messages_never_stop_a_worker(closing: Closing) -> None:
         engine = await open_fake(session, echo=True)
         good = [
             encode(AddRequest("e", InferRequest(1, pack_ids([1, 2, 3])))),
-            encode(OpenEngine("f", "fake", "m", b"{}", {})),
+            encode(OpenEngine("f", "m", b"{}", {})),
         ]
         for i in range(60):
             peer = closing(RawPeer(worker.endpoint))

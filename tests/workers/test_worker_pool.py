@@ -16,7 +16,7 @@ from modelyard.workers.ray import RayCluster
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerPool, create_worker_engine, machine_name
 from modelyard.workers.worker_process import _register
-from tests.workers.harness import DEADLINE_S, LENIENT, ipc_endpoint, running_worker, until
+from tests.workers.harness import DEADLINE_S, DEFINITIONS, LENIENT, ipc_endpoint, running_worker, until
 
 REMOTE, OTHER = Node("far", AvailableMemory(100)), Node("farther", AvailableMemory(50))
 
@@ -53,7 +53,7 @@ async def test_the_node_is_unknown_without_workers_or_with_a_cluster(tmp_path: P
 
 def model_spec(workers: WorkerPool, name: str) -> ModelSpec:
     caches = {"main": CacheInfo(4096, 2)}
-    spec = EngineSpec(name, fake.Options(token_delay=0), caches)
+    spec = DEFINITIONS.add("fake", EngineSpec(name, fake.Options(token_delay=0), caches))
 
     def make(node: str = UNKNOWN_NODE) -> Any:
         return create_worker_engine(workers, "fake", spec, name, node)
@@ -68,8 +68,8 @@ async def test_engines_go_to_nodes_with_enough_memory(tmp_path: Path) -> None:
     scheduler = Scheduler(memory_planner=MemoryPlanner(available=lambda: AvailableMemory(0), nodes=workers.nodes))
     scheduler.reconfigure({name: model_spec(workers, name) for name in ("a", "b")})
     async with running_worker() as one, running_worker() as two:
-        workers.register("one", one.endpoint, [], Node("near", AvailableMemory(100)))
-        workers.register("two", two.endpoint, [], REMOTE)
+        workers.register("one", one.endpoint, [], Node("near", AvailableMemory(100)), ("a", "b"))
+        workers.register("two", two.endpoint, [], REMOTE, ("a", "b"))
         try:
             for name in ("a", "b"):
                 await asyncio.wait_for(asyncio.shield(scheduler.load(name)), DEADLINE_S)
@@ -86,7 +86,7 @@ async def test_a_registering_worker_reports_the_memory_of_its_machine(tmp_path: 
     server = SchedulerServer(ipc_endpoint(), scheduler, workers, MemoryStore(1, 1, 1), _no_reload, heartbeat=LENIENT)
     try:
         async with running_worker() as worker:
-            registering = asyncio.create_task(_register(worker, server.endpoint, None, LENIENT))
+            registering = asyncio.create_task(_register(worker, DEFINITIONS, server.endpoint, None, LENIENT))
             try:
                 await until(lambda: workers.nodes()[0].name == machine_name())
             finally:
