@@ -1,24 +1,33 @@
-"""A client connection: uvicorn's, with limits on what a client may send before it gets a reply.
+"""A client connection: uvicorn's, with limits on what a client may send and on how long it may read nothing.
 
-uvicorn bounds neither the size of the headers nor the time they take, so a client could hold memory for ever; and it
-refuses invalid HTTP in plain text, where our clients expect JSON. This class adds both through the callbacks of the
-HTTP parser, and coalesces writes.
+uvicorn bounds neither the size of the headers nor the time they take nor the time in which nothing is read, so a client
+could hold memory for ever; and it refuses invalid HTTP in plain text, where our clients expect JSON. This class adds
+that through the callbacks of the HTTP parser and of the transport, and coalesces writes. It also serves clients that
+uvicorn does not: those that offer another protocol than WebSocket, that close their side after the request, or that
+know only HTTP/1.0.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+import socket
+import struct
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Protocol, cast
 
-from starlette.types import Receive, Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from starlette.types import Message, Receive, Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.http.errors import write_error
 from modelyard.http.request_context import RequestContext
+from modelyard.telemetry.log import log_event
+
+log = logging.getLogger("modelyard.http")
 
 # --- write coalescing: everything written in one iteration of the event loop is one system call ----------------------
 
@@ -51,9 +60,14 @@ class CoalescingTransport:
     """
 
     def __init__(
-        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, coalescer: WriteCoalescer
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        coalescer: WriteCoalescer,
+        on_unsent: Callable[[], None] | None = None,
     ) -> None:
-        self._transport, self._loop, self._coalescer = transport, loop, coalescer
+        """`on_unsent` is called when the transport is closed before everything is sent."""
+        self._transport, self._loop, self._coalescer, self.on_unsent = transport, loop, coalescer, on_unsent
         self._buffer: list[bytes] = []
         self.is_closing = transport.is_closing  # called for every reply; `__getattr__` is slow
 
@@ -72,15 +86,28 @@ class CoalescingTransport:
 
     def close(self) -> None:
         self.flush()
+        if self.on_unsent is not None and not self.is_closing() and self._transport.get_write_buffer_size():
+            self.on_unsent()
         self._transport.close()
+
+    def reset(self) -> None:
+        """Close without sending the rest; the client's system is told. `abort` alone would leave it to the kernel."""
+        connected = self._transport.get_extra_info("socket")
+        if connected is not None and connected.family != getattr(socket, "AF_UNIX", None):
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.abort()
 
 
 # --- disconnects: work is cancelled the moment its connection is lost -------------------------------------------------
 #
 # Our connection puts its callbacks into the request's scope. Under another ASGI server a task waits for
 # `http.disconnect` instead.
+#
+# A client that has closed its side may still read, or be gone: only an answer to something sent tells. A stream
+# registers how to send a ping.
 
 _SCOPE_KEY = "modelyard.on_disconnect"
+_PINGS_KEY = "modelyard.on_half_close"
 
 DisconnectCallbacks = set[Callable[[], None]]
 
@@ -114,35 +141,58 @@ async def _wait(receive: Receive, work: Cancellable) -> None:
     work.cancel()
 
 
+def ping_on_half_close(scope: Scope, ping: Callable[[], None]) -> Callable[[], object]:
+    """Call `ping` to find out whether the client still reads. Call the returned function at the end of the stream."""
+    pings: DisconnectCallbacks = scope.get(_PINGS_KEY, set())
+    pings.add(ping)
+    return lambda: pings.discard(ping)
+
+
+# --- the connection ---------------------------------------------------------------------------------------------------
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PROBE_S, _MAX_PROBE_S = 0.01, 5.0
+
 _ERROR_HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """`receive_timeout_s` limits the time for all headers together, and each silence in the body that follows."""
+    """`receive_timeout_s` limits the time for all headers together, and each silence in the body that follows.
+    `stall_s` limits the time in which a client reads nothing of what it is sent."""
 
     max_header_bytes = 64 * 1024
     receive_timeout_s = 30.0
+    stall_s = 120.0
     coalescer: WriteCoalescer
 
     @classmethod
-    def configured(cls, max_header_bytes: int) -> type[LimitedConnection]:
+    def configured(cls, max_header_bytes: int, stall_s: float) -> type[LimitedConnection]:
         """The class for one server: its connections share one write coalescer."""
-        attributes = {"max_header_bytes": max_header_bytes, "coalescer": WriteCoalescer()}
+        attributes = {"max_header_bytes": max_header_bytes, "stall_s": stall_s, "coalescer": WriteCoalescer()}
         return type("LimitedConnection", (cls,), attributes)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.url, self.headers = b"", []
         self._header_bytes, self._in_headers, self._in_body = 0, True, True
+        self._message_ended = False  # a message ended in the data that is being parsed
+        self._refusal: bytes | None = None  # the last thing that is sent; input is ignored from here on
         self._receive_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
         self._on_disconnect: DisconnectCallbacks = set()
+        self._pings: DisconnectCallbacks = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, CoalescingTransport(transport, self.loop, self.coalescer)))
+        self._coalescing = CoalescingTransport(transport, self.loop, self.coalescer, self._watch_reader)
+        super().connection_made(cast(asyncio.Transport, self._coalescing))
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        for timer in (self._stall_timer, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
         for callback in tuple(self._on_disconnect):
             callback()
@@ -150,11 +200,26 @@ class LimitedConnection(HttpToolsProtocol):
         if scope is not None:
             withdraw_callbacks(scope)
 
+    # --- receiving ------------------------------------------------------------------------------------------------
+
     def data_received(self, data: bytes) -> None:
         """The timer runs only while a request is incomplete; most requests arrive in one piece."""
-        super().data_received(data)
+        if self._refusal is not None:
+            return
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
+        self._message_ended = False
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if self._in_headers:
-            self._header_bytes += len(data)
+            if self._message_ended:  # how much of the data belongs to these headers is unknown
+                self._start_timer()
+            else:
+                self._header_bytes += len(data)
             if self._header_bytes > self.max_header_bytes:
                 message = f"the request headers are larger than {self.max_header_bytes} bytes (http.max_header_bytes)"
                 self._refuse(431, TooLarge(message, code="headers_too_large"))
@@ -165,6 +230,47 @@ class LimitedConnection(HttpToolsProtocol):
         else:
             self._stop_timer()
 
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self._opens_websocket():
+                    self._stop_timer()
+                    self._in_headers = self._in_body = False
+                    self._coalescing.on_unsent = None
+                    self.scope["method"] = "GET"
+                    self.handle_websocket_upgrade()
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+            else:
+                return
+
+    def _opens_websocket(self) -> bool:
+        """Nothing else is upgraded. Not behind a request that is still answered: the reply needs the connection."""
+        return (
+            self.parser.get_method() == b"GET"
+            and self.parser.get_http_version() == "1.1"
+            and self.ws_protocol_class is not None
+            and [value.lower() for name, value in self.headers if name == b"upgrade"] == [b"websocket"]
+            and (self.cycle is None or self.cycle.response_complete)
+        )
+
+    def _head_without_upgrade(self) -> bytes:
+        """The request's head without its offer of another protocol, which a server may ignore (RFC 9110, 7.8). The
+        parser would skip the body and read it as the next request."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("this server is no proxy")
+        lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(option for option in options if option.lower() not in (b"upgrade", b"http2-settings"))
+            if name != b"upgrade" and (value or name != b"connection"):
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
     # --- callbacks of the HTTP parser -----------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -172,16 +278,51 @@ class LimitedConnection(HttpToolsProtocol):
         self._header_bytes, self._in_headers, self._in_body = 0, True, True
 
     def on_headers_complete(self) -> None:
-        self._in_headers = False
+        if self.parser.should_upgrade():
+            return  # `_parse` decides
         scope: Any = self.scope
         offer_callbacks(scope, self._on_disconnect)
+        scope[_PINGS_KEY] = self._pings
         super().on_headers_complete()
+        self._in_headers = False
+        if scope["http_version"] != "1.1":
+            _end_body_with_connection(self.cycle)
 
     def on_message_complete(self) -> None:
-        self._in_body = False
+        if self.parser.should_upgrade():
+            return
+        self._in_body, self._message_ended = False, True
         super().on_message_complete()
 
-    # --- limits ---------------------------------------------------------------------------------------------------
+    # --- a client that closes its side after the request ------------------------------------------------------------
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Continue while a reply is due. TLS has no such state."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
+            return None
+        cycle.keep_alive = False
+        self._probe_timer = self.loop.call_later(_PROBE_S, self._probe, _PROBE_S)
+        return True
+
+    def _probe(self, delay: float) -> None:
+        """Send something that changes nothing: if the client is gone, its system resets the connection, and the next
+        write fails. Where nothing can be sent, a closed side means that it is gone."""
+        if self.transport.is_closing():
+            return
+        is_waiting = not self.pipeline and not self.cycle.response_started
+        if is_waiting and self.cycle.scope["http_version"] == "1.1":
+            self.transport.write(_CONTINUE)
+        elif self._pings:
+            for ping in tuple(self._pings):
+                ping()
+        elif is_waiting:
+            self.transport.close()
+            return
+        delay = min(2 * delay, _MAX_PROBE_S)
+        self._probe_timer = self.loop.call_later(delay, self._probe, delay)
+
+    # --- a client that does not send --------------------------------------------------------------------------------
 
     def _start_timer(self) -> None:
         self._stop_timer()
@@ -198,15 +339,76 @@ class LimitedConnection(HttpToolsProtocol):
             self._receive_timer.cancel()
             self._receive_timer = None
 
+    # --- a client that does not read --------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall_timer is not None and not self.transport.is_closing():
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _watch_reader(self) -> None:
+        if self._stall_timer is None:
+            self._unsent, self._read_at = self.transport.get_write_buffer_size(), self.loop.time()
+            self._stall_timer = self.loop.call_later(self.stall_s / 4, self._check_reader)
+
+    def _check_reader(self) -> None:
+        unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
+        if unsent < self._unsent:
+            self._read_at = now
+        elif now - self._read_at >= self.stall_s:
+            log_event(log, logging.WARNING, "a client does not read its reply: disconnected", unsent=unsent)
+            self._coalescing.reset()
+            return
+        self._unsent = unsent
+        self._stall_timer = self.loop.call_later(self.stall_s / 4, self._check_reader)
+
+    # --- refusals -------------------------------------------------------------------------------------------------
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, InvalidRequest(msg, code="invalid_http"))
 
     def _refuse(self, status: int, error: ModelyardError) -> None:
-        """Answer what never becomes a request."""
+        """Answer what never becomes a request, after the replies to the requests before it."""
         if self.transport.is_closing():
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
         context = RequestContext(secrets.token_hex(12), self.url.decode("latin-1"), headers)
         body = write_error(error, context).body
-        self.transport.write(_ERROR_HEAD.format(status, HTTPStatus(status).phrase, len(body)).encode() + body)
+        self._refusal = _ERROR_HEAD.format(status, HTTPStatus(status).phrase, len(body)).encode() + body
+        cycle, is_body = self.cycle, self._in_body and not self._in_headers  # a broken body has a cycle of its own
+        if is_body and self.pipeline:
+            self.pipeline.popleft()  # it is the newest, and waits
+        elif is_body and cycle.response_started:
+            self.transport.close()
+        elif is_body or cycle is None or cycle.response_complete:
+            self._send_refusal(self._refusal)
+
+    def _send_refusal(self, refusal: bytes) -> None:
+        self.transport.write(refusal)
         self.transport.close()
+
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if self._refusal is not None and is_last and not self.transport.is_closing():
+            self._send_refusal(self._refusal)
+
+
+def _end_body_with_connection(cycle: RequestResponseCycle) -> None:
+    """A client before HTTP/1.1 does not know chunks or interim replies. uvicorn writes chunks unless it counts down
+    a content-length."""
+    cycle.waiting_for_100_continue = False
+    cycle.chunked_encoding = False
+    original = cycle.send
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await original(message)  # type: ignore[arg-type]
+
+    cycle.send = send  # type: ignore[method-assign, assignment]

@@ -224,7 +224,7 @@ def make_server(
         app,
         host=settings.host,
         port=settings.port,
-        http=LimitedConnection.configured(settings.max_header_bytes),
+        http=LimitedConnection.configured(settings.max_header_bytes, settings.stall_s),
         loop="none",  # the caller runs the event loop
         ws="websockets-sansio",  # for the workbench; the middleware refuses every other WebSocket
         proxy_headers=False,

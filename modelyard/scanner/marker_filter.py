@@ -126,4 +126,3 @@ def remove_markers(text: str, pattern: re.Pattern[str], markers: Collection[str]
             size = max((len(m) for m in markers if end.endswith(m)), default=0)
             del out[len(out) - size :]
     return "".join(out)
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +82,16 @@ def test_only_the_shortest_possible_suffix_is_held_back() -> None:
 def test_the_chunks_do_not_change_where_a_stop_string_is_found(stops: list[str], chunks: list[str]) -> None:
     text = "".join(chunks)
     assert _find_stop(stops, chunks) == _find_stop(stops, [text]) == _find_stop(stops, list(text))
+
+
+def test_a_long_stop_string_takes_memory_in_proportion_to_its_length() -> None:
+    tracemalloc.start()
+    finder = StopStrings(["x" * 40_000])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 40_000_000  # all its prefixes would be 800 MB
+    assert finder.feed("x" * 39_999) == ("", None)
+    assert finder.feed("y") == ("x" * 39_999 + "y", None)
 
 
 # --- log probabilities ------------------------------------------------------------------------------------------------
