@@ -33,6 +33,7 @@ from modelyard.library.default_model import fetch
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
 from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.definitions import FixedDefinitions, define
 from modelyard.workers.messages import (
     AddRequest,
     EngineOpened,
@@ -254,8 +255,10 @@ def _run_worker(engine: type[IdleEngine], endpoint: str, keys: ClusterKeys | Non
     """The child process: a worker that hosts one of the engines above."""
 
     async def work() -> None:
-        worker = Worker(endpoint, keys=keys)
-        hosted = HostedEngine(open_engine_message("e", "fake", fake_spec(1)), lambda *_: None)
+        spec = fake_spec(1)
+        definitions = FixedDefinitions(define("fake", spec))
+        worker = Worker(endpoint, definitions, keys=keys)
+        hosted = HostedEngine(open_engine_message("e", "fake", spec), definitions, lambda *_: None)
         hosted.engine = engine()  # type: ignore[assignment]
         worker._engines["e"] = hosted
         await asyncio.Event().wait()

@@ -62,6 +62,7 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
     stop_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
     cache: str = ""
+    scope: str = ""  # KV of another scope is never reused: whose it is would show in counts and times
     session: str | None = None
     priority: Priority = "main"
     adapters: tuple[tuple[str, float], ...] = ()

@@ -15,7 +15,7 @@
     ├── Unavailable             engine, worker or scheduler lost; a retry may succeed
     ├── Timeout                 a deadline passed
     ├── Unimplemented           the engine has no such function
-    ├── Cancelled               the client disconnected; no reply is sent
+    ├── Cancelled               an administrator cancelled it, or the client disconnected; not to be retried
     └── Internal                a bug; the details are in the log under `id`
         └── Incomplete          an engine's stream violated the event contract
 

@@ -189,6 +189,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     echo: bool = False  # legacy completions: repeat the prompt in the reply
     suffix: str | None = None
     allow_remote: bool = False  # the client consents to remote engines; it counts on a server without keys
+    kv_scope: str = ""  # as `Prompt.scope`; the gateway sets it
     dialect: str = ""  # on a path with several dialects: the reply's dialect
     warnings: tuple[str, ...] = ()  # accepted fields without effect; the gateway logs and counts them
 

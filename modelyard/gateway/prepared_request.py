@@ -73,6 +73,11 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
         suffix = f"~{background_task_id(self.request)}" if self.priority == "background" else ""
         return f"{self.caller.key}/{session}{suffix}"
 
+    @property
+    def kv_scope(self) -> str:
+        """KV is reused among requests of one scope: of one API key, unless the keys share the cache."""
+        return "" if self.target.share_across_keys else self.caller.key
+
     def is_deterministic(self) -> bool:
         """Whether the same request gives the same reply again."""
         sampling = self.sampling
@@ -129,6 +134,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             sampling=_with_seed(self.sampling, choice % request.n),
             max_tokens=request.max_tokens if request.max_tokens is not None else model.max_tokens,
             stop=(*model.stop, *request.stop),
+            kv_scope=self.kv_scope,
         )
 
     def engine_prompt(self, choice: int) -> Prompt:
@@ -146,6 +152,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             stop_ids=model.text.stop_ids,
             constraint=self.constraint,
             cache=self.target.cache,
+            scope=self.kv_scope,
             session=self.session_key(),
             priority=self.priority,
             adapters=((request.lora_adapter, 1.0),) if request.lora_adapter else (),

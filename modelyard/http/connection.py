@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
 import struct
@@ -28,6 +29,8 @@ from modelyard.http.request_context import RequestContext
 from modelyard.telemetry.log import log_event
 
 log = logging.getLogger("modelyard.http")
+
+_NO_LINGER = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)  # on, for 0 seconds
 
 # --- write coalescing: everything written in one iteration of the event loop is one system call ----------------------
 
@@ -93,8 +96,8 @@ class CoalescingTransport:
     def reset(self) -> None:
         """Close without sending the rest; the client's system is told. `abort` alone would leave it to the kernel."""
         connected = self._transport.get_extra_info("socket")
-        if connected is not None and connected.family != getattr(socket, "AF_UNIX", None):
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if connected is not None:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self._transport.abort()
 
 
@@ -266,7 +269,9 @@ class LimitedConnection(HttpToolsProtocol):
         for name, value in self.headers:
             if name == b"connection":
                 options = [option.strip() for option in value.split(b",")]
-                value = b", ".join(option for option in options if option.lower() not in (b"upgrade", b"http2-settings"))
+                value = b", ".join(
+                    option for option in options if option.lower() not in (b"upgrade", b"http2-settings")
+                )
             if name != b"upgrade" and (value or name != b"connection"):
                 lines.append(b"%b: %b" % (name, value))
         return b"\r\n".join(lines) + b"\r\n\r\n"
@@ -402,8 +407,7 @@ class LimitedConnection(HttpToolsProtocol):
 def _end_body_with_connection(cycle: RequestResponseCycle) -> None:
     """A client before HTTP/1.1 does not know chunks or interim replies. uvicorn writes chunks unless it counts down
     a content-length."""
-    cycle.waiting_for_100_continue = False
-    cycle.chunked_encoding = False
+    cycle.keep_alive = cycle.waiting_for_100_continue = cycle.chunked_encoding = False
     original = cycle.send
 
     async def send(message: Message) -> None:

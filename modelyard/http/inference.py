@@ -11,18 +11,17 @@ from typing import Any
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
-from modelyard.core.errors import Cancelled, ModelyardError
+from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event, Failed, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.gateway import EventSource, Gateway
-from modelyard.http.connection import cancel_on_disconnect
+from modelyard.http.connection import cancel_on_disconnect, ping_on_half_close
 from modelyard.http.errors import as_modelyard_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.request_capture import CaptureSink, RequestCapture
 
-_CLIENT_CLOSED_REQUEST = 499  # for metrics and the log; nothing is sent
 _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events
@@ -106,11 +105,10 @@ class InferenceEndpoint:
         await EventStream(source, writer, write_error, exchange, self._settings, recorder).run()
 
     async def _send_error(self, error: ModelyardError, request: Request | None, exchange: Exchange) -> None:
+        """Also for a cancelled request: the client may not have been the one to cancel it. If it has disconnected, the
+        connection sends nothing."""
         context = exchange.context
         context.failed(error)
-        if isinstance(error, Cancelled):
-            context.status = _CLIENT_CLOSED_REQUEST
-            return
         streaming = request is not None and request.stream
         written = self._protocol.write_error(error, trace=context.trace, streaming=streaming, request=request)
         if exchange.capture is not None:
@@ -119,10 +117,11 @@ class InferenceEndpoint:
 
 
 class EventStream:
-    """A streamed reply: pings a client that waits and gives up on a client that stops reading.
+    """A streamed reply, with pings for a client that waits.
 
     Headers are sent with the first event, so that an early error has its real status, but not later than one
-    keep-alive interval. The request's own task reads and writes; one timer watches silence and stalls.
+    keep-alive interval. The request's own task reads and writes; one timer watches silence. The connection watches
+    whether the client reads.
     """
 
     def __init__(
@@ -136,18 +135,17 @@ class EventStream:
     ) -> None:
         self._source, self._writer, self._write_error, self._exchange = source, writer, write_error, exchange
         self._context, self._send, self._capture = exchange.context, exchange.send, exchange.capture
-        self._keepalive_s, self._stall_s = settings.keepalive_s, settings.stall_s
-        self._recorder = recorder
+        self._keepalive_s, self._recorder = settings.keepalive_s, recorder
         self._started = self._over = False
-        self._sending_since = 0.0  # a send that waits for the client to read; 0: none
+        self._sending = False  # a send may wait for the client to read
         self._last_sent = time.monotonic()
         self._ping: asyncio.Task[None] | None = None
-        self._task: asyncio.Task[Any] | None = None
 
     async def run(self) -> None:
         self._loop = loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        stop_watching = cancel_on_disconnect(self._exchange.scope, self._exchange.receive, self._source)
+        scope = self._exchange.scope
+        stop_watching = cancel_on_disconnect(scope, self._exchange.receive, self._source)
+        stop_pings = ping_on_half_close(scope, self._send_ping)
         self._timer = loop.call_later(self._keepalive_s, self._tick)
         try:
             await self._relay()
@@ -155,6 +153,7 @@ class EventStream:
             self._over = True
             self._timer.cancel()
             stop_watching()
+            stop_pings()
             self._context.read_result(self._source)  # for the log: headers sent by a ping came too early for it
             self._source.close()
 
@@ -180,9 +179,6 @@ class EventStream:
         await self._write(self._writer.end(), last=True)
 
     async def _refuse(self, error: ModelyardError) -> None:
-        if isinstance(error, Cancelled):
-            self._context.status = _CLIENT_CLOSED_REQUEST
-            return
         self._started = True
         written = self._write_error(error)
         if self._capture is not None:
@@ -195,7 +191,7 @@ class EventStream:
         self._ping = None
 
     async def _write(self, data: bytes, last: bool = False) -> None:
-        self._last_sent = self._sending_since = time.monotonic()
+        self._last_sent, self._sending = time.monotonic(), True
         if not self._started:
             self._started = True
             self._context.status = 200
@@ -206,22 +202,18 @@ class EventStream:
             self._capture.response(data)
         if data or last:
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-        self._sending_since = 0.0
+        self._sending = False
+
+    def _send_ping(self) -> None:
+        if not self._over and not self._sending and (self._ping is None or self._ping.done()):
+            self._ping = self._loop.create_task(self._write(self._writer.keepalive()))
 
     def _tick(self) -> None:
-        """Cancel a stalled stream, or ping after a silence; then set the next timer."""
-        now = time.monotonic()
+        """Ping after a silence; then set the next timer."""
         if self._over:
             return
-        if self._sending_since:
-            if now - self._sending_since > self._stall_s:
-                self._source.cancel()
-                if self._task is not None:
-                    self._task.cancel()
-                return
-            due = min(self._keepalive_s, self._stall_s)
-        else:
-            if now - self._last_sent >= self._keepalive_s * 0.9:
-                self._ping = self._loop.create_task(self._write(self._writer.keepalive()))
-            due = self._keepalive_s - (now - self._last_sent)
+        silence = time.monotonic() - self._last_sent
+        if silence >= self._keepalive_s * 0.9:
+            self._send_ping()
+        due = self._keepalive_s - silence
         self._timer = self._loop.call_later(due if due > 0.05 else self._keepalive_s, self._tick)

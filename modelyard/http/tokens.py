@@ -7,11 +7,12 @@ Counting and tokenizing do not queue and need no loaded model. The last three ta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
@@ -26,11 +27,11 @@ from modelyard.tokenizer.shield import unshield
 
 
 class TokenBody(msgspec.Struct, kw_only=True):
-    model: str = ""
-    content: str | None = None
-    prompt: str | None = None
-    messages: list[Any] | None = None
-    tokens: list[int] | None = None
+    model: limits.Name = ""
+    content: limits.Text | None = None
+    prompt: limits.Text | None = None
+    messages: Annotated[list[Any], limits.Messages] | None = None
+    tokens: limits.TokenIds | None = None
     with_pieces: bool = False
     return_token_strs: bool = False
     add_special: bool = False

@@ -20,6 +20,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_SHORT = 1024  # elements of a list with one number per layer
 _MAX_STRING = 1 << 28  # bytes; more means a corrupt length
+_MAX_LIST = 1 << 28
+_MAX_COUNT = 1 << 22  # strings of a list, entries of the metadata, tensors
 _MAX_DIMENSIONS = 8
 # llama.cpp's names of general.file_type; numbers without a name are no longer in use
 _QUANTIZATIONS = {
@@ -58,13 +60,17 @@ def read_summary(file: Path) -> GgufSummary:
     headers = [read_contents(part, lists="none") for part in parts]
     metadata = headers[0][0]
     architecture = str(metadata.get("general.architecture", ""))
+
+    def number(name: str, default: int = 0) -> int:
+        return value if isinstance(value := metadata.get(name), int) else default
+
     return GgufSummary(
         architecture,
         str(metadata.get("general.name", "")),
         sum(math.prod(tensor.shape) for _, tensors in headers for tensor in tensors),
-        _QUANTIZATIONS.get(metadata.get("general.file_type", -1), ""),
-        metadata.get(f"{architecture}.context_length", 0),
-        metadata.get(f"{architecture}.block_count", 0),
+        _QUANTIZATIONS.get(number("general.file_type", -1), ""),
+        number(f"{architecture}.context_length"),
+        number(f"{architecture}.block_count"),
         sum(part.stat().st_size for part in parts),
     )
 
@@ -80,9 +86,9 @@ def read_contents(path: Path, *, lists: Lists = "all") -> tuple[dict[str, Any], 
         metadata = dict(_read_metadata(file, count, lists))
         tensors = [_read_tensor_info(file) for _ in range(tensor_count)]
         # Offsets are relative to the data, which begin at the next aligned byte after the header.
-        alignment = int(metadata.get("general.alignment", 32))
-        if alignment <= 0:
-            raise ValueError(f"an alignment of {alignment} bytes")
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise ValueError(f"an alignment of {alignment!r} bytes")
         data = -(-file.tell() // alignment) * alignment
         return metadata, [TensorInfo(t.name, t.shape, t.kind, data + t.offset) for t in tensors]
 
@@ -125,6 +131,8 @@ def _read_counts(file: IO[bytes]) -> tuple[int, int]:
     magic, version, tensors, count = _unpack(file, "4sIQQ")
     if magic != b"GGUF" or version < 2:
         raise ValueError(f"not a GGUF file of version 2 or later: {magic!r}, version {version}")
+    if max(tensors, count) > _MAX_COUNT:
+        raise ValueError(f"{tensors} tensors and {count} metadata entries")
     return tensors, count
 
 
@@ -154,13 +162,20 @@ def _read_array(file: IO[bytes], *, whole: bool) -> list[Any] | int:
     kind, count = _unpack(file, "IQ")
     if kind != _STRING and kind not in _SCALARS:
         raise ValueError(f"a GGUF list of the unknown kind {kind}")
-    if whole or (kind != _STRING and count <= _MAX_SHORT):
-        return [_read_scalar(file, kind) for _ in range(count)]
     if kind == _STRING:
+        if count > _MAX_COUNT:
+            raise ValueError(f"a list of {count} strings")
+        if whole:
+            return [_read_string(file) for _ in range(count)]
         for _ in range(count):
             file.seek(_read_length(file), 1)
-    else:
-        file.seek(count * struct.calcsize("<" + _SCALARS[kind]), 1)
+        return int(count)
+    size = struct.calcsize("<" + _SCALARS[kind])
+    if count * size > _MAX_LIST:
+        raise ValueError(f"a list of {count} numbers")
+    if whole or count <= _MAX_SHORT:
+        return list(_unpack(file, f"{count}{_SCALARS[kind]}"))
+    file.seek(count * size, 1)
     return int(count)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from modelyard.core import limits
 from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, Reply, Started, TokenLogprob, Usage
 from modelyard.core.protocol import WireError
@@ -54,19 +55,19 @@ _MAX_CHOICES = 2048  # each one is a stream of its own inside the server
 
 
 class CompletionBody(ExtensionFields):
-    model: str | None = None
+    model: limits.Name | None = None
     prompt: PromptField | None = None
-    suffix: str | None = None
+    suffix: limits.Text | None = None
     echo: bool | None = None
     n: int | None = None
     best_of: int | None = None
     logprobs: int | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: limits.StopString | limits.StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
+    user: limits.Name | None = None
+    prompt_cache_key: limits.Name | None = None
 
 
 _decoder = msgspec.json.Decoder(CompletionBody)

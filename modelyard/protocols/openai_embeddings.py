@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.protocol import WireError
 from modelyard.core.request import EmbeddingRequest
@@ -24,11 +25,11 @@ PATHS: tuple[str, ...] = ("/v1/embeddings", "/embeddings")
 
 
 class EmbeddingBody(Struct):
-    model: str | None = None
+    model: limits.Name | None = None
     input: PromptField | None = None
-    encoding_format: str | None = None
+    encoding_format: limits.Word | None = None
     dimensions: int | None = None
-    user: str | None = None
+    user: limits.Name | None = None
 
 
 _decoder = msgspec.json.Decoder(EmbeddingBody)

@@ -35,12 +35,14 @@ DEFAULT_SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
 
 class CacheEntry(Struct, frozen=True):
-    """A named KV context of one model. `strict` refuses a request whose max_tokens do not fit instead of clamping."""
+    """A named KV context of one model. `strict` refuses a request whose max_tokens do not fit instead of clamping.
+    `share_across_keys`: API keys reuse each other's KV."""
 
     name: str
     model: str
     info: CacheInfo
     strict: bool = False
+    share_across_keys: bool = False
 
 
 class ModelEntry(Struct, frozen=True, kw_only=True):
@@ -139,14 +141,16 @@ def _cache_entry(name: str, cache: CacheSettings, model: ModelSettings) -> Cache
         cache.n_threads,
         cache.flash_attn,
     )
-    return CacheEntry(name, cache.model, info, strict=cache.overflow == "strict")
+    shared = model.share_across_keys if cache.share_across_keys is None else cache.share_across_keys
+    return CacheEntry(name, cache.model, info, cache.overflow == "strict", shared)
 
 
 def _default_cache(name: str, model: ModelSettings) -> CacheEntry:
     """The only cache of a model without [caches]."""
     types = model.type_k or DEFAULT_TYPE, model.type_v or DEFAULT_TYPE
     parallel = model.parallel or model.target_inflight or 1
-    return CacheEntry(name, name, CacheInfo(model.n_ctx or DEFAULT_WINDOW, parallel, *types))
+    info = CacheInfo(model.n_ctx or DEFAULT_WINDOW, parallel, *types)
+    return CacheEntry(name, name, info, share_across_keys=model.share_across_keys)
 
 
 # --- routes ---------------------------------------------------------------------------------------------------------
@@ -176,6 +180,7 @@ class Target(Struct, frozen=True):
     window: int
     strict: bool = False
     allow_remote: bool = False
+    share_across_keys: bool = False
 
 
 class Route(Struct, frozen=True):
@@ -239,7 +244,7 @@ class Router:
 
 
 def target_of(cache: CacheEntry, *, allow_remote: bool = False) -> Target:
-    return Target(cache.model, cache.name, cache.info.window, cache.strict, allow_remote)
+    return Target(cache.model, cache.name, cache.info.window, cache.strict, allow_remote, cache.share_across_keys)
 
 
 def build_router(

@@ -140,6 +140,11 @@ class CacheSettings(BaseModel):
         validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
         description="Data type of cached values; unset means the model's.",
     )
+    share_across_keys: bool | None = Field(
+        default=None,
+        description="Let API keys reuse each other's KV in this cache. Then a key can find out what another one has "
+        "sent, by counts and times; unset means the model's.",
+    )
     overflow: Literal["clamp", "strict"] = Field(
         default="clamp",
         description="If the prompt fits but not with max_tokens: limit the output (clamp) or refuse (strict).",
@@ -227,6 +232,11 @@ class ModelSettings(BaseModel):
         default=None,
         validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
         description="Data type of cached values for caches that set none; unset means f16.",
+    )
+    share_across_keys: bool = Field(
+        default=False,
+        description="Let API keys reuse each other's KV in caches that set nothing. False: a prompt is compared with "
+        "those of its own key only.",
     )
     parallel: int | None = Field(
         default=None,

@@ -180,6 +180,7 @@ class Replica:
         if self._life is not None:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
+            self._life = None  # the traceback of its cancellation refers to the engine
         await self._close_engine()
         self._observer.on_closed(self)
 

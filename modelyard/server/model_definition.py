@@ -106,7 +106,7 @@ def _text_pipeline(
     entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
 ) -> TextPipeline:
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
-    tokenizer = open_tokenizer(where)
+    tokenizer = _open_tokenizer(where)
     # A chat engine always uses the file's template.
     if tokenizer.template and plugins.engine_kind(module, options) == "chat":
         settings = settings.model_copy(update={"prompt_format": None})
@@ -132,6 +132,15 @@ def _text_pipeline(
     return TextPipeline(
         renderer, tokenizer, format, tuple(sorted(tokenizer.eos | stops)), tools_format, stop_strings=stop_strings
     )
+
+
+def _open_tokenizer(path: Path) -> FileTokenizer:
+    """A damaged GGUF file may kill the process that reads its vocabulary: a child reads it first."""
+    if path.suffix.lower() == ".gguf":
+        from modelyard.engines.llama_cpp import file_check
+
+        file_check.check_vocabulary(path)
+    return open_tokenizer(path)
 
 
 def _template(

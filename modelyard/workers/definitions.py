@@ -105,16 +105,20 @@ def engine_spec(
 ) -> EngineSpec:
     """The engine of a definition with the options, caches and modalities of a message."""
     kind = plugins.load("engines", definition.backend).Options
+    changed = definition.options | _checked(definition, options)
     try:
-        changed = definition.options | _checked(definition, options)
         made = kind.model_validate_json(msgspec.json.encode(changed))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidRequest(
-            f"the options of {definition.model!r} do not fit this worker's engine: {where}: {first['msg']}"
-        ) from None
+        raise _unfit(definition, error) from None
     return EngineSpec(definition.model, made, caches, modalities)
+
+
+def _unfit(definition: EngineDefinition, error: ValidationError, *field: str) -> InvalidRequest:
+    first = error.errors()[0]
+    where = ".".join(map(str, (*field, *first["loc"])))
+    return InvalidRequest(
+        f"the options of {definition.model!r} do not fit this worker's engine: {where}: {first['msg']}"
+    )
 
 
 def _checked(definition: EngineDefinition, options: bytes) -> dict[str, Any]:
@@ -130,5 +134,8 @@ def _checked(definition: EngineDefinition, options: bytes) -> dict[str, Any]:
                 code="option_not_allowed",
                 param=name,
             )
-        TypeAdapter(fields[name]).validate_python(value)
+        try:
+            TypeAdapter(fields[name]).validate_python(value)
+        except ValidationError as error:
+            raise _unfit(definition, error, name) from None
     return sent

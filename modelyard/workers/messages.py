@@ -252,6 +252,7 @@ class InferRequest(LinkMessage, frozen=True):
     stop_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
     cache: str = ""
+    scope: str = ""
     session: str | None = None
     priority: Priority = "main"
     logprobs: int | None = None

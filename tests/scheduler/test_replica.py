@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 from modelyard.core.engine import CacheInfo, EngineInfo
@@ -68,6 +70,30 @@ async def test_a_replica_closed_while_it_opens_is_never_ready():
     replica.close()
     await replica.wait_closed()
     assert (observer.events, engine.closed) == (["on_closed"], 1)
+
+
+async def test_a_closed_replica_refers_to_nothing_of_its_engine():
+    """Its memory is freed at once: the collector of a server runs rarely."""
+    observer: Any = RecordingObserver()
+    made: list[weakref.ref[SlowEngine]] = []
+
+    def make() -> Any:
+        engine = SlowEngine()
+        engine.opening.set()
+        engine.closing.set()
+        made.append(weakref.ref(engine))
+        return engine
+
+    replica = Replica(1, "m", ModelSpec(name="m", caches=CACHES, make=make), observer, load_timeout_s=600.0)
+    gc.disable()
+    try:
+        replica.start()
+        await observer.until("on_ready")
+        replica.close()
+        await replica.wait_closed()
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_closing_waits_for_the_close_of_a_lost_engine():

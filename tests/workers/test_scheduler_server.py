@@ -614,7 +614,7 @@ async def test_a_worker_that_did_not_answer_is_tried_again(
     monkeypatch.setattr("modelyard.workers.worker_pool._RETRY_S", 0.05)
     worker_pool, endpoint, tries = WorkerPool(tmp_path, heartbeat=LENIENT, launch=False), ipc_endpoint(), []
     deaf = closing(RouterSocket(endpoint, lambda peer, _: tries.append(peer)))
-    worker_pool.register("w", endpoint, [])
+    worker_pool.register("w", endpoint, [], models=("demo",))
     acquiring = asyncio.create_task(worker_pool.acquire("x", define("fake", fake_spec())))
     try:
         await until(lambda: len(tries) > 1)

@@ -364,8 +364,10 @@ def test_the_default_address_of_a_scheduler_is_a_private_socket(
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["", "5555", "udp://127.0.0.1:1", "tcp://127.0.0.1", "tcp://:x", "tcp://h:99999", "ipc://", "ipc:///" + "x" * 120]
-    + ["ipc://@abstract", "ipc://*"],
+    [
+        *("", "5555", "udp://127.0.0.1:1", "tcp://127.0.0.1", "tcp://:x", "tcp://h:99999"),
+        *("ipc://", "ipc://@abstract", "ipc://*", "ipc:///" + "x" * 120),
+    ],
 )
 def test_an_invalid_address_is_reported(endpoint: str) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -42,8 +42,8 @@ from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
 from tests.workers.harness import (
-    DEFINITIONS,
     DEADLINE_S,
+    DEFINITIONS,
     HANGING,
     LENIENT,
     STRICT,

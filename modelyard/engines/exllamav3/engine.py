@@ -110,6 +110,7 @@ class ExllamaCache:
     ) -> None:
         self.generator, self._create_native, self._dispatch = generator, create_native, dispatch
         self.jobs: list[ExllamaJob] = []
+        self._scope = ""  # of the idle pages
         self._unsampled = 0  # jobs of this step whose sampler has not been launched
         self.reused = self.evaluated = self.held = 0  # tokens
 
@@ -117,6 +118,11 @@ class ExllamaCache:
         return f"<ExllamaCache {len(self.jobs)} jobs, {self.held} tokens held>"
 
     def admit(self, job: ExllamaJob) -> None:
+        """ExLlamaV3 cannot tell pages of two scopes apart: a job of another scope finds no idle page of this one. What
+        jobs that run at the same time share remains."""
+        if job.prompt.scope != self._scope:
+            self._scope = job.prompt.scope
+            self.evict()
         job.native = self._create_native(job, self._on_sampled)
         self.generator.enqueue(job.native)
         self.jobs.append(job)

@@ -69,7 +69,8 @@ Output = TypeVar("Output")  # what one step emits: token ids or a block
 EndReason = Literal["stop", "length", "window", "cancelled", "error"]
 Batches = Iterator[list[T] | float | None]  # items to write, seconds to wait, or None to wait for ever
 Playback = Generator[list[T] | float, None, EndReason | None]  # returns the reason if the output has ended the job
-Sequences = OrderedDict[str | int, list[int]]
+SequenceKey = tuple[str, str | int]  # scope, and session or number
+Sequences = OrderedDict[SequenceKey, list[int]]
 
 _IGNORED = Sampling.__struct_fields__
 CAPABILITIES = Capabilities(
@@ -332,7 +333,7 @@ class FakeTextEngine(FakeEngine[list[int]]):
 class TextJob(FakeJob[Chunk, list[int]]):
     _engine: FakeTextEngine
     _cached = 0
-    _sequence: str | int | None = None  # its key in the cache, once the job is accepted
+    _sequence: SequenceKey | None = None  # its key in the cache, once the job is accepted
     _prefill_s: float | None = None  # since the start, as the next one
     _first_token_s: float | None = None
 
@@ -362,7 +363,8 @@ class TextJob(FakeJob[Chunk, list[int]]):
         return self._engine.answer(view, prompt.constraint, prompt.session, view.starts_in_reasoning)
 
     def _accept(self) -> Accepted:
-        self._sequence, accepted = self._cache.take(self._ids, self._prompt.session)
+        prompt = self._prompt
+        self._sequence, accepted = self._cache.take(self._ids, prompt.session, prompt.scope)
         self._cached, rate = accepted.cached_tokens, self._engine.options.prefill_rate
         evaluated = self._total - self._cached
         self._engine.reused_tokens += self._cached
@@ -424,15 +426,16 @@ class PrefixCache:
         self.sequences: Sequences = OrderedDict()
         self._unnamed = 0
 
-    def take(self, ids: list[int], session: str | None) -> tuple[str | int, Accepted]:
+    def take(self, ids: list[int], session: str | None, scope: str = "") -> tuple[SequenceKey, Accepted]:
         """Removes and returns the sequence that the prompt continues, until `put`. `divergence` is None if the prompt
-        does not diverge from it."""
-        best: str | int | None = None
+        does not diverge from it. Sequences of another scope are not looked at."""
+        best: SequenceKey | None = None
         shared = 0
-        if session is not None and session in self.sequences:
-            best, shared = session, common_prefix(self.sequences[session], ids)
+        if session is not None and (own := (scope, session)) in self.sequences:
+            best, shared = own, common_prefix(self.sequences[own], ids)
         else:
-            for key, sequence in islice(reversed(self.sequences.items()), self._CANDIDATES):
+            recent = (item for item in reversed(self.sequences.items()) if item[0][0] == scope)
+            for key, sequence in islice(recent, self._CANDIDATES):
                 # A sequence of which the prompt shares less than half is another conversation; it is kept.
                 half = (len(sequence) + 1) // 2
                 if sequence[:half] == ids[:half] and (length := common_prefix(sequence, ids)) > shared:
@@ -442,12 +445,14 @@ class PrefixCache:
             evicted = len(self.sequences) >= self._parallel
             if evicted:
                 self.sequences.popitem(last=False)
-            return session or self._unnamed, Accepted(evicted=evicted)
+            return (scope, session or self._unnamed), Accepted(evicted=evicted)
         sequence = self.sequences.pop(best)
         cached = max(0, min(shared, len(ids) - 1))  # the last token is always evaluated, to sample from it
-        return session or best, Accepted(cached, shared if sequence and shared < len(ids) else None)
+        return (scope, session) if session else best, Accepted(
+            cached, shared if sequence and shared < len(ids) else None
+        )
 
-    def put(self, key: str | int, ids: list[int]) -> None:
+    def put(self, key: SequenceKey, ids: list[int]) -> None:
         self.sequences[key] = ids
         self.sequences.move_to_end(key)
         while len(self.sequences) > self._parallel:

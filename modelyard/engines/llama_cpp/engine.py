@@ -72,7 +72,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         attach = self._thread_pool.attach
         self._embedder = Embedder(self._model, self.spec, shape, self.run_on_thread, attach)
         defer(self._embedder.close)
-        self._adapters = LoraAdapters(self._model, options.lora)
+        self._adapters = LoraAdapters(self._model, path, options.lora)
         self._masks = GrammarMasks(self._vocab, self.n_vocab)
         defer(self._masks.close)
         if options.uses_draft_model:

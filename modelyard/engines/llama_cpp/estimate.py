@@ -26,6 +26,7 @@ from modelyard.library.gguf import TensorInfo, read_contents
 from modelyard.library.model_files import locate_model_file, split_parts
 from modelyard.plugins import MissingLibrary
 
+_MAX_LAYERS = 1 << 16  # more means a corrupt number
 _WINDOW_MULTIPLE = 256  # llama.cpp rounds windows up to it
 
 
@@ -52,7 +53,7 @@ def read_model_shape(file: Path) -> ModelShape:
         contents = [read_contents(part, lists="short") for part in parts]
         sizes = [part.stat().st_size for part in parts]
         return _model_shape(contents[0][0], tuple(zip(sizes, (tensors for _, tensors in contents), strict=True)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"{file} has invalid metadata: {error}", code="model_unreadable") from error
 
 
@@ -64,6 +65,8 @@ def _model_shape(metadata: Mapping[str, Any], files: tuple[tuple[int, list[Tenso
         return int(max(value, default=default) if isinstance(value, list) else value)
 
     layers, heads, width = number("block_count"), number("attention.head_count"), number("embedding_length")
+    if layers > _MAX_LAYERS:
+        raise ValueError(f"{layers} layers")
     head_size = width // heads if heads else 0
     kv_heads = metadata.get(f"{family}.attention.head_count_kv", heads)  # one number, or one per layer
     kv_heads = [int(count) for count in kv_heads] if isinstance(kv_heads, list) else [int(kv_heads)] * layers

@@ -46,7 +46,7 @@ class KvOrigin(Struct, frozen=True):
 
 
 class KvSnapshot(Struct, frozen=True):
-    """One sequence. `session` is a hash, because session names may be private."""
+    """One sequence. `session` is a hash, because session names may be private. `scope` is as in `Prompt`."""
 
     tokens: TokenIds
     state: KvBytes
@@ -55,6 +55,7 @@ class KvSnapshot(Struct, frozen=True):
     adapters: AdapterSet = ()
     priority: Priority = "main"
     adapter_versions: AdapterVersions = ()
+    scope: str = ""
 
     @property
     def size(self) -> int:
@@ -70,6 +71,7 @@ class SnapshotHeader(Struct, frozen=True):
     tokens: int
     state: int  # bytes
     checkpoints: tuple[tuple[int, int], ...]  # tokens and bytes of each
+    scope: str = ""
 
     @property
     def payload(self) -> int:
@@ -114,6 +116,7 @@ def encode_snapshot(origin: KvOrigin, snapshot: KvSnapshot) -> Iterator[Buffer]:
         len(tokens),
         snapshot.state.nbytes,
         tuple((each.tokens, each.size) for each in snapshot.checkpoints),
+        snapshot.scope,
     )
     encoded = msgspec.json.encode(header)
     arrays = (tokens.view(np.uint8), snapshot.state, *(each.data for each in snapshot.checkpoints))
@@ -156,6 +159,7 @@ def decode_snapshot(file: BufferedReader, size: int, check: Callable[[SnapshotHe
         header.adapters,
         header.priority,
         header.adapter_versions,
+        header.scope,
     )
 
 

@@ -12,7 +12,7 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import cores
 from modelyard.engines.in_process import warn_about_trained_length
-from modelyard.engines.llama_cpp import library
+from modelyard.engines.llama_cpp import file_check, library
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import (
     ModelShape,
@@ -98,6 +98,7 @@ def resolve_flash_attention(spec: EngineSpec, *, gpu: bool, is_slow: Callable[[]
 
 def load_model(path: Path, options: Options, report: Callable[[float], bool]) -> Any:
     """`report` takes the fraction that is loaded; if it returns False, loading stops."""
+    file_check.check_weights(path, lambda: report(0.0))
     params = lib.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
     params.load_mode = 1 if options.use_mmap else 0

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from modelyard.core.errors import Conflict, InvalidRequest
+from modelyard.engines.llama_cpp import file_check
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import AdapterVersions, file_identity
 from modelyard.engines.llama_cpp.options import Lora
@@ -31,8 +32,8 @@ class _Adapter(Struct, frozen=True):
 class LoraAdapters:
     """All adapters of one model. Belongs to the engine's thread, like the contexts that use them."""
 
-    def __init__(self, model: Any, configured: Mapping[str, Lora]) -> None:
-        self._model = model
+    def __init__(self, model: Any, path: Path, configured: Mapping[str, Lora]) -> None:
+        self._model, self._model_path = model, path
         self._adapters: dict[str, _Adapter] = {}
         for name, lora in configured.items():
             self.load(name, lora)
@@ -41,6 +42,7 @@ class LoraAdapters:
         if name in self._adapters:
             raise Conflict(f"the adapter {name!r} exists already; unload it first")
         path = locate_model_file(lora.path)
+        file_check.check_adapter(name, path, self._model_path)
         llama_log.clear()
         raw = lib.llama_adapter_lora_init(self._model, str(path).encode())
         if not raw:

@@ -109,7 +109,11 @@ class Options(BaseModel):
     kv_store_mb: int = Field(
         default=4096, gt=0, description="MiB that kv_store may take; the oldest files are deleted first."
     )
-    use_mmap: bool = Field(default=True, description="Map the file into memory instead of reading it.")
+    use_mmap: bool = Field(
+        default=False,
+        description="Map the file into memory instead of reading it: large models load faster. A mapped file that is "
+        "truncated kills the process, so with placement auto the model gets its own.",
+    )
     overcommit: bool = Field(default=False, description="Load even if the estimate exceeds the free memory.")
     rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None = Field(
         default=None, description="How positions beyond the trained length are scaled; unset means as the file says."

@@ -55,10 +55,13 @@ class KvOffload:
             self._snapshots.append(snapshot)
             self.size += snapshot.size
 
-    def find(self, prompt: TokenIds, adapters: AdapterSet, *, can_rewind: bool) -> tuple[KvSnapshot, int] | None:
+    def find(
+        self, prompt: TokenIds, adapters: AdapterSet, scope: str = "", *, can_rewind: bool
+    ) -> tuple[KvSnapshot, int] | None:
         """The snapshot that covers most of the prompt's tokens, and how many it covers."""
         covered = [
-            (sequences.reusable_tokens(each, prompt, adapters, can_rewind=can_rewind), each) for each in self._snapshots
+            (sequences.reusable_tokens(each, prompt, adapters, scope, can_rewind=can_rewind), each)
+            for each in self._snapshots
         ]
         count, snapshot = max(covered, key=lambda each: each[0], default=(0, None))
         return (snapshot, count) if snapshot is not None and count else None
@@ -78,9 +81,15 @@ class KvOffload:
 
 def _extends(holder: KvHolder, older: KvSnapshot) -> bool:
     """Whether it is the same conversation, later."""
-    if holder.adapters != older.adapters:
+    if (holder.scope, holder.adapters) != (older.scope, older.adapters):
         return False
     return sequences.common_prefix(holder.tokens, older.tokens) == len(older.tokens)
+
+
+def _take_over(slot: SequenceSlot, holder: KvHolder) -> None:
+    """The sequence holds a copy of this KV now."""
+    slot.tokens, slot.checkpoints, slot.file = holder.tokens, holder.checkpoints, None
+    slot.adapters, slot.scope = holder.adapters, holder.scope
 
 
 class SequenceManager:
@@ -97,18 +106,19 @@ class SequenceManager:
 
     def assign(self, job: LlamaCppJob) -> tuple[SequenceSlot, Accepted]:
         """The job's sequence, which then holds exactly the KV that it shares with the job."""
-        adapters, session = job.prompt.adapters, hash_session(job.prompt.session)
-        choice = sequences.choose_sequence(self.slots, job.ids, session, adapters)
+        adapters, scope, session = job.prompt.adapters, job.prompt.scope, hash_session(job.prompt.session)
+        choice = sequences.choose_sequence(self.slots, job.ids, session, adapters, scope)
         slot = self.slots[choice.index]
-        divergences = (
-            [] if self.kv.can_rewind else [sequences.common_prefix(other.tokens, job.ids) for other in self.slots]
-        )
+        divergences: list[int] = []
+        if not self.kv.can_rewind:
+            same = (other for other in self.slots if other.scope == scope)
+            divergences = [sequences.common_prefix(other.tokens, job.ids) for other in same]
         lost = choice.evicted and not self._offload(slot)
         keep, available = self._prepare(choice, job)
         slot.file = None if choice.evicted else slot.file  # an evicted conversation keeps its file
         slot.saved = slot.saved if keep >= slot.saved else 0
         slot.tokens, slot.prompt_length, slot.adapters = job.ids[:keep], len(job.ids), adapters
-        slot.session, slot.priority, slot.busy = session, job.prompt.priority, True
+        slot.scope, slot.session, slot.priority, slot.busy = scope, session, job.prompt.priority, True
         self._uses += 1
         slot.use_order = self._uses
         if not self.kv.can_rewind and self._limits.count:
@@ -121,14 +131,13 @@ class SequenceManager:
     def _prepare(self, choice: SequenceChoice, job: LlamaCppJob) -> tuple[int, int]:
         """Makes the chosen sequence hold the shared prefix. Returns its length and the longest that any sequence has.
         The last token is always evaluated: the first new token is sampled from its logits."""
-        slot, adapters = self.slots[choice.index], job.prompt.adapters
+        slot, adapters, scope = self.slots[choice.index], job.prompt.adapters, job.prompt.scope
         wanted = job.ids[: len(job.ids) - 1]
-        own = sequences.reusable_tokens(slot, wanted, adapters, can_rewind=self.kv.can_rewind)
+        own = sequences.reusable_tokens(slot, wanted, adapters, scope, can_rewind=self.kv.can_rewind)
         own = self._fetch(slot, wanted, job, own)
-        available, owner, donor = self._find_donor(slot, wanted, adapters, own)
+        available, owner, donor = self._find_donor(slot, wanted, job, own)
         copied = donor is not slot and self._copy(slot, owner, donor, available - own)
-        shared = sequences.common_prefix(slot.tokens, wanted) if slot.adapters == adapters else 0
-        keep = self._rewind(slot, shared)
+        keep = self._rewind(slot, sequences.shared_prefix(slot, wanted, adapters, scope))
         self.copied += max(0, keep - own) if copied else 0
         return keep, available
 
@@ -148,30 +157,31 @@ class SequenceManager:
 
     def _fetch(self, slot: SequenceSlot, wanted: TokenIds, job: LlamaCppJob, own: int) -> int:
         """Restores an offloaded conversation if it covers more of the prompt. Returns how much the sequence covers."""
-        found = self.offload.find(wanted, job.prompt.adapters, can_rewind=self.kv.can_rewind_copies)
+        adapters, scope = job.prompt.adapters, job.prompt.scope
+        found = self.offload.find(wanted, adapters, scope, can_rewind=self.kv.can_rewind_copies)
         if found is None or not sequences.is_copy_worthwhile(found[1] - own, found[0].size, self.kv.costs):
             return own
         snapshot, covered = found
         if not self.kv.restore(slot.index, snapshot.state):
             self.clear(slot)
             return 0
-        slot.tokens, slot.checkpoints, slot.adapters = snapshot.tokens, snapshot.checkpoints, snapshot.adapters
-        slot.file = None
+        _take_over(slot, snapshot)
         if snapshot.session == hash_session(job.prompt.session):
             self.offload.remove(snapshot)  # another session's snapshot stays for that session
         self.fetched += covered - own
         return covered
 
     def _find_donor(
-        self, slot: SequenceSlot, wanted: TokenIds, adapters: AdapterSet, own: int
+        self, slot: SequenceSlot, wanted: TokenIds, job: LlamaCppJob, own: int
     ) -> tuple[int, SequenceManager, SequenceSlot]:
         """The sequence that covers most of the prompt: how much, its manager, and its slot."""
         best, owner, donor = own, self, slot
+        adapters, scope = job.prompt.adapters, job.prompt.scope
         for manager in (self, *self.compatible):
             for other in manager.slots:
                 if other is slot:
                     continue
-                covered = sequences.reusable_tokens(other, wanted, adapters, can_rewind=self.kv.can_rewind)
+                covered = sequences.reusable_tokens(other, wanted, adapters, scope, can_rewind=self.kv.can_rewind)
                 if covered > best:
                     best, owner, donor = covered, manager, other
         return best, owner, donor
@@ -185,7 +195,7 @@ class SequenceManager:
         if not self.kv.copy(owner.kv, donor.index, slot.index, method):
             self.clear(slot)
             return False
-        slot.tokens, slot.checkpoints, slot.adapters, slot.file = donor.tokens, donor.checkpoints, donor.adapters, None
+        _take_over(slot, donor)
         return True
 
     def _rewind(self, slot: SequenceSlot, keep: int) -> int:
@@ -228,7 +238,7 @@ class SequenceManager:
     def clear(self, slot: SequenceSlot) -> None:
         self.kv.clear(slot.index)
         slot.tokens, slot.session, slot.adapters, slot.checkpoints, slot.file = _EMPTY, None, (), (), None
-        slot.prompt_length = 0
+        slot.prompt_length, slot.scope = 0, ""
 
     def stats(self) -> tuple[SequenceStats, ...]:
         return tuple(SequenceStats(s.index, len(s.tokens), s.busy, s.session, s.last_used) for s in self.slots)
@@ -240,7 +250,15 @@ class SequenceManager:
         state = self.kv.export(slot.index) if len(slot.tokens) else None
         if state is None:
             return None
-        return KvSnapshot(slot.tokens.copy(), state, slot.checkpoints, slot.session, slot.adapters, slot.priority)
+        return KvSnapshot(
+            slot.tokens.copy(),
+            state,
+            slot.checkpoints,
+            slot.session,
+            slot.adapters,
+            slot.priority,
+            scope=slot.scope,
+        )
 
     def mark_saved(self, slot: SequenceSlot, snapshot: KvSnapshot, file: str) -> str | None:
         """The snapshot is in that file. Returns the older file that it replaces. The sequence may hold another
@@ -265,6 +283,7 @@ class SequenceManager:
             return False
         slot.tokens, slot.checkpoints, slot.file, slot.saved = snapshot.tokens, snapshot.checkpoints, file, count
         slot.session, slot.adapters, slot.priority = snapshot.session, snapshot.adapters, snapshot.priority
+        slot.scope = snapshot.scope
         slot.prompt_length = 0  # not stored
         self._adoptions += 1
         slot.use_order = -self._adoptions

@@ -9,7 +9,8 @@ The first match among the idle sequences:
     4. the least recently used one of background work
     5. the least recently used one
 
-A prefix counts token by token, and only with the same adapters.
+A prefix counts token by token, and only with the same adapters in the same scope (`Prompt.scope`): a client must not
+learn from its own reuse what another one has sent.
 
 If another sequence holds more of the prompt, its KV may be copied:
 
@@ -122,6 +123,7 @@ class SequenceSlot(Struct):
     prompt_length: int = 0  # of the last prompt; the tokens after it are the answer
     session: str | None = None
     adapters: AdapterSet = ()
+    scope: str = ""
     priority: Priority = "main"
     use_order: int = 0  # a counter: the higher, the more recent
     busy: bool = False
@@ -138,6 +140,8 @@ class KvHolder(Protocol):
     def tokens(self) -> TokenIds: ...
     @property
     def adapters(self) -> AdapterSet: ...
+    @property
+    def scope(self) -> str: ...
     @property
     def checkpoints(self) -> Checkpoints: ...
 
@@ -156,12 +160,17 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
     return int(differ[0]) if len(differ) else n
 
 
+def shared_prefix(holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, scope: str) -> int:
+    """How many tokens of this KV the prompt could use."""
+    return common_prefix(holder.tokens, prompt) if (holder.scope, holder.adapters) == (scope, adapters) else 0
+
+
 def choose_sequence(
-    slots: Sequence[SequenceSlot], prompt: TokenIds, session: str | None, adapters: AdapterSet = ()
+    slots: Sequence[SequenceSlot], prompt: TokenIds, session: str | None, adapters: AdapterSet = (), scope: str = ""
 ) -> SequenceChoice:
     """At least one slot must be idle: the scheduler hands out no more leases than there are slots."""
     idle = [slot for slot in slots if not slot.busy]
-    shared = {slot.index: common_prefix(slot.tokens, prompt) if slot.adapters == adapters else 0 for slot in idle}
+    shared = {slot.index: shared_prefix(slot, prompt, adapters, scope) for slot in idle}
     if session is not None:
         own = [slot for slot in idle if slot.session == session]
         if own:
@@ -197,11 +206,11 @@ class CopyCosts(Struct):
     byte: float = 5e-10
 
 
-def reusable_tokens(holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, *, can_rewind: bool) -> int:
-    """How many of the prompt's tokens this KV covers: the common prefix, or the last checkpoint in it."""
-    if holder.adapters != adapters:
-        return 0
-    shared = common_prefix(holder.tokens, prompt)
+def reusable_tokens(
+    holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, scope: str = "", *, can_rewind: bool
+) -> int:
+    """How many of the prompt's tokens this KV covers: the shared prefix, or the last checkpoint in it."""
+    shared = shared_prefix(holder, prompt, adapters, scope)
     if can_rewind or shared == len(holder.tokens):
         return shared
     checkpoint = latest_checkpoint(holder.checkpoints, shared)

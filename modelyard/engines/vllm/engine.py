@@ -3,8 +3,8 @@
     generate ─→ VllmJob ─→ AsyncLlmRunner on vLLM's loop: one task per job reads `AsyncLLM.generate`
                         ─→ TokenDispatch: one wake-up of the gateway's loop per step ─→ GenerationQueue
 
-vLLM has one KV cache for all named caches. A salt in every prompt keeps them apart. Evicting a cache changes its salt;
-vLLM drops the old blocks when it needs room.
+vLLM has one KV cache for all named caches. A salt in every prompt keeps them apart, and the scopes of one cache.
+Evicting a cache changes its salt; vLLM drops the old blocks when it needs room.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class VllmEngine(InProcessEngine[VllmJob]):
         prompt, control_tokens = job.prompt, self._open_runner().control_tokens
         constraint = prompt.constraint
         job.request = VllmRequest(
-            {"prompt_token_ids": prompt.ids, "cache_salt": f"{job.cache}/{self._evictions[job.cache]}"},
+            {"prompt_token_ids": prompt.ids, "cache_salt": f"{job.cache}/{self._evictions[job.cache]}/{prompt.scope}"},
             sampling_arguments(prompt, job.max_output, self.n_vocab),
             None if constraint is None else structured_output_arguments(constraint, control_tokens),
             self._adapters.select(prompt.adapters),

@@ -127,6 +127,8 @@ def chat_body(request: Request, options: VllmServeOptions, model: str, window: i
     fields: dict[str, Any] = {}
     if request.constraint is not None and (grammar := _GRAMMARS.get(request.constraint.kind)):
         fields["structured_outputs"] = {grammar: request.constraint.text}
+    if request.kv_scope:
+        fields["cache_salt"] = request.kv_scope  # prefixes are reused among equal salts only
     return append_fields(openai_chat.write_request(streamed), fields | _continuation(request))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from modelyard.core.errors import Unsupported
+from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.library.gguf import TensorInfo, read_contents
 from modelyard.library.model_files import split_parts
 
@@ -156,8 +157,11 @@ def _dequantize(file: Path, tensor: TensorInfo) -> Weights:
     kind = GGMLQuantizationType(tensor.kind)
     block, size = GGML_QUANT_SIZES[kind]
     *rows, columns = tensor.shape
-    raw = np.memmap(file, np.uint8, "r", tensor.offset, (*rows, columns // block * size))
-    return np.array(dequantize(raw, kind), np.float32)  # a copy: unquantized data are still the read-only file
+    shape = (*rows, columns // block * size)
+    raw = np.fromfile(file, np.uint8, prod(shape), offset=tensor.offset)  # mapped, a truncated file would kill us
+    if raw.size != prod(shape):
+        raise InvalidRequest(f"{file} ends in the middle of the tensor {tensor.name}", code="model_unreadable")
+    return np.array(dequantize(raw.reshape(shape), kind), np.float32)
 
 
 def _deinterleave(weights: Weights, heads: int) -> Weights:

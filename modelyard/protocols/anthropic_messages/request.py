@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import DecodeError, Raw, Struct, field
 from msgspec.json import Decoder
 
+from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import (
     Constraint,
@@ -57,7 +58,7 @@ class ContentBlock(Struct, gc=False):
     check what they use.
     """
 
-    type: str
+    type: limits.Word
     text: Any = None
     thinking: Any = None
     signature: Any = None
@@ -74,70 +75,70 @@ class ContentBlock(Struct, gc=False):
     content: Raw = field(default_factory=Raw)
 
 
-Content = str | list[ContentBlock] | None
+Content = limits.Text | Annotated[list[ContentBlock], limits.Parts] | None
 
 
 class AnthropicMessage(Struct, gc=False):
-    role: str
+    role: limits.Word
     content: Content = None
 
 
 class AnthropicTool(Struct):
-    name: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    type: str | None = None
+    name: limits.Name | None = None
+    description: limits.Text | None = None
+    input_schema: limits.JsonObject | None = None
+    type: limits.Word | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
 
 
 class AnthropicToolChoice(Struct):
-    type: str = "auto"
-    name: str | None = None
+    type: limits.Word = "auto"
+    name: limits.Name | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class AnthropicThinking(Struct):
-    type: str = ""
+    type: limits.Word = ""
     budget_tokens: int | None = None
-    display: str | None = None
+    display: limits.Word | None = None
 
 
 class AnthropicOutputFormat(Struct):
-    type: str = ""
+    type: limits.Word = ""
     schema: Raw = field(default_factory=Raw)
 
 
 class AnthropicOutputConfig(Struct):
-    effort: str | None = None
+    effort: limits.Word | None = None
     format: AnthropicOutputFormat | None = None
 
 
 class MessagesBody(ExtensionFields, kw_only=True):
-    model: str = ""
-    messages: list[AnthropicMessage] = field(default_factory=list)
+    model: limits.Name = ""
+    messages: Annotated[list[AnthropicMessage], limits.Messages] = field(default_factory=list)
     system: Content = None
     max_tokens: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: limits.StopStrings | None = None
     stream: bool | None = None
-    tools: list[AnthropicTool] | None = None
-    tool_choice: AnthropicToolChoice | str | None = None
+    tools: Annotated[list[AnthropicTool], limits.Tools] | None = None
+    tool_choice: AnthropicToolChoice | limits.Word | None = None
     thinking: AnthropicThinking | None = None
     output_config: AnthropicOutputConfig | None = None
     output_format: AnthropicOutputFormat | None = None  # the older beta name of output_config.format
-    metadata: dict[str, Any] | None = None
+    metadata: limits.JsonObject | None = None
 
 
 class ServerToolFields(Struct):
     """The tools of a body with every field. Only server tools need this second decoding."""
 
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[limits.JsonObject], limits.Tools]
 
 
 class Source(Struct):
     """The `source` of an image or document block."""
 
-    type: str = ""
+    type: limits.Word = ""
     media_type: Any = None
     data: Any = None
     url: Any = None
@@ -146,7 +147,7 @@ class Source(Struct):
 
 
 class UnparsedInput(Struct):
-    raw: str
+    raw: limits.Text
 
 
 _body_decoder = Decoder(MessagesBody)
@@ -207,11 +208,14 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
 
 
 def _read_stop_sequences(sequences: list[str] | None) -> tuple[str, ...]:
-    for index, stop in enumerate(sequences or ()):
+    if not sequences:
+        return ()
+    limits.check_stop_strings("stop_sequences", sequences)
+    for index, stop in enumerate(sequences):
         if not stop:
             path = f"stop_sequences[{index}]"
             raise InvalidRequest(f"{path}: an empty string would stop every answer at once", param=path)
-    return tuple(sequences or ())
+    return tuple(sequences)
 
 
 def _read_output_format(body: MessagesBody) -> Constraint | None:
@@ -220,9 +224,11 @@ def _read_output_format(body: MessagesBody) -> Constraint | None:
         return None
     if output_format.type == "json_schema":
         try:
-            return Constraint("json_schema", bytes(output_format.schema).decode() or "{}")
+            schema = bytes(output_format.schema).decode() or "{}"
         except UnicodeDecodeError:
             raise InvalidRequest("output_config.format.schema: not UTF-8", param="output_config.format") from None
+        limits.check_length("output_config.format.schema", schema, limits.MAX_SCHEMA)
+        return Constraint("json_schema", schema)
     return Constraint("json_object") if output_format.type == "json_object" else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from modelyard.core import errors
-from modelyard.core.errors import ContextOverflow, ModelyardError, Overloaded
+from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Overloaded
 from modelyard.core.request import Message, Request, Text
 from modelyard.protocols.common.json import encode
 
@@ -39,6 +39,8 @@ def error_from_status(
         return errors.RateLimited(message, retry_after=retry_after, code=code)
     if status == 529 or code == Overloaded.default_code:
         return Overloaded(message, retry_after=retry_after, position=position)
+    if status == 499 or code == Cancelled.default_code:
+        return Cancelled(message, code=code)
     if status in (502, 503):
         return errors.Unavailable(message, retry_after=retry_after, code=code)
     if cls := ERROR_BY_STATUS.get(status):
@@ -52,6 +54,8 @@ def write_retry_headers(error: ModelyardError) -> dict[str, str]:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
     if isinstance(error, Overloaded) and error.position is not None:
         headers["x-queue-position"] = str(error.position)
+    if isinstance(error, Cancelled):
+        headers["x-should-retry"] = "false"  # the OpenAI and Anthropic SDKs obey
     return headers
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import fields
 
+from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import DEFAULT_SAMPLING, Constraint, Priority, Request, Sampling
 from modelyard.protocols.common.json import dumps
@@ -18,14 +19,14 @@ Number = float | None
 class ExtensionFields(Struct, kw_only=True, gc=False):
     """Base class of the request bodies. `null` and a missing field mean the same: not set."""
 
-    lora_adapter: str | None = None
-    grammar: str | None = None
-    regex: str | None = None
-    lark: str | None = None
-    json_schema: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: tuple[dict[str, Any], ...] | None = None
-    priority: str | None = None
+    lora_adapter: limits.Name | None = None
+    grammar: limits.Grammar | None = None
+    regex: limits.Grammar | None = None
+    lark: limits.Grammar | None = None
+    json_schema: limits.JsonObject | None = None
+    chat_template_kwargs: limits.JsonObject | None = None
+    documents: limits.Documents | None = None
+    priority: limits.Word | None = None
     temperature: Number = None
     top_p: Number = None
     top_k: int | None = None
@@ -38,7 +39,7 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
     dry_base: Number = None
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: tuple[str, ...] | None = None
+    dry_sequence_breakers: limits.SequenceBreakers | None = None
     xtc_probability: Number = None
     xtc_threshold: Number = None
     mirostat: int | None = None
@@ -46,7 +47,7 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
     mirostat_eta: Number = None
     beam_size: int | None = None
     seed: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: limits.LogitBias | None = None
 
 
 # name → (lowest, highest). Outside the range the value has no meaning for any sampler.
@@ -87,7 +88,7 @@ def read_sampling(body: ExtensionFields) -> Sampling:
 def read_constraint(body: ExtensionFields) -> Constraint | None:
     """The extension constraints. A protocol's own field (`response_format` and the like) takes precedence."""
     if body.json_schema is not None:
-        return Constraint("json_schema", dumps(body.json_schema))
+        return Constraint("json_schema", limits.check_length("json_schema", dumps(body.json_schema), limits.MAX_SCHEMA))
     if body.grammar is not None:
         return Constraint("gbnf", body.grammar)
     if body.regex is not None:

@@ -7,12 +7,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 
 T = TypeVar("T")
 JsonObject = dict[str, Any]
 
 _PATH = re.compile(r" - at `(?P<path>[^`]+)`$")
+_TOO_LONG = re.compile(r"Expected `(?P<type>\w+)` of length <= (?P<limit>\d+)")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _encoder = msgspec.json.Encoder()
 
@@ -40,6 +42,9 @@ def _invalid_type(message: str) -> InvalidRequest:
     if not found:
         return InvalidRequest(f"body: {message}", code="invalid_type")
     param = found["path"].removeprefix("$").lstrip(".")
+    if too_long := _TOO_LONG.match(message):
+        unit = "characters" if too_long["type"] == "str" else "entries"
+        return limits.too_long(param, int(too_long["limit"]), unit)
     return InvalidRequest(f"{param or 'body'}: {_PATH.sub('', message)}", param=param or None, code="invalid_type")
 
 

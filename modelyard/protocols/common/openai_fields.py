@@ -7,13 +7,13 @@ from typing import Any
 
 from msgspec import Struct
 
+from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import StopReason, Usage
 
 FINGERPRINT = "fp_modelyard"
 DONE = b"data: [DONE]\n\n"
 MAX_N = 128
-MAX_STOP_STRINGS = 128
 MAX_PROMPTS = 2048
 MIN_LOGPROB = -9999.0  # for a probability of zero: JSON has no -inf, and OpenAI writes this number
 
@@ -27,7 +27,7 @@ FINISH_REASONS: Mapping[StopReason, str] = {
 }
 
 Prompts = tuple[str | tuple[int, ...], ...]
-PromptField = str | list[str | int | list[int]]
+PromptField = limits.Text | limits.Prompts
 
 
 class StreamOptions(Struct):
@@ -55,8 +55,7 @@ def read_stop(stop: str | list[str] | None, warnings: list[str]) -> tuple[str, .
         return ()
     if isinstance(stop, str):
         return (stop,)
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
+    limits.check_stop_strings("stop", stop)
     if "" in stop:
         warnings.append("empty_stop_string_dropped")
     return tuple(s for s in stop if s)

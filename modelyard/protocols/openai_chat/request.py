@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Raw, Struct, field
 
+from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import (
     Constraint,
@@ -53,7 +54,7 @@ from modelyard.protocols.common.openai_fields import (
 class ChatContentPart(Struct, gc=False):
     """`Any`: a part of an unknown type may use these names for anything."""
 
-    type: str = ""
+    type: limits.Word = ""
     text: Any = None
     image_url: Any = None
     detail: Any = None
@@ -61,69 +62,69 @@ class ChatContentPart(Struct, gc=False):
 
 
 class FunctionCall(Struct):
-    name: str = ""
+    name: limits.Name = ""
     arguments: Any = ""
 
 
 class CustomCall(Struct):
-    name: str = ""
-    input: str = ""
+    name: limits.Name = ""
+    input: limits.Text = ""
 
 
 class ChatToolCall(Struct):
-    id: str | None = None
-    type: str | None = "function"
+    id: limits.Id | None = None
+    type: limits.Word | None = "function"
     function: FunctionCall | None = None
     custom: CustomCall | None = None
 
 
 class ChatMessage(Struct, gc=False):
-    role: str
-    content: str | list[ChatContentPart | str] | None = None
-    name: str | None = None
-    tool_calls: list[ChatToolCall] | None = None
-    tool_call_id: str | None = None
+    role: limits.Word
+    content: limits.Text | Annotated[list[ChatContentPart | limits.Text], limits.Parts] | None = None
+    name: limits.Name | None = None
+    tool_calls: Annotated[list[ChatToolCall], limits.Calls] | None = None
+    tool_call_id: limits.Id | None = None
     function_call: FunctionCall | None = None
     reasoning_content: Any = None
     reasoning: Any = None
-    refusal: str | None = None
+    refusal: limits.Text | None = None
 
 
 class FunctionDefinition(Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    name: limits.Name
+    description: limits.Text | None = None
+    parameters: limits.JsonObject | None = None
     strict: bool | None = None
 
 
 class CustomToolDefinition(Struct):
-    name: str
-    description: str | None = None
-    format: dict[str, Any] | None = None
+    name: limits.Name
+    description: limits.Text | None = None
+    format: limits.JsonObject | None = None
 
 
 class ChatTool(Struct):
-    type: str = "function"
+    type: limits.Word = "function"
     function: FunctionDefinition | None = None
     custom: CustomToolDefinition | None = None
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    name: limits.Name | None = None
+    description: limits.Text | None = None
+    parameters: limits.JsonObject | None = None
     strict: bool | None = None
 
 
 class ToolName(Struct):
-    name: str = ""
+    name: limits.Name = ""
 
 
 class AllowedTools(Struct):
-    mode: str = "auto"
+    mode: limits.Word = "auto"
 
 
 class ChatToolChoice(Struct):
-    type: str = "function"
-    name: str | None = None
-    mode: str = "auto"
+    type: limits.Word = "function"
+    name: limits.Name | None = None
+    mode: limits.Word = "auto"
     function: ToolName | None = None
     custom: ToolName | None = None
     allowed_tools: AllowedTools | None = None
@@ -132,57 +133,57 @@ class ChatToolChoice(Struct):
 class JsonSchemaFormat(Struct):
     """`Raw` cannot be part of a union: `null` arrives as its text. A factory, because no JSON schema can show Raw."""
 
-    name: str | None = None
+    name: limits.Name | None = None
     schema: Raw = field(default_factory=Raw)
     strict: bool | None = None
-    description: str | None = None
+    description: limits.Text | None = None
 
 
 class ResponseFormat(Struct):
     """`schema` beside `json_object` is llama.cpp's way to send a schema."""
 
-    type: str = "text"
+    type: limits.Word = "text"
     json_schema: JsonSchemaFormat | None = None
     schema: Raw = field(default_factory=Raw)
 
 
 class ChatReasoning(Struct):
-    effort: str | None = None
+    effort: limits.Word | None = None
     enabled: bool | None = None
     exclude: bool | None = None
     max_tokens: int | None = None
 
 
 class ChatThinking(Struct):
-    type: str = ""
+    type: limits.Word = ""
     budget_tokens: int | None = None
 
 
 class ChatCompletionBody(ExtensionFields):
-    model: str | None = None
-    messages: list[ChatMessage] | None = None
+    model: limits.Name | None = None
+    messages: Annotated[list[ChatMessage], limits.Messages] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    tools: list[ChatTool] | None = None
-    tool_choice: str | ChatToolChoice | None = None
-    functions: list[FunctionDefinition] | None = None
-    function_call: str | ToolName | None = None
+    user: limits.Name | None = None
+    prompt_cache_key: limits.Name | None = None
+    tools: Annotated[list[ChatTool], limits.Tools] | None = None
+    tool_choice: limits.Word | ChatToolChoice | None = None
+    functions: Annotated[list[FunctionDefinition], limits.Tools] | None = None
+    function_call: limits.Word | ToolName | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     n: int | None = None
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
-    stop: str | list[str] | None = None
-    reasoning_effort: str | None = None
+    stop: limits.StopString | limits.StopStrings | None = None
+    reasoning_effort: limits.Word | None = None
     reasoning: ChatReasoning | None = None
     enable_thinking: bool | None = None
-    thinking: ChatThinking | bool | str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
+    thinking: ChatThinking | bool | limits.Word | None = None
+    metadata: limits.JsonObject | None = None
+    safety_identifier: limits.Name | None = None
     store: bool | None = None
 
 
@@ -265,6 +266,7 @@ def _read_schema(json_schema: JsonSchemaFormat) -> Constraint:
     if not text.startswith("{"):
         path = "response_format.json_schema.schema"
         raise InvalidRequest(f"{path} is required and must be an object", param=path)
+    limits.check_length("response_format", text, limits.MAX_SCHEMA)
     return Constraint("json_schema", text, json_schema.name, json_schema.description, json_schema.strict)
 
 

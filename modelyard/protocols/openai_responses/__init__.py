@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from modelyard.core.errors import ContextOverflow, ModelyardError
+from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError
 from modelyard.core.events import Failed, Reply
 from modelyard.core.protocol import EventWriter, WireError
 from modelyard.core.request import Request
@@ -74,10 +74,11 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
 def write_error(
     error: ModelyardError, *, trace: str, streaming: bool = False, request: Request | None = None
 ) -> WireError:
-    """Codex does not act on HTTP 400 for an overflow: on a stream it must be `response.failed`."""
+    """On a stream some errors must be `response.failed`: Codex does not act on HTTP 400 for an overflow, and repeats a
+    request that ended with 499."""
     if request is not None and request.dialect == pool_responses.DIALECT:
         return pool_responses.write_error(error, trace=trace, streaming=streaming, request=request)
-    if streaming and isinstance(error, ContextOverflow):
+    if streaming and isinstance(error, ContextOverflow | Cancelled):
         body = ResponsesStreamWriter(request or _UNREAD, trace).write(Failed(error))
         return WireError(200, body, {"x-request-id": trace}, "text/event-stream")
     return write_http_error(error, trace, overflow_param="input", request=request)

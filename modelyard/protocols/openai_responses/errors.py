@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from modelyard.core.errors import ContextOverflow, ModelyardError, Overloaded, RateLimited
+from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Overloaded, RateLimited
 from modelyard.core.request import Request
 from modelyard.protocols.common.errors import overflow_hint
 from modelyard.protocols.common.openai_errors import SMALLER_CLIENT, error_from_fields, read_http_error
@@ -26,6 +26,8 @@ def write_failure(error: ModelyardError, request: Request | None = None) -> dict
         if hint := overflow_hint(error, request, SMALLER_CLIENT):
             message += f" It has {error.prompt_tokens} tokens, and the window {error.window}.{hint}"
         return {"code": "context_length_exceeded", "message": message}
+    if isinstance(error, Cancelled):  # Codex repeats the request for every code that it does not know
+        return {"code": "invalid_prompt", "message": error.message}
     if error.kind in _CLIENT_ERRORS:
         return {"code": error.code or "invalid_prompt", "message": error.message}
     if isinstance(error, RateLimited):  # Codex parses the delay out of the message

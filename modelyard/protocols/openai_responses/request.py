@@ -8,11 +8,12 @@ named in `Request.warnings`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
     Constraint,
@@ -38,7 +39,7 @@ from modelyard.protocols.common.extensions import (
     read_sampling,
 )
 from modelyard.protocols.common.json import JsonObject, dumps
-from modelyard.protocols.common.openai_fields import check_range
+from modelyard.protocols.common.openai_fields import check_range, read_stop
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.pool_responses.request import ITEM_TYPES as POOL_ITEM_TYPES
 
@@ -48,18 +49,18 @@ from modelyard.protocols.pool_responses.request import ITEM_TYPES as POOL_ITEM_T
 class InputImageUrl(Struct):
     """Chat's form of an image, which some clients send here too."""
 
-    url: str = ""
-    detail: str | None = None
+    url: limits.Text = ""
+    detail: limits.Word | None = None
 
 
 class InputPart(Struct, gc=False):
     """A content part of any type; `type` says which fields count."""
 
-    type: str = ""
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | InputImageUrl | None = None
-    detail: str | None = None
+    type: limits.Word = ""
+    text: limits.Text | None = None
+    refusal: limits.Text | None = None
+    image_url: limits.Text | InputImageUrl | None = None
+    detail: limits.Word | None = None
 
 
 class InputItem(Struct, gc=False):
@@ -68,24 +69,24 @@ class InputItem(Struct, gc=False):
     `Any` where unknown item types use the same field name for another shape.
     """
 
-    type: str | None = None
-    role: str | None = None
-    content: str | list[InputPart] | JsonObject | None = None
-    call_id: str | None = None
-    name: str | None = None
-    namespace: str | None = None
+    type: limits.Word | None = None
+    role: limits.Word | None = None
+    content: limits.Text | Annotated[list[InputPart], limits.Parts] | limits.JsonObject | None = None
+    call_id: limits.Id | None = None
+    name: limits.Name | None = None
+    namespace: limits.Name | None = None
     arguments: Any = None
     input: Any = None
-    output: str | list[InputPart] | JsonObject | None = None
-    summary: list[InputPart] | None = None
-    encrypted_content: str | None = None
+    output: limits.Text | Annotated[list[InputPart], limits.Parts] | limits.JsonObject | None = None
+    summary: Annotated[list[InputPart], limits.Parts] | None = None
+    encrypted_content: limits.Text | None = None
 
 
 class TextFormat(Struct):
-    type: str = "text"
-    name: str | None = None
-    description: str | None = None
-    schema: JsonObject | None = None
+    type: limits.Word = "text"
+    name: limits.Name | None = None
+    description: limits.Text | None = None
+    schema: limits.JsonObject | None = None
     strict: bool | None = None
 
 
@@ -94,34 +95,34 @@ class TextSettings(Struct):
 
 
 class ReasoningSettings(Struct):
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None  # the older name of `summary`
+    effort: limits.Word | None = None
+    summary: limits.Word | None = None
+    generate_summary: limits.Word | None = None  # the older name of `summary`
 
 
 class ResponsesBody(ExtensionFields):
-    model: str | None = None
-    input: str | list[InputItem] | None = None
-    instructions: str | None = None
-    tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = None
+    model: limits.Name | None = None
+    input: limits.Text | Annotated[list[InputItem], limits.Messages] | None = None
+    instructions: limits.Text | None = None
+    tools: Annotated[list[limits.JsonObject], limits.Tools] | None = None
+    tool_choice: limits.Word | limits.JsonObject | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
-    stop: str | list[str] | None = None  # not OpenAI's; the same extension as on Chat
+    stop: limits.StopString | limits.StopStrings | None = None  # not OpenAI's; the same extension as on Chat
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    include: list[str] | None = None
+    include: limits.Words | None = None
     top_logprobs: int | None = None
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
-    previous_response_id: str | None = None
+    previous_response_id: limits.Id | None = None
     conversation: Any = None
     prompt: Any = None
-    prompt_cache_key: str | None = None
-    metadata: JsonObject | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
+    prompt_cache_key: limits.Name | None = None
+    metadata: limits.JsonObject | None = None
+    user: limits.Name | None = None
+    safety_identifier: limits.Name | None = None
     # Keys of the pool dialect: only their presence matters here.
     decoding: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
@@ -177,7 +178,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         parallel_tool_calls=body.parallel_tool_calls,
         sampling=read_sampling(body),
         max_tokens=body.max_output_tokens,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop=read_stop(body.stop, warnings),
         logprobs=(body.top_logprobs or 0) if INCLUDE_LOGPROBS in include else None,
         constraint=_read_text_format(body, warnings) or read_constraint(body),
         reasoning=_read_reasoning(body.reasoning),
@@ -216,7 +217,7 @@ def _read_text_format(body: ResponsesBody, warnings: list[str]) -> Constraint | 
         return None
     if text_format.schema is None:
         raise InvalidRequest("text.format.schema is required for json_schema", param="text.format.schema")
-    schema = dumps(text_format.schema)
+    schema = limits.check_length("text.format.schema", dumps(text_format.schema), limits.MAX_SCHEMA)
     return Constraint("json_schema", schema, text_format.name, text_format.description, text_format.strict)
 
 
@@ -414,7 +415,7 @@ def _tool_name(body: JsonObject, path: str) -> str:
     name = _string(body, "name", path)
     if not name:
         raise InvalidRequest(f"{path}.name is required; in this protocol it is a field beside type", param=path)
-    return name
+    return limits.check_length(f"{path}.name", name, limits.MAX_NAME)
 
 
 def _string(body: JsonObject, field: str, path: str) -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Struct
 
+from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Reasoning, Request, Role, Sampling, Text
 from modelyard.protocols.common.extensions import (
@@ -26,44 +27,44 @@ ITEM_TYPES = frozenset({"text", "image_url"})  # of `input`; OpenAI's own types 
 
 
 class PoolImageUrl(Struct):
-    url: str = ""
-    detail: str | None = None
+    url: limits.Text = ""
+    detail: limits.Word | None = None
 
 
 class PoolContentItem(Struct):
     """A content item; `type` says which field counts."""
 
-    type: str = ""
-    text: str | None = None
-    image_url: PoolImageUrl | str | None = None
+    type: limits.Word = ""
+    text: limits.Text | None = None
+    image_url: PoolImageUrl | limits.Text | None = None
 
 
 class PoolMessage(Struct):
-    role: str = ""
-    content: str | list[PoolContentItem] | None = None
+    role: limits.Word = ""
+    content: limits.Text | Annotated[list[PoolContentItem], limits.Parts] | None = None
 
 
 class PoolDecoding(ExtensionFields):
     """The dialect has seven fields here; the extension fields of every protocol are valid too."""
 
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: limits.StopString | limits.StopStrings | None = None
 
 
 class PoolResponsesBody(ExtensionFields):
-    model: str | None = None
-    input: str | list[PoolContentItem] | None = None
-    messages: list[PoolMessage] | None = None
-    instructions: str | None = None
-    source_lang_code: str | None = None
-    target_lang_code: str | None = None
+    model: limits.Name | None = None
+    input: limits.Text | Annotated[list[PoolContentItem], limits.Parts] | None = None
+    messages: Annotated[list[PoolMessage], limits.Messages] | None = None
+    instructions: limits.Text | None = None
+    source_lang_code: limits.Word | None = None
+    target_lang_code: limits.Word | None = None
     allow_remote: bool | None = None
     stream: bool | None = None
-    thinking: str | None = None
+    thinking: limits.Word | None = None
     decoding: PoolDecoding | None = None
     tools: Any = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    user: limits.Name | None = None
+    metadata: limits.JsonObject | None = None
 
 
 _decoder = msgspec.json.Decoder(PoolResponsesBody)

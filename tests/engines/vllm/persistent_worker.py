@@ -1,5 +1,5 @@
-"""A worker whose vLLM outlives its engines: `python -m tests.engines.vllm.persistent_worker ENDPOINT`, run in vLLM's
-environment.
+"""A worker whose vLLM outlives its engines: `python -m tests.engines.vllm.persistent_worker ENDPOINT FOLDER`, run in
+vLLM's environment. The definition of the next engine of a model is the file of its name in the folder.
 
 vLLM takes most of a minute to start, and the conformance suite opens an engine for every test. Here each engine is new,
 with its own caches and windows, but all use the vLLM of the first one. Its prefix cache is reset in between.
@@ -8,12 +8,26 @@ with its own caches and windows, but all use the vLLM of the first one. Its pref
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
 from modelyard.engines.vllm import async_llm, engine
-from modelyard.workers.worker_process import main
+from modelyard.workers.definitions import EngineDefinition, read_definition
+from modelyard.workers.worker_process import run_worker
 
 WINDOW, MAX_SEQS = 2048, 8
+
+
+class FolderDefinitions:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, model: str) -> EngineDefinition:
+        return read_definition(self._folder / model)
+
+    def models(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self._folder.iterdir())
 
 
 class PersistentThread(async_llm.EventLoopThread):
@@ -64,4 +78,4 @@ class PersistentRunner(async_llm.AsyncLlmRunner):
 
 if __name__ == "__main__":
     engine.EventLoopThread, engine.AsyncLlmRunner = PersistentThread, PersistentRunner  # type: ignore[misc,attr-defined]
-    main()
+    asyncio.run(run_worker(sys.argv[1], FolderDefinitions(Path(sys.argv[2]))))

@@ -27,6 +27,7 @@ from modelyard.library.convert import convert
 from modelyard.processes.parent_death import die_with_parent
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.definitions import define, write_definition
 from modelyard.workers.messages import open_engine_message
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
@@ -98,9 +99,10 @@ def _worker() -> str:
     """The endpoint of the persistent worker; it ends with the tests."""
     folder = tempfile.mkdtemp(prefix="my-vllm-")
     endpoint, log = f"ipc://{folder}/w", Path(folder) / "log"
+    (Path(folder) / "engines").mkdir()
     env = dict(os.environ) | {"PYTHONPATH": str(_ROOT)}
     with log.open("wb") as out:
-        argv = die_with_parent([python(), "-m", "tests.engines.vllm.persistent_worker", endpoint])
+        argv = die_with_parent([python(), "-m", "tests.engines.vllm.persistent_worker", endpoint, f"{folder}/engines"])
         process = subprocess.Popen(argv, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=_ROOT)
     atexit.register(_end, process)
     return endpoint
@@ -126,6 +128,9 @@ class SharedVllmEngine:
         self._session = session = WorkerSession(_worker(), f"gateway-{self._id}", heartbeat=PATIENT)
         async with asyncio.timeout(_START_S):
             await session.connect()
+        definition = Path(_worker().removeprefix("ipc://")).parent / "engines" / self._spec.model
+        definition.unlink(missing_ok=True)
+        write_definition(definition, define("vllm", self._spec))
         opened = await session.open(open_engine_message(self._id, "vllm", self._spec), progress)
         self.info = opened.info
         self._engine = remote_engine(session, opened, self.lost)

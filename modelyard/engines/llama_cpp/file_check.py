@@ -1,0 +1,216 @@
+"""Whether llama.cpp survives a model file. A child process finds out, and the parent remembers a pass.
+
+    python -m modelyard.engines.llama_cpp.file_check vocabulary|weights MODEL [ADAPTER]
+
+llama.cpp ends its process when it meets some kinds of damage: an assertion, a division by zero, memory without end. So
+no file is opened in a server's process before a child has opened it, the vocabulary and the weights separately:
+`vocabulary` reads and uses all its tokens; `weights` builds the model from the header without the data, then computes a
+few tokens with the data. The child prints each stage before it begins, so the parent knows where it died. A pass is
+stored in the user's cache folder by the identity of the files and of the library; a changed file is checked again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.engines.llama_cpp.library import library_folder
+from modelyard.engines.llama_cpp.selftest import fingerprint
+from modelyard.library.cache_dir import cache_dir
+from modelyard.library.model_files import split_parts
+
+try:
+    import resource
+except ImportError:  # Windows: the child has no limit but that of time
+    resource = None  # type: ignore[assignment]
+
+Purpose = Literal["vocabulary", "weights"]
+
+CHECK_COMMAND = (sys.executable, "-P", "-m", "modelyard.engines.llama_cpp.file_check")
+_TIMEOUT_S = 60.0  # it takes half a second
+_POLL_S = 0.25
+_MAX_MEMORY = 8 << 30  # of the child, not counting the mapped file
+_DATA_STAGE = "computing with the weights"  # takes as long as the disk needs
+_ASSERTION = re.compile(r"[\w.-]+\.\w+:\d+: (.+)")  # file, line and message of a failed assertion
+
+
+# --- the parent -------------------------------------------------------------------------------------------------------
+
+
+def check_vocabulary(model: Path) -> None:
+    """Raises if llama.cpp cannot read the vocabulary of this GGUF file."""
+    if (fault := find_fault("vocabulary", [model])) is not None:
+        raise InvalidRequest(f"{model} has no readable vocabulary: {fault}", code="tokenizer_broken")
+
+
+def check_weights(model: Path, keep_waiting: Callable[[], bool] = lambda: True) -> None:
+    """Raises if llama.cpp cannot load this GGUF file, or when `keep_waiting` returns False."""
+    if (fault := find_fault("weights", [model], keep_waiting)) is not None:
+        raise InvalidRequest(f"{model} cannot be loaded: {fault}", code="model_unreadable")
+
+
+def check_adapter(name: str, adapter: Path, model: Path) -> None:
+    if (fault := find_fault("weights", [model, adapter])) is not None:
+        raise InvalidRequest(f"the adapter {name!r} in {adapter} cannot be loaded: {fault}", code="adapter_unreadable")
+
+
+def find_fault(
+    purpose: Purpose,
+    files: Sequence[Path],
+    keep_waiting: Callable[[], bool] = lambda: True,
+    child: Sequence[str] = CHECK_COMMAND,
+) -> str | None:
+    """What is wrong with these files, in one clause, or None. Starts the child only if no pass is stored."""
+    marker = _marker(purpose, files)
+    if marker is not None and marker.exists():
+        return None
+    fault = _run_check([*child, purpose, *map(str, files)], keep_waiting)
+    # A file that was changed meanwhile has another marker.
+    if fault is None and marker is not None and marker == _marker(purpose, files):
+        with suppress(OSError):  # without the marker the next check takes half a second
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+    return fault
+
+
+def _marker(purpose: Purpose, files: Sequence[Path]) -> Path | None:
+    """None: a file is missing."""
+    try:
+        stats = [part.stat() for file in files for part in split_parts(file)]
+    except OSError:
+        return None
+    # The time of the last change of the inode cannot be set, unlike that of the contents.
+    identities = [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
+    text = json.dumps([purpose, fingerprint(library_folder()), identities])
+    return cache_dir() / "checked" / hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _run_check(command: Sequence[str], keep_waiting: Callable[[], bool]) -> str | None:
+    env = os.environ | {"GGML_NO_BACKTRACE": "1", "OMP_NUM_THREADS": "1"}
+    deadline = time.monotonic() + _TIMEOUT_S
+    with subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    ) as process:
+        while True:
+            try:
+                output, errors = process.communicate(timeout=_POLL_S)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() < deadline and keep_waiting():
+                    continue
+                process.kill()
+                output, _ = process.communicate()
+                return explain(None, output.decode("utf-8", "replace")) if keep_waiting() else "loading was stopped"
+            except BaseException:
+                process.kill()
+                raise
+            return explain(process.returncode, output.decode("utf-8", "replace"), errors.decode("utf-8", "replace"))
+
+
+def explain(code: int | None, output: str, errors: str = "") -> str | None:
+    """`code` is that of subprocess (minus the signal); None: the child was stopped at the time limit."""
+    lines = output.splitlines()
+    stage = next((line.removeprefix("stage ") for line in reversed(lines) if line.startswith("stage ")), "starting")
+    if code == 0 or (code is None and stage == _DATA_STAGE):  # the header is sound, and the disk is slow
+        return None
+    if (fault := next((line.removeprefix("fault ") for line in lines if line.startswith("fault ")), None)) is not None:
+        return fault
+    if code is None:
+        return f"llama.cpp takes more than {_TIMEOUT_S:.0f} s for {stage}; the file is damaged, fetch it again"
+    if code < 0:
+        names = {int(each): each.name for each in signal.Signals}
+        name = names.get(-code, f"signal {-code}")
+        found = _ASSERTION.search(errors)
+        why = f"{name}, {found[1].strip()}" if found is not None else name
+        return f"llama.cpp died while {stage} ({why}); the file is damaged, fetch it again"
+    return (errors.strip().splitlines() or [f"exit code {code}"])[-1]
+
+
+# --- the child --------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    purpose, model, *adapters = arguments
+    if resource is not None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (4 * int(_TIMEOUT_S), 4 * int(_TIMEOUT_S)))  # if the parent is killed
+    fault = _use_vocabulary(Path(model)) if purpose == "vocabulary" else _use_weights(Path(model), adapters)
+    if fault is not None:
+        print(f"fault {fault}", flush=True)
+    return 0 if fault is None else 1
+
+
+def _begin(stage: str) -> None:
+    print(f"stage {stage}", flush=True)
+
+
+def _use_vocabulary(model: Path) -> str | None:
+    from modelyard.tokenizer import llama_log
+    from modelyard.tokenizer.gguf import GgufTokenizer
+
+    _begin("reading the vocabulary")
+    try:
+        tokenizer = GgufTokenizer(model)
+    except InvalidRequest:
+        return llama_log.first_error()
+    _begin("using the vocabulary")
+    for text in (tokenizer.decode(range(tokenizer.size)), tokenizer.template or "", *map(chr, range(0x250))):
+        tokenizer.encode(text)
+    return None
+
+
+def _use_weights(model: Path, adapters: Sequence[str]) -> str | None:
+    from llama_cpp import llama_cpp as lib
+
+    lib.llama_backend_init()
+    _begin("reading the header")
+    if not adapters and (fault := _compute(lib, model, (), header_only=True)) is not None:
+        return fault
+    _begin("reading the adapter" if adapters else _DATA_STAGE)
+    return _compute(lib, model, adapters, header_only=False)
+
+
+def _compute(lib: Any, model: Path, adapters: Sequence[str], *, header_only: bool) -> str | None:
+    """What llama.cpp refuses, or None. It maps the file: the data are read at most once, and not copied."""
+    from modelyard.tokenizer import llama_log
+
+    params = lib.llama_model_default_params()
+    no_devices = (ctypes.c_void_p * 1)()
+    params.devices = ctypes.addressof(no_devices)
+    params.use_extra_bufts = False
+    params.no_alloc, params.load_mode = header_only, 0 if header_only else 1
+    llama_log.clear()
+    raw = lib.llama_model_load_from_file(str(model).encode(), params)
+    if not raw:
+        return llama_log.first_error()
+    for adapter in adapters:
+        if not lib.llama_adapter_lora_init(raw, adapter.encode()):
+            return llama_log.first_error()
+    context_params = lib.llama_context_default_params()
+    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = 64
+    context_params.n_threads = context_params.n_threads_batch = 1
+    context = lib.llama_init_from_model(raw, context_params)
+    if not context:
+        return llama_log.first_error()
+    if not header_only and not lib.llama_model_has_encoder(raw):
+        tokens = (ctypes.c_int32 * 4)(0, 1, 2, 3)
+        lib.llama_decode(context, lib.llama_batch_get_one(tokens, 4))
+    lib.llama_free(context)
+    lib.llama_model_free(raw)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
