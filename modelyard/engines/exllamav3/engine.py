@@ -110,7 +110,7 @@ class ExllamaCache:
     ) -> None:
         self.generator, self._create_native, self._dispatch = generator, create_native, dispatch
         self.jobs: list[ExllamaJob] = []
-        self._scope = ""  # of the idle pages
+        self._scopes: set[str] = set()  # whose tokens the pages hold
         self._unsampled = 0  # jobs of this step whose sampler has not been launched
         self.reused = self.evaluated = self.held = 0  # tokens
 
@@ -118,11 +118,12 @@ class ExllamaCache:
         return f"<ExllamaCache {len(self.jobs)} jobs, {self.held} tokens held>"
 
     def admit(self, job: ExllamaJob) -> None:
-        """ExLlamaV3 cannot tell pages of two scopes apart: a job of another scope finds no idle page of this one. What
-        jobs that run at the same time share remains."""
-        if job.prompt.scope != self._scope:
-            self._scope = job.prompt.scope
+        """ExLlamaV3 cannot keep the pages of two scopes apart, so a job finds no idle page of another scope. It may still
+        share pages with jobs that run at the same time."""
+        if self._scopes - {job.prompt.scope}:
             self.evict()
+            self._scopes = {other.prompt.scope for other in self.jobs}
+        self._scopes.add(job.prompt.scope)
         job.native = self._create_native(job, self._on_sampled)
         self.generator.enqueue(job.native)
         self.jobs.append(job)

@@ -69,8 +69,8 @@ Output = TypeVar("Output")  # what one step emits: token ids or a block
 EndReason = Literal["stop", "length", "window", "cancelled", "error"]
 Batches = Iterator[list[T] | float | None]  # items to write, seconds to wait, or None to wait for ever
 Playback = Generator[list[T] | float, None, EndReason | None]  # returns the reason if the output has ended the job
-SequenceKey = tuple[str, str | int]  # scope, and session or number
-Sequences = OrderedDict[SequenceKey, list[int]]
+SequenceName = str | int  # the session, or a number
+Sequences = OrderedDict[tuple[str, SequenceName], list[int]]  # by scope and name
 
 _IGNORED = Sampling.__struct_fields__
 CAPABILITIES = Capabilities(
@@ -333,7 +333,7 @@ class FakeTextEngine(FakeEngine[list[int]]):
 class TextJob(FakeJob[Chunk, list[int]]):
     _engine: FakeTextEngine
     _cached = 0
-    _sequence: SequenceKey | None = None  # its key in the cache, once the job is accepted
+    _sequence: SequenceName | None = None  # its name in the cache, once the job is accepted
     _prefill_s: float | None = None  # since the start, as the next one
     _first_token_s: float | None = None
 
@@ -344,7 +344,7 @@ class TextJob(FakeJob[Chunk, list[int]]):
 
     def _last_items(self, reason: EndReason, error: ModelyardError | None) -> list[Chunk]:
         if self._sequence is not None:
-            self._cache.put(self._sequence, self._ids + self._output)
+            self._cache.put(self._sequence, self._ids + self._output, self._prompt.scope)
         total, first = time.perf_counter() - self._started, self._first_token_s
         decode = total - first if first is not None else None
         timings = Timings(prefill=self._prefill_s, first_token=first, decode=decode, backend=total, total=total)
@@ -426,35 +426,33 @@ class PrefixCache:
         self.sequences: Sequences = OrderedDict()
         self._unnamed = 0
 
-    def take(self, ids: list[int], session: str | None, scope: str = "") -> tuple[SequenceKey, Accepted]:
+    def take(self, ids: list[int], session: str | None, scope: str = "") -> tuple[SequenceName, Accepted]:
         """Removes and returns the sequence that the prompt continues, until `put`. `divergence` is None if the prompt
         does not diverge from it. Sequences of another scope are not looked at."""
-        best: SequenceKey | None = None
+        best: SequenceName | None = None
         shared = 0
-        if session is not None and (own := (scope, session)) in self.sequences:
-            best, shared = own, common_prefix(self.sequences[own], ids)
+        if session is not None and (scope, session) in self.sequences:
+            best, shared = session, common_prefix(self.sequences[scope, session], ids)
         else:
             recent = (item for item in reversed(self.sequences.items()) if item[0][0] == scope)
-            for key, sequence in islice(recent, self._CANDIDATES):
+            for (_, name), sequence in islice(recent, self._CANDIDATES):
                 # A sequence of which the prompt shares less than half is another conversation; it is kept.
                 half = (len(sequence) + 1) // 2
                 if sequence[:half] == ids[:half] and (length := common_prefix(sequence, ids)) > shared:
-                    best, shared = key, length
+                    best, shared = name, length
         if best is None:
             self._unnamed += 1
             evicted = len(self.sequences) >= self._parallel
             if evicted:
                 self.sequences.popitem(last=False)
-            return (scope, session or self._unnamed), Accepted(evicted=evicted)
-        sequence = self.sequences.pop(best)
+            return session or self._unnamed, Accepted(evicted=evicted)
+        sequence = self.sequences.pop((scope, best))
         cached = max(0, min(shared, len(ids) - 1))  # the last token is always evaluated, to sample from it
-        return (scope, session) if session else best, Accepted(
-            cached, shared if sequence and shared < len(ids) else None
-        )
+        return session or best, Accepted(cached, shared if sequence and shared < len(ids) else None)
 
-    def put(self, key: SequenceKey, ids: list[int]) -> None:
-        self.sequences[key] = ids
-        self.sequences.move_to_end(key)
+    def put(self, name: SequenceName, ids: list[int], scope: str = "") -> None:
+        self.sequences[scope, name] = ids
+        self.sequences.move_to_end((scope, name))
         while len(self.sequences) > self._parallel:
             self.sequences.popitem(last=False)
 

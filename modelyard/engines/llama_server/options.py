@@ -15,7 +15,7 @@ _RESERVED_FLAGS = {
     "--port": "llama_server_port",
     **dict.fromkeys(("--api-key", "--api-key-file"), "nothing: the gateway creates a key"),
 }
-_SPEC_TYPE_PATTERN = r"^[a-z0-9-]+(,[a-z0-9-]+)*$"
+_SPEC_TYPE_PATTERN = r"^[a-z0-9][a-z0-9-]*(,[a-z0-9][a-z0-9-]*)*$"
 
 
 def _int_to_text(value: Any) -> Any:

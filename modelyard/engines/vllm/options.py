@@ -27,7 +27,7 @@ _SPECULATIVE_FIELDS = (
 Window = Annotated[int, Field(ge=1, le=1 << 24)]
 Bytes = Annotated[int, Field(ge=1 << 20, le=1 << 50)]
 Pixels = Annotated[int, Field(ge=1, le=1 << 32)]
-KernelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]  # vLLM's name of a kernel or number format
+KernelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # vLLM's name of a kernel or number format
 ModelReference = Annotated[str, Field(min_length=1, pattern=r"^[^-\s]")]  # a path or a hub name, never an option
 DraftTokens = Annotated[int, Field(ge=1, le=64)]
 
