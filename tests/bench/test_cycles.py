@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from bench.cycles import CycleRun, model_configs, run_cycles
 from bench.resources import Usage, draw_series, slope
 from modelyard.benchmark.drawing import svg
 from modelyard.library import default_model
-from modelyard.library.convert import convert
+from tests.engines.ct2.helpers import tiny_folder
 
 
-@pytest.mark.parametrize("engine", ["fake", "llama_cpp", "ct2"])
-def test_memory_files_and_threads_stay_flat(engine: str) -> None:
-    models = model_configs(default_model.fetch(), Path(convert("smollm2", "ct2").path))
-    run = run_cycles(engine, models[engine], cycles=3, warmup=1)
-    assert len(run.samples) == 4
+@pytest.mark.parametrize(("engine", "cycles"), [("fake", 4), ("ct2", 2), ("llama_cpp", 1)])
+def test_memory_files_and_threads_stay_flat(engine: str, cycles: int) -> None:
+    run = run_cycles(engine, model_configs(default_model.fetch(), tiny_folder())[engine], cycles, warmup=1)
+    assert len(run.samples) == 1 + cycles
     assert run.is_flat, run.samples
 
 
