@@ -87,6 +87,10 @@ class ModelStatus(Struct, frozen=True):
 
 
 class LeaseProvider(Protocol):
+    """`is_connected` is False while a scheduler in another process does not answer."""
+
+    is_connected: bool
+
     def request(self, request: LeaseRequest) -> Ticket:
         """Raise Overloaded, RateLimited, Conflict or Unavailable if waiting would be in vain."""
         ...

@@ -267,13 +267,9 @@ class LimitedConnection(HttpToolsProtocol):
             raise httptools.HttpParserError("this server is no proxy")
         lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
-            if name == b"connection":
-                options = [option.strip() for option in value.split(b",")]
-                value = b", ".join(
-                    option for option in options if option.lower() not in (b"upgrade", b"http2-settings")
-                )
-            if name != b"upgrade" and (value or name != b"connection"):
-                lines.append(b"%b: %b" % (name, value))
+            kept = _without_upgrade(value) if name == b"connection" else value
+            if name != b"upgrade" and (kept or name != b"connection"):
+                lines.append(b"%b: %b" % (name, kept))
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     # --- callbacks of the HTTP parser -----------------------------------------------------------------------------
@@ -305,6 +301,7 @@ class LimitedConnection(HttpToolsProtocol):
         """Continue while a reply is due. TLS has no such state."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
+            self.transport.close()  # after what is written but not sent yet
             return None
         cycle.keep_alive = False
         self._probe_timer = self.loop.call_later(_PROBE_S, self._probe, _PROBE_S)
@@ -402,6 +399,11 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self._refusal is not None and is_last and not self.transport.is_closing():
             self._send_refusal(self._refusal)
+
+
+def _without_upgrade(connection: bytes) -> bytes:
+    options = [option.strip() for option in connection.split(b",")]
+    return b", ".join(option for option in options if option.lower() not in (b"upgrade", b"http2-settings"))
 
 
 def _end_body_with_connection(cycle: RequestResponseCycle) -> None:

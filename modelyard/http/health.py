@@ -17,8 +17,11 @@ from modelyard.http.request_context import RequestContext
 HealthStatus = Literal["healthy", "degraded", "unhealthy"]
 
 
-def health_status(models: Mapping[str, ModelStatus]) -> HealthStatus:
-    """Unhealthy: no model can answer now or soon. Degraded: some enabled model cannot answer now."""
+def health_status(models: Mapping[str, ModelStatus], is_connected: bool = True) -> HealthStatus:
+    """Unhealthy: no model can answer now or soon, or the scheduler in another process does not answer, so that nothing
+    is known of the models. Degraded: some enabled model cannot answer now."""
+    if not is_connected:
+        return "unhealthy"
     wanted = [m for m in models.values() if m.state != "stopped"]
     if wanted and all(m.state == "ready" for m in wanted):
         return "healthy"
@@ -32,12 +35,12 @@ class HealthEndpoints:
         self._gateway, self._scrape = gateway, scrape
 
     async def health(self, request: HttpRequest) -> Response:
-        models = self._gateway.leases.status()
-        status = health_status(models)
+        models, is_connected = self._gateway.leases.status(), self._gateway.leases.is_connected
+        status = health_status(models, is_connected)
         body: dict[str, Any] = {
             "status": status,
             "version": __version__,
-            "scheduler_connected": getattr(self._gateway.leases, "connected", True),
+            "scheduler_connected": is_connected,
             "tokenizer_loaded": all(m.text is not None for m in self._gateway.models.values() if m.kind == "text"),
             "active_requests": self._gateway.metrics.active,
         }
@@ -51,7 +54,8 @@ class HealthEndpoints:
 
     async def ready(self, _request: HttpRequest) -> Response:
         """For load balancers: ready as soon as one model answers, or would load on request."""
-        ready = any(m.state == "ready" or m.loads_on_request for m in self._gateway.leases.status().values())
+        leases = self._gateway.leases
+        ready = leases.is_connected and any(m.state == "ready" or m.loads_on_request for m in leases.status().values())
         return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     async def metrics(self, _request: HttpRequest) -> Response:

@@ -41,6 +41,8 @@ _RETRY_FAILED_S = 60.0  # a failed model that requests load gets another try aft
 class Scheduler:
     """Implements `core.lease.LeaseProvider` and `core.pool.Pool`."""
 
+    is_connected = True
+
     def __init__(
         self,
         options: SchedulerOptions = SchedulerOptions(),

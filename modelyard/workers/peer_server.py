@@ -55,7 +55,8 @@ class PeerServer(Generic[P]):
         self._heartbeat = heartbeat
         self.faults = 0  # peers that were refused or dropped for a malformed message
         self._peers: dict[bytes, P] = {}
-        self._dropped: OrderedDict[bytes, None] = OrderedDict()  # what they still send is ignored
+        # What dropped peers still send is ignored. True: the peer does not know yet, so its next message is answered.
+        self._dropped: OrderedDict[bytes, bool] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket = RouterSocket(endpoint, self._on_data, keys)
         self._timer = self._loop.call_later(heartbeat.interval_s, self._tick)
@@ -79,6 +80,12 @@ class PeerServer(Generic[P]):
     def _on_writable(self, peer: P) -> None:
         """The backlog was sent."""
 
+    def _holds_resources(self, peer: P) -> bool:
+        """Whether a silent peer must be dropped. One that holds nothing may stay as long as it is connected: its
+        process is stopped, and continues the conversation later."""
+        del peer
+        return True
+
     def _on_tick(self) -> None:
         """Called with every heartbeat interval."""
 
@@ -86,6 +93,10 @@ class PeerServer(Generic[P]):
 
     def _on_data(self, identity: bytes, data: bytes) -> None:
         if identity in self._dropped:
+            if self._dropped[identity]:
+                self._dropped[identity] = False
+                reason = "this connection was silent for too long and has been dropped: connect again"
+                self._send(Peer(identity, "", 1), ConnectionRefused(reason))
             return
         peer = self._peers.get(identity)
         try:
@@ -107,21 +118,25 @@ class PeerServer(Generic[P]):
         self._send(peer, ConnectionRefused(reason))
         self._drop(peer)
 
-    def _drop(self, peer: Peer) -> None:
-        peer.is_gone = True
-        peer.backlog.clear()
-        self._dropped[peer.identity] = None
+    def _ignore(self, identity: bytes, *, tell: bool = False) -> None:
+        """Ignore what this identity still sends."""
+        self._dropped[identity] = tell
         while len(self._dropped) > _MAX_DROPPED:
             self._dropped.popitem(last=False)
+
+    def _drop(self, peer: Peer, *, tell: bool = False) -> None:
+        peer.is_gone = True
+        peer.backlog.clear()
+        self._ignore(peer.identity, tell=tell)
         if (removed := self._peers.pop(peer.identity, None)) is not None:
             self._on_dropped(removed)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._heartbeat.interval_s, self._tick)
         for peer in list(self._peers.values()):
-            if peer.heartbeat.tick():
+            if peer.heartbeat.tick() and self._holds_resources(peer):
                 log.warning("%s is silent: dropping it", peer.name)
-                self._drop(peer)
+                self._drop(peer, tell=True)
             else:
                 self._send(peer, Heartbeat(0))  # fails at once if the peer's process is gone
         self._on_tick()

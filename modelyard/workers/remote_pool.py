@@ -2,7 +2,11 @@
 
 The scheduler's state is mirrored here as it changes, so that queries are answered at once. While the link is broken,
 running requests continue, because they talk to their workers directly. Waiting requests are sent again when the link is
-back, and refused when that takes too long.
+back. When that takes longer than the restart of a scheduler, they are refused, and new ones at once.
+
+    connect ─ JoinGateway ─→ JoinAccepted: connected ─→ silent, broken or refused: disconnected ─→ connect …
+
+No refusal is final: the scheduler may be replaced, or may have taken an old message of ours for a new one.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConf
 log = logging.getLogger(__name__)
 
 _AVOID_S = 3.0  # a lost engine is reported with every lease request for this long
+_RECONNECT_S = 5.0  # requests wait this long for a lost scheduler; a supervised one is back in two or three
+_RETRY_AFTER_S = 2.0  # for clients that are refused because the scheduler is lost
 
 
 class RemoteLease(RevocableLease, eq=False):
@@ -132,7 +138,8 @@ class RemotePool:
         self._changes = ModelChangeBroadcast()
         self._answered = asyncio.Event()  # the first state or a refusal has arrived
         self._closing: asyncio.Task[None] | None = None
-        self._refusal: ModelyardError | None = None
+        self._refusal: ModelyardError | None = None  # of the last attempt to connect
+        self._connection = 0  # the number of the current connection
         self._disconnected_since: float | None = self._loop.time()
         self._tasks: set[asyncio.Task[None]] = set()
         self._handlers: Mapping[type, Callable[[Any], None]] = {
@@ -148,7 +155,8 @@ class RemotePool:
             msg.Heartbeat: lambda _: None,
             msg.Goodbye: lambda _: None,
         }
-        self._monitor = HeartbeatMonitor(heartbeat.worker_misses)
+        # One less than for workers: `is_connected` is true or false within the detection time; to reconnect is cheap.
+        self._monitor = HeartbeatMonitor(max(1, heartbeat.worker_misses - 1))
         self._connect()
         self._timer = self._loop.call_later(heartbeat.interval_s, self._tick)
 
@@ -170,41 +178,56 @@ class RemotePool:
 
     def _connect(self) -> None:
         """Start a new conversation; messages in flight in the last one are lost."""
-        self._socket = DealerSocket(self.endpoint, self._on_data, self._on_disconnect, self._keys)
+        self._connection = number = self._connection + 1
+        self._socket = DealerSocket(
+            self.endpoint, partial(self._on_data, number), partial(self._on_disconnect, number), self._keys
+        )
         held = [(lease.id, lease.request) for lease in self._leases.values() if lease.granted]
-        self._send(msg.JoinGateway(msg.VERSION, self.name, tuple(held)))
+        self._send(msg.JoinGateway(msg.VERSION, self.name, tuple(held), number))
         self._monitor.reset()
 
-    def _on_disconnect(self, reason: str) -> None:
-        if self.is_connected:
+    def _on_disconnect(self, connection: int, reason: str) -> None:
+        if self.is_connected and connection == self._connection:
             log.warning("the scheduler is disconnected: %s", reason)
             self._reconnect()
 
     def _reconnect(self) -> None:
+        self._mark_disconnected()
+        self._spawn(self._socket.close())
+        self._connect()
+
+    def _mark_disconnected(self) -> None:
         self.is_connected = False
         if self._disconnected_since is None:
             self._disconnected_since = self._loop.time()
-        self._spawn(self._socket.close())
-        self._fail_calls(Unavailable("the connection to the scheduler was lost; try again", code="scheduler_lost"))
-        self._connect()
+        self._fail_calls(self._unreachable())
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._heartbeat.interval_s, self._tick)
-        if self._monitor.tick() and self._refusal is None:  # also if our first message was lost with its connection
+        is_silent = self._monitor.tick()
+        if is_silent or self._refusal is not None:  # also if our first message was lost with its connection
             if self.is_connected:
                 log.warning("the scheduler is silent: reconnecting")
             self._reconnect()
         elif self.is_connected:
             self._send(msg.Heartbeat(self._monitor.number))
-        if self._disconnected_since is not None and self._loop.time() - self._disconnected_since >= self._timeout_s:
+        if self._is_unreachable():
             for lease in [lease for lease in self._leases.values() if lease.is_waiting]:
                 del self._leases[lease.id]
                 lease.refuse(self._unreachable())
 
-    def _unreachable(self) -> Unavailable:
-        return Unavailable(f"the scheduler at {self.endpoint} is unreachable", code="scheduler_lost")
+    def _is_unreachable(self) -> bool:
+        """Whether requests no longer wait for the scheduler."""
+        since = self._disconnected_since
+        return since is not None and self._loop.time() - since >= min(self._timeout_s, _RECONNECT_S)
 
-    def _on_data(self, data: bytes) -> None:
+    def _unreachable(self) -> Unavailable:
+        reason = "the scheduler is unreachable; try again" if self._refusal is None else self._refusal.message
+        return Unavailable(reason, code="scheduler_lost", retry_after=_RETRY_AFTER_S)
+
+    def _on_data(self, connection: int, data: bytes) -> None:
+        if connection != self._connection:
+            return  # a socket that is closing
         self._monitor.reset()
         try:
             message = msg.decode_for_gateway(data)
@@ -215,17 +238,20 @@ class RemotePool:
 
     def _on_joined(self, joined: msg.JoinAccepted) -> None:
         if (mismatch := msg.version_mismatch(joined.version)) is not None:
-            self._refusal = Unavailable(f"the scheduler at {self.endpoint} cannot be used: {mismatch}")
-            self._answered.set()
+            self._on_refused(msg.ConnectionRefused(mismatch))
             return
-        self.is_connected, self._disconnected_since = True, None
+        self.is_connected, self._disconnected_since, self._refusal = True, None, None
         for lease in self._leases.values():
             if lease.is_waiting:
                 self._send_lease_request(lease)
 
     def _on_refused(self, refused: msg.ConnectionRefused) -> None:
-        self._refusal = Unavailable(f"the scheduler refused us: {refused.reason}")
-        log.error("%s", self._refusal.message)
+        """The next heartbeat connects again."""
+        refusal = Unavailable(f"the scheduler refused us: {refused.reason}")
+        if refusal != self._refusal:
+            log.error("%s", refusal.message)
+        self._refusal = refusal
+        self._mark_disconnected()
         self._answered.set()
 
     def _send(self, message: msg.LinkMessage) -> None:
@@ -241,7 +267,7 @@ class RemotePool:
     def request(self, request: LeaseRequest) -> RemoteLease:
         if self._closing is not None:
             raise _shutting_down()
-        if self._disconnected_since is not None and self._loop.time() - self._disconnected_since > self._timeout_s:
+        if self._is_unreachable():
             raise self._unreachable()
         id = next(self._ids)
         wire = msg.to_wire_lease_request(request, with_prompt=self.state.replicas.get(request.model, 1) > 1)

@@ -36,9 +36,13 @@ class SchedulerBackend(LeaseProvider, Pool, Protocol):
 
 
 class SchedulerPeer(Peer):
-    def __init__(self, identity: bytes, name: str, max_missed: int, role: Literal["gateway", "worker"]) -> None:
+    """`connection` is the gateway's number of this connection."""
+
+    def __init__(
+        self, identity: bytes, name: str, max_missed: int, role: Literal["gateway", "worker"], connection: int = 0
+    ) -> None:
         super().__init__(identity, name, max_missed)
-        self.role = role
+        self.role, self.connection = role, connection
 
 
 class GatewayLease(msgspec.Struct):
@@ -97,21 +101,29 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
     def _on_first_message(self, identity: bytes, message: msg.LinkMessage) -> None:
         if not isinstance(message, (msg.JoinGateway, msg.RegisterWorker)):
             raise msg.MalformedMessage("the first message must be JoinGateway or RegisterWorker")
-        role: Literal["gateway", "worker"] = "gateway" if isinstance(message, msg.JoinGateway) else "worker"
-        peer = SchedulerPeer(identity, message.name, self._heartbeat.client_misses, role)
+        misses = self._heartbeat.client_misses
         if (reason := msg.version_mismatch(message.version)) is not None:
-            self._refuse(peer, reason)
+            self._refuse(Peer(identity, message.name, misses), reason)
         elif isinstance(message, msg.RegisterWorker):
-            self._peers[identity] = peer
+            self._peers[identity] = peer = SchedulerPeer(identity, message.name, misses, "worker")
             self._on_register_worker(peer, message)
         else:
-            for old in [each for each in self._gateways() if each.name == message.name]:
-                old.is_gone = True
-                del self._peers[old.identity]
-            self._peers[identity] = peer
-            self._take_over_leases(message)
-            self._send(peer, msg.JoinAccepted(msg.VERSION))
-            self._send(peer, self._state())
+            self._on_join(SchedulerPeer(identity, message.name, misses, "gateway", message.connection), message)
+
+    def _on_join(self, peer: SchedulerPeer, message: msg.JoinGateway) -> None:
+        """The newest connection of a gateway replaces the others. If we were paused, it has tried several times, and
+        the messages of connections that it has given up may arrive in any order."""
+        for other in [each for each in self._gateways() if each.name == peer.name]:
+            if other.connection > peer.connection:
+                self._ignore(peer.identity)
+                return
+            other.is_gone = True
+            del self._peers[other.identity]
+            self._ignore(other.identity)
+        self._peers[peer.identity] = peer
+        self._take_over_leases(message)
+        self._send(peer, msg.JoinAccepted(msg.VERSION))
+        self._send(peer, self._state())
 
     def _take_over_leases(self, join: msg.JoinGateway) -> None:
         """Keep the leases of its running requests and drop the others: it requests them again."""

@@ -2,8 +2,8 @@
 
 The event loop does the I/O: messages in, batches out. An engine computes in its own threads and hands its tokens to the
 loop step by step. Every client that reaches its socket may use it, but only to run the models of the worker's own
-configuration (`definitions.py`). A client that is silent or sends a malformed message is dropped, and its requests are
-cancelled.
+configuration (`definitions.py`). A client that sends a malformed message, or is silent while its requests run, is
+dropped, and its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -246,6 +246,10 @@ class Worker(PeerServer[WorkerClient]):
     def _on_dropped(self, peer: WorkerClient) -> None:
         for request in list(peer.requests.values()):
             request.abort()
+
+    def _holds_resources(self, peer: WorkerClient) -> bool:
+        """A scheduler never does: a long pause of it must not look like our death when it continues."""
+        return bool(peer.requests)
 
     def _on_congested(self, peer: WorkerClient) -> None:
         for request in peer.requests.values():

@@ -261,3 +261,63 @@ def test_a_deferred_tool_does_not_change_the_prefix() -> None:
         conversation.append_turn(*echoed(conversation.turn(tools=[TOOL | {"name": "any"}, TOOL])), result=reference)
         conversation.turn(tools=[TOOL | {"name": "any"}, found, TOOL])
     assert conversation.cache_header["cause"] == "none"
+
+
+# --- API keys ---------------------------------------------------------------------------------------------------------
+
+KEYS = [{"name": name, "key": f"key-of-{name}"} for name in ("ann", "bob", "cyd", "dan")]
+
+
+def reuse_of(server: LiveServer, key: str, text: str, **headers: str) -> tuple[int, int, str]:
+    """Cached tokens in the usage, and reused tokens and cause in the header."""
+    body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
+    reply = httpx.post(
+        f"{server.url}/v1/chat/completions",
+        json=body,
+        headers={"authorization": f"Bearer key-of-{key}", **headers},
+        timeout=60,
+    )
+    fields = dict(part.split("=") for part in reply.headers["x-modelyard-cache"].split("; "))
+    return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"], int(fields["reused"]), fields["cause"]
+
+
+def check_that_no_key_learns_what_another_one_sent(config: dict[str, Any]) -> None:
+    secret = "The combination of the safe is 12 34 56. " * 20
+    with live_server(config) as server:
+        assert reuse_of(server, "ann", secret)[0] == 0
+        for key, guess in (("bob", secret), ("cyd", secret[:400])):
+            assert reuse_of(server, key, guess) == (0, 0, "new_session")
+            again = reuse_of(server, "ann", secret)
+            assert again[0] == again[1] > 100, "a key has lost its own reuse"
+        assert reuse_of(server, "dan", secret, **{"x-session-id": "s"}) == (0, 0, "new_session")
+
+
+def check_that_keys_share_a_cache_if_they_may(config: dict[str, Any]) -> None:
+    text = "A long common prompt. " * 20
+    with live_server(config) as server:
+        assert reuse_of(server, "ann", text)[0] == 0
+        assert reuse_of(server, "bob", text)[0] > 60
+
+
+def test_no_key_learns_what_another_one_sent() -> None:
+    check_that_no_key_learns_what_another_one_sent({**demo_config(), "keys": KEYS})
+
+
+@pytest.mark.parametrize("place", ["model", "cache"])
+def test_keys_share_a_cache_if_they_may(place: str) -> None:
+    config = {**demo_config(), "keys": KEYS}
+    (config["models"]["demo"] if place == "model" else config["caches"]["main"])["share_across_keys"] = True
+    check_that_keys_share_a_cache_if_they_may(config)
+
+
+def test_llama_cpp_keeps_the_prompts_of_keys_apart() -> None:
+    default_model.fetch()
+    config: dict[str, Any] = {
+        "models": {"smollm2": {"n_threads": 1, "speculation": "off"}},
+        "caches": {"main": {"model": "smollm2", "n_ctx": 1024, "parallel": 2}},
+        "routes": [{"match": "*", "cache": "main"}],
+        "keys": KEYS,
+    }
+    check_that_no_key_learns_what_another_one_sent(config)
+    config["caches"]["main"]["share_across_keys"] = True
+    check_that_keys_share_a_cache_if_they_may(config)

@@ -36,6 +36,12 @@ def prepare(request: Request, key: str = "", prompts: int = 1) -> PreparedReques
     )
 
 
+@pytest.mark.parametrize(("key", "shared", "scope"), [("", False, ""), ("ann", False, "ann"), ("ann", True, "")])
+def test_kv_is_scoped_by_api_key_unless_the_cache_is_shared(key: str, shared: bool, scope: str) -> None:
+    prepared = replace(prepare(make_request(), key), target=Target("demo", "main", 4096, share_across_keys=shared))
+    assert (prepared.engine_prompt(0).scope, prepared.engine_request(0).kv_scope) == (scope, scope)
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "strict", "budget"),
     [

@@ -192,6 +192,9 @@ class Transport:
     def is_closing(self) -> bool:
         return self.closed
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def close(self) -> None:
         self.closed = True
 
@@ -205,7 +208,7 @@ def fake_connection() -> FakeConnection:
 
     config = uvicorn.Config(app, log_config=None, ws="none", lifespan="off")
     clock, transport = Clock(), Transport()
-    connection = LimitedConnection.configured(4096)(config, ServerState(), {}, _loop=clock)
+    connection = LimitedConnection.configured(4096, stall_s=120)(config, ServerState(), {}, _loop=clock)
     connection.connection_made(transport)  # type: ignore[arg-type]
     return connection, transport, clock
 

@@ -8,6 +8,7 @@ import pytest
 
 from modelyard.core.lease import ModelStatus
 from modelyard.http.health import health_status
+from modelyard.scheduler.scheduler import Scheduler
 from tests.http.app_client import app_client
 from tests.live_server import demo_config
 
@@ -58,6 +59,16 @@ async def test_a_server_without_a_ready_model_is_not_ready() -> None:
         assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")
         assert reply.json()["tokenizer_loaded"] is False
         assert "/nowhere/at/all" in reply.json()["models"]["demo"]["reason"]
+        assert (await client.get("/health/ready")).status_code == 503
+        assert (await client.get("/health/live")).status_code == 200
+
+
+async def test_a_gateway_that_has_lost_its_scheduler_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with app_client(loaded=True) as client:
+        monkeypatch.setattr(Scheduler, "is_connected", False)
+        reply = await client.get("/health")
+        assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")
+        assert reply.json()["scheduler_connected"] is False
         assert (await client.get("/health/ready")).status_code == 503
         assert (await client.get("/health/live")).status_code == 200
 

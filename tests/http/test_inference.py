@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from modelyard.core.errors import Internal
-from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Started
+from modelyard.core.events import Event, Failed
 from modelyard.core.request import Message, Request, Text
 from modelyard.http.inference import EventStream, Exchange
 from modelyard.http.middleware import RequestMiddleware
@@ -87,24 +87,6 @@ async def test_a_ping_that_is_due_is_sent_before_the_failure_and_nothing_after_i
     assert ping["body"] == b": keep-alive\n\n"
     assert b"out of memory" in failure["body"]
     assert (end["body"], end["more_body"]) == (b"", False)
-
-
-async def test_a_client_that_reads_nothing_for_stall_s_is_cancelled() -> None:
-    started = asyncio.Event()
-
-    async def send(message: Any) -> None:
-        started.set()
-        await never()
-
-    text: list[Event] = [Started("t", "m", 1), BlockStart(0, "text"), BlockDelta(0, "Hello")]
-    source = Source(text, text)
-    stream = stream_of(source, send, keepalive_s=0.01, stall_s=0.02)
-    running = asyncio.create_task(stream.run())
-    await asyncio.wait_for(started.wait(), 60)
-    assert not source.cancelled
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(running, 60)
-    assert (source.cancelled, source.closed) == (True, True)
 
 
 def test_a_stalled_client_on_a_socket_frees_its_slot() -> None:

@@ -4,13 +4,16 @@ import io
 import struct
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.library.gguf import GgufSummary, read_metadata, read_summary, without_tensors
+from modelyard.engines.llama_cpp.estimate import read_model_shape
+from modelyard.engines.llama_cpp.selftest import write_tiny_model
+from modelyard.library.gguf import GgufSummary, read_contents, read_metadata, read_summary, without_tensors
 from tests.library.files import gguf_bytes, number, text, write_gguf
 
 
@@ -91,3 +94,26 @@ def test_invalid_metadata_is_an_error():
     for broken, message in cases:
         with pytest.raises(ValueError, match=message):
             read_metadata(broken)
+
+
+def test_no_damage_to_a_header_is_more_than_an_unreadable_file(tmp_path: Path):
+    """Each case changes eight bytes: counts, lengths, types, values."""
+    file = tmp_path / "model.gguf"
+    write_tiny_model(file)
+    sound = file.read_bytes()[:4096]
+    for seed in range(500):
+        random = Random(seed)
+        at = random.randrange(3700)
+        changed = random.choice([random.randbytes(8), b"\xff" * 8, b"\0" * 8, (1 << random.randrange(64)).to_bytes(8, "little")])
+        file.write_bytes(sound[:at] + changed + sound[at + 8 :])
+        for read in (read_summary, read_contents, without_tensors, read_model_shape):
+            with suppress(InvalidRequest):
+                read(file)
+
+
+def test_a_list_that_is_longer_than_any_is_refused_before_it_is_read(tmp_path: Path):
+    for kind in (0, 8):  # numbers, strings
+        entry = struct.pack("<Q1sIIQ", 1, b"x", 9, kind, 1 << 40)
+        (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry + b"\0" * 1000)
+        with pytest.raises(InvalidRequest, match=f"a list of {1 << 40}"):
+            read_contents(tmp_path / "a.gguf")

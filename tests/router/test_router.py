@@ -212,3 +212,15 @@ def test_sampling_defaults_are_layered() -> None:
 def test_unknown_names_in_routes_are_refused(routes: list[RouteSettings], default: str | None, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         build_router({"m": ModelSettings()}, {}, routes, default)
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "shared"), [(False, None, False), (True, None, True), (True, False, False), (False, True, True)]
+)
+def test_a_cache_is_shared_between_keys_by_its_own_setting_or_the_models(
+    model: bool, cache: bool | None, shared: bool
+) -> None:
+    models = {"m": ModelSettings(backend="fake", share_across_keys=model)}
+    caches = {"c": CacheSettings(model="m", n_ctx=1, share_across_keys=cache)}
+    assert build_router(models, caches).resolve("c", "/").share_across_keys is shared
+    assert build_router(models, {}).resolve("m", "/").share_across_keys is model

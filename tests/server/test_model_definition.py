@@ -10,6 +10,7 @@ import pytest
 from modelyard.config.load import load_config
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Message, Request, Sampling, Text, Tool
+from modelyard.engines.llama_cpp.selftest import write_tiny_model
 from modelyard.library.default_model import fetch
 from modelyard.server.model_definition import ModelDefinition, define_model
 
@@ -156,3 +157,11 @@ def test_a_remote_model_gets_only_explicit_sampling_parameters() -> None:
     assert made.model.remote
     assert made.model.sampling == Sampling(top_p=0.5)
     assert defined(decoding={"top_p": 0.5}).model.sampling == Sampling(temperature=0.7, top_p=0.5)
+
+
+def test_a_file_that_kills_llama_cpp_is_a_fault_of_its_model_only(tmp_path: Path) -> None:
+    """A model without a vocabulary: llama.cpp aborts when it is used."""
+    write_tiny_model(tmp_path / "tiny.gguf")
+    made = defined(backend="llama_cpp", path=str(tmp_path / "tiny.gguf"), enabled=False)
+    assert made.model.fault is not None
+    assert "llama.cpp died while" in made.model.fault.message

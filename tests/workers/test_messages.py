@@ -202,6 +202,7 @@ FULL = Prompt(
     stop_ids=(5, 6),
     constraint=Constraint("regex", "a+"),
     cache="main",
+    scope="ann",
     session="s",
     priority="background",
     adapters=(("law", 0.5),),

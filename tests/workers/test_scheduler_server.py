@@ -279,8 +279,110 @@ async def test_requests_are_refused_if_the_scheduler_does_not_come_back(tmp_path
             await lease_from(pool)
         with pytest.raises(Unavailable):
             await RemoteStore(pool).get("s", "k")
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable) as caught:
             pool.request(lease_request())
+        assert caught.value.retry_after == 2.0
+
+
+async def test_requests_wait_for_a_lost_scheduler_only_for_the_time_of_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long they may wait for a lost engine."""
+    async with deployed(tmp_path) as deployment, gateway(deployment, timeout_s=3600) as pool:
+        await deployment.kill()
+        await until(lambda: not pool.is_connected)
+        waiting = pool.request(lease_request())
+        monkeypatch.setattr("modelyard.workers.remote_pool._RECONNECT_S", 0.0)
+        with pytest.raises(Unavailable, match="unreachable"):
+            await asyncio.wait_for(waiting.lease(), DEADLINE_S)
+        with pytest.raises(Unavailable, match="unreachable"):
+            pool.request(lease_request())
+
+
+# --- pauses -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_late_join_of_an_old_connection_does_not_replace_the_live_one(tmp_path: Path, closing: Closing) -> None:
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        live, received = deployment.server._gateways(), []
+        old = closing(DealerSocket(deployment.endpoint, received.append, lambda _: None))
+        old.send(encode(JoinGateway(VERSION, "g", connection=pool._connection - 1)))
+        await until(lambda: len(deployment.server._dropped) == 1)
+        assert deployment.server._gateways() == live
+        (await lease_from(pool)).release()
+        assert pool._connection == 1
+        assert received == []
+        await old.close()
+
+
+async def test_a_newer_connection_replaces_the_old_one_and_what_the_old_one_still_sends_is_ignored(
+    tmp_path: Path, closing: Closing
+) -> None:
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        old = pool._socket
+        pool._socket = closing(DealerSocket(ipc_endpoint(), lambda _: None, lambda _: None))  # keep the old one open
+        pool._reconnect()
+        await until(lambda: pool.is_connected)
+        old.send(encode(Heartbeat(7)))
+        (await lease_from(pool)).release()
+        assert len(deployment.server._gateways()) == 1
+        assert deployment.server.faults == 0
+        assert pool._connection == 2
+        await old.close()
+
+
+async def test_a_refused_gateway_joins_again_and_keeps_the_leases_of_its_running_requests(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        lease = await lease_from(pool)
+        job = lease.engine.generate(prompt("Go on."))
+        await read_until(job, Tokens)
+        (peer,) = deployment.server._gateways()
+        deployment.server._send(peer, ConnectionRefused("a mistake"))
+        await until(lambda: not pool.is_connected)
+        (await lease_from(pool)).release()
+        assert deployment.scheduler.status()["demo"].running >= 1
+        job.cancel()
+        assert end(await read(job)).reason == "cancelled"
+        lease.release()
+        await until(lambda: deployment.scheduler.status()["demo"].running == 0)
+
+
+async def test_a_worker_outlives_a_long_silence_of_its_scheduler(tmp_path: Path) -> None:
+    """The scheduler is paused for much longer than a client may be silent."""
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        worker = deployment.workers[0]
+        (session,) = (each._worker.session for each in deployment.scheduler.engines("demo"))
+        assert session._timer is not None
+        session._timer.cancel()
+        (client,) = (each for each in worker._peers.values() if each.name == deployment.worker_pool.name)
+        client.heartbeat._missed = 10_000
+        await until(lambda: client.heartbeat._missed > 10_003)
+        session._tick()
+        await until(lambda: client.heartbeat._missed < 100)
+        (await lease_from(pool)).release()
+        assert not session.is_lost
+
+
+async def test_a_refused_worker_registers_again(
+    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modelyard.workers.worker_process._REFUSED_S", 0.01)
+    from modelyard.workers.worker_process import _register
+
+    made = Deployment(tmp_path, [])
+    await made.start()
+    closing(made)
+    async with running_worker(heartbeat=LENIENT) as worker:
+        offering = asyncio.create_task(_register(worker, DEFINITIONS, made.endpoint, None, FREQUENT))
+        try:
+            await until(lambda: made.worker_pool._registered != {})
+            (peer,) = made.server._peers.values()
+            made.server._refuse(peer, "a mistake")
+            assert made.worker_pool._registered == {}
+            await until(lambda: made.worker_pool._registered != {})
+        finally:
+            offering.cancel()
+            await asyncio.gather(offering, return_exceptions=True)
 
 
 async def test_a_lost_engine_is_not_granted_again_before_the_scheduler_notices(tmp_path: Path) -> None:

@@ -273,6 +273,35 @@ async def test_a_silent_client_is_dropped_with_its_requests(closing: Closing) ->
         await silent.close()
 
 
+async def test_a_dropped_client_is_told_when_it_speaks_again(closing: Closing) -> None:
+    async with running_worker(heartbeat=STRICT) as worker:
+        silent = closing(RawPeer(worker.endpoint))
+        silent.send(Hello(VERSION, "silent"))
+        silent.send(open_engine_message("e", "fake", fake_spec(**HANGING)))
+        await until(lambda: bool(worker.engines))
+        silent.send(AddRequest("e", InferRequest(1, pack_ids(prompt().ids), max_tokens=100)))
+        await until(lambda: "0 clients" in repr(worker))
+        for _ in range(2):
+            silent.send(Heartbeat(1))
+        await until(lambda: isinstance(silent.received[-1], ConnectionRefused))
+        assert "connect again" in silent.received[-1].reason
+        await silent.close()
+
+
+async def test_a_silent_client_without_requests_stays(closing: Closing) -> None:
+    """A scheduler that is paused for long continues its conversation."""
+    async with running_worker(heartbeat=STRICT) as worker:
+        silent = closing(RawPeer(worker.endpoint))
+        silent.send(Hello(VERSION, "scheduler-x"))
+        await until(lambda: bool(worker._peers))
+        (client,) = worker._peers.values()
+        await until(lambda: client.heartbeat._missed > 3 * STRICT.client_misses)
+        silent.send(Heartbeat(7))
+        await until(lambda: any(isinstance(each, Heartbeat) and each.number == 7 for each in silent.received))
+        await silent.close()
+        await until(lambda: "0 clients" in repr(worker))  # its connection is gone
+
+
 async def test_the_requests_of_a_disconnected_client_end() -> None:
     async with running_worker() as worker:
         async with connected(worker) as session:

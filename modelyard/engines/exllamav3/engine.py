@@ -118,8 +118,8 @@ class ExllamaCache:
         return f"<ExllamaCache {len(self.jobs)} jobs, {self.held} tokens held>"
 
     def admit(self, job: ExllamaJob) -> None:
-        """ExLlamaV3 cannot keep the pages of two scopes apart, so a job finds no idle page of another scope. It may still
-        share pages with jobs that run at the same time."""
+        """ExLlamaV3 cannot keep the pages of two scopes apart, so a job finds no idle page of another scope. It may
+        still share pages with jobs that run at the same time."""
         if self._scopes - {job.prompt.scope}:
             self.evict()
             self._scopes = {other.prompt.scope for other in self.jobs}

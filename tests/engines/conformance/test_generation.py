@@ -109,6 +109,17 @@ async def test_repeated_prompt_is_cached_except_its_last_token(subject: Subject,
 
 
 @pytest.mark.parametrize("subject", REUSING_KV, indirect=True)
+async def test_kv_is_reused_inside_its_scope_only(subject: Subject, opened: Open) -> None:
+    engine = await opened()
+    found: list[int] = []
+    for scope in ("ann", "bob", "bob"):
+        chunks = await read(engine.generate(job := prompt(subject, scope=scope)))
+        assert accepted(chunks).elsewhere == 0
+        found.append(end(chunks).usage.cached)
+    assert found == [0, 0, reusable_tokens(subject, job.n_tokens)]
+
+
+@pytest.mark.parametrize("subject", REUSING_KV, indirect=True)
 async def test_caches_are_separate(subject: Subject, opened: Open) -> None:
     engine = await opened()
     await read(engine.generate(prompt(subject)))

@@ -39,6 +39,7 @@ IMAGE = KvSnapshot(
     (("law", 0.5),),
     "background",
     (("law", 0.25, "cd34"),),
+    "ann",
 )
 
 
@@ -55,7 +56,8 @@ def alike(one: KvSnapshot, other: KvSnapshot) -> bool:
         (b.tokens, b.data.tolist()) for b in other.checkpoints
     ]
     plain = all(
-        getattr(one, name) == getattr(other, name) for name in ("session", "adapters", "priority", "adapter_versions")
+        getattr(one, name) == getattr(other, name)
+        for name in ("session", "adapters", "priority", "adapter_versions", "scope")
     )
     return same and plain and np.array_equal(one.tokens, other.tokens) and np.array_equal(one.state, other.state)
 

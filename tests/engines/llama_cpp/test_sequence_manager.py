@@ -129,6 +129,18 @@ async def test_a_shared_prefix_is_copied_from_a_running_sequence() -> None:
 
 
 @pytest.mark.usefixtures("_copies_pay")
+async def test_nothing_is_copied_from_a_running_sequence_of_another_scope() -> None:
+    runs = [SYSTEM + words(n) for n in range(1, 4)]
+    async with exact(main=2, fast=2) as engine:
+        foreign = id_prompt(runs[1], scope="bob", cache="fast")
+        tap = SubmitAtFirstToken(engine, foreign, id_prompt(runs[2], scope="ann", cache="fast"))
+        got = [await answer(engine, runs[0], scope="ann", max_tokens=60)]
+        got += [await read(follower) for follower in tap.followers]
+    assert [accepted(chunks).cached_tokens for chunks in got] == [0, 0, len(SYSTEM)]
+    assert [accepted(chunks).elsewhere for chunks in got] == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("_copies_pay")
 async def test_a_copy_and_its_source_are_independent() -> None:
     runs = [SYSTEM + words(n) for n in (1, 2)]
     async with exact(main=2) as engine:
@@ -565,6 +577,15 @@ def test_a_snapshot_that_cannot_be_cut_covers_its_checkpoint() -> None:
     offload = KvOffload(1000)
     offload.add(held := snapshot(1, 2, 3, 9, checkpoints=(Checkpoint(2, np.zeros(4, np.uint8)),)))
     assert offload.find(run(1, 2, 3, 4), (), can_rewind=False) == (held, 2)
+
+
+def test_a_snapshot_of_another_scope_is_not_found_and_not_replaced() -> None:
+    offload = KvOffload(1000)
+    offload.add(kept := snapshot(1, 2, 3, scope="ann"))
+    offload.add(snapshot(1, 2, 3, 4, scope="bob"))
+    assert len(offload) == 2
+    assert offload.find(run(1, 2, 3, 4, 5), (), "ann", can_rewind=True) == (kept, 3)
+    assert offload.find(run(1, 2, 3, 4, 5), (), "eve", can_rewind=True) is None
 
 
 def test_the_oldest_snapshot_is_dropped_first() -> None:

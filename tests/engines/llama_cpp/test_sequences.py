@@ -40,6 +40,16 @@ def slot(index: int, *tokens: int, **fields: Any) -> SequenceSlot:
     return SequenceSlot(index, run(*tokens), **fields)
 
 
+def test_a_sequence_of_another_scope_shares_nothing_and_is_evicted_like_any_other() -> None:
+    other, own = slot(0, 1, 2, 3, scope="ann", use_order=2), slot(1, 1, 2, scope="bob", use_order=1)
+    assert choose_sequence([other, own], run(1, 2, 3, 4), None, scope="bob") == SequenceChoice(1, 2)
+    assert choose_sequence([other], run(1, 2, 3, 4), None, scope="bob") == SequenceChoice(0, 0, evicted=True)
+    named = slot(0, 1, 2, 3, scope="ann", session="s")
+    assert choose_sequence([named], run(1, 2, 3, 4), "s", scope="bob") == SequenceChoice(0, 0)
+    assert reusable_tokens(other, run(1, 2, 3, 4), (), "bob", can_rewind=True) == 0
+    assert reusable_tokens(other, run(1, 2, 3, 4), (), "ann", can_rewind=True) == 3
+
+
 OLD_MAIN = slot(0, 9, 9, 9, use_order=1)
 NEW_MAIN = slot(1, 8, 8, 8, use_order=3)
 BACKGROUND = slot(2, 7, 7, 7, use_order=2, priority="background")

@@ -281,6 +281,11 @@ def test_only_sampling_fields_of_vllm_are_sent() -> None:
     assert not sent.keys() & {"beam_size", "dry_multiplier"}
 
 
+def test_prefixes_are_reused_inside_a_scope_only() -> None:
+    assert body(chat_request(kv_scope="ann"))["cache_salt"] == "ann"
+    assert "cache_salt" not in body(chat_request())
+
+
 def test_fields_of_the_gateway_are_not_sent() -> None:
     own: dict[str, Any] = {"session": "s", "user": "u", "metadata": {"a": 1}, "store": True, "previous": "resp_1"}
     sent = body(chat_request(**own, priority="background", n=4))

@@ -1,0 +1,106 @@
+"""The servers that are fuzzed: one in a thread for the tests, one as a process with a real model for long runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.servers import free_port, running
+from modelyard.library import default_model
+from modelyard.telemetry.log import JsonFormatter
+from tests.fuzz.explore import DEADLINE_S
+from tests.fuzz.http_targets import HttpTargets
+from tests.live_server import live_server
+
+MODELS = ["demo", "calls"]
+REAL = "real"
+_WINDOW = 256  # small: an answer of the real model must end before the deadline
+
+
+def configuration(*, real: bool = False) -> dict[str, Any]:
+    """`demo` answers by itself, `calls` thinks and calls a tool; `real` is a llama.cpp model."""
+    script = [{"steps": [{"think": "hm"}, {"text": "Hello."}, {"call": {"name": "x", "arguments": {"a": 1}}}]}]
+    models: dict[str, Any] = {
+        "demo": {"backend": "fake", "token_delay": 0, "modalities": ["text", "image"]},
+        "calls": {"backend": "fake", "token_delay": 0, "script": script},
+    }
+    if real:
+        file = str(default_model.fetch())
+        models[REAL] = {"backend": "llama_cpp", "path": file, "n_threads": 1, "n_ctx": _WINDOW, "speculation": "off"}
+    return {"models": models, "images": {"allow": ["pictures.example"]}, "http": {"docs": True}}
+
+
+class LogTail(logging.Handler):
+    """What this process logs as errors, in the format of the server's log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(JsonFormatter())
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(self.format(record))
+
+    def read(self) -> str:
+        lines, self._lines = self._lines, []
+        return "\n".join(lines)
+
+
+@contextmanager
+def logged() -> Iterator[Callable[[], str]]:
+    """Reads what this process has logged since the last call."""
+    tail = LogTail()
+    logging.getLogger().addHandler(tail)
+    try:
+        yield tail.read
+    finally:
+        logging.getLogger().removeHandler(tail)
+
+
+@contextmanager
+def server_in_thread() -> Iterator[HttpTargets]:
+    with (
+        logged() as read_log,
+        live_server(configuration()) as server,
+        httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
+    ):
+        yield HttpTargets(client, read_log, MODELS)
+
+
+@contextmanager
+def server_process() -> Iterator[HttpTargets]:
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="modelyard-fuzz-") as folder:
+        file, log = Path(folder) / "modelyard.json", Path(folder) / "log"
+        file.write_text(json.dumps(configuration(real=True)))
+        command = [sys.executable, "-m", "modelyard", "serve", "--config", str(file), "--port", str(port)]
+        command = ["sh", "-c", 'exec "$@" 2> "$0"', str(log), *command]
+        with (
+            running(command, port, "/health/ready") as server,
+            httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
+        ):
+            yield HttpTargets(client, _file_tail(log), [*MODELS, REAL])
+
+
+def _file_tail(file: Path) -> Callable[[], str]:
+    at = 0
+
+    def read() -> str:
+        nonlocal at
+        if file.stat().st_size == at:
+            return ""
+        with file.open("rb") as stream:
+            stream.seek(at)
+            data = stream.read()
+        at += len(data)
+        return data.decode("utf-8", "replace")
+
+    return read
