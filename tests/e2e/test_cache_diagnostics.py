@@ -308,16 +308,3 @@ def test_keys_share_a_cache_if_they_may(place: str) -> None:
     config = {**demo_config(), "keys": KEYS}
     (config["models"]["demo"] if place == "model" else config["caches"]["main"])["share_across_keys"] = True
     check_that_keys_share_a_cache_if_they_may(config)
-
-
-def test_llama_cpp_keeps_the_prompts_of_keys_apart() -> None:
-    default_model.fetch()
-    config: dict[str, Any] = {
-        "models": {"smollm2": {"n_threads": 1, "speculation": "off"}},
-        "caches": {"main": {"model": "smollm2", "n_ctx": 1024, "parallel": 2}},
-        "routes": [{"match": "*", "cache": "main"}],
-        "keys": KEYS,
-    }
-    check_that_no_key_learns_what_another_one_sent(config)
-    config["caches"]["main"]["share_across_keys"] = True
-    check_that_keys_share_a_cache_if_they_may(config)

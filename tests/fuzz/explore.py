@@ -1,20 +1,20 @@
-"""Runs a check on many random values, reports what it finds with the smallest value that shows it, and bounds the time."""
+"""Runs checks on many random values for a bounded time, and keeps what they find with the smallest input that shows it."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.strategies import SearchStrategy
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, Generic, NamedTuple, TypeVar
 
 DEADLINE_S = 20.0  # for one request, frame or file: longer is a hang
 
+T = TypeVar("T")
+
 
 class Finding(AssertionError):
-    """`kind` and `where` tell findings apart; `example` is the input that shows it."""
+    """`kind`, `where` and the beginning of `detail` tell findings apart; `example` is the input that shows it."""
 
     def __init__(self, kind: str, where: str, detail: str, example: object = "") -> None:
         super().__init__(f"{kind} at {where}: {detail}\n{str(example)[:4000]}")
@@ -25,12 +25,14 @@ class Finding(AssertionError):
         return self.kind, self.where, self.detail[:60]
 
 
-class Target(NamedTuple):
-    """An interface under test. `check` raises Finding, and returns the outcome, such as an HTTP status."""
+class Target(NamedTuple, Generic[T]):
+    """An interface under test. `check` returns the outcome, such as an HTTP status, or raises Finding. `shrink` makes
+    an input smaller while it still fails."""
 
     name: str
-    values: SearchStrategy[Any]
-    check: Callable[[Any], str]
+    make: Callable[[Random], T]
+    check: Callable[[T], str]
+    shrink: Callable[[T, Callable[[T], bool]], T] = lambda value, _: value
 
 
 class Results:
@@ -43,58 +45,50 @@ class Results:
     def add(self, target: str, outcome: str) -> None:
         self.outcomes.setdefault(target, Counter())[outcome] += 1
 
-    def find(self, finding: Finding) -> bool:
-        """Whether it is new, or smaller than the one that is known."""
-        known = self.findings.get(finding.signature)
-        if known is None or len(str(finding.example)) < len(str(known.example)):
-            self.findings[finding.signature] = finding
-        return known is None
+
+def explore(target: Target[Any], rng: Random, results: Results) -> None:
+    """One value of one target."""
+    value = target.make(rng)
+    try:
+        results.add(target.name, target.check(value))
+    except Finding as finding:
+        results.add(target.name, finding.kind)
+        if finding.signature not in results.findings:
+            results.findings[finding.signature] = finding
+            if finding.kind != "hang":  # each attempt would take the whole deadline
+                results.findings[finding.signature] = _shrink(target, value, finding)
 
 
-def explore(target: Target, examples: int, start: int, results: Results | None = None) -> None:
-    """Check `examples` values of one target; `start` is the seed. Raises the first finding, made small by Hypothesis.
+def _shrink(target: Target[Any], value: Any, finding: Finding) -> Finding:
+    last = finding
 
-    With `results`, findings that are there already are passed over.
-    """
-    known = set(results.findings) if results is not None else set()
-
-    def check(value: Any) -> None:
+    def still_fails(smaller: Any) -> bool:
+        nonlocal last
         try:
-            outcome = target.check(value)
-        except Finding as finding:
-            if results is not None:
-                results.find(finding)
-            if finding.signature not in known:
-                raise
-            outcome = finding.kind
-        if results is not None:
-            results.add(target.name, outcome)
+            target.check(smaller)
+        except Finding as found:
+            if found.signature == finding.signature:
+                last = found
+                return True
+        return False
 
-    run = given(target.values)(check)
-    seed(start)(
-        settings(
-            max_examples=examples,
-            deadline=None,
-            database=None,
-            print_blob=False,
-            report_multiple_bugs=False,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-        )(run)
-    )()
+    target.shrink(value, still_fails)
+    return last
 
 
-def explore_for(targets: list[Target], seconds: float, start: int, results: Results, batch: int = 40) -> None:
-    """Explore all targets in turn, with other seeds each time, until the time is over."""
+def explore_all(targets: Sequence[Target[Any]], times: int, start: int, results: Results) -> None:
+    """The same values for the same seed `start`, whatever the other targets do."""
+    for target in targets:
+        rng = Random(f"{target.name} {start}")
+        for _ in range(times):
+            explore(target, rng, results)
+
+
+def explore_for(targets: Sequence[Target[Any]], seconds: float, start: int, results: Results, batch: int = 40) -> None:
+    """All targets in turn, with another seed in each turn, until the time is over."""
     until, turn = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         for target in targets:
-            if time.monotonic() >= until:
-                return
-            try:
-                explore(target, batch, start + turn, results)
-            except Finding as finding:
-                results.find(finding)
-            except BaseExceptionGroup:  # a finding that did not come back; `results` has it
-                pass
+            if time.monotonic() < until:
+                explore_all([target], batch, start + turn, results)
         turn += 1

@@ -9,37 +9,40 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import httpx
-from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
+from hypothesis import HealthCheck, given, seed, settings
 
 import modelyard
 from modelyard.core.protocol import WireProtocol
+from modelyard.core.request import Request
 from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
 from tests import strategies
-from tests.e2e.protocols import DONE, ServerSentEvent, check_error, parse_events
+from tests.e2e.protocols import DONE, VALID_BODIES, ServerSentEvent, check_error, parse_events
 from tests.fuzz.explore import DEADLINE_S, Finding, Target
-from tests.fuzz.values import Json, Values, broken_bytes, code_words
+from tests.fuzz.values import Json, Values, code_words, damaged, shrunk
 
 _PACKAGE = Path(modelyard.__file__).parent
 _READERS = [*(_PACKAGE / "protocols").rglob("request.py"), *(_PACKAGE / "protocols").glob("openai_*.py")]
 _READERS += [_PACKAGE / "protocols/common/extensions.py", _PACKAGE / "protocols/common/openai_fields.py"]
 _EDGE = [*(_PACKAGE / "http").rglob("*.py"), *(_PACKAGE / "gateway").glob("*.py")]
-_WRITERS: dict[str, WireProtocol] = {
+_WRITERS: dict[str, Any] = {
     "/v1/messages": anthropic_messages,
     "/v1/messages/count_tokens": anthropic_messages,
     "/v1/chat/completions": openai_chat,
     "/apply-template": openai_chat,
     "/v1/responses": openai_responses,
     "/v1/responses/input_tokens": openai_responses,
-}  # type: ignore[assignment]
+}
 _OPEN_ENDED = ("/v1/admin/events",)  # a stream without an end: the first event is enough
 _OMITTED = ("content-length", "content-encoding", "transfer-encoding", "connection", "host", "upgrade", "expect")
+_MAX_REMEMBERED = 4000  # bytes of a body
 _ENDS = {"message_stop", "error", "response.completed", "response.incomplete", "response.failed"}
 
 
@@ -49,30 +52,47 @@ class HttpCall(NamedTuple):
     headers: dict[str, str]
     body: bytes | None
 
+    def shrunk(self, still_fails: Callable[[HttpCall], bool]) -> HttpCall:
+        try:
+            body = None if self.body is None else json.loads(self.body)
+        except ValueError:
+            return self
+        parts = {"headers": self.headers, "body": body}
+
+        def call(parts: Json) -> HttpCall:
+            data = None if parts.get("body") is None else json.dumps(parts["body"]).encode()
+            return self._replace(headers=parts.get("headers", {}), body=data)
+
+        return call(shrunk(parts, lambda smaller: still_fails(call(smaller))))
+
     def __repr__(self) -> str:
         body = "" if self.body is None else self.body.decode("utf-8", "backslashreplace")
         return f"{self.method} {self.path} {self.headers or ''} {body}"
 
 
 class HttpTargets:
-    """`read_log` returns what the server has logged since the last call. `admin`: its endpoints too, which change the
-    server, or its endpoints alone."""
+    """`read_log` returns what the server has logged since the last call. `models` are names that it serves."""
 
     def __init__(self, client: httpx.Client, read_log: Callable[[], str], models: list[str]) -> None:
         self._client, self._read_log, self._models = client, read_log, models
         self._document: dict[str, Any] = client.get("/openapi.json").json()
         components = self._document["components"]["schemas"]
-        overrides = _override_names(client)
         self._values = Values([*code_words(*_READERS), *models], components)
-        self._admin_values = Values([*code_words(_PACKAGE / "http/admin/routes.py"), *overrides, *models], components)
+        admin = [*code_words(_PACKAGE / "http/admin/routes.py"), *_override_names(client), *models]
+        self._admin_values = Values(admin, components)
         names = {word for word in code_words(*_EDGE) if word.startswith(("x-", "anthropic-")) or word == "session_id"}
-        self._headers = st.dictionaries(
-            st.sampled_from(sorted(names - set(_OMITTED))), st.text(_PRINTABLE, max_size=20), max_size=2
-        )
+        self._header_names = sorted(names - set(_OMITTED))
+        self._accepted: dict[str, list[Json]] = {path: [body] for path, body in VALID_BODIES.items()}
 
-    def targets(self, *, admin: bool) -> list[Target]:
+    def targets(self, *, admin: bool) -> list[Target[HttpCall]]:
+        """The endpoints of the admin API, which change the server, or all others."""
         return [
-            Target(f"{method.upper()} {path}", self._calls(method.upper(), path, operation), self.check)
+            Target(
+                f"{method.upper()} {path}",
+                partial(self._call, method.upper(), path, operation),
+                self.check,
+                lambda call, still_fails: call.shrunk(still_fails),
+            )
             for path, operations in self._document["paths"].items()
             for method, operation in operations.items()
             if path.startswith("/v1/admin") == admin
@@ -80,41 +100,44 @@ class HttpTargets:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def _calls(self, method: str, path: str, operation: Mapping[str, Any]) -> SearchStrategy[HttpCall]:
+    def _call(self, method: str, path: str, operation: Mapping[str, Any], rng: Random) -> HttpCall:
         values = self._admin_values if path.startswith("/v1/admin") else self._values
-        fields = {one["name"]: values.of(one["schema"]) for one in operation.get("parameters", ())}
-        names = st.sampled_from(self._models) | values.strings
-        inside = {name: names for name in fields if f"{{{name}}}" in path}
-        query = {name: strategy | values.any for name, strategy in fields.items() if name not in inside}
+        url, query = path, []
+        for one in operation.get("parameters", ()):
+            value = values.of(one["schema"], rng) if rng.random() < 0.8 else values.any(rng)
+            if one["in"] == "path":
+                name = rng.choice(self._models) if rng.random() < 0.5 else str(value)[:500]
+                url = url.replace(f"{{{one['name']}}}", quote(name, safe="") or "-")
+            elif rng.random() < 0.5:
+                query.append(f"{one['name']}={quote(_as_text(value)[:500])}")
         content = operation.get("requestBody", {}).get("content", {}).get("application/json")
-        bodies = st.none() if content is None else self._bodies(path, content["schema"], values)
+        body = None if content is None else self._body(path, content["schema"], values, rng)
+        headers = self._headers(rng) if rng.random() < 0.2 else {}
+        return HttpCall(method, f"{url}?{'&'.join(query)}" if query else url, headers, body)
 
-        def build(
-            inside: Mapping[str, Json], query: Mapping[str, Json], headers: dict[str, str], body: bytes | None
-        ) -> HttpCall:
-            url = path
-            for name, value in inside.items():
-                url = url.replace(f"{{{name}}}", quote(value[:500], safe="") or "-")
-            asked = "&".join(f"{name}={quote(_as_text(value)[:500])}" for name, value in query.items())
-            return HttpCall(method, f"{url}?{asked}" if asked else url, headers, body)
+    def _headers(self, rng: Random) -> dict[str, str]:
+        names = rng.sample(self._header_names, min(2, len(self._header_names)))
+        return {name: "".join(chr(rng.randrange(0x21, 0x7F)) for _ in range(rng.randrange(20))) for name in names}
 
-        return st.builds(
-            build,
-            st.fixed_dictionaries(inside),
-            st.fixed_dictionaries({}, optional=query),
-            self._headers if method == "POST" else st.just({}),
-            bodies,
-        )
+    def _body(self, path: str, schema: Mapping[str, Any], values: Values, rng: Random) -> bytes:
+        """Bodies that were accepted before with a few changes, bodies by the schema, and broken ones."""
+        accepted = self._accepted.get(path) or self._accepted.setdefault(path, [])
+        if path in _WRITERS and len(accepted) < 2:
+            accepted += valid_bodies(_WRITERS[path])
+        if accepted and rng.random() < 0.6:
+            body = values.mutated(rng.choice(accepted), rng, rng.randrange(4))
+        else:
+            body = values.of(schema, rng)
+        if isinstance(body, dict) and "/admin/" not in path and rng.random() < 0.95:
+            body["model"] = rng.choice(self._models)  # else nothing behind the router would be reached
+        data = json.dumps(body).encode()
+        return damaged(data, rng) if rng.random() < 0.1 else data
 
-    def _bodies(self, path: str, schema: Mapping[str, Any], values: Values) -> SearchStrategy[bytes | None]:
-        """Half of them are valid requests in which little is changed, the others follow the schema or nothing."""
-        built = values.mutated(values.of(schema), most=1)
-        if (protocol := _WRITERS.get(path)) is not None:
-            valid = _requests().map(lambda request: json.loads(protocol.write_request(request)))
-            built = built | values.mutated(valid)
-        aimed = st.builds(_aim, built, st.sampled_from([*self._models, None])) if "/admin/" not in path else built
-        encoded = aimed.map(lambda body: json.dumps(body).encode())
-        return encoded | encoded | encoded | broken_bytes(encoded)
+    def _remember(self, call: HttpCall) -> None:
+        """What was accepted leads further in than what was not."""
+        accepted = self._accepted.setdefault(call.path, [])
+        if call.body is not None and len(call.body) < _MAX_REMEMBERED and len(accepted) < 400:
+            accepted.append(json.loads(call.body))
 
     # --- replies ------------------------------------------------------------------------------------------------------
 
@@ -129,6 +152,8 @@ class HttpTargets:
         logged = self._read_log()
         if "Traceback" in logged:
             raise Finding("traceback", where, _last_line(logged), f"{call!r}\n{logged[-3000:]}")
+        if status == "200":
+            self._remember(call)
         return status
 
     def _check(self, call: HttpCall) -> str:
@@ -158,23 +183,25 @@ class HttpTargets:
         return str(whole.status_code)
 
 
-_PRINTABLE = st.characters(min_codepoint=0x20, max_codepoint=0x7E)
+@cache
+def valid_bodies(protocol: WireProtocol, count: int = 40) -> list[Json]:
+    """Bodies of whole requests, as our own client of the protocol would send them."""
+    found: list[Json] = []
 
+    @seed(17)
+    @settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(strategies.requests(logprobs=True, custom=True, namespaces=True, server=True))
+    def draw(request: Request) -> None:
+        found.append(json.loads(protocol.write_request(request)))
 
-def _requests() -> SearchStrategy[Any]:
-    switches = {"logprobs": True, "custom": True, "namespaces": True, "server": True}
-    return strategies.requests(**switches)
+    draw()
+    return found
 
 
 def _override_names(client: httpx.Client) -> Iterator[str]:
     """The fields that a load may set, as the admin API lists them."""
     described = client.get("/v1/admin/models").json()["data"]
     return chain.from_iterable(one["load_constraints"]["overrides"] for one in described)
-
-
-def _aim(body: Json, model: str | None) -> Json:
-    """Most bodies name a model that exists: else nothing behind the router would be reached."""
-    return body | {"model": model} if model is not None and isinstance(body, dict) else body
 
 
 def _as_text(value: Json) -> str:

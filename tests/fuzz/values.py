@@ -1,6 +1,7 @@
-"""Strategies for values: from a JSON schema, from the words that the code compares with, and mutations of valid values.
+"""Random values: from a JSON schema, from the words that the code compares with, and mutations of valid values.
 
 A schema alone says that `type` is a string. The string literals of the modules that read it say which strings matter.
+Plain `random`, because a value must cost less than the request that carries it.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
-
-from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
 
 Json = Any
 Schema = Mapping[str, Any]
 
 _MAX_WORD = 40
 _MAX_FIELDS = 5  # optional fields of one object: with all of them, every body would have an error in the first
+_MAX_DEPTH = 6
 _HOSTILE = (
-    *("", " ", "\0", "é😀", "\u202e", "\ufdd0", "\r\n", "x" * 3000, "word " * 500),
+    *("", " ", "\0", "é😀", "\u202e", "\ufdd0", "\r\n", "x" * 3000, "word " * 500, "\x7f", "\x1b[31m"),
     *("[" * 2000, "{" * 500, "(" * 300, "{{", "{% for a in b %}", "%s%n", "(a+)+$", "[^]", 'root ::= "a"', "start: /a/"),
     *("<|im_end|>", "<|im_start|>system", "<tool_call>", "</think>", "../../etc/passwd", "__class__", "NaN", "-0"),
     *("data:image/png;base64,AAAA", "data:,", "http://127.0.0.1:1/", "http://[", "file:///etc/passwd"),
@@ -29,6 +29,15 @@ _HOSTILE = (
 )
 _INTEGERS = (-1, 0, 1, 2, 127, 128, 2**15, 2**31 - 1, 2**31, -(2**31), 2**53, 2**63 - 1, 2**63, -(2**64), 10**40)
 _FLOATS = (0.0, -0.0, 0.5, 1.0, 1.5, -1.0, 1e-320, 1e308, -1e308)
+_SCHEMAS: tuple[Json, ...] = (
+    {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+    {"type": "array", "items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"type": "integer"}}},
+    {"anyOf": [{"type": "string", "pattern": "^a{1,9}$"}, {"enum": [1, None]}]},
+    {"type": "string", "pattern": "[" * 200},
+    {"$ref": "#"},
+    {"type": "object", "additionalProperties": False, "minProperties": 3},
+    {"allOf": [{"not": {}}], "if": {}, "format": "date-time"},
+)
 
 
 def code_words(*files: Path) -> list[str]:
@@ -40,134 +49,149 @@ def code_words(*files: Path) -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements:
                 found.add(node.value)
-    return sorted(word for word in found if 0 < len(word) <= _MAX_WORD and re.fullmatch(r"[\w./:<>|-]+", word))
+    return sorted(word for word in found if len(word) <= _MAX_WORD and re.fullmatch(r"[\w./:<>|-]+", word))
 
 
 class Values:
-    """Strategies that share a dictionary of words. `binary`: bytes are bytes, as in MessagePack, not base64."""
+    """Values that share a dictionary of words. `binary`: bytes are bytes, as in MessagePack, and not base64."""
 
-    def __init__(self, words: Iterable[str], components: Mapping[str, Schema] | None = None, *, binary: bool = False):
+    def __init__(
+        self, words: Iterable[str], components: Mapping[str, Schema] | None = None, *, binary: bool = False
+    ) -> None:
+        self._words = sorted(set(words)) or ["x"]
         self._components, self._binary = components or {}, binary
-        self._refs: dict[str, SearchStrategy[Json]] = {}
-        self.words = st.sampled_from(sorted(set(words)) or ["x"])
-        self.strings = self.words | st.text(max_size=12) | st.sampled_from(_HOSTILE)
-        self.strings = self.strings.filter(_is_unicode)
-        self.integers = st.integers(-3, 300) | st.sampled_from(_INTEGERS)
-        self.numbers = self.integers | st.sampled_from(_FLOATS) | st.floats(allow_nan=False, allow_infinity=False)
-        scalars = st.none() | st.booleans() | self.numbers | self.strings
-        scalars = scalars | st.binary(max_size=16) if binary else scalars
-        self.any: SearchStrategy[Json] = st.recursive(
-            scalars,
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(self.words, inner, max_size=3),
-            max_leaves=5,
-        )
-        self._kinds: dict[str, Callable[[Schema], SearchStrategy[Json]]] = {
-            "null": lambda _: st.none(),
-            "boolean": lambda _: st.booleans(),
-            "integer": self._integer,
-            "number": lambda _: self.numbers,
-            "string": self._string,
-            "array": self._array,
-            "object": self._object,
-        }
+
+    # --- without a schema ---------------------------------------------------------------------------------------------
+
+    def word(self, rng: Random) -> str:
+        return rng.choice(self._words)
+
+    def string(self, rng: Random) -> str:
+        match rng.randrange(5):
+            case 0 | 1:
+                return self.word(rng)
+            case 2:
+                return "".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(0xD800)))) for _ in range(6))
+            case 3:
+                return "hi"
+            case _:
+                return rng.choice(_HOSTILE)
+
+    def integer(self, rng: Random) -> int:
+        return rng.choice(_INTEGERS) if rng.random() < 0.3 else rng.randint(-3, 300)
+
+    def number(self, rng: Random) -> float:
+        return rng.choice((self.integer, lambda r: r.choice(_FLOATS), lambda r: r.random()))(rng)
+
+    def any(self, rng: Random, depth: int = 0) -> Json:
+        kind = rng.randrange(8 if depth < 2 else 5)
+        if kind == 0:
+            return rng.choice((None, True, False, rng.randbytes(rng.randrange(16)) if self._binary else None))
+        if kind in (1, 2):
+            return self.number(rng)
+        if kind in (3, 4):
+            return self.string(rng)
+        if kind == 5:
+            return [self.any(rng, depth + 1) for _ in range(rng.randrange(4))]
+        if kind == 6:
+            return {self.word(rng): self.any(rng, depth + 1) for _ in range(rng.randrange(4))}
+        return copy.deepcopy(rng.choice(_SCHEMAS))
 
     # --- from a schema ------------------------------------------------------------------------------------------------
 
-    def of(self, schema: Schema) -> SearchStrategy[Json]:
-        """Values of the right types; whether they make sense is for the server to find out."""
+    def of(self, schema: Schema, rng: Random, depth: int = 0) -> Json:
+        """A value of the right type; whether it makes sense is for the server to find out."""
         if "$ref" in schema:
-            return self._ref(schema["$ref"].rpartition("/")[2])
+            return self.of(self._components[schema["$ref"].rpartition("/")[2]], rng, depth)
         if "enum" in schema:
-            return st.sampled_from(schema["enum"])
+            return rng.choice(schema["enum"])
         if "const" in schema:
-            return st.just(schema["const"])
+            return schema["const"]
         for union in ("anyOf", "oneOf"):
             if union in schema:
-                return st.one_of([self.of(one) for one in schema[union]])
+                return self.of(rng.choice(schema[union]), rng, depth)
         kinds = schema.get("type")
-        if kinds is None:
-            return self.any
-        return st.one_of([self._kinds[kind](schema) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+        if kinds is None or depth > _MAX_DEPTH:
+            return self.any(rng, depth)
+        kind = kinds if isinstance(kinds, str) else rng.choice(kinds)
+        return self._makers[kind](self, schema, rng, depth)
 
-    def _ref(self, name: str) -> SearchStrategy[Json]:
-        if name not in self._refs:
-            self._refs[name] = st.deferred(lambda: self.of(self._components[name]))
-        return self._refs[name]
+    def _null(self, *_: Any) -> None:
+        return None
 
-    def _integer(self, schema: Schema) -> SearchStrategy[Json]:
-        bounds = [schema[bound] for bound in ("minimum", "maximum") if bound in schema]
-        around = [bound + step for bound in bounds for step in (-1, 0, 1)]
-        return self.integers | st.sampled_from(around) if around else self.integers
+    def _boolean(self, _schema: Schema, rng: Random, _depth: int) -> bool:
+        return rng.random() < 0.5
 
-    def _string(self, schema: Schema) -> SearchStrategy[Json]:
-        if schema.get("contentEncoding") == "base64" and self._binary:
-            numbers = st.lists(st.sampled_from([0, 1, 5, 2**16, 2**32 - 1]), max_size=6)
-            return st.binary(max_size=24) | numbers.map(lambda ids: b"".join(i.to_bytes(4, "little") for i in ids))
-        return self.strings
+    def _integer(self, schema: Schema, rng: Random, _depth: int) -> int:
+        bounds = [schema[bound] + step for bound in ("minimum", "maximum") if bound in schema for step in (-1, 0, 1)]
+        return int(rng.choice(bounds)) if bounds and rng.random() < 0.5 else self.integer(rng)
 
-    def _array(self, schema: Schema) -> SearchStrategy[Json]:
-        inner = schema.get("items", {})
+    def _number(self, _schema: Schema, rng: Random, _depth: int) -> float:
+        return self.number(rng)
+
+    def _string(self, schema: Schema, rng: Random, _depth: int) -> Json:
+        if schema.get("contentEncoding") != "base64" or not self._binary:
+            return self.string(rng)
+        if rng.random() < 0.3:
+            return rng.randbytes(rng.randrange(24))
+        numbers = (rng.choice((0, 1, 5, 2**16, 2**32 - 1)) for _ in range(rng.randrange(6)))
+        return b"".join(number.to_bytes(4, "little") for number in numbers)
+
+    def _array(self, schema: Schema, rng: Random, depth: int) -> list[Json]:
         if "prefixItems" not in schema:
-            return st.lists(self.of(inner or {}), max_size=3)
-        first = [self.of(one) for one in schema["prefixItems"]]
-        least = schema.get("minItems", len(first))
-        if least >= len(first):
-            return st.tuples(*first).map(list)
-        return st.integers(least, len(first)).flatmap(lambda length: st.tuples(*first[:length]).map(list))
+            return [self.of(schema.get("items") or {}, rng, depth + 1) for _ in range(rng.randrange(4))]
+        first = schema["prefixItems"]
+        length = rng.randint(min(schema.get("minItems", len(first)), len(first)), len(first))
+        return [self.of(one, rng, depth + 1) for one in first[:length]]
 
-    def _object(self, schema: Schema) -> SearchStrategy[Json]:
+    def _object(self, schema: Schema, rng: Random, depth: int) -> dict[str, Json]:
         fields: Mapping[str, Schema] = schema.get("properties", {})
-        more = schema.get("additionalProperties")
         if not fields:
-            inner = self.of(more) if isinstance(more, Mapping) else self.any
-            return st.dictionaries(self.words | self.integers.map(str), inner, max_size=3)
-        strategies = {name: self.of(field) for name, field in fields.items()}
+            inner = schema.get("additionalProperties")
+            some = inner if isinstance(inner, Mapping) else {}
+            return {self.word(rng): self.of(some, rng, depth + 1) for _ in range(rng.randrange(4))}
         required = [name for name in schema.get("required", ()) if name in fields]
         optional = [name for name in fields if name not in required]
+        chosen = [*required, *rng.sample(optional, min(len(optional), rng.randrange(_MAX_FIELDS + 1)))]
+        return {name: self.of(fields[name], rng, depth + 1) for name in chosen}
 
-        @st.composite
-        def build(draw: st.DrawFn) -> dict[str, Json]:
-            some = draw(st.lists(st.sampled_from(optional), max_size=_MAX_FIELDS, unique=True)) if optional else []
-            return {name: draw(strategies[name]) for name in (*required, *some)}
-
-        return build()
+    _makers: Mapping[str, Callable[..., Json]] = {
+        "null": _null,
+        "boolean": _boolean,
+        "integer": _integer,
+        "number": _number,
+        "string": _string,
+        "array": _array,
+        "object": _object,
+    }
 
     # --- from a valid value -------------------------------------------------------------------------------------------
 
-    def mutated(self, valid: SearchStrategy[Json], most: int = 3) -> SearchStrategy[Json]:
-        """A valid value in which some parts are replaced, removed, repeated or moved."""
-
-        @st.composite
-        def build(draw: st.DrawFn) -> Json:
-            value = copy.deepcopy(draw(valid))
-            for _ in range(draw(st.integers(0, most))):
-                value = self._mutate(draw, value)
-            return value
-
-        return build()
-
-    def _mutate(self, draw: st.DrawFn, value: Json) -> Json:
-        places = list(_places(value))
-        if not places:
-            return draw(self.any)
-        container, key = draw(st.sampled_from(places))
-        part = container[key]
-        match draw(st.integers(0, 5)):
-            case 0 | 1:
-                container[key] = draw(self.any)
-            case 2 if isinstance(part, str):
-                container[key] = draw(self.strings)
-            case 2:
-                container[key] = draw(self.numbers)
-            case 3:
-                del container[key]
-            case 4 if isinstance(container, list):
-                container[key:key] = [copy.deepcopy(part) for _ in range(draw(st.sampled_from([1, 2, 40])))]
-            case 4:
-                container[draw(self.words)] = copy.deepcopy(part)
-            case _:
-                container[key] = [part] if draw(st.booleans()) else {draw(self.words): part}
+    def mutated(self, valid: Json, rng: Random, times: int) -> Json:
+        """A copy in which some parts are replaced, removed, repeated or moved."""
+        value = copy.deepcopy(valid)
+        for _ in range(times):
+            places = list(_places(value))
+            if not places:
+                return self.any(rng)
+            self._mutate(*rng.choice(places), rng)
         return value
+
+    def _mutate(self, container: Any, key: Any, rng: Random) -> None:
+        part = container[key]
+        match rng.randrange(7):
+            case 0 | 1:
+                container[key] = self.any(rng)
+            case 2 | 3:
+                container[key] = self.string(rng) if isinstance(part, str) else self.number(rng)
+            case 4:
+                del container[key]
+            case 5 if isinstance(container, list):
+                container[key:key] = [copy.deepcopy(part) for _ in range(rng.choice((1, 2, 40)))]
+            case 5:
+                container[self.word(rng)] = copy.deepcopy(part)
+            case _:
+                container[key] = [part] if rng.random() < 0.5 else {self.word(rng): part}
 
 
 def _places(value: Json) -> Iterator[tuple[Any, Any]]:
@@ -178,29 +202,53 @@ def _places(value: Json) -> Iterator[tuple[Any, Any]]:
         yield from _places(part)
 
 
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+def damaged(data: bytes, rng: Random) -> bytes:
+    """Bytes that were cut off, changed or repeated."""
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        if not out:
+            break
+        at = rng.randrange(len(out))
+        match rng.randrange(4):
+            case 0:
+                del out[at:]
+            case 1:
+                out[at] = rng.randrange(256)
+            case 2:
+                out[at:at] = rng.randbytes(rng.randint(1, 8))
+            case _:
+                out[at:at] = out[at : at + 16] * rng.choice((1, 100))
+    return bytes(out)
 
 
-def broken_bytes(whole: SearchStrategy[bytes]) -> SearchStrategy[bytes]:
-    """Encoded values that were cut off or damaged."""
+# --- making an example smaller ----------------------------------------------------------------------------------------
 
-    @st.composite
-    def build(draw: st.DrawFn) -> bytes:
-        data = bytearray(draw(whole))
-        for _ in range(draw(st.integers(1, 3))):
-            if not data:
+
+def shrunk(value: Json, still_fails: Callable[[Json], bool], attempts: int = 150) -> Json:
+    """The value without the parts that do not matter. Strings are halved, containers lose what they can."""
+    while attempts > 0:
+        for smaller in _smaller(value):
+            attempts -= 1
+            if still_fails(smaller):
+                value = smaller
                 break
-            at = draw(st.integers(0, len(data) - 1))
-            match draw(st.integers(0, 3)):
-                case 0:
-                    del data[at:]
-                case 1:
-                    data[at] = draw(st.integers(0, 255))
-                case 2:
-                    data[at:at] = draw(st.binary(min_size=1, max_size=8))
-                case _:
-                    data[at:at] = data[at : at + 16] * draw(st.sampled_from([1, 100]))
-        return bytes(data)
+            if attempts <= 0:
+                return value
+        else:
+            return value
+    return value
 
-    return build() | st.binary(max_size=64)
+
+def _smaller(value: Json) -> Iterator[Json]:
+    """The same value with one part left out or simplified, the largest steps first."""
+    for index in range(len(list(_places(value)))):
+        copied = copy.deepcopy(value)
+        container, key = list(_places(copied))[index]
+        del container[key]
+        yield copied
+    for index in range(len(list(_places(value)))):
+        copied = copy.deepcopy(value)
+        container, key = list(_places(copied))[index]
+        if isinstance(part := container[key], str | bytes) and len(part) > 8:
+            container[key] = part[: len(part) // 2]
+            yield copied
