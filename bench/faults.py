@@ -1,17 +1,23 @@
-"""Kills parts of a split server at random moments under load: `python -m bench.faults [--rounds 20] [--streams 32]`
+"""Breaks parts of a split server at random moments under load and measures what clients see:
 
-Starts a scheduler, two gateways and a worker with the fake engine, keeps streams running, and in each round kills or
-stops one part. Every client must get its whole response or a proper error within five seconds of the fault, and only
-its own text; memory and open files must return to their level. The exit code is 1 otherwise.
+    python -m bench.faults [--engine llama_cpp] [--rounds 20] [--streams 32] [--only FAULT …]
 
-The five seconds are a sum: a silent worker is detected after at most two, `timeout_ms` lets clients wait one and a half
-for its replacement, and the rest is for the response. Clients of a server with the default 30 seconds get no error so
-soon: they would rather wait for a model that takes long to load.
+Starts a scheduler, two gateways and a worker, keeps streams of Chat Completions and Responses running, and in each
+round breaks one part (`FAULTS`). Every client must get its whole response or a proper error within `max_wait_s` of the
+fault, and only its own text; memory and open files must return to their level. The exit code is 1 otherwise. A table
+with recovery times is printed at the end: from the fault, or from the end of a pause, until a new request is answered.
 
-`--only ray-node` drops nodes of a Ray cluster on this machine instead, which needs a network namespace of its own:
+A mix-up shows because every answer is known: the fake engine echoes the request, and a real engine must follow a JSON
+schema that allows only one text. With the fake engine an answer takes no time, so its five seconds are a sum: a silent
+worker is detected after at most two, `timeout_ms` lets clients wait one and a half for its replacement, and the rest is
+for the response. Clients of a server with the default 30 seconds get no error so soon: they would rather wait for a
+model that takes long to load.
+
+The store, the debug files and the cache folder are on a small disk of their own, a tmpfs in a mount namespace. `--only
+ray-node` drops nodes of a Ray cluster on this machine instead, which needs a network namespace too:
 
     PYTHONPATH=.venv/ray unshare --map-root-user --net sh -c \\
-        'ip link set lo up && .venv/bin/python -m bench.faults --only ray-node'
+        'ip link set lo up && .venv/bin/python -m bench.faults --engine fake --only ray-node'
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,25 +41,29 @@ from typing import Any
 
 import httpx
 import psutil
+from msgspec import Struct
 
+from modelyard.library import default_model
 from tests.workers.ray_nodes import HEAD, ray_nodes
 
 PORTS = (21_081, 21_082)
-MAX_WAIT_S = 5.0  # after a fault, until every client has a response or an error
 CONFIG = """
 [scheduler]
 timeout_ms = 1500
 [log]
 history_requests = 100
 history_texts = false
+debug_dir = "{disk}/debug"
+debug_max_requests = 50
+[store]
+backend = "sqlite"
+path = "{disk}/store.sqlite"
 [models.demo]
-backend = "fake"
-echo = true
-token_delay = 0.004
+{model}
 [caches.main]
 model = "demo"
-n_ctx = 4096
-parallel = 64
+n_ctx = {window}
+parallel = {streams}
 [[routes]]
 match = "*"
 cache = "main"
@@ -62,10 +73,57 @@ RAY = f"""
 cluster = "ray"
 ray_address = "{HEAD}"
 """
-FAULTS = ("worker", "worker-stopped", "scheduler", "gateway-0")
 MAX_GROWTH = 24 << 20  # bytes per process: the allocator's own; a leak of a round would come twenty times
+DISK_VARIABLE = "MODELYARD_FAULTS_DISK"
+_DISK_SIZE = "24m"
 _SETTLE_S = 20.0  # for files and processes of the last fault to go
 _REPLACE_S = 60.0  # for a replacement to be ready
+
+
+class EngineUnderTest(Struct, frozen=True):
+    """`words` are the length of an answer, `max_wait_s` the time for it on two slow cores."""
+
+    model: str
+    words: int
+    window: int
+    max_wait_s: float
+    is_real: bool = True
+
+
+ENGINES = {
+    "fake": EngineUnderTest('backend = "fake"\necho = true\ntoken_delay = 0.004', 60, 4096, 5.0, is_real=False),
+    "llama_cpp": EngineUnderTest('backend = "llama_cpp"\npath = "{path}"\nn_threads = 1', 6, 384, 90.0),
+    "llama_server": EngineUnderTest(
+        'backend = "llama_server"\npath = "{path}"\nllama_server_threads = 1', 6, 384, 90.0
+    ),
+}
+
+
+class Fault(Struct, frozen=True):
+    """`part` gets the signal; with `pause_s` it continues after that time, otherwise it is replaced. `fills_disk`: the
+    disk is full for `pause_s` seconds. `allowed` are the outcomes of clients whose gateway was hit."""
+
+    part: str
+    signal: int = signal.SIGKILL
+    pause_s: float = 0.0
+    fills_disk: bool = False
+    allowed: tuple[str, ...] = ()
+    engines: tuple[str, ...] = tuple(ENGINES)
+
+
+FAULTS = {
+    "worker": Fault("worker"),
+    "worker-stopped": Fault("worker", signal.SIGSTOP),
+    "scheduler": Fault("scheduler"),
+    "scheduler-stopped": Fault("scheduler", signal.SIGSTOP, 12.0),
+    "gateway-0": Fault("gateway-0", allowed=("cut", "refused")),
+    "gateway-stopped": Fault("gateway-0", signal.SIGSTOP, 12.0, allowed=("complete, late", "error, late")),
+    "server": Fault("server", engines=("llama_server",)),
+    "server-stopped": Fault("server", signal.SIGSTOP, 12.0, engines=("llama_server",)),
+    "disk-full": Fault("", pause_s=4.0, fills_disk=True),
+    "disk-full-worker": Fault("worker", pause_s=4.0, fills_disk=True),
+}
+RAY_NODE = Fault("node", signal.SIGSTOP)
 
 
 # --- the clients ------------------------------------------------------------------------------------------------------
@@ -75,12 +133,15 @@ class Outcomes:
     """What became of the requests: complete, error, refused (nothing listens), cut (the gateway died), and two that
     must not happen: MIXED (text of another request) and SILENT (neither text nor error)."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_wait_s: float) -> None:
         self.counts: Counter[str] = Counter()
         self.faults: list[float] = []
+        self.healed: list[float] = []  # from when on a recovery counts
         self.longest_wait_s = 0.0  # after a fault
         self.messages: Counter[str] = Counter()
         self.is_over = asyncio.Event()
+        self._max_wait_s = max_wait_s
+        self._complete: list[tuple[float, float]] = []
 
     def unexpected(self, allowed: Sequence[str]) -> dict[str, int]:
         expected = ("complete", "error", *allowed)
@@ -91,63 +152,129 @@ class Outcomes:
         hit = [at for at in self.faults if began <= at <= ended]
         waited = ended - hit[0] if hit else 0.0
         self.longest_wait_s = max(self.longest_wait_s, waited)
-        late = ", late" if waited > MAX_WAIT_S else ""
+        late = ", late" if waited > self._max_wait_s else ""
         self.counts[outcome + late] += 1
+        if outcome == "complete":
+            self._complete.append((began, ended))
         if message:
             self.messages[f"{message[:160]}{late}"] += 1
 
+    def recoveries(self) -> list[float]:
+        """For each fault: until the first request that was sent after it has its answer."""
+        ends = [[ended for began, ended in self._complete if began >= at] for at in self.healed]
+        return [min(after, default=float("inf")) - at for at, after in zip(self.healed, ends, strict=True)]
 
-async def run_client(number: int, outcomes: Outcomes) -> None:
-    async with httpx.AsyncClient(timeout=httpx.Timeout(30, connect=5)) as http:
+
+class Dialogue(Struct, frozen=True):
+    """One request of a client and the only right answer to it."""
+
+    text: str
+    is_real: bool
+    uses_responses: bool
+
+    def body(self) -> dict[str, Any]:
+        form: dict[str, Any]
+        schema = {
+            "type": "object",
+            "properties": {"answer": {"const": self.text}},
+            "required": ["answer"],
+            "additionalProperties": False,
+        }
+        common: dict[str, Any] = {"model": "x", "stream": True}
+        if self.uses_responses:
+            form = {"text": {"format": {"type": "json_schema", "name": "a", "schema": schema}}}
+            body: dict[str, Any] = {"input": self.text, "max_output_tokens": 2000}
+        else:
+            form = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+            body = {"messages": [{"role": "user", "content": self.text}], "max_tokens": 2000}
+        return common | body | (form if self.is_real else {})
+
+    def answer(self) -> str:
+        """Without white space, which the schema leaves free."""
+        return _squeezed(json.dumps({"answer": self.text}) if self.is_real else self.text)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+class StreamReader:
+    """The text, end and error of a stream of either protocol."""
+
+    def __init__(self) -> None:
+        self.text, self.is_done, self.error = "", False, ""
+
+    def feed(self, line: str) -> None:
+        if line == "data: [DONE]":
+            self.is_done = True
+            return
+        if not line.startswith("data: "):
+            return
+        event = json.loads(line[6:])
+        kind = event.get("type", "")
+        if "error" in event or kind in ("error", "response.failed"):
+            self.error = self.error or line
+        elif kind == "response.output_text.delta":
+            self.text += event["delta"]
+        elif kind in ("response.completed", "response.incomplete"):
+            self.is_done = True
+        self.text += "".join(choice["delta"].get("content") or "" for choice in event.get("choices", []))
+
+    def outcome(self, answer: str, *, was_cut: bool) -> tuple[str, str]:
+        received = _squeezed(self.text)
+        if not answer.startswith(received):
+            return "MIXED", self.text
+        if self.error:
+            return "error", self.error
+        if was_cut:
+            return "cut", ""
+        return ("complete", "") if self.is_done and received == answer else ("SILENT", self.text)
+
+
+async def run_client(number: int, engine: EngineUnderTest, outcomes: Outcomes) -> None:
+    timeout = httpx.Timeout(30 + engine.max_wait_s, connect=5)
+    async with httpx.AsyncClient(timeout=timeout) as http:
         turn = 0
         while not outcomes.is_over.is_set():
             turn += 1
-            text = f"client {number} turn {turn}: " + " ".join(str(number * 1000 + i) for i in range(60))
+            words = " ".join(str(number * 1000 + i) for i in range(engine.words))
+            dialogue = Dialogue(f"client {number} turn {turn}: {words}", engine.is_real, bool(number // 2 % 2))
             began = time.monotonic()
-            outcome, message = await request(http, PORTS[turn % 2], text)
+            outcome, message = await request(http, PORTS[(number + turn) % 2], dialogue)
             outcomes.add(outcome, began, time.monotonic(), message)
             if outcome in ("refused", "error"):
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.2)
 
 
-async def request(http: httpx.AsyncClient, port: int, text: str) -> tuple[str, str]:
-    """The outcome and a message. The fake engine echoes the text, so that a mix-up shows."""
-    body = {"model": "x", "stream": True, "max_tokens": 2000, "messages": [{"role": "user", "content": text}]}
-    received, done, error = "", False, ""
+async def request(http: httpx.AsyncClient, port: int, dialogue: Dialogue) -> tuple[str, str]:
+    """The outcome and a message."""
+    path = "/v1/responses" if dialogue.uses_responses else "/v1/chat/completions"
+    reader, was_cut = StreamReader(), False
     try:
-        async with http.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as response:
+        async with http.stream("POST", f"http://127.0.0.1:{port}{path}", json=dialogue.body()) as response:
             if response.status_code != 200:
                 await response.aread()
                 return ("error", response.text) if "error" in response.text else ("SILENT", response.text)
             async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    done = True
-                elif line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    error = error or (line if "error" in event else "")
-                    received += "".join(choice["delta"].get("content") or "" for choice in event.get("choices", []))
+                reader.feed(line)
     except (httpx.ConnectError, httpx.ConnectTimeout):
         return "refused", ""
     except httpx.ReadTimeout:
-        return "SILENT", received
+        return "SILENT", reader.text
     except httpx.HTTPError:
-        return ("MIXED", received) if not text.startswith(received) else ("cut", "")
-    if not text.startswith(received.strip()):
-        return "MIXED", received
-    if error:
-        return "error", error
-    return ("complete", "") if done and received.strip() == text else ("SILENT", received)
+        was_cut = True
+    return reader.outcome(dialogue.answer(), was_cut=was_cut)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
 class SplitServer:
-    """`extra` is added to the configuration; `replace_node` makes up for a lost node of the cluster."""
+    """`config` is its configuration; `replace_node` makes up for a lost node of the cluster."""
 
-    def __init__(self, folder: Path, extra: str = "", replace_node: Callable[[], None] = lambda: None) -> None:
-        self._folder, self.endpoint, self._replace_node = folder, f"ipc://{folder / 'scheduler'}", replace_node
-        (folder / "c.toml").write_text(CONFIG + extra)
+    def __init__(self, folder: Path, config: str, replace_node: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.endpoint, self._replace_node = folder, f"ipc://{folder / 'scheduler'}", replace_node
+        (folder / "c.toml").write_text(config)
         self.parts: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
@@ -156,8 +283,8 @@ class SplitServer:
             "gateway-0": ["serve", "--scheduler", self.endpoint, "--port", str(PORTS[0])],
             "gateway-1": ["serve", "--scheduler", self.endpoint, "--port", str(PORTS[1])],
         }[name]
-        command = [sys.executable, "-m", "modelyard", *arguments, "--config", str(self._folder / "c.toml")]
-        with (self._folder / f"{name}.log").open("ab") as log:
+        command = [sys.executable, "-m", "modelyard", *arguments, "--config", str(self.folder / "c.toml")]
+        with (self.folder / f"{name}.log").open("ab") as log:
             self.parts[name] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def worker_pid(self) -> int | None:
@@ -169,27 +296,48 @@ class SplitServer:
                 continue
         return None
 
-    def inject(self, fault: str, on_fault: Callable[[], None]) -> None:
-        """`on_fault` is called at the moment of the fault. Returns when the replacement runs: one that still loads may
-        be silent for as long as it likes."""
-        if fault in self.parts:
-            on_fault()
-            self.parts[fault].kill()
-            self.parts[fault].wait()
-            self.start(fault)
-        elif (pid := self.worker_pid()) is not None:
-            hit = _node_processes(pid) if fault == "ray-node" else [psutil.Process(pid)]
-            on_fault()
+    def _targets(self, part: str) -> list[psutil.Process]:
+        if part in self.parts:
+            return [psutil.Process(self.parts[part].pid)]
+        pid = self.worker_pid()
+        if not part or pid is None:
+            return []
+        worker = psutil.Process(pid)
+        if part == "node":
+            return _node_processes(worker)
+        if part == "server":
+            return [each for each in worker.children(recursive=True) if "llama-server" in each.name()]
+        return [worker]
+
+    def inject(self, fault: Fault, disk: Path, on_fault: Callable[[], None]) -> None:
+        """`on_fault` is called at the moment of the fault. Returns when the replacement runs, or the pause is over."""
+        pid, hit = self.worker_pid(), self._targets(fault.part)
+        on_fault()
+        if fault.fills_disk:
+            _fill(disk)
+        for process in hit:
+            process.send_signal(fault.signal)
+        if fault.pause_s:
+            time.sleep(fault.pause_s)
+            (disk / "filler").unlink(missing_ok=True)
             for process in hit:
-                process.send_signal(signal.SIGKILL if fault == "worker" else signal.SIGSTOP)
-            deadline = time.monotonic() + _REPLACE_S
-            while self.worker_pid() in (pid, None) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if fault == "ray-node":  # first the machine was silent, now it is gone
-                for process in hit:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-                self._replace_node()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+        elif fault.part in self.parts:
+            self.parts[fault.part].wait()
+            self.start(fault.part)
+        else:  # one that still loads may be silent for as long as it likes
+            self._wait_replaced(pid if fault.part != "server" else None)
+        if fault.part == "node":  # first the machine was silent, now it is gone
+            for process in hit:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self._replace_node()
+
+    def _wait_replaced(self, pid: int | None) -> None:
+        deadline = time.monotonic() + _REPLACE_S
+        while self.worker_pid() in (pid, None) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def usage(self) -> dict[str, tuple[int, int]]:
         """Open files and private bytes of each part."""
@@ -202,20 +350,27 @@ class SplitServer:
 
     def stop(self) -> None:
         for part in self.parts.values():
+            part.send_signal(signal.SIGCONT)
             part.terminate()
         for part in self.parts.values():
-            part.wait(30)
+            part.wait(60)
 
 
-def _node_processes(pid: int) -> list[psutil.Process]:
-    for parent in psutil.Process(pid).parents():
+def _fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+
+
+def _node_processes(worker: psutil.Process) -> list[psutil.Process]:
+    for parent in worker.parents():
         if "raylet" in parent.name():
             return [parent, *parent.children(recursive=True)]
-    raise SystemExit(f"{pid} is not on a node")
+    raise SystemExit(f"{worker.pid} is not on a node")
 
 
 async def wait_until_ready() -> None:
-    async with asyncio.timeout(_REPLACE_S), httpx.AsyncClient() as http:
+    async with asyncio.timeout(2 * _REPLACE_S), httpx.AsyncClient() as http:
         for port in PORTS:
             while True:
                 try:
@@ -230,25 +385,76 @@ async def wait_until_ready() -> None:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-async def inject_under_load(server: SplitServer, fault: str, rounds: int, streams: int, rng: random.Random) -> Outcomes:
-    outcomes = Outcomes()
-    clients = [asyncio.create_task(run_client(number, outcomes)) for number in range(streams)]
-    for _ in range(rounds):
-        await asyncio.sleep(rng.uniform(0.5, 1.5))
-        await asyncio.to_thread(server.inject, fault, lambda: outcomes.faults.append(time.monotonic()))
-        await wait_until_ready()
-    await asyncio.sleep(1.0)
-    outcomes.is_over.set()
-    await asyncio.gather(*clients)
-    return outcomes
+class Row(Struct, frozen=True):
+    """One fault in the table."""
+
+    fault: str
+    rounds: int
+    counts: dict[str, int]
+    recoveries: list[float]
+    longest_wait_s: float
+    bad: dict[str, Any]
+
+    def line(self) -> str:
+        recovery = f"{statistics.median(self.recoveries):.1f} s, at most {max(self.recoveries):.1f} s"
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.counts.items()))
+        verdict = "held" if not self.bad else f"BROKEN: {self.bad}"
+        return f"| {self.fault} | {self.rounds} | {counts} | {recovery} | {self.longest_wait_s:.1f} s | {verdict} |"
 
 
-async def leaks(server: SplitServer, before: dict[str, tuple[int, int]]) -> dict[str, str]:
-    """What has not returned to its level, of the parts that were not restarted."""
-    deadline = time.monotonic() + _SETTLE_S
-    while (found := _growth(before, server.usage())) and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.2)
-    return found
+HEADER = "| fault | times | answers | recovery: median, longest | the longest wait | |\n|---|---|---|---|---|---|"
+
+
+class FaultRun(Struct):
+    """All that a run needs besides the fault itself."""
+
+    server: SplitServer
+    engine: EngineUnderTest
+    disk: Path
+    streams: int
+    rng: random.Random
+
+    async def inject_under_load(self, fault: Fault, rounds: int) -> Outcomes:
+        outcomes = Outcomes(self.engine.max_wait_s)
+        clients = [asyncio.create_task(run_client(number, self.engine, outcomes)) for number in range(self.streams)]
+        for _ in range(rounds):
+            await asyncio.sleep(self.rng.uniform(0.5, 1.5))
+            on_fault = lambda: outcomes.faults.append(time.monotonic())  # noqa: E731
+            await asyncio.to_thread(self.server.inject, fault, self.disk, on_fault)
+            outcomes.healed.append(time.monotonic() if fault.pause_s else outcomes.faults[-1])
+            await wait_until_ready()
+            await self._wait_recovered(outcomes)
+        outcomes.is_over.set()
+        await asyncio.gather(*clients)
+        return outcomes
+
+    async def _wait_recovered(self, outcomes: Outcomes) -> None:
+        deadline = time.monotonic() + _REPLACE_S + self.engine.max_wait_s
+        while outcomes.recoveries()[-1] == float("inf") and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+    async def leaks(self, before: dict[str, tuple[int, int]]) -> dict[str, str]:
+        """What has not returned to its level, of the parts that were not restarted."""
+        deadline = time.monotonic() + _SETTLE_S
+        while (found := _growth(before, self.server.usage())) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        return found
+
+    async def run(self, name: str, fault: Fault, rounds: int) -> Row:
+        await self.inject_under_load(fault, 1)  # warm-up: what is allocated once is allocated now
+        before = {part: usage for part, usage in (await _idle_usage(self.server)).items() if part != fault.part}
+        outcomes = await self.inject_under_load(fault, rounds)
+        bad = {**outcomes.unexpected(fault.allowed), **await self.leaks(before)}
+        recoveries = outcomes.recoveries()
+        if float("inf") in recoveries:
+            bad["never recovered"] = recoveries.count(float("inf"))
+        row = Row(name, rounds, dict(outcomes.counts), recoveries, outcomes.longest_wait_s, bad)
+        print(row.line(), flush=True)
+        for message, count in outcomes.messages.most_common(4):
+            print(f"    {count} × {message}", flush=True)
+        after = {part: f"{files} files, {size >> 20} MB" for part, (files, size) in self.server.usage().items()}
+        print(f"    after: {after}", flush=True)
+        return row
 
 
 def _growth(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> dict[str, str]:
@@ -271,51 +477,59 @@ async def _idle_usage(server: SplitServer) -> dict[str, tuple[int, int]]:
         usage = now
 
 
-async def run(server: SplitServer, faults: tuple[str, ...], rounds: int, streams: int) -> bool:
-    """Whether everything held."""
+async def run_all(run: FaultRun, faults: dict[str, Fault], rounds: int) -> list[Row]:
     await wait_until_ready()
-    rng, good = random.Random(1), True
-    for fault in faults:
-        await inject_under_load(server, fault, 2, streams, rng)  # warm-up: what is allocated once is allocated now
-        before = {name: usage for name, usage in (await _idle_usage(server)).items() if name != fault}
-        outcomes = await inject_under_load(server, fault, rounds, streams, rng)
-        bad = outcomes.unexpected(("cut", "refused") if fault == "gateway-0" else ())
-        grown = await leaks(server, before)
-        good = good and not bad and not grown
-        longest = f"{outcomes.longest_wait_s:.1f} s"
-        print(f"{fault:16} {rounds} times: {dict(outcomes.counts)}, the longest wait {longest}", flush=True)
-        for message, count in outcomes.messages.most_common(4):
-            print(f"{'':16} {count} × {message}", flush=True)
-        after = {name: f"{files} files, {size >> 20} MB" for name, (files, size) in server.usage().items()}
-        print(f"{'':16} after: {after}" + (f"  BAD {bad or ''} {grown or ''}" if bad or grown else ""), flush=True)
-    return good
+    return [await run.run(name, fault, rounds) for name, fault in faults.items()]
 
 
-def run_faults(folder: Path, options: argparse.Namespace, faults: tuple[str, ...], *extra: Any) -> bool:
-    server = SplitServer(folder, *extra)
+def run_faults(run: FaultRun, faults: dict[str, Fault], rounds: int) -> bool:
+    """Whether everything held."""
+    server = run.server
     try:
         for name in ("scheduler", "gateway-0", "gateway-1"):
             server.start(name)
-        return asyncio.run(run(server, faults, options.rounds, options.streams))
+        rows = asyncio.run(run_all(run, faults, rounds))
+        print("\n".join(["", HEADER, *(row.line() for row in rows)]), flush=True)
+        return not any(row.bad for row in rows)
     finally:
         server.stop()
-        for log in folder.glob("*.log"):
+        for log in server.folder.glob("*.log"):
             if "Traceback" in (text := log.read_text()):
                 print(log.name, text[text.index("Traceback") :][:3000])
 
 
+def run_on_own_disk() -> int:
+    """Run this command again with a small disk that it may fill."""
+    with tempfile.TemporaryDirectory(prefix="mf-") as folder:
+        mounted = f'mount -t tmpfs -o size={_DISK_SIZE},mode=700 tmpfs "$0" && exec "$@"'
+        command = [sys.executable, "-m", "bench.faults", *sys.argv[1:]]
+        argv = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, folder, *command]
+        return subprocess.call(argv, env=os.environ | {DISK_VARIABLE: folder})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=list(ENGINES), default="llama_cpp")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--only", choices=[*FAULTS, "ray-node"], help="this fault alone")
+    parser.add_argument("--only", choices=[*FAULTS, "ray-node"], nargs="+", help="these faults")
     options = parser.parse_args()
+    if DISK_VARIABLE not in os.environ:
+        return run_on_own_disk()
+    engine, disk = ENGINES[options.engine], Path(os.environ[DISK_VARIABLE])
+    model = engine.model.format(path=default_model.fetch()) if engine.is_real else engine.model
+    config = CONFIG.format(model=model, window=engine.window, streams=options.streams, disk=disk)
+    os.environ["MODELYARD_CACHE"] = str(disk)  # measurements of other runs are not used
+    chosen = options.only or [name for name, fault in FAULTS.items() if options.engine in fault.engines]
     with tempfile.TemporaryDirectory(prefix="my-faults-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        os.environ["MODELYARD_CACHE"] = name  # do not use measurements of other runs
-        if options.only == "ray-node":
-            return 0 if run_faults(folder, options, ("ray-node",), RAY, stack.enter_context(ray_nodes()).add) else 1
-        return 0 if run_faults(folder, options, (options.only,) if options.only else FAULTS) else 1
+        if "ray-node" in chosen:
+            server = SplitServer(Path(name), config + RAY, stack.enter_context(ray_nodes()).add)
+            faults = {"ray-node": RAY_NODE}
+        else:
+            server = SplitServer(Path(name), config)
+            faults = {each: FAULTS[each] for each in chosen}
+        run = FaultRun(server, engine, disk, options.streams, random.Random(1))
+        return 0 if run_faults(run, faults, options.rounds) else 1
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
     priority: Priority = "main"
     adapters: tuple[tuple[str, float], ...] = ()
     logprobs: int | None = None
-    deadline: float | None = None  # unix time, because it crosses processes
+    deadline: float | None = None  # `time.monotonic`; another process gets the seconds that are left
     trace: str = ""
     dedup_key: str | None = None  # equal prompts with an equal key may share one generation
 

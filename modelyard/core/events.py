@@ -90,6 +90,7 @@ class Finished(Struct, frozen=True, tag=True, gc=False):
     usage: Usage
     stop_string: str | None = None
     timings: Timings = Timings()
+    storing_failed: bool = False  # the reply cannot be continued by its id
 
 
 class Failed(Struct, frozen=True, tag=True):

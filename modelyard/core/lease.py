@@ -27,7 +27,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, gc=False):
     key: str = ""
     session: str | None = None
     priority: Priority = "main"
-    deadline: float | None = None  # unix time until which it may wait
+    deadline: float | None = None  # until when it may wait, on `time.monotonic`'s clock
     trace: str = ""
     prompt: Sequence[int] = ()
     is_retry: bool = False  # the request was counted against its key before

@@ -213,5 +213,5 @@ class Caller(Struct, frozen=True, kw_only=True, gc=False):
     allow_remote: bool = False  # consent to remote engines: of the key, or of the request on a server without keys
     forbid_remote: bool = False  # by the key; nothing overrides it
     arrived: float | None = None  # when the request came in, on `time.perf_counter`'s clock
-    deadline: float | None = None  # unix time; queue and engine drop the request then
+    deadline: float | None = None  # `time.monotonic`; queue and engine drop the request then
     idempotency: str | None = None  # the client's idempotency key

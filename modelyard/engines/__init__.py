@@ -5,6 +5,7 @@ NOT_PLUGINS = frozenset(
         "cores",
         "freed_memory",
         "generation_queue",
+        "grammar_check",
         "grammars",
         "hf_folder",
         "in_process",

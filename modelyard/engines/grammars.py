@@ -1,6 +1,7 @@
-"""Constraints as llguidance matchers, compiled on a separate thread. Shared by the engines that mask logits.
+"""Constraints as llguidance matchers, compiled on a separate thread after a child process has compiled them within its
+limits (`grammar_check.py`). Shared by the engines that mask logits.
 
-llguidance is imported on first use: other engines import this module for its errors and its JSON spacing only.
+llguidance is imported on first use: other engines import this module for its errors only.
 """
 
 from __future__ import annotations
@@ -10,26 +11,21 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from modelyard.core.errors import InvalidRequest, Unsupported
+from modelyard.core.limits import MAX_GRAMMAR, MAX_SCHEMA
 from modelyard.core.request import Constraint
+from modelyard.engines.grammar_check import STACK_BYTES, BadGrammar, GrammarChecker, TooExpensive
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The compiler recurses as deep as rules refer to each other, and an overflow of its stack kills the process. This stack
-# suffices for the deepest grammar of the maximum length. Untouched stack costs no memory.
-_STACK_BYTES = 1 << 28
-_MAX_GENERATED = 1 << 18  # characters of schemas and tools
-_MAX_WRITTEN = 1 << 15  # characters of a client's own grammar: some take quadratic time
 _CACHE_SIZE = 16  # compiled grammars: agents send the same tools with every turn
-# One spelling only: small models that may put white space anywhere never stop doing so.
-JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FIELDS = {"gbnf": "grammar", "regex": "regex", "lark": "lark", "json_schema": "response_format"}
 
 
@@ -38,7 +34,8 @@ class Grammars:
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._load_tokenizer = load_tokenizer
-        self._compiled: dict[tuple[str, str], LLMatcher] = {}  # the most recently used last
+        self._compiled: dict[tuple[str, str], LLMatcher | InvalidRequest] = {}  # the most recently used last
+        self._checker = GrammarChecker()
         self._pool: ThreadPoolExecutor | None = None
 
     @cached_property
@@ -55,15 +52,24 @@ class Grammars:
         """Waits for the running compilation; cancels the others."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        self._checker.close()
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """A new matcher at the start of the grammar."""
+        """A new matcher at the start of the grammar. A grammar that was refused is refused again without work."""
         key = constraint.kind, constraint.text
-        matcher = self._compiled.pop(key) if key in self._compiled else self._compile(constraint)
-        self._compiled[key] = matcher
+        found = self._compiled.pop(key) if key in self._compiled else self._compile_or_refuse(constraint)
+        self._compiled[key] = found
         if len(self._compiled) > _CACHE_SIZE:
             del self._compiled[next(iter(self._compiled))]
-        return matcher.deep_copy()
+        if isinstance(found, InvalidRequest):
+            raise type(found)(found.message, code=found.code, param=found.param)
+        return found.deep_copy()
+
+    def _compile_or_refuse(self, constraint: Constraint) -> LLMatcher | InvalidRequest:
+        try:
+            return self._compile(constraint)
+        except InvalidRequest as error:
+            return error
 
     def matcher_if_valid(self, constraint: Constraint) -> LLMatcher | None:
         """None if a constraint with a trigger is invalid: the client did not ask for it."""
@@ -78,17 +84,25 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher
 
-        limit = _MAX_GENERATED if constraint.tools or constraint.kind == "json_schema" else _MAX_WRITTEN
+        limit = MAX_SCHEMA if constraint.tools or constraint.kind == "json_schema" else MAX_GRAMMAR
         if len(constraint.text) > limit:
             raise bad_grammar(constraint, f"it is longer than {limit} characters")
-        matcher = LLMatcher(self.tokenizer, _to_llguidance(constraint), log_level=0)
+        if not constraint.text and constraint.kind in ("tools", "lark"):
+            raise no_tool_grammar()
+        try:
+            grammar = self._checker.translate(constraint.kind, constraint.text)
+        except BadGrammar as error:
+            raise bad_grammar(constraint, str(error)) from error
+        except TooExpensive as error:
+            raise bad_grammar(constraint, f"{error}; use a simpler one") from error
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits())
         if matcher.is_error():
             raise bad_grammar(constraint, matcher.get_error())
         return matcher
 
 
 def _compiler_thread() -> ThreadPoolExecutor:
-    pool, default = ThreadPoolExecutor(1, "grammars"), threading.stack_size(_STACK_BYTES)
+    pool, default = ThreadPoolExecutor(1, "grammars"), threading.stack_size(STACK_BYTES)
     try:
         pool.submit(int)  # starts the thread
     finally:
@@ -96,26 +110,11 @@ def _compiler_thread() -> ThreadPoolExecutor:
     return pool
 
 
-def _to_llguidance(constraint: Constraint) -> str:
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
+def _limits() -> LLParserLimits:
+    """A step beyond them fails. All streams of the model wait for a step, so it must not take long."""
+    from llguidance import LLParserLimits
 
-    text = constraint.text
-    try:
-        match constraint.kind:
-            case "json_object":
-                return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_SPACING)
-            case "json_schema":
-                return LLMatcher.grammar_from_json_schema(text or "{}", overrides=JSON_SPACING)
-            case "gbnf":
-                return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
-            case "regex":
-                return LLMatcher.grammar_from_regex(text)
-    except Exception as error:  # the converters raise plain exceptions
-        raise bad_grammar(constraint, str(error)) from error
-    if not text:
-        raise no_tool_grammar()
-    return LLMatcher.grammar_from_lark(text)
+    return LLParserLimits(step_max_items=20_000)
 
 
 def bad_grammar(constraint: Constraint, reason: str) -> InvalidRequest:

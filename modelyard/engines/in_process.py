@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 # A native call that returns waits at most this long for a busy gateway to release the GIL; Python's default is 5 ms.
 _SWITCH_INTERVAL_S = 0.0005
 _LOADING = "loading weights"
+_PREPARE_S = 60.0  # the longest wait for a job's grammar: a client's own takes at most a few seconds
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class InProcessJob:
         self.cancelled = True
 
     def revoked(self, now: float) -> Finish | None:
-        """Why the job must not continue: it was cancelled, or its deadline has passed. `now` is Unix time."""
+        """Why the job must not continue: it was cancelled, or its deadline has passed. `now` is monotonic time."""
         if self.cancelled:
             return "cancelled", None
         if self.prompt.deadline is not None and now >= self.prompt.deadline:
@@ -352,9 +353,18 @@ class ThreadedEngine(InProcessEngine[J]):
         if preparing is None:
             self._inbox.put(job)
         else:
-            asyncio.wrap_future(preparing, loop=self._loop).add_done_callback(partial(self._prepared, job))
+            waiting = asyncio.wrap_future(preparing, loop=self._loop)
+            timer = self._loop.call_later(_PREPARE_S, self._give_up, job, waiting)
+            waiting.add_done_callback(partial(self._prepared, job, timer))
 
-    def _prepared(self, job: J, preparing: asyncio.Future[Any]) -> None:
+    def _give_up(self, job: J, preparing: asyncio.Future[Any]) -> None:
+        """Others' work is in front of this job's. What has not begun is dropped."""
+        job.fail(Timeout(f"the grammar of this request was not compiled within {_PREPARE_S:g} s; try again later"))
+        job.cancel()
+        preparing.cancel()
+
+    def _prepared(self, job: J, timer: asyncio.TimerHandle, preparing: asyncio.Future[Any]) -> None:
+        timer.cancel()
         error = self._stop_error or (Unavailable("the engine was closed") if preparing.cancelled() else None)
         failure = error or preparing.exception()
         if failure is None:
@@ -434,7 +444,7 @@ class ThreadedEngine(InProcessEngine[J]):
         self._loop.call_soon_threadsafe(_resolve, call.done, result, error)
 
     def _admit_or_fail(self, job: J) -> None:
-        finish = job.revoked(time.time())
+        finish = job.revoked(time.monotonic())
         if finish is None:
             try:
                 self._admit(job)

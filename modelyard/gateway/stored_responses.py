@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+
+from msgspec.structs import replace
 
 from modelyard.core.errors import NotFound
-from modelyard.core.events import Event, Failed, Reply, ReplyBuilder
+from modelyard.core.events import Event, Failed, Finished, Reply, ReplyBuilder
 from modelyard.core.request import Request
 from modelyard.core.store import Store
 from modelyard.protocols.openai_responses.stored import StoredResponse, decode_stored, encode_stored, prepend_stored
+from modelyard.telemetry.log import log_event
+
+log = logging.getLogger("modelyard.gateway")
+
+_SAVE_S = 5.0  # a client does not wait longer for its last event
 
 
 class StoredResponses:
@@ -21,10 +29,18 @@ class StoredResponses:
             return request
         return prepend_stored(await self.get(request.previous, key), request)
 
-    async def save(self, request: Request, replies: Sequence[Reply], key: str) -> None:
+    async def save(self, request: Request, reply: Reply, key: str) -> Finished:
+        """Best effort: the reply is there and is sent in any case. Its end, which says if it could not be stored."""
         if request.store is not False:
-            reply = replies[0]
-            await self._store.put(_scope(key), f"resp_{reply.started.id}", encode_stored(request, reply))
+            id = f"resp_{reply.started.id}"
+            try:
+                async with asyncio.timeout(_SAVE_S):
+                    await self._store.put(_scope(key), id, encode_stored(request, reply))
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                log_event(log, logging.ERROR, "a response was not stored", response=id, why=why)
+                return replace(reply.finished, storing_failed=True)
+        return reply.finished
 
     async def get(self, id: str, key: str) -> StoredResponse:
         found = await self._store.get(_scope(key), id)
@@ -51,12 +67,14 @@ class ResponseRecorder:
         self._stored, self._request, self._key = stored, request, key
         self._reply = ReplyBuilder()
 
-    async def __call__(self, _choice: int, events: list[Event]) -> None:
+    async def __call__(self, events: list[Event]) -> list[Event]:
+        """The events to send."""
         if events and isinstance(events[-1], Failed):
-            return
+            return events
         self._reply.feed(events)
-        if self._reply.finished:
-            await self._stored.save(self._request, [self._reply.reply()], self._key)
+        if not self._reply.finished:
+            return events
+        return [*events[:-1], await self._stored.save(self._request, self._reply.reply(), self._key)]
 
 
 def _scope(key: str) -> str:

@@ -19,11 +19,11 @@ def load_protocol(name: str) -> WireProtocol:
 
 
 def protocol_of(context: RequestContext) -> WireProtocol:
-    """The protocol of the path; OpenAI Chat for paths that belong to none."""
-    if context.path.startswith("/v1/messages") or "anthropic-version" in context.headers:
-        return load_protocol("anthropic_messages")
+    """The protocol of the path. For paths that belong to none, the client's: Anthropic's send a header of their own."""
     if context.path.startswith("/v1/responses"):
         return load_protocol("openai_responses")
+    if context.path.startswith("/v1/messages") or "anthropic-version" in context.headers:
+        return load_protocol("anthropic_messages")
     return load_protocol("openai_chat")
 
 

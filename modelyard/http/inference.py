@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import ModelyardError
@@ -87,7 +88,8 @@ class InferenceEndpoint:
         context.read_result(source)
         replies = [builder.reply() for builder in builders]
         if self._stored is not None:
-            await self._stored.save(request, replies, context.key)
+            finished = await self._stored.save(request, replies[0], context.key)
+            replies[0] = replace(replies[0], finished=finished)
         body = self._protocol.write_reply(replies, request)
         if exchange.capture is not None:
             exchange.capture.response(body)
@@ -130,7 +132,7 @@ class EventStream:
         write_error: Callable[[ModelyardError], WireError],
         exchange: Exchange,
         settings: HttpSettings,
-        recorder: Callable[[int, list[Event]], Awaitable[None]] | None = None,
+        recorder: Callable[[list[Event]], Awaitable[list[Event]]] | None = None,
     ) -> None:
         self._source, self._writer, self._write_error, self._exchange = source, writer, write_error, exchange
         self._context, self._send, self._capture = exchange.context, exchange.send, exchange.capture
@@ -166,9 +168,8 @@ class EventStream:
                 if not self._started:
                     await self._refuse(last.error)
                     return
-            if self._recorder is not None:
-                await self._recorder(choice, events)
-            data = b"".join([write(event, choice) for event in events])
+            written = events if self._recorder is None else await self._recorder(events)
+            data = b"".join([write(event, choice) for event in written])
             if self._ping is not None:
                 await self._finish_ping(self._ping)
             if data or not self._started:

@@ -96,7 +96,7 @@ class RequestContext(Struct):
 
 
 def _deadline(value: str) -> float:
-    """The unix time until which the client waits for its reply."""
+    """Until when the client waits for its reply, on the monotonic clock: a jump of the wall clock ends no request."""
     try:
         seconds = float(value)
     except ValueError:
@@ -105,7 +105,7 @@ def _deadline(value: str) -> float:
         raise InvalidRequest(
             f"{TIMEOUT_HEADER} takes seconds, more than 0 and up to {_MAX_TIMEOUT_S}, got {value[:40]!r}"
         )
-    return time.time() + seconds
+    return time.monotonic() + seconds
 
 
 async def read_body(receive: Receive, context: RequestContext, settings: HttpSettings) -> bytes:

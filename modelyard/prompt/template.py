@@ -1,8 +1,7 @@
 """Chat templates: sandboxed Jinja with Hugging Face's semantics, and limits on what a template may consume.
 
-A template comes with a model, so it is untrusted code. Jinja's sandbox protects Python's internals; the limits here
-stop mistakes and crude bombs: loops over `range` share one budget per render, repetition and padding are limited,
-and the output has a maximum length.
+A template comes with a model, so it is untrusted code. Jinja's sandbox protects Python's internals; a budget limits the
+work and the text of each render (`template_budget.py`), and the output has a maximum length.
 """
 
 from __future__ import annotations
@@ -15,24 +14,20 @@ from types import TracebackType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError, TemplateRuntimeError
+from jinja2.exceptions import TemplateRuntimeError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from modelyard.core.errors import InvalidRequest
+from modelyard.prompt import template_budget
+from modelyard.prompt.template_budget import BudgetContext, BudgetExceeded, Frozen
 
 TemplateMessage = dict[str, Any]  # a message as templates read it: role, content, tool_calls, …
 
-MAX_STEPS = 1_000_000
-MAX_REPEAT = 1_000_000
-MAX_BUILT = 100_000
-_BUILDING = frozenset({"append", "extend", "insert", "pop", "remove", "setdefault", "update"})
-_PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill", "format_map"})
-_WIDE = re.compile(
-    r"%[^a-zA-Z%]*(?:\d{5}|\*)|\{[^{}]*:[^{}]*(?:\d{5}|\{)"
-)  # widths of five digits, or given by an argument
+_WIDE_DATE = re.compile(r"%[^a-zA-Z%]*\d{3}")
+_MAX_DATE = 200  # characters of a format
 
 
 class TemplateRaised(TemplateRuntimeError):
@@ -43,18 +38,11 @@ def raise_exception(message: object) -> None:
     raise TemplateRaised(str(message))
 
 
-class LoopBudget:
-    """The budget of one render for `range`, shared by nested loops."""
-
-    def __init__(self) -> None:
-        self._remaining = MAX_STEPS
-
-    def range(self, *arguments: int) -> range:
-        asked = range(*arguments)
-        self._remaining -= len(asked)
-        if self._remaining < 0:
-            raise SecurityError(f"the template loops more than {MAX_STEPS} times")
-        return asked
+def _range(*arguments: int) -> range:
+    asked = range(*arguments)
+    if len(asked) > template_budget.MAX_ITEMS:
+        raise BudgetExceeded(f"it loops more than {template_budget.MAX_ITEMS:,} times")
+    return asked
 
 
 class GenerationBlocks(Extension):
@@ -85,54 +73,37 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
-            _check_repeat(left, right)
-            _check_repeat(right, left)
-        elif operator == "**" and abs(right) > 64:
-            raise SecurityError("the exponent is too large")
-        elif operator == "%" and isinstance(left, str):
-            _check_width(left)
+            template_budget.check_product(left, right)
+        elif operator == "**":
+            template_budget.check_power(left, right)
+        elif isinstance(left, str):
+            template_budget.check_format(left, right, "%")
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if attr in _PADDING and isinstance(obj, str):
+        if isinstance(obj, str) and attr in template_budget.FORBIDDEN_METHODS:
             return False
-        if attr in _BUILDING and type(obj) in (list, dict):
-            return True  # some templates keep a queue of call ids in a list; their variables are copies
+        if isinstance(obj, int) and attr == "to_bytes":
+            return False
         return super().is_safe_attribute(obj, attr, value)
 
-    def is_safe_callable(self, obj: Any) -> bool:
-        """A loop over a list that it extends would never end."""
-        owner = getattr(obj, "__self__", None)
-        if isinstance(owner, list | dict) and len(owner) > MAX_BUILT:
-            raise SecurityError(f"the template builds a collection of more than {MAX_BUILT} items")
-        return super().is_safe_callable(obj)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        owner = getattr(value, "__self__", None)
-        if isinstance(owner, str) and getattr(value, "__name__", "") == "format":
-            _check_width(owner)
-        return super().wrap_str_format(value)
+    def wrap_str_format(self, value: Any) -> Callable[..., Any] | None:
+        """Jinja asks here for each attribute that it returns."""
+        if (guarded := template_budget.guarded_method(value)) is not None:
+            return guarded
+        made = super().wrap_str_format(value)
+        return made if made is None else _checked_format(value.__self__, made)
 
 
-def _check_repeat(value: Any, times: Any) -> None:
-    if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > MAX_REPEAT:
-        raise SecurityError("the template repeats a text too often")
+def _checked_format(form: str, function: Callable[..., str]) -> Callable[..., str]:
+    def run(*arguments: Any, **named: Any) -> str:
+        template_budget.check_format(form, [*arguments, *named.values()], "{")
+        return function(*arguments, **named)
 
-
-def _check_width(text: str) -> None:
-    if _WIDE.search(text):
-        raise SecurityError("the template formats with a width that is too large or unknown")
+    return run
 
 
 _plain_json = json.JSONEncoder(ensure_ascii=False).encode
-
-
-class Frozen(dict[str, Any]):
-    """An immutable dictionary with a cached JSON text: a tool's definition, or arguments exactly as a model wrote
-    them."""
-
-    __slots__ = ("_json",)
-    _json: str
 
 
 def with_json(value: dict[str, Any], text: str) -> Frozen:
@@ -151,8 +122,11 @@ def tojson(
 ) -> str:
     """As in Hugging Face: no HTML escapes, no ASCII escapes."""
     if ensure_ascii or indent is not None or separators is not None or sort_keys:
+        _check_layout(value, indent, separators)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if type(value) is not Frozen:
+        if isinstance(value, list | tuple | dict):
+            template_budget.text_size(value)
         return _json_with_frozen(value) if _holds_frozen(value) else _plain_json(value)
     try:
         return value._json
@@ -170,30 +144,24 @@ def _json_with_frozen(value: dict[str, Any]) -> str:
     return "{" + ", ".join(f"{_plain_json(str(key))}: {tojson(item)}" for key, item in value.items()) + "}"
 
 
-def _center(value: str, width: int = 80) -> str:
-    _check_repeat(" ", width)
-    return str(value).center(width)
-
-
-def _indent(value: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    pad = width if isinstance(width, str) else " " * min(width, 100)
-    head, *rest = str(value).split("\n")
-    lines = [(pad if first else "") + head] + [pad + line if line or blank else line for line in rest]
-    return "\n".join(lines)
-
-
-def _format(value: str, *arguments: Any, **named: Any) -> str:
-    _check_width(str(value))
-    return str(value) % (named or arguments)
+def _check_layout(value: Any, indent: int | str | None, separators: tuple[str, str] | None) -> None:
+    """Each item may be on a line of its own, indented by its depth."""
+    widest = max(indent if isinstance(indent, int) else len(indent or ""), *map(len, separators or ("",)))
+    if widest > 100:
+        raise BudgetExceeded("it indents too far")
+    template_budget.text_size(value)
 
 
 def environment() -> PromptEnvironment:
     made = PromptEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlocks], autoescape=False
     )
-    made.filters |= {"tojson": tojson, "center": _center, "indent": _indent, "format": _format}
-    del made.filters["slice"], made.globals["lipsum"]  # both produce unbounded output
-    made.globals["raise_exception"] = raise_exception
+    made.context_class = BudgetContext
+    made.filters |= template_budget.FILTERS | {"tojson": template_budget.limited(tojson)}
+    for name in template_budget.REMOVED_FILTERS:
+        del made.filters[name]
+    del made.globals["lipsum"]  # unbounded output
+    made.globals |= {"raise_exception": raise_exception, "range": _range}
     return made
 
 
@@ -212,6 +180,12 @@ class TemplateRefused(TemplateFailed):
     """The template called `raise_exception`."""
 
     default_code = "template_refused"
+
+
+class TemplateTooCostly(InvalidRequest):
+    """The template exceeded its budget. No other form of the conversation is tried."""
+
+    default_code = "template_too_costly"
 
 
 def local_now() -> datetime:
@@ -234,33 +208,41 @@ class ChatTemplate:
         # Jinja would copy its globals for each render; this copies them once.
         self._fixed: dict[str, Any] = {
             **_environment.globals,
-            "strftime_now": lambda form: now().strftime(form),
+            "strftime_now": lambda form: _format_date(now(), form),
             "bos_token": bos_token,
             "eos_token": eos_token,
             **(extra_tokens or {}),
         }
         try:
+            if len(source) > template_budget.MAX_SOURCE:
+                raise ValueError(f"it has more than {template_budget.MAX_SOURCE:,} characters")
             tree = _environment.parse(source)
             self._words = frozenset(_words(tree))
-            self._template = _environment.from_string(tree)
+            self._template = _environment.from_string(template_budget.with_budget(tree))
         except TemplateSyntaxError as error:
             raise InvalidRequest(
                 f"the chat template is broken in line {error.lineno}: {error.message}", code="template_broken"
             ) from error
-        except RecursionError:
+        except (RecursionError, SyntaxError, MemoryError):  # the last two are Python's, for the compiled code
             raise InvalidRequest("the chat template is nested too deeply", code="template_broken") from None
+        except (ValueError, OverflowError) as error:  # a number that Python does not read
+            raise InvalidRequest(f"the chat template is broken: {error}", code="template_broken") from error
+        self._template.root_render_func.__globals__.update(template_budget.REPLACED_GLOBALS)
 
     def mentions(self, name: str) -> bool:
         """Whether the template's code uses this variable, attribute, key or string (a role, say)."""
         return name in self._words
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        variables = {**self._fixed, **variables, "range": LoopBudget().range}
-        context = Context(_environment, variables, self._template.name, self._template.blocks)
+        variables = {**self._fixed, **variables}
+        context = BudgetContext(_environment, variables, self._template.name, self._template.blocks)
         try:
             return _join_limited(self._template.root_render_func(context))
         except TemplateRaised as error:
             raise TemplateRefused(f"the chat template refuses this conversation: {error.message}") from error
+        except BudgetExceeded as error:
+            where = self._line(error.__traceback__)
+            raise TemplateTooCostly(f"the chat template costs too much{where}: {error.message}") from error
         except RecursionError:
             raise TemplateFailed("the chat template calls itself without end") from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -285,6 +267,12 @@ def _join_limited(chunks: Iterator[str]) -> str:
         if room < 0:
             raise TemplateError(f"the rendered prompt is longer than {MAX_OUTPUT} characters")
     return "".join(parts)
+
+
+def _format_date(moment: datetime, form: str) -> str:
+    if len(form) > _MAX_DATE or _WIDE_DATE.search(form):
+        raise BudgetExceeded("it formats a date with a width that is too large")
+    return moment.strftime(form)
 
 
 def _words(tree: nodes.Template) -> Iterator[str]:

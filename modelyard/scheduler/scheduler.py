@@ -116,7 +116,7 @@ class Scheduler:
         lease.future = asyncio.get_running_loop().create_future()
         limits = [] if self._options.max_wait_s is None else [self._options.max_wait_s]
         if lease.request.deadline is not None:
-            limits.append(lease.request.deadline - self._clock.unix())
+            limits.append(lease.request.deadline - self._now())
         if limits:
             lease.timer = self._clock.call_later(min(limits), partial(self._on_wait_timeout, lease))
         if not lease.model.ready:

@@ -149,7 +149,7 @@ class AdminService:
 
     def _check_models_in_use(self, faults: Mapping[str, ModelyardError]) -> None:
         """A model that serves requests keeps its working definition. Files that only its worker has are no fault."""
-        remote, status = isinstance(self._pool, RemotePool), self._pool.status()
+        remote, status = isinstance(self._pool, RemotePool), self._gateway.leases.status()
         broken = [
             f"models.{name}: {fault.message}"
             for name, fault in faults.items()

@@ -31,6 +31,7 @@ Tokens do not pass the scheduler: a grant names the worker and the engine, and t
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
@@ -52,7 +53,7 @@ from modelyard.core.request import Constraint, Priority, Request, Sampling
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.workers.definitions import define, message_options
 
-VERSION = 2  # 2: a message names a model and brings neither files nor programs; "placing" is "reserved"
+VERSION = 2  # 2: a message names a model, not files or programs; a deadline is the time left; "placing" is "reserved"
 TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
 _AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
 
@@ -242,7 +243,8 @@ class CloseEngine(ToWorker, frozen=True, tag="close"):
 
 class InferRequest(LinkMessage, frozen=True):
     """A `Prompt`. `request_id` is chosen by the client. `tokens` are little-endian u32. `media` come with their offset
-    in tokens. All other fields are those of `Prompt`."""
+    in tokens. `timeout_s` is what is left until the deadline: machines have different clocks. All other fields are
+    those of `Prompt`."""
 
     request_id: int
     tokens: bytes
@@ -256,7 +258,7 @@ class InferRequest(LinkMessage, frozen=True):
     session: str | None = None
     priority: Priority = "main"
     logprobs: int | None = None
-    deadline: float | None = None
+    timeout_s: float | None = None
     trace: str = ""
     media: list[tuple[int, Media]] = []
     dedup_key: str | None = None
@@ -444,7 +446,8 @@ class WorkerReply(ToClient, frozen=True, tag="done"):
 
 
 class WireLeaseRequest(LinkMessage, frozen=True):
-    """A `LeaseRequest`. `prompt` holds the first tokens if the model has several replicas."""
+    """A `LeaseRequest`. `prompt` holds the first tokens if the model has several replicas; `timeout_s` is what is left
+    until the deadline."""
 
     model: str
     cache: str
@@ -453,7 +456,7 @@ class WireLeaseRequest(LinkMessage, frozen=True):
     key: str = ""
     session: str | None = None
     priority: Priority = "main"
-    deadline: float | None = None
+    timeout_s: float | None = None
     trace: str = ""
     prompt: bytes = b""
     is_retry: bool = False
@@ -672,22 +675,35 @@ def to_infer_request(id: int, prompt: Prompt) -> InferRequest:
     tokens, media = flatten_prompt(prompt)
     fields = asdict(prompt)
     del fields["parts"]
-    return InferRequest(request_id=id, tokens=tokens, media=media, **fields)
+    return InferRequest(
+        request_id=id, tokens=tokens, media=media, timeout_s=time_left(fields.pop("deadline")), **fields
+    )
 
 
 def to_prompt(request: InferRequest) -> Prompt:
     """Raises MalformedMessage if the tokens or media are invalid."""
     fields = asdict(request)
     del fields["request_id"]
-    return Prompt(parts=unflatten_prompt(fields.pop("tokens"), fields.pop("media")), **fields)
+    parts = unflatten_prompt(fields.pop("tokens"), fields.pop("media"))
+    return Prompt(parts=parts, deadline=_deadline(fields.pop("timeout_s")), **fields)
 
 
 def to_wire_lease_request(request: LeaseRequest, *, with_prompt: bool) -> WireLeaseRequest:
-    """Both classes have the same fields; only `prompt` differs."""
-    prompt = pack_ids(request.prompt[:_AFFINITY_TOKENS]) if with_prompt else b""
-    return WireLeaseRequest(**asdict(request) | {"prompt": prompt})
+    """Both classes have the same fields; only `prompt` and the deadline differ."""
+    fields = asdict(request)
+    fields["timeout_s"] = time_left(fields.pop("deadline"))
+    fields["prompt"] = pack_ids(request.prompt[:_AFFINITY_TOKENS]) if with_prompt else b""
+    return WireLeaseRequest(**fields)
 
 
 def from_wire_lease_request(wire: WireLeaseRequest, *, is_retry: bool = False) -> LeaseRequest:
-    fields = {"prompt": unpack_ids(wire.prompt), "is_retry": wire.is_retry or is_retry}
-    return LeaseRequest(**asdict(wire) | fields)
+    fields = asdict(wire) | {"prompt": unpack_ids(wire.prompt), "is_retry": wire.is_retry or is_retry}
+    return LeaseRequest(deadline=_deadline(fields.pop("timeout_s")), **fields)
+
+
+def time_left(deadline: float | None) -> float | None:
+    return None if deadline is None else deadline - time.monotonic()
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s

@@ -47,6 +47,7 @@ class RemoteLease(RevocableLease, eq=False):
     waited: float = 0.0
     position: int = 0
     spent: int = 0
+    deadline: float | None = None
     is_finished: bool = False
     granted_engine: Engine | None = None
 
@@ -271,7 +272,9 @@ class RemotePool:
             raise self._unreachable()
         id = next(self._ids)
         wire = msg.to_wire_lease_request(request, with_prompt=self.state.replicas.get(request.model, 1) > 1)
-        lease = self._leases[id] = RemoteLease(self, id, wire, self._loop.create_future(), wire.weight)
+        lease = self._leases[id] = RemoteLease(
+            self, id, wire, self._loop.create_future(), wire.weight, deadline=request.deadline
+        )
         if self.is_connected:
             self._send_lease_request(lease)
         return lease
@@ -279,7 +282,10 @@ class RemotePool:
     def _send_lease_request(self, lease: RemoteLease) -> None:
         now = self._loop.time()
         self._lost_engines = {engine: since for engine, since in self._lost_engines.items() if now - since < _AVOID_S}
-        self._send(msg.RequestLease(lease.id, lease.request, tuple(self._lost_engines)))
+        request = lease.request
+        if lease.deadline is not None:  # it may be sent again, to a new scheduler
+            request = msgspec.structs.replace(request, timeout_s=msg.time_left(lease.deadline))
+        self._send(msg.RequestLease(lease.id, request, tuple(self._lost_engines)))
 
     def release(self, lease: RemoteLease) -> None:
         if self._leases.pop(lease.id, None) is not None:

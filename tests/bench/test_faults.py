@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from bench.faults import MAX_WAIT_S, Outcomes
+import json
+
+import pytest
+
+from bench.faults import Dialogue, Outcomes, Row, StreamReader
+
+MAX_WAIT_S = 5.0
 
 
 async def test_only_complete_responses_and_errors_in_time_are_expected() -> None:
-    outcomes = Outcomes()
+    outcomes = Outcomes(MAX_WAIT_S)
     outcomes.faults += [10.0, 20.0]
     outcomes.add("complete", 1.0, 9.0)  # before any fault: it may take any time
     outcomes.add("error", 9.0, 10.0 + MAX_WAIT_S, "the worker was lost")
@@ -22,7 +28,55 @@ async def test_only_complete_responses_and_errors_in_time_are_expected() -> None
 
 
 async def test_the_wait_counts_from_the_first_fault_during_a_request() -> None:
-    outcomes = Outcomes()
+    outcomes = Outcomes(MAX_WAIT_S)
     outcomes.faults += [10.0, 11.0]
     outcomes.add("error", 9.0, 12.0)
     assert outcomes.longest_wait_s == 2.0
+
+
+async def test_a_recovery_ends_with_the_first_answer_to_a_request_that_was_sent_after_the_fault() -> None:
+    outcomes = Outcomes(MAX_WAIT_S)
+    outcomes.healed += [10.0, 20.0, 30.0]
+    outcomes.add("complete", 9.0, 10.5)  # sent before
+    outcomes.add("error", 10.1, 10.2)
+    outcomes.add("complete", 11.0, 13.0)
+    outcomes.add("complete", 21.0, 21.5)
+    assert outcomes.recoveries() == [3.0, 1.5, float("inf")]
+
+
+@pytest.mark.parametrize("uses_responses", [False, True])
+def test_a_real_engine_is_given_only_one_right_answer(uses_responses: bool) -> None:
+    dialogue = Dialogue("client 1: 2 3", True, uses_responses)
+    assert '{"const": "client 1: 2 3"}' in json.dumps(dialogue.body())
+    assert dialogue.answer() == '{"answer":"client1:23"}'
+    assert "const" not in json.dumps(Dialogue("x", False, uses_responses).body())
+
+
+CHAT = ['data: {"choices":[{"delta":{"content":"a b"}}]}', "", 'data: {"choices":[{"delta":{}}]}']
+RESPONSES = ['data: {"type":"response.output_text.delta","delta":"a b"}', "event: x"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "outcome"),
+    [
+        ([*CHAT, "data: [DONE]"], "complete"),
+        ([*RESPONSES, 'data: {"type":"response.completed"}'], "complete"),
+        (CHAT, "SILENT"),
+        (RESPONSES, "SILENT"),
+        ([*CHAT, 'data: {"error":{"message":"lost"}}', "data: [DONE]"], "error"),
+        ([*RESPONSES, 'data: {"type":"response.failed"}'], "error"),
+        ([*CHAT, 'data: {"choices":[{"delta":{"content":"x"}}]}', "data: [DONE]"], "MIXED"),
+    ],
+)
+def test_streams_of_both_protocols_are_judged_by_their_text_and_end(lines: list[str], outcome: str) -> None:
+    reader = StreamReader()
+    for line in lines:
+        reader.feed(line)
+    assert reader.outcome("ab", was_cut=False)[0] == outcome
+
+
+def test_a_row_names_what_broke() -> None:
+    assert Row("worker", 2, {"complete": 3}, [1.0, 2.0], 1.5, {}).line() == (
+        "| worker | 2 | 3 complete | 1.5 s, at most 2.0 s | 1.5 s | held |"
+    )
+    assert "BROKEN: {'SILENT': 1}" in Row("worker", 1, {"SILENT": 1}, [1.0], 1.5, {"SILENT": 1}).line()

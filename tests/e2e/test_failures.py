@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.helpers import config, wait_for_running, wait_until, wait_until_idle
+from tests.e2e.helpers import (
+    config,
+    raw_request,
+    single_slot_config,
+    wait_for_queued,
+    wait_for_running,
+    wait_until,
+    wait_until_idle,
+)
 from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, RESPONSES, VALID_BODIES, Protocol, event_names, parse_events
 from tests.live_server import LiveServer, demo_config, live_server
 
@@ -179,6 +188,17 @@ def test_a_request_ends_at_its_deadline(protocol: Protocol) -> None:
         reply = httpx.post(server.url + protocol.path, json=VALID_BODIES[protocol.path], headers=headers)
         assert reply.status_code == 504
         wait_until(lambda: server.status("demo").running == 0, "the slot is free")
+
+
+def test_a_jump_of_the_wall_clock_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, headers, now = CHAT.body("slow prefill"), {"x-modelyard-timeout": "60"}, time.time
+    with live_server(single_slot_config()) as server, ThreadPoolExecutor() as executor:
+        with raw_request(server, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+            holder.read_until(b"so far")
+            waiting = executor.submit(httpx.post, server.url + CHAT.path, json=body, headers=headers, timeout=60)
+            wait_for_queued(server, 1)
+            monkeypatch.setattr(time, "time", lambda: now() + 7200)
+        assert waiting.result(60).status_code == 200
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "1e9"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from modelyard.gateway import stored_responses
+from modelyard.store import MemoryStore
 from tests.e2e.helpers import SCRIPT, config
 from tests.e2e.protocols import parse_events
 from tests.live_server import LiveServer, demo_config, live_server
@@ -140,3 +144,56 @@ def test_an_unknown_previous_response_names_the_field(server: LiveServer) -> Non
         reply = client.post(PATH, json={"model": "demo", "input": "text", "previous_response_id": "resp_nowhere"})
         expect_not_found(reply, "resp_nowhere")
         assert reply.json()["error"]["param"] == "previous_response_id"
+
+
+# --- a store that fails -----------------------------------------------------------------------------------------------
+
+
+async def fail(*_: Any) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+async def hang(*_: Any) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.fixture(params=[fail, hang])
+def broken_store(request: pytest.FixtureRequest, server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
+    monkeypatch.setattr(MemoryStore, "put", request.param)
+    monkeypatch.setattr(stored_responses, "_SAVE_S", 0.05)
+    return server
+
+
+def expect_not_stored(response: Any, log: pytest.LogCaptureFixture) -> None:
+    assert (response["status"], response["output_text"]) == ("completed", "Hello there, friend.")
+    assert (response["store"], response["store_error"]["code"]) == (False, "not_stored")
+    (record,) = [record for record in log.records if record.message == "a response was not stored"]
+    assert vars(record)["fields"]["response"] == response["id"]
+
+
+def test_a_whole_reply_is_sent_though_it_cannot_be_stored(
+    broken_store: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(broken_store) as client:
+        response = create(client, "text")
+        expect_not_stored(response, caplog)
+        expect_not_found(client.get(f"{PATH}/{response['id']}"), response["id"])
+
+
+def test_a_stream_has_its_last_event_though_it_cannot_be_stored(
+    broken_store: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(broken_store) as client:
+        events = parse_events(client.post(PATH, json={"model": "demo", "input": "text", "stream": True}).text)
+    assert events[-1].event == "response.completed"
+    expect_not_stored(events[-1].data["response"], caplog)
+
+
+def test_a_reply_that_need_not_be_stored_reports_nothing(
+    broken_store: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(broken_store) as client:
+        response = create(client, "text", store=False)
+    assert response["store"] is False
+    assert "store_error" not in response
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -11,6 +11,7 @@ from llguidance import LLTokenizer
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
 from modelyard.engines import fake
+from modelyard.engines.grammar_check import GrammarChecker
 from modelyard.engines.grammars import Grammars
 
 DIGIT = Constraint("regex", "[0-9]")
@@ -41,6 +42,7 @@ def test_each_matcher_is_new_and_its_grammar_is_compiled_once() -> None:
         assert matcher.consume_tokens(seven)
         assert matcher.is_stopped()
     assert loads == [1]
+    grammars.close()
 
 
 def test_grammars_are_compiled_on_a_separate_thread(grammars: Grammars) -> None:
@@ -52,6 +54,16 @@ def test_bad_grammar_names_the_field_of_the_request(grammars: Grammars) -> None:
     with pytest.raises(InvalidRequest, match="the regex cannot be compiled") as caught:
         grammars.submit(lambda: grammars.matcher(Constraint("regex", "(a"))).result(60)
     assert (caught.value.code, caught.value.param) == ("bad_grammar", "regex")
+
+
+def test_a_grammar_that_takes_too_long_is_refused_once_and_for_all(grammars: Grammars) -> None:
+    grammars._checker = GrammarChecker(wall_s=0.5)
+    slow = Constraint("json_schema", '{"type": "integer", "multipleOf": 999983}')
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="it takes longer than 0.5 s; use a simpler one") as caught:
+            grammars.matcher(slow)
+        assert (caught.value.code, caught.value.param) == ("bad_grammar", "response_format")
+    assert len(grammars._compiled) == 1
 
 
 def test_unused_grammars_can_be_closed() -> None:

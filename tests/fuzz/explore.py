@@ -1,4 +1,4 @@
-"""Runs checks on many random values for a bounded time, and keeps what they find with the smallest input that shows it."""
+"""Runs checks on many random values for a bounded time, and keeps what they find with the smallest input."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import httpx
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import modelyard
 from modelyard.core.protocol import WireProtocol
@@ -40,9 +41,15 @@ _WRITERS: dict[str, Any] = {
     "/v1/responses": openai_responses,
     "/v1/responses/input_tokens": openai_responses,
 }
+_ADMIN_BODIES: dict[str, Json] = {  # the schema says no more than «an object»
+    "/v1/admin/models/{name}/load": {"overrides": {"n_ctx": 512}},
+    "/v1/admin/models/{name}/estimate": {"n_ctx": 512},
+    "/v1/admin/models/{name}/replicas": {"replicas": 1},
+    "/v1/admin/history": {"texts": True},
+}
 _OPEN_ENDED = ("/v1/admin/events",)  # a stream without an end: the first event is enough
 _OMITTED = ("content-length", "content-encoding", "transfer-encoding", "connection", "host", "upgrade", "expect")
-_MAX_REMEMBERED = 4000  # bytes of a body
+_MAX_REMEMBERED, _MAX_ACCEPTED = 4000, 400  # bytes of a body, bodies of a path
 _ENDS = {"message_stop", "error", "response.completed", "response.incomplete", "response.failed"}
 
 
@@ -82,7 +89,7 @@ class HttpTargets:
         self._admin_values = Values(admin, components)
         names = {word for word in code_words(*_EDGE) if word.startswith(("x-", "anthropic-")) or word == "session_id"}
         self._header_names = sorted(names - set(_OMITTED))
-        self._accepted: dict[str, list[Json]] = {path: [body] for path, body in VALID_BODIES.items()}
+        self._accepted: dict[str, list[Json]] = {path: [body] for path, body in (VALID_BODIES | _ADMIN_BODIES).items()}
 
     def targets(self, *, admin: bool) -> list[Target[HttpCall]]:
         """The endpoints of the admin API, which change the server, or all others."""
@@ -105,14 +112,16 @@ class HttpTargets:
         url, query = path, []
         for one in operation.get("parameters", ()):
             value = values.of(one["schema"], rng) if rng.random() < 0.8 else values.any(rng)
+            if one["schema"].get("type") == "string" and rng.random() < 0.5:
+                value = rng.choice(self._models)
             if one["in"] == "path":
-                name = rng.choice(self._models) if rng.random() < 0.5 else str(value)[:500]
-                url = url.replace(f"{{{one['name']}}}", quote(name, safe="") or "-")
+                url = url.replace(f"{{{one['name']}}}", quote(str(value)[:500], safe="") or "-")
             elif rng.random() < 0.5:
                 query.append(f"{one['name']}={quote(_as_text(value)[:500])}")
         content = operation.get("requestBody", {}).get("content", {}).get("application/json")
         body = None if content is None else self._body(path, content["schema"], values, rng)
-        headers = self._headers(rng) if rng.random() < 0.2 else {}
+        headers = {} if body is None or rng.random() < 0.05 else {"content-type": "application/json"}
+        headers |= self._headers(rng) if rng.random() < 0.2 else {}
         return HttpCall(method, f"{url}?{'&'.join(query)}" if query else url, headers, body)
 
     def _headers(self, rng: Random) -> dict[str, str]:
@@ -133,16 +142,18 @@ class HttpTargets:
         data = json.dumps(body).encode()
         return damaged(data, rng) if rng.random() < 0.1 else data
 
-    def _remember(self, call: HttpCall) -> None:
+    def _remember(self, path: str, body: bytes | None) -> None:
         """What was accepted leads further in than what was not."""
-        accepted = self._accepted.setdefault(call.path, [])
-        if call.body is not None and len(call.body) < _MAX_REMEMBERED and len(accepted) < 400:
-            accepted.append(json.loads(call.body))
+        accepted = self._accepted.setdefault(path, [])
+        if body and len(body) < _MAX_REMEMBERED and len(accepted) < _MAX_ACCEPTED:
+            with suppress(ValueError):  # the admin API takes a body of no JSON for no body
+                accepted.append(json.loads(body))
 
     # --- replies ------------------------------------------------------------------------------------------------------
 
     def check(self, call: HttpCall) -> str:
-        where = f"{call.method} {_template(call.path, self._document['paths'])}"
+        path = _template(call.path, self._document["paths"])
+        where = f"{call.method} {path}"
         try:
             status = self._check(call)
         except Finding as finding:
@@ -153,7 +164,7 @@ class HttpTargets:
         if "Traceback" in logged:
             raise Finding("traceback", where, _last_line(logged), f"{call!r}\n{logged[-3000:]}")
         if status == "200":
-            self._remember(call)
+            self._remember(path, call.body)
         return status
 
     def _check(self, call: HttpCall) -> str:
@@ -183,16 +194,22 @@ class HttpTargets:
         return str(whole.status_code)
 
 
-@cache
-def valid_bodies(protocol: WireProtocol, count: int = 40) -> list[Json]:
+def valid_bodies(protocol: WireProtocol) -> list[Json]:
     """Bodies of whole requests, as our own client of the protocol would send them."""
-    found: list[Json] = []
+    return [json.loads(protocol.write_request(request)) for request in _core_requests()]
+
+
+@cache
+def _core_requests(count: int = 25) -> list[Request]:
+    found: list[Request] = []
 
     @seed(17)
-    @settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
+    )
     @given(strategies.requests(logprobs=True, custom=True, namespaces=True, server=True))
     def draw(request: Request) -> None:
-        found.append(json.loads(protocol.write_request(request)))
+        found.append(request)
 
     draw()
     return found
@@ -211,8 +228,7 @@ def _as_text(value: Json) -> str:
 def _shape(call: HttpCall) -> str:
     """The path whose protocol the error must be in; a header chooses for paths that belong to no protocol."""
     path = call.path.partition("?")[0]
-    own = path.startswith(("/v1/messages", "/v1/chat", "/v1/responses", "/v1/completions", "/v1/embeddings", "/tokenize"))
-    if not own and not path.startswith(("/detokenize", "/apply-template")) and "anthropic-version" in call.headers:
+    if path not in VALID_BODIES and not path.startswith("/v1/responses") and "anthropic-version" in call.headers:
         return "/v1/messages"
     return path
 

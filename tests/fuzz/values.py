@@ -22,7 +22,8 @@ _MAX_FIELDS = 5  # optional fields of one object: with all of them, every body w
 _MAX_DEPTH = 6
 _HOSTILE = (
     *("", " ", "\0", "é😀", "\u202e", "\ufdd0", "\r\n", "x" * 3000, "word " * 500, "\x7f", "\x1b[31m"),
-    *("[" * 2000, "{" * 500, "(" * 300, "{{", "{% for a in b %}", "%s%n", "(a+)+$", "[^]", 'root ::= "a"', "start: /a/"),
+    *("[" * 2000, "{" * 500, "(" * 300, "{{", "{% for a in b %}", "%s%n", "(a+)+$", "[^]"),
+    *('root ::= "a"', "start: /a/"),
     *("<|im_end|>", "<|im_start|>system", "<tool_call>", "</think>", "../../etc/passwd", "__class__", "NaN", "-0"),
     *("data:image/png;base64,AAAA", "data:,", "http://127.0.0.1:1/", "http://[", "file:///etc/passwd"),
     *('{"type": "object"}', '{"$ref": "#"}', '{"pattern": "["}', "null", "[]", "9" * 400),

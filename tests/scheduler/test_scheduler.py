@@ -322,7 +322,7 @@ async def test_a_waiter_past_its_deadline_is_refused():
     async with Harness() as harness:
         await harness.load_model("a")
         harness.request("a")
-        hasty, patient = harness.request("a", deadline=EPOCH + 5), harness.request("a")
+        hasty, patient = harness.request("a", deadline=harness.clock.now() + 5), harness.request("a")
         await harness.clock.advance(4)
         assert hasty.position == 1
         await harness.clock.advance(1)

@@ -7,6 +7,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from modelyard.core import errors
 from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, ModelyardError, Overloaded, Unavailable
 from modelyard.core.events import BlockDelta, Failed, Started, TokenLogprob, Usage
+from modelyard.core.lease import LeaseRequest
 from modelyard.core.request import Constraint, Image, Request, Sampling, Text
 from modelyard.core.request import Message as ChatMessage
 from modelyard.workers import messages
@@ -44,6 +46,7 @@ from modelyard.workers.messages import (
     decode_for_worker,
     encode,
     flatten_prompt,
+    from_wire_lease_request,
     pack_error,
     pack_ids,
     pack_vector,
@@ -51,6 +54,7 @@ from modelyard.workers.messages import (
     to_infer_request,
     to_prompt,
     to_update,
+    to_wire_lease_request,
     unflatten_prompt,
     unpack_error,
     unpack_ids,
@@ -222,7 +226,23 @@ def test_every_field_of_a_prompt_survives_the_wire() -> None:
     message = decode_for_worker(encode(AddRequest("e", to_infer_request(7, FULL))))
     assert isinstance(message, AddRequest)
     assert message.request.request_id == 7
-    assert to_prompt(message.request) == FULL
+    received = to_prompt(message.request)
+    assert received.deadline == pytest.approx(FULL.deadline, abs=60)
+    assert msgspec.structs.replace(received, deadline=FULL.deadline) == FULL
+
+
+def test_a_deadline_travels_as_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine has another clock."""
+    here = SimpleNamespace(monotonic=lambda: 1000.0)
+    there = SimpleNamespace(monotonic=lambda: 5.0)
+    monkeypatch.setattr(messages, "time", here)
+    infer = to_infer_request(1, Prompt(parts=(), deadline=1030.0))
+    lease = to_wire_lease_request(LeaseRequest(model="m", cache="c", deadline=1030.0), with_prompt=False)
+    monkeypatch.setattr(messages, "time", there)
+    assert to_prompt(infer).deadline == 35.0
+    assert from_wire_lease_request(lease).deadline == 35.0
+    unlimited = to_wire_lease_request(LeaseRequest(model="m", cache="c"), with_prompt=False)
+    assert from_wire_lease_request(unlimited).deadline is None
 
 
 def test_invalid_token_bytes_are_malformed() -> None:

@@ -143,7 +143,7 @@ class Ct2Batch:
         self._end(job, "stop" if stopped else job.limit_reason)
 
     def _end_if_revoked(self, job: Ct2Job) -> bool:
-        finish = ("error", self.error) if self.error is not None else job.revoked(time.time())
+        finish = ("error", self.error) if self.error is not None else job.revoked(time.monotonic())
         if finish is not None:
             self._end(job, *finish)
         return job.ended
@@ -288,7 +288,7 @@ class Ct2Engine(InProcessEngine[Ct2Job]):
         self._loop.call_soon_threadsafe(self._end_revoked)
 
     def _end_revoked(self) -> None:
-        now = time.time()
+        now = time.monotonic()
         for job in list(self._waiting):
             if (finish := job.revoked(now)) is not None:
                 self._waiting.remove(job)

@@ -129,7 +129,7 @@ class ExllamaCache:
         self.jobs.append(job)
 
     def step(self) -> None:
-        self._end_revoked(time.time())
+        self._end_revoked(time.monotonic())
         self._unsampled = len(self.jobs)
         if self.jobs:
             for result in self.generator.iterate():
@@ -394,7 +394,8 @@ class ExllamaEngine(ThreadedEngine[ExllamaJob]):
             return None
 
         def compile_filter() -> None:
-            job.filter = filters.create(constraint)
+            if not job.cancelled:
+                job.filter = filters.create(constraint)
 
         return filters.submit(compile_filter)
 

@@ -239,7 +239,7 @@ class FakeJob(ABC, Generic[T, Output]):
             self._engine.jobs.add(self)
             self.advance()
         if deadline is not None and not self._queue.closed:  # only a job that pauses needs the timer
-            remaining, expired = max(0.0, deadline - time.time()), Timeout("the deadline of the job passed")
+            remaining, expired = max(0.0, deadline - time.monotonic()), Timeout("the deadline of the job passed")
             self._deadline = self._engine.loop.call_later(remaining, self.fail, expired)
         return self._queue
 

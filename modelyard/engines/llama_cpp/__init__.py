@@ -21,7 +21,9 @@ HOLDS_WEIGHTS = True
 def own_process(options: Mapping[str, Any]) -> bool:
     """On a GPU a step takes half a millisecond: the gateway's own work in the same process would slow it down. And
     whoever truncates a mapped file kills the process that reads it (SIGBUS)."""
-    return bool(options.get("use_mmap")) or offloads_to_gpu(options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", -1)))
+    return bool(options.get("use_mmap")) or offloads_to_gpu(
+        options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", -1))
+    )
 
 
 def verify() -> None:

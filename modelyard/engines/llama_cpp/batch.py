@@ -127,7 +127,7 @@ class DecodeBatch:
         for job in self.jobs:  # a generator would cost as much as the rest of the step
             if job.cancelled:
                 return True
-        return self._deadline is not inf and time.time() >= self._deadline
+        return self._deadline is not inf and time.monotonic() >= self._deadline
 
     def append(self, tokens: Sequence[int]) -> None:
         """One token per job; the token before it is in the KV by now."""

@@ -24,6 +24,7 @@ _SHORT: dict[str, tuple[Any, list[Any]]] = {
     "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
     "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
     "llama_sampler_accept": (None, [c_void_p, c_int32]),
+    "llama_sampler_clone": (c_void_p, [c_void_p]),
     "llama_sampler_free": (None, [c_void_p]),
     "llama_sampler_chain_add": (None, [c_void_p, c_void_p]),
     "llama_sampler_init_greedy": (c_void_p, []),
@@ -61,11 +62,14 @@ class _ShortCalls:
 
 
 class _WaitingCalls:
-    """`llama_get_logits` without the GIL: it waits for the GPU, one call instead of two."""
+    """Short calls that may take long. `llama_get_logits` waits for the GPU; `llama_sampler_init_dry` compares each
+    sequence breaker with the whole vocabulary, 2 to 25 ms for each."""
 
     def __init__(self, path: str) -> None:
-        self.get_logits = ctypes.CDLL(path).llama_get_logits
+        library = ctypes.CDLL(path)
+        self.get_logits, self.sampler_init_dry = library.llama_get_logits, library.llama_sampler_init_dry
         self.get_logits.restype, self.get_logits.argtypes = _SHORT["llama_get_logits"]
+        self.sampler_init_dry.restype, self.sampler_init_dry.argtypes = _SHORT["llama_sampler_init_dry"]
 
 
 short: Any = _ShortCalls(lib._lib._name)

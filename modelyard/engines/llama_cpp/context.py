@@ -306,7 +306,7 @@ class LlamaContext:
     # --- jobs leave ---------------------------------------------------------------------------------------------------
 
     def _drop_ended(self) -> None:
-        now = time.time()
+        now = time.monotonic()
         for index, job in list(self.jobs.items()):
             if (finish := job.revoked(now)) is not None:
                 self._finish(index, *finish)

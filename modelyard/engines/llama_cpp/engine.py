@@ -27,7 +27,7 @@ from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options
 from modelyard.engines.llama_cpp.replay import Replay, create_replay
-from modelyard.engines.llama_cpp.sampler import JobSampler
+from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
 from modelyard.engines.llama_cpp.sequence_manager import create_sequence_manager, link_compatible
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
 from modelyard.library.model_files import locate_model_file
@@ -40,6 +40,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     # Set when the model is loaded.
     _adapters: LoraAdapters
+    _dry: DrySamplers
     _embedder: Embedder
     _masks: GrammarMasks
     _thread_pool: ThreadPool
@@ -74,6 +75,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         defer(self._embedder.close)
         self._adapters = LoraAdapters(self._model, path, options.lora)
         self._masks = GrammarMasks(self._vocab, self.n_vocab)
+        self._dry = DrySamplers(self._vocab)
+        defer(self._dry.close)
         defer(self._masks.close)
         if options.uses_draft_model:
             self._draft_model = DraftModel(options, self._model, attach, lambda _: self._stop_error is None)
@@ -124,15 +127,19 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         return LlamaCppJob(prompt, self._loop, self._job_count)
 
     def _prepare(self, job: LlamaCppJob) -> Future[None] | None:
-        constraint = job.prompt.constraint
-        if constraint is None:
+        constraint, sampling = job.prompt.constraint, job.prompt.sampling
+        if constraint is None and not sampling.dry_multiplier:
             return None
 
-        def compile_mask() -> None:
-            job.mask = self._masks.create(constraint)
+        def prepare() -> None:
+            if job.cancelled:
+                return
+            self._dry.prepare(sampling, self.spec.caches[job.cache].window)
+            if constraint is not None:
+                job.mask = self._masks.create(constraint)
 
         try:
-            return self._masks.submit(compile_mask)
+            return self._masks.submit(prepare)
         except RuntimeError:  # the engine died meanwhile; its inbox rejects the job
             return None
 
@@ -196,7 +203,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._adapters.check(job.prompt.adapters)
         if len(cache.jobs) >= cache.info.parallel:
             raise Overloaded(f"the cache {cache.name!r} has no free sequence")
-        job.sampler = JobSampler(job.prompt.sampling, self._vocab, self.n_vocab, cache.info.window, job.ids)
+        job.sampler = JobSampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, job.ids)
         if self._replay is not None:
             job.mask, job.scripted = None, self._replay.answer(job.prompt.ids, job.prompt.session)
         cache.admit(job)

@@ -7,6 +7,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,55 @@ import numpy.typing as npt
 
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import IdLogprob
-from modelyard.engines.llama_cpp.binding import LogitBias, lib, short
+from modelyard.engines.llama_cpp.binding import LogitBias, lib, short, waiting
 from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler, Row
 
 PENALTY_WINDOW = 64  # tokens that penalties look back at
 _NO_PENALTIES = (1.0, 0.0, 0.0)
 _SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
+_MAX_DRY_SAMPLERS = 8
+
+
+class DrySamplers:
+    """The DRY samplers of one model. Creating one takes long, copying it does not: those that were used last are kept.
+
+    `prepare` creates one on another thread than the engine's, which then copies it.
+    """
+
+    def __init__(self, vocab: Any) -> None:
+        self._vocab = vocab
+        self._created: dict[tuple[Any, ...], int] = {}  # the most recently used last
+        self._lock = Lock()  # never held while a sampler is created: the engine's thread must not wait for that
+
+    def prepare(self, s: Sampling, window: int) -> None:
+        if s.dry_multiplier:
+            short.sampler_free(self.copy(s, window))
+
+    def copy(self, s: Sampling, window: int) -> int:
+        base, allowed = _value(s.dry_base, 1.75), _value(s.dry_allowed_length, 2)
+        settings = s.dry_multiplier, base, allowed, _dry_window(s, window)
+        breakers = s.dry_sequence_breakers or _SEQUENCE_BREAKERS
+        with self._lock:
+            created = self._created.pop((*settings, breakers), None)
+            if created is not None:
+                self._created[(*settings, breakers)] = created
+                return int(short.sampler_clone(created))
+        words = (ctypes.c_char_p * len(breakers))(*(word.encode("utf-8", "replace") for word in breakers))
+        created = int(waiting.sampler_init_dry(self._vocab, *settings, words, len(breakers)))
+        copied = int(short.sampler_clone(created))
+        with self._lock:
+            if (duplicate := self._created.pop((*settings, breakers), None)) is not None:
+                short.sampler_free(duplicate)
+            self._created[(*settings, breakers)] = created
+            if len(self._created) > _MAX_DRY_SAMPLERS:
+                short.sampler_free(self._created.pop(next(iter(self._created))))
+        return copied
+
+    def close(self) -> None:
+        with self._lock:
+            for sampler in self._created.values():
+                short.sampler_free(sampler)
+            self._created.clear()
 
 
 class JobSampler:
@@ -28,7 +72,7 @@ class JobSampler:
     `prompt` are the job's first tokens: penalties and DRY look back into it, as in llama-server.
     """
 
-    def __init__(self, sampling: Sampling, vocab: Any, n_vocab: int, window: int, prompt: Any = ()) -> None:
+    def __init__(self, sampling: Sampling, dry: DrySamplers, n_vocab: int, window: int, prompt: Any = ()) -> None:
         self._n_vocab = n_vocab
         self._c_arrays: list[Any] = []  # the chain points to them
         self._chain: int | None = None
@@ -37,7 +81,7 @@ class JobSampler:
         seed = (sampling.seed if sampling.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
         greedy = _is_greedy(sampling)
         if sampling.dry_multiplier or not (greedy or _is_supported_by_numpy(sampling)):
-            self._chain = self._create_chain(sampling, vocab, window, seed, prompt)
+            self._chain = self._create_chain(sampling, dry, window, seed, prompt)
         elif not greedy:
             self._numpy = NumpySampler(sampling, seed)
 
@@ -73,9 +117,9 @@ class JobSampler:
 
     # --- llama.cpp's chain --------------------------------------------------------------------------------------------
 
-    def _create_chain(self, s: Sampling, vocab: Any, window: int, seed: int, prompt: Any) -> int:
+    def _create_chain(self, s: Sampling, dry: DrySamplers, window: int, seed: int, prompt: Any) -> int:
         chain: int = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        for sampler in self._samplers(s, vocab, window, seed):
+        for sampler in self._samplers(s, dry, window, seed):
             short.sampler_chain_add(chain, sampler)
         lookback = max(
             0 if _penalty_strengths(s) == _NO_PENALTIES else PENALTY_WINDOW,
@@ -86,7 +130,7 @@ class JobSampler:
                 short.sampler_accept(chain, token)
         return chain
 
-    def _samplers(self, s: Sampling, vocab: Any, window: int, seed: int) -> Iterator[Any]:
+    def _samplers(self, s: Sampling, dry: DrySamplers, window: int, seed: int) -> Iterator[Any]:
         """In llama.cpp's order."""
         if s.logit_bias:
             pairs = [LogitBias(token, bias) for token, bias in s.logit_bias.items() if 0 <= token < self._n_vocab]
@@ -96,7 +140,7 @@ class JobSampler:
         if (strengths := _penalty_strengths(s)) != _NO_PENALTIES:
             yield short.sampler_init_penalties(self._n_vocab, PENALTY_WINDOW, *strengths)
         if s.dry_multiplier:
-            yield self._dry(s, vocab, window)
+            yield dry.copy(s, window)
         if _is_greedy(s):
             yield short.sampler_init_greedy()
         elif s.mirostat:
@@ -106,14 +150,6 @@ class JobSampler:
             yield from _truncations(s, seed)
             yield short.sampler_init_temp(_value(s.temperature, 1.0))
             yield short.sampler_init_dist(seed)
-
-    def _dry(self, s: Sampling, vocab: Any, window: int) -> Any:
-        words = [word.encode() for word in s.dry_sequence_breakers or _SEQUENCE_BREAKERS]
-        breakers = (ctypes.c_char_p * len(words))(*words)
-        self._c_arrays.append(breakers)
-        base, allowed = _value(s.dry_base, 1.75), _value(s.dry_allowed_length, 2)
-        lookback = _dry_window(s, window)
-        return short.sampler_init_dry(vocab, s.dry_multiplier, base, allowed, lookback, breakers, len(words))
 
     def _mirostat(self, s: Sampling, seed: int) -> Any:
         tau, eta = _value(s.mirostat_tau, 5.0), _value(s.mirostat_eta, 0.1)

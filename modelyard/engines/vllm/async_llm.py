@@ -298,7 +298,7 @@ class AsyncLlmRunner:
         self._tasks[task] = job
         task.add_done_callback(self._on_task_done)
         if job.prompt.deadline is not None:
-            delay, late = max(0.0, job.prompt.deadline - time.time()), Timeout("the job's deadline passed")
+            delay, late = max(0.0, job.prompt.deadline - time.monotonic()), Timeout("the job's deadline passed")
             timer = loop.call_later(delay, self._revoke, task, job, late)
             task.add_done_callback(lambda _: timer.cancel())
 

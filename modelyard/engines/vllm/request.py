@@ -15,7 +15,8 @@ from msgspec import Struct
 from modelyard.core.engine import Media, Prompt
 from modelyard.core.errors import InvalidRequest, NotFound, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines.grammars import JSON_SPACING, bad_grammar, no_tool_grammar
+from modelyard.engines.grammar_check import JSON_SPACING
+from modelyard.engines.grammars import bad_grammar, no_tool_grammar
 
 IGNORED = (
     *("typical_p", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),

@@ -18,6 +18,10 @@ from modelyard.protocols.common.response_metrics import write_metrics
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 _EMPTY_LIST = Raw(b"[]")
+_NOT_STORED = {
+    "code": "not_stored",
+    "message": "the response could not be stored: previous_response_id cannot continue it, send the conversation again",
+}
 _EMPTY_REPLY = (Block(Text("")),)  # a reply without blocks is one empty message, as in the stream
 
 
@@ -61,6 +65,7 @@ class ResponseObject:
         elif finished.reason == "content_filter":
             reason = "content_filter"
         text = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
+        storing = {"store": False, "store_error": _NOT_STORED} if finished.storing_failed else {}
         return self.at(
             "incomplete" if reason else "completed",
             started,
@@ -69,6 +74,7 @@ class ResponseObject:
             incomplete_details={"reason": reason} if reason else None,
             output_text=text,
             metrics=write_metrics(finished),
+            **storing,
         )
 
 

@@ -338,9 +338,9 @@ async def test_unsupported_job_is_refused(fields: dict[str, Any], kind: type[Mod
 
 async def test_deadline_that_passes_during_decoding_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(slow=True) as engine:
-        job = engine.generate(prompt(max_tokens=400, deadline=time.time() + 1e6))
+        job = engine.generate(prompt(max_tokens=400, deadline=time.monotonic() + 1e6))
         chunks = await until(job, Tokens)
-        monkeypatch.setattr(model_module, "time", SimpleNamespace(time=lambda: time.time() + 2e6))
+        monkeypatch.setattr(model_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 2e6))
         chunks += await read(job)
         assert isinstance(end(chunks).error, Timeout)
         assert 0 < len(ids(chunks)) < 400

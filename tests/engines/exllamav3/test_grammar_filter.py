@@ -20,6 +20,7 @@ DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
 def create(constraint: Constraint) -> GrammarFilter:
     filters = GrammarFilters(model_folder(), read_model_info(model_folder()), tensors.from_numpy)
     found = filters.create(constraint)
+    filters.close()
     assert found is not None
     return found
 
@@ -107,3 +108,4 @@ def test_bad_grammar_is_refused_unless_it_has_a_trigger(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         assert filters.create(Constraint("lark", "start: other", trigger="<tool_call>", tools=("now",))) is None
     assert "calls of now are unconstrained" in caplog.text
+    filters.close()

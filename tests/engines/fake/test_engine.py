@@ -257,7 +257,7 @@ async def test_cancel_after_the_end_changes_nothing() -> None:
 
 async def test_deadline_ends_a_hanging_job() -> None:
     engine = await text_engine(script=SLOW)
-    chunks = await read(engine.generate(prompt(deadline=time.time() + 0.01)))
+    chunks = await read(engine.generate(prompt(deadline=time.monotonic() + 0.01)))
     assert end(chunks).reason == "error"
     assert isinstance(end(chunks).error, Timeout)
 

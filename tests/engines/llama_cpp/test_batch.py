@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.batch import BatchSlice, DecodeBatch, SequenceWork, plan_batch
 from modelyard.engines.llama_cpp.job import LlamaCppJob
-from modelyard.engines.llama_cpp.sampler import JobSampler
+from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
 from modelyard.engines.llama_cpp.sequences import SequenceSlot
 from tests.engines.llama_cpp.helpers import GREEDY, id_prompt
 
@@ -138,7 +138,7 @@ def generating_job(window: int = WINDOW, **fields: Any) -> LlamaCppJob:
     """With a prompt of three tokens and one generated token."""
     prompt = id_prompt([1, 2, 3], **({"logprobs": None} | fields))
     job = LlamaCppJob(prompt, asyncio.get_running_loop(), 1)
-    job.sampler = JobSampler(prompt.sampling, None, 256, window)
+    job.sampler = JobSampler(prompt.sampling, DrySamplers(None), 256, window)
     job.limit_output(window)
     job.start(0)
     job.n_past = 3
@@ -178,8 +178,8 @@ async def test_a_cancelled_or_late_job_stops_the_batch() -> None:
     assert not found.must_stop
     leaving.cancel()
     assert found.must_stop
-    assert not decode_batch(generating_job(deadline=time.time() + 3600))[0].must_stop
-    assert decode_batch(generating_job(), generating_job(deadline=time.time() - 1))[0].must_stop
+    assert not decode_batch(generating_job(deadline=time.monotonic() + 3600))[0].must_stop
+    assert decode_batch(generating_job(), generating_job(deadline=time.monotonic() - 1))[0].must_stop
 
 
 async def test_tokens_are_appended_and_slots_hold_evaluated_tokens() -> None:

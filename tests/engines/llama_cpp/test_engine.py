@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +163,9 @@ async def test_a_deadline_ends_a_running_job(monkeypatch: pytest.MonkeyPatch) ->
     async with running() as engine:
         generation = engine.generate(prompt(max_tokens=400, deadline=float("inf")))
         chunks = await until(generation, Tokens)
-        monkeypatch.setattr("modelyard.engines.llama_cpp.context.time.time", lambda: float("inf"))
+        late = SimpleNamespace(**vars(time) | {"monotonic": lambda: float("inf")})
+        monkeypatch.setattr("modelyard.engines.llama_cpp.context.time", late)
+        monkeypatch.setattr("modelyard.engines.llama_cpp.batch.time", late)
         chunks += await read(generation)
     assert isinstance(end(chunks).error, Timeout)
 

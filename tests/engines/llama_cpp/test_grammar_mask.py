@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -160,6 +160,12 @@ async def test_a_triggered_grammar_that_cannot_be_compiled_is_dropped(
 def masks() -> GrammarMasks:
     """Reading the vocabulary takes a second."""
     return GrammarMasks(vocabulary()._vocab, vocabulary().size)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed_masks() -> Iterator[None]:
+    yield
+    masks().close()
 
 
 def compiled(constraint: Constraint) -> Any:

@@ -6,15 +6,23 @@ import ctypes
 import math
 from math import inf
 from random import Random
+from threading import get_ident
 
 import numpy as np
 import pytest
 
 from modelyard.core.engine import CacheInfo
 from modelyard.core.request import Sampling
-from modelyard.engines.llama_cpp.binding import lib
+from modelyard.engines.llama_cpp.binding import lib, short, waiting
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
-from modelyard.engines.llama_cpp.sampler import PENALTY_WINDOW, LogitProcessor, Penalties, Row, token_logprob
+from modelyard.engines.llama_cpp.sampler import (
+    PENALTY_WINDOW,
+    DrySamplers,
+    LogitProcessor,
+    Penalties,
+    Row,
+    token_logprob,
+)
 from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.exact_models import VOCAB, exact_model
 from tests.engines.llama_cpp.helpers import answer, id_prompt, running, shared_loop, vocabulary
@@ -246,3 +254,30 @@ def test_a_sampled_token_counts_within_the_penalty_window() -> None:
     for _ in range(PENALTY_WINDOW):
         processor.sample(row, lambda _: 6)
     assert seen(processor, row)[5] == row[5]
+
+
+def test_a_dry_sampler_is_created_once_and_copied() -> None:
+    dry = DrySamplers(vocabulary()._vocab)
+    sampling = Sampling(dry_multiplier=0.8, dry_sequence_breakers=("\n", "stop"))
+    for _ in range(3):
+        short.sampler_free(dry.copy(sampling, 64))
+    assert len(dry._created) == 1
+    for window in range(20):
+        dry.prepare(sampling, window)
+    assert len(dry._created) == 8
+    dry.close()
+
+
+@shared_loop
+async def test_a_dry_sampler_is_not_created_on_the_engines_thread(
+    engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created_on: list[int] = []
+    create = waiting.sampler_init_dry
+    monkeypatch.setattr(
+        waiting, "sampler_init_dry", lambda *arguments: created_on.append(get_ident()) or create(*arguments)
+    )
+    assert await sampled(engine, dry_multiplier=0.8, dry_sequence_breakers=("a", "b", "c"), max_tokens=2)
+    assert engine._thread is not None
+    assert len(created_on) == 1
+    assert engine._thread.ident not in created_on

@@ -151,7 +151,7 @@ async def test_prompt_longer_than_vllms_window_is_an_overflow() -> None:
 
 async def test_deadline_ends_a_job_with_a_timeout() -> None:
     async with running(behaviour=SLOW) as engine, patient():
-        request = prompt("many words " * 20, max_tokens=400, deadline=time.time())
+        request = prompt("many words " * 20, max_tokens=400, deadline=time.monotonic())
         assert isinstance(end(await read(engine.generate(request))).error, Timeout)
         assert engine.stats().running == 0
 
