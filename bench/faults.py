@@ -74,7 +74,7 @@ cluster = "ray"
 ray_address = "{HEAD}"
 """
 MAX_GROWTH = 24 << 20  # bytes per process: the allocator's own; a leak of a round would come twenty times
-DISK_VARIABLE = "MODELYARD_FAULTS_DISK"
+DISK_VARIABLE = "FAULTS_DISK"
 _DISK_SIZE = "24m"
 _SETTLE_S = 20.0  # for files and processes of the last fault to go
 _REPLACE_S = 60.0  # for a replacement to be ready

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from modelyard.processes.parent_death import die_with_parent
@@ -65,6 +66,8 @@ class GrammarChecker:
         """The grammar in llguidance's own format. Blocks for as long as it takes to compile."""
         line = json.dumps({"kind": kind, "text": text}).encode() + b"\n"
         with self._lock:
+            if self._child is not None and self._child.poll() is not None:
+                self._end()
             child = self._child = self._child or self._start()
             try:
                 answer = self._ask(child, line)
@@ -111,7 +114,7 @@ class GrammarChecker:
         child, self._child = self._child, None
         if child is not None:
             child.kill()
-            with child:  # closes the pipes and reaps it
+            with suppress(BrokenPipeError), child:  # closes the pipes and reaps it
                 pass
 
 

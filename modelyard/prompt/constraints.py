@@ -6,6 +6,7 @@ sense, must not fail the request: the rest of the schema is enforced.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from modelyard.core.limits import MAX_PATTERN
 from modelyard.core.request import Constraint, Tool
 
 _TYPES = frozenset({"string", "boolean", "integer", "number", "null", "object", "array"})
@@ -26,7 +28,10 @@ _NUMBER_BOUNDS = (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum
 # Lookaround, back-references, word boundaries and possessive repetition are not regular.
 _UNREGULAR = re.compile(r"\(\?(?!:)|\\[1-9bBAZzGkKpPQE]|[*+?}]\+")
 # Where ^ and $ are not anchors, or are at either end; elsewhere they are not supported.
-_UNANCHORED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\A\^|\$\Z", re.DOTALL)
+# A class that is not closed reaches to the end: searching for its end again and again would take quadratic time.
+_UNANCHORED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\Z)|\A\^|\$\Z", re.DOTALL)
+# Without the second step of `re.compile`, which takes 10 ms for every class of many characters.
+_parse_pattern: Callable[[str], object] = importlib.import_module("re._parser").parse
 _MAX_DEPTH = 64
 _DROP = object()
 
@@ -160,12 +165,12 @@ class SchemaReducer:
 
 
 def _is_regular(pattern: Any) -> bool:
-    if not isinstance(pattern, str) or _UNREGULAR.search(pattern):
+    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN or _UNREGULAR.search(pattern):
         return False
     if {"^", "$"} & set(_UNANCHORED.sub("", pattern)):
         return False
     try:
-        re.compile(pattern)
+        _parse_pattern(pattern)
     except (re.error, RecursionError, OverflowError):
         return False
     return True

@@ -201,9 +201,9 @@ def check_product(left: Any, right: Any) -> None:
             raise BudgetExceeded("it computes a number that is too large")
         return
     value, times = (right, left) if isinstance(left, int) else (left, right)
-    if isinstance(value, str | list | tuple) and isinstance(times, int):
-        if max(len(value), text_size(value)) * times > MAX_ITEMS:
-            raise BudgetExceeded("it repeats a text too often")
+    is_repetition = isinstance(value, str | list | tuple) and isinstance(times, int)
+    if is_repetition and max(len(value), text_size(value)) * times > MAX_ITEMS:
+        raise BudgetExceeded("it repeats a text too often")
 
 
 _WIDE = re.compile(
@@ -267,7 +267,8 @@ def guarded_method(value: Any) -> Callable[..., Any] | None:
 
 # --- filters ----------------------------------------------------------------------------------------------------------
 #
-# All take the context, so Jinja does not run them while it compiles.
+# Those whose result may be larger than their arguments take the context, so that Jinja does not run them on constants
+# while it compiles.
 
 
 @pass_context
@@ -296,14 +297,14 @@ def _list(context: BudgetContext, items: Any) -> list[Any]:
 
 
 @pass_context
-def _batch(context: BudgetContext, items: Any, linecount: int, fill_with: Any = None) -> Any:
+def _batch(_: Context, items: Any, linecount: int, fill_with: Any = None) -> Any:
     if linecount > MAX_ITEMS:
         raise BudgetExceeded("it fills a list with too many items")
     return jinja_filters.do_batch(items, linecount, fill_with)
 
 
 @pass_context
-def _round(context: Context, value: float, precision: int = 0, method: Any = "common") -> float:
+def _round(_: Context, value: float, precision: int = 0, method: Any = "common") -> float:
     if abs(precision) > 30:
         raise BudgetExceeded("it rounds to too many digits")
     return jinja_filters.do_round(value, precision, method)
@@ -317,13 +318,13 @@ def _sum(context: Context, items: Any, attribute: str | int | None = None, start
 
 
 @pass_context
-def _center(context: Context, value: Any, width: int = 80) -> str:
+def _center(_: Context, value: Any, width: int = 80) -> str:
     check_product(" ", width)
     return str(value).center(width)
 
 
 @pass_context
-def _indent(context: Context, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+def _indent(_: Context, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     pad = width if isinstance(width, str) else " " * min(width, 100)
     head, *rest = str(value).split("\n")
     if len(pad) * (len(rest) + 1) > MAX_TEXT:
@@ -333,23 +334,20 @@ def _indent(context: Context, value: Any, width: int | str = 4, first: bool = Fa
 
 
 @pass_context
-def _format(context: Context, value: Any, *arguments: Any, **named: Any) -> str:
+def _format(_: Context, value: Any, *arguments: Any, **named: Any) -> str:
     check_format(str(value), [*arguments, *named.values()], "%")
     return str(value) % (named or arguments)
 
 
-@pass_context
-def _trim(context: Context, value: Any, chars: str | None = None) -> str:
+def _trim(value: Any, chars: str | None = None) -> str:
     return text(value).strip(chars)
 
 
-@pass_context
-def _lower(context: Context, value: Any) -> str:
+def _lower(value: Any) -> str:
     return text(value).lower()
 
 
-@pass_context
-def _upper(context: Context, value: Any) -> str:
+def _upper(value: Any) -> str:
     return text(value).upper()
 
 

@@ -18,6 +18,7 @@ from modelyard.core.request import Tool
 
 _MAX_SIZE = 20_000  # characters of a grammar, and of its regular expression
 _MAX_DEPTH = 50
+_TOO_LONG = f"the expanded expression is longer than {_MAX_SIZE} characters"
 _REGEX_CHARS = frozenset(".^$|()[]{}*+?\\/-#&~")
 _CONTROLS = {"\n": r"\n", "\t": r"\t", "\r": r"\r", "\f": r"\f"}
 _TOKEN = re.compile(
@@ -76,6 +77,8 @@ def _input_pattern(syntax: str, definition: str) -> InputPattern:
         if syntax == "lark":
             return InputPattern(lark_to_regex(definition))
         if syntax == "regex" and definition:
+            if len(definition) > _MAX_SIZE:
+                raise NotRegular(f"the expression is longer than {_MAX_SIZE} characters")
             return InputPattern(definition)
     except NotRegular as error:
         return InputPattern(error=str(error))
@@ -172,16 +175,22 @@ class _RegexWriter:
 
     def _choices(self) -> str:
         choices = [self._sequence()]
+        size = len(choices[0])
         while self._accept("|"):
             choices.append(self._sequence())
+            size += len(choices[-1])
+            if size > _MAX_SIZE:
+                raise NotRegular(_TOO_LONG)
         return f"(?:{'|'.join(choices)})" if len(choices) > 1 else choices[0]
 
     def _sequence(self) -> str:
         parts: list[str] = []
+        size = 0
         while (token := self._peek())[0] != "end" and token[1] not in ("|", ")", "]", "->"):
             parts.append(self._repeated(self._atom()))
-            if sum(map(len, parts)) > _MAX_SIZE:
-                raise NotRegular(f"the expanded expression is longer than {_MAX_SIZE} characters")
+            size += len(parts[-1])
+            if size > _MAX_SIZE:
+                raise NotRegular(_TOO_LONG)
         if self._accept("->"):
             self._index += 1  # an alias for Lark's tree
         return "".join(parts)

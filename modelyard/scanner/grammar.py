@@ -32,6 +32,7 @@ class LarkBuilder:
     def __init__(self, context: GrammarContext) -> None:
         self._specials = context.specials
         self._rules: list[str] = []
+        self._literals: dict[str, str] = {}  # a family has a handful, and every tool uses them
 
     def rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"
@@ -40,6 +41,11 @@ class LarkBuilder:
 
     def literal(self, text: str) -> str:
         """A fixed text of the family, with its special tokens as token ids."""
+        if (known := self._literals.get(text)) is None:
+            known = self._literals[text] = self._literal(text)
+        return known
+
+    def _literal(self, text: str) -> str:
         tokens = sorted((t for t in self._specials if t in text), key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
         return " ".join(f"<[{self._specials[p]}]>" if p in self._specials else _quote(p) for p in parts if p)

@@ -3,7 +3,7 @@
 connect ─ Hello ─→ Welcome ─→ (open engines, requests …) ─→ lost: the link broke, the worker was silent, or we closed it
 
 A session that is lost never recovers: messages in flight are lost, and every request in it ends with that error. To use
-the worker again, create a new session.
+the worker again, create a new session. Errors reach clients of the gateway: addresses are only in the log.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class WorkerSession:
 
     def _on_connect_timeout(self) -> None:
         if not self._connected.done():
-            message = f"the worker at {self.endpoint} does not answer. {self._connect_error}"
-            self.end(Unavailable(message.rstrip()))
+            log.warning("the worker at %s does not answer. %s", self.endpoint, self._connect_error)
+            self.end(Unavailable("the worker does not answer"))
 
     async def connect(self) -> msg.Welcome:
         """Wait for the worker's answer; the caller sets the timeout."""
@@ -215,7 +215,7 @@ class WorkerSession:
             self._handlers[type(message)](message)
         except msg.MalformedMessage as error:
             log.warning("%s sent a malformed message: %s", self.endpoint, error)
-            self.end(Unavailable(f"the worker at {self.endpoint} does not speak our protocol: {error}"))
+            self.end(Unavailable(f"the worker does not speak our protocol: {error}"))
 
     def _on_updates(self, batch: msg.UpdateBatch) -> None:
         if batch.stats:
@@ -247,7 +247,7 @@ class WorkerSession:
 
     def _on_welcome(self, welcome: msg.Welcome) -> None:
         if (mismatch := msg.version_mismatch(welcome.version)) is not None:
-            self.end(Unavailable(f"the worker at {self.endpoint} cannot be used: {mismatch}"))
+            self.end(Unavailable(f"the worker cannot be used: {mismatch}"))
             return
         self.welcome = welcome
         if not self._connected.done():
@@ -283,14 +283,14 @@ class WorkerSession:
 
     def _on_goodbye(self, goodbye: msg.Goodbye) -> None:
         self.is_draining = True
-        message = f"the worker at {self.endpoint} is shutting down: {goodbye.reason}"
-        self._report_loss(Unavailable(message, code="worker_leaving"))
+        self._report_loss(Unavailable(f"the worker is shutting down: {goodbye.reason}", code="worker_leaving"))
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
     def _on_disconnect(self, reason: str) -> None:
         if self._connected.done():
-            self._on_broken(Unavailable(f"the worker was lost: {reason}"))
+            log.warning("%s", reason)
+            self._on_broken(Unavailable("the worker was lost: the connection to it broke"))
         else:
             self._connect_error = reason  # not started yet, or not ours: the caller decides when to give up
 
@@ -302,7 +302,8 @@ class WorkerSession:
             self._monitor.reset()
         if self._monitor.tick():
             silent = self._heartbeat.interval_s * self._heartbeat.worker_misses
-            self.end(Unavailable(f"the worker at {self.endpoint} has been silent for {silent:.1f} s"))
+            log.warning("the worker at %s is silent", self.endpoint)
+            self.end(Unavailable(f"the worker has been silent for {silent:.1f} s"))
         else:
             self.send(msg.Heartbeat(self._monitor.number))
 
@@ -345,7 +346,7 @@ class WorkerSession:
 
     def _send_or_raise(self, message: msg.LinkMessage) -> None:
         if not self._socket.send(msg.encode(message)):
-            raise Unavailable(f"the worker at {self.endpoint} does not read: too many messages wait for it")
+            raise Unavailable("the worker does not read: too many messages wait for it")
 
     def send(self, message: msg.LinkMessage) -> None:
         """Send without an error: a worker whose queue is full has not read for long, and its silence is about to be

@@ -330,7 +330,10 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
 
 async def run_store_operation(store: Store, operation: msg.StoreOperation) -> bytes | None:
     """The value found; for a deletion a non-empty value if there was one."""
-    scope, key = (part.decode("utf-8", "surrogatepass") for part in (operation.scope, operation.key))
+    try:
+        scope, key = (part.decode("utf-8", "surrogatepass") for part in (operation.scope, operation.key))
+    except UnicodeDecodeError:
+        raise InvalidRequest("a scope or key of the store is not UTF-8") from None
     if operation.delete:
         return b"\1" if await store.delete(scope, key) else None
     if operation.value is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ T = TypeVar("T")
 
 
 class Finding(AssertionError):
-    """`kind`, `where` and the beginning of `detail` tell findings apart; `example` is the input that shows it."""
+    """`kind`, `where` and the first words of `detail` tell findings apart; `example` is the input that shows it."""
 
     def __init__(self, kind: str, where: str, detail: str, example: object = "") -> None:
         super().__init__(f"{kind} at {where}: {detail}\n{str(example)[:4000]}")
@@ -22,7 +23,7 @@ class Finding(AssertionError):
 
     @property
     def signature(self) -> tuple[str, str, str]:
-        return self.kind, self.where, self.detail[:60]
+        return self.kind, self.where, re.sub(r"0x[0-9a-f]+|\d+|'[^']*'|\"[^\"]*\"", "#", self.detail)[:60]
 
 
 class Target(NamedTuple, Generic[T]):

@@ -110,9 +110,11 @@ def _bounded(value: Json) -> Json:
 
 def reader_targets() -> list[Target[Any]]:
     """What a worker sends to its clients and a scheduler to its gateways: read, or refused as malformed."""
+    to_client, to_gateway = (msg.ToClient, msg.decode_for_client), (msg.ToGateway, msg.decode_for_gateway)
+    receivers: dict[str, tuple[type[msg.LinkMessage], Decode]] = {"a client": to_client, "a gateway": to_gateway}
     return [
-        Target("frames to a client", Frames(msg.ToClient).one, _reader("frames to a client", msg.decode_for_client)),
-        Target("frames to a gateway", Frames(msg.ToGateway).one, _reader("frames to a gateway", msg.decode_for_gateway)),
+        Target(f"frames to {name}", Frames(group).one, _reader(f"frames to {name}", decode))
+        for name, (group, decode) in receivers.items()
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -109,6 +110,23 @@ def test_a_recursive_schema_is_cut_off() -> None:
 def test_other_fields_of_tools_are_unchanged() -> None:
     tool = Tool("t", "does", {"type": "object"}, strict=True, namespace="n")
     assert enforceable([tool, Tool("u")])[0] == (tool, Tool("u"))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["[" * 30_000, "[" * 2000, "(?:" * 600 + "a" + ")" * 600, "[\u0001-\uffff]" * 400, "\\" * 2001, "a" * 3000],
+)
+def test_no_pattern_of_a_client_takes_long(pattern: str) -> None:
+    """Each took seconds: a quadratic search, or the tables that `re.compile` makes."""
+    began = time.process_time()
+    enforceable([Tool("t", parameters={"properties": {"a": {"type": "string", "pattern": pattern}}})])
+    assert time.process_time() - began < 0.2
+
+
+def test_a_pattern_over_the_limit_is_not_enforced() -> None:
+    (tool,), warnings = enforceable([Tool("t", parameters={"pattern": "a" * 2049})])
+    assert (tool.parameters, warnings) == ({}, ["schema keyword not enforced: t/pattern"])
+    assert enforceable([Tool("t", parameters={"pattern": "a" * 2048})])[1] == []
 
 
 _words = st.sampled_from(

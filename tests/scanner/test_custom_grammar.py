@@ -117,6 +117,18 @@ def test_the_input_pattern_of_a_tool_comes_from_its_grammar(fields: dict[str, An
     assert input_pattern(APPLY_PATCH).pattern == PATTERN.pattern
 
 
+def test_choices_of_long_rules_are_too_long() -> None:
+    """Every choice is short enough, and all together would be 100 MB."""
+    grammar = "start: " + "|".join(["long"] * 3000) + '\nlong: "' + "x" * 6000 + '"\n'
+    with pytest.raises(NotRegular, match="longer than 20000"):
+        lark_to_regex(grammar)
+
+
+def test_a_regular_expression_has_a_limit() -> None:
+    tool = Tool("t", kind="custom", grammar={"syntax": "regex", "definition": "x" * 20_001})
+    assert input_pattern(tool) == InputPattern(error="the expression is longer than 20000 characters")
+
+
 def test_rules_are_read_by_their_names() -> None:
     rules, imported = read_rules('start: a | "x" // a comment\n  | /y+/i\n?a.2: "b"~2..3 -> named\n%import common.LF\n')
     assert rules == {
