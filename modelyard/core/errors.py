@@ -75,6 +75,14 @@ class ModelyardError(Exception):
         return f"{type(self).__name__}({self.message!r}, code={self.code!r})"
 
 
+def with_message(error: ModelyardError, message: str) -> ModelyardError:
+    """The same error with other words."""
+    changed = type(error).__new__(type(error))
+    changed.__dict__.update(error.__dict__)
+    changed.message, changed.args = message, (message,)
+    return changed
+
+
 class InvalidRequest(ModelyardError):
     kind = "invalid"
 

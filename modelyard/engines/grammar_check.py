@@ -4,8 +4,8 @@
 
 A grammar of a few hundred characters can take the compiler minutes, and nothing can interrupt it: `multipleOf: 999983`,
 or a hundred patterns that must all match. So nothing is compiled in a server's process that a child has not compiled
-within its limits. The child knows no vocabulary, only bytes and the control tokens that a grammar names. That is enough:
-the work is in the grammar. Whether a grammar is right is decided with the real vocabulary, in the server.
+within its limits. The child knows no vocabulary, only bytes and the control tokens that a grammar names; the work is in
+the grammar. Whether a grammar is right is decided with the real vocabulary, in the server.
 
 The child also translates, because the translator from GBNF takes time that is quadratic in the number of rules.
 """

@@ -33,11 +33,13 @@ from modelyard.core.errors import (
     Unauthenticated,
     Unavailable,
     Unsupported,
+    with_message,
 )
 from modelyard.core.events import Event, Failed, Finished, reply_events
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
 from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.telemetry.masking import add_secrets, header_secrets, mask_secrets, url_secrets
 
 UPSTREAM_LOST, UPSTREAM_UNREACHABLE = "upstream_lost", "upstream_unreachable"  # error codes
 
@@ -127,7 +129,9 @@ class _UpstreamJob:
 
     async def _emit(self, events: Sequence[Event]) -> bool:
         if events and not self.queue.closed:
-            is_last = isinstance(events[-1], Finished | Failed)
+            if isinstance(last := events[-1], Failed):
+                events = [*events[:-1], Failed(without_secrets(last.error))]
+            is_last = isinstance(last, Finished | Failed)
             if not self.queue.put_many(events, last=is_last) and not is_last:
                 self._is_drained.clear()
         await self._is_drained.wait()
@@ -157,7 +161,13 @@ class _UpstreamJob:
             internal = Internal(f"{type(error).__name__} while a request was forwarded")
             log.error("a forwarded request failed (id %s)", internal.id, exc_info=error)
             error = internal
-        self.queue.put_many([Failed(error)], last=True)
+        self.queue.put_many([Failed(without_secrets(error))], last=True)
+
+
+def without_secrets(error: ModelyardError) -> ModelyardError:
+    """An upstream may quote the key, the headers or the URL that it was sent."""
+    masked = mask_secrets(error.message)
+    return error if masked == error.message else with_message(error, masked)
 
 
 _DRAIN_S = 1.0  # a stream read to its end leaves a connection that can be reused
@@ -215,6 +225,8 @@ class Upstream:
 
     def __init__(self, address: UpstreamAddress, retries: RetryPolicy = RetryPolicy()) -> None:
         self.address, self._retries = address, retries
+        proxy = None if address.is_child or address.socket else environment_proxy(address.base_url)
+        add_secrets([*header_secrets(address.headers), *url_secrets(address.base_url), *url_secrets(proxy or "")])
         limits: dict[str, Any] = {"limit": 0}
         limits |= {"force_close": True} if address.is_child else {"keepalive_timeout": _KEEPALIVE_S}
         self._http = aiohttp.ClientSession(
@@ -224,7 +236,7 @@ class Upstream:
             headers={"accept-encoding": "identity", **address.headers},
             timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_TIMEOUT_S, sock_read=address.timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
-            proxy=None if address.is_child or address.socket else environment_proxy(address.base_url),
+            proxy=proxy,
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
         )

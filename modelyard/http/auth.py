@@ -12,11 +12,10 @@ from functools import lru_cache
 from msgspec import Struct
 
 from modelyard.core.errors import Forbidden, InvalidRequest, Unauthenticated
-from modelyard.http.request_context import RequestContext
+from modelyard.http.request_context import ADMIN_PATH, RequestContext
 from modelyard.http.settings import HttpSettings, KeySettings
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
-_ADMIN = "/v1/admin"
 _WORKBENCH = "/workbench"
 _MAX_KNOWN_HOSTS = 64
 _MAX_QUOTED = 256  # characters of a client's text in our messages
@@ -125,7 +124,7 @@ class Authenticator:
             raise Unauthenticated(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'"
             )
-        if context.path.startswith(_ADMIN) and not context.admin:
+        if context.path.startswith(ADMIN_PATH) and not context.admin:
             raise Forbidden("this needs an admin key", code="admin_key_required")
 
     def _match(self, headers: Mapping[str, str]) -> Key | None:

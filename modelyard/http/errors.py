@@ -6,10 +6,11 @@ import logging
 from typing import cast
 
 from modelyard import plugins
-from modelyard.core.errors import Internal, ModelyardError
+from modelyard.core.errors import Internal, ModelyardError, with_message
 from modelyard.core.protocol import WireError, WireProtocol
-from modelyard.http.request_context import RequestContext
+from modelyard.http.request_context import ADMIN_PATH, RequestContext
 from modelyard.telemetry.log import log_event
+from modelyard.telemetry.masking import hide_folders, mask_secrets
 
 log = logging.getLogger("modelyard.http")
 
@@ -28,7 +29,16 @@ def protocol_of(context: RequestContext) -> WireProtocol:
 
 
 def write_error(error: ModelyardError, context: RequestContext) -> WireError:
-    return protocol_of(context).write_error(error, trace=context.trace)
+    return protocol_of(context).write_error(public_error(error, context), trace=context.trace)
+
+
+def public_error(error: ModelyardError, context: RequestContext) -> ModelyardError:
+    """The error as the client may see it: without secrets and, except in the admin API, without folders of this
+    machine."""
+    message = mask_secrets(error.message)
+    if not context.path.startswith(ADMIN_PATH):
+        message = hide_folders(message)
+    return error if message == error.message else with_message(error, message)
 
 
 def as_modelyard_error(error: Exception) -> ModelyardError:

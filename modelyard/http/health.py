@@ -13,6 +13,7 @@ from modelyard import __version__
 from modelyard.core.lease import ModelStatus
 from modelyard.gateway.gateway import Gateway
 from modelyard.http.request_context import RequestContext
+from modelyard.telemetry.masking import hide_folders, mask_secrets
 
 HealthStatus = Literal["healthy", "degraded", "unhealthy"]
 
@@ -46,7 +47,7 @@ class HealthEndpoints:
         }
         context = RequestContext.of(request.scope)
         if context.key or context.admin:  # anonymous clients do not see which models run
-            body["models"] = {name: _row(model) for name, model in models.items()}
+            body["models"] = {name: _row(model, context.admin) for name, model in models.items()}
         return _json(body, 503 if status == "unhealthy" else 200)
 
     async def live(self, _request: HttpRequest) -> Response:
@@ -65,10 +66,11 @@ class HealthEndpoints:
         return _json({"name": "modelyard", "version": __version__, "docs": "/docs"}, 200)
 
 
-def _row(model: ModelStatus) -> dict[str, Any]:
+def _row(model: ModelStatus, is_admin: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"state": model.state, "running": model.running, "waiting": model.waiting}
     if model.reason:
-        row["reason"] = model.reason
+        reason = mask_secrets(model.reason)
+        row["reason"] = reason if is_admin else hide_folders(reason)
     if model.state == "loading":
         row |= {"progress": round(model.progress, 3), "doing": model.phase}
     return row

@@ -17,7 +17,7 @@ from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.gateway import EventSource, Gateway
 from modelyard.http.connection import cancel_on_disconnect, ping_on_half_close
-from modelyard.http.errors import as_modelyard_error
+from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.request_capture import CaptureSink, RequestCapture
@@ -110,6 +110,7 @@ class InferenceEndpoint:
         connection sends nothing."""
         context = exchange.context
         context.failed(error)
+        error = public_error(error, context)
         streaming = request is not None and request.stream
         written = self._protocol.write_error(error, trace=context.trace, streaming=streaming, request=request)
         if exchange.capture is not None:
@@ -163,6 +164,7 @@ class EventStream:
         async for choice, events in self._source:
             if isinstance(last := events[-1], Failed):
                 self._context.failed(last.error)
+                events[-1] = last = Failed(public_error(last.error, self._context))
                 if self._ping is not None:
                     await self._finish_ping(self._ping)
                 if not self._started:

@@ -19,6 +19,7 @@ from modelyard.telemetry.cache_diagnostics import CacheReuse
 if TYPE_CHECKING:
     from modelyard.gateway.gateway import EventSource
 
+ADMIN_PATH = "/v1/admin"
 TIMEOUT_HEADER = "x-modelyard-timeout"
 _MAX_TIMEOUT_S = 7 * 86400
 _SCOPE_KEY = "modelyard.context"

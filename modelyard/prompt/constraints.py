@@ -30,6 +30,8 @@ _UNREGULAR = re.compile(r"\(\?(?!:)|\\[1-9bBAZzGkKpPQE]|[*+?}]\+")
 # Where ^ and $ are not anchors, or are at either end; elsewhere they are not supported.
 # A class that is not closed reaches to the end: searching for its end again and again would take quadratic time.
 _UNANCHORED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\Z)|\A\^|\$\Z", re.DOTALL)
+# Set operations in a class: languages read them differently.
+_SET_OPERATION = re.compile(r"\A\[\^?\[|--|&&|~~|\|\|")
 # Without the second step of `re.compile`, which takes 10 ms for every class of many characters.
 _parse_pattern: Callable[[str], object] = importlib.import_module("re._parser").parse
 _MAX_DEPTH = 64
@@ -168,6 +170,9 @@ def _is_regular(pattern: Any) -> bool:
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN or _UNREGULAR.search(pattern):
         return False
     if {"^", "$"} & set(_UNANCHORED.sub("", pattern)):
+        return False
+    classes = (found.group() for found in _UNANCHORED.finditer(pattern) if found.group().startswith("["))
+    if any(map(_SET_OPERATION.search, classes)):
         return False
     try:
         _parse_pattern(pattern)

@@ -17,10 +17,10 @@ arguments are checked before they run, and so is the text of a collection.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from itertools import islice
+from time import monotonic
 from typing import Any
 
 from jinja2 import filters as jinja_filters
@@ -31,14 +31,13 @@ from jinja2.runtime import Context, markup_join
 MAX_WORK = 20_000_000  # operations, each 50 ns or more
 MAX_SECONDS = 2.0
 MAX_TEXT = 8_000_000  # characters of one value: more than fit in any window
-MAX_ITEMS = 1_000_000
+MAX_ITEMS = 1_000_000  # of a range
 MAX_BUILT = 100_000  # items that a template adds to a collection one by one
 MAX_BITS = 4096  # of an integer
 MAX_SOURCE = 1 << 18  # characters of a template; the longest known has 40,000
 _CHARACTERS = 8  # for the price of one operation
-_LONG_LOOP = 64  # iterations without a look at the clock
-_BLOCK = 16
-_MAX_STRETCH = 100  # operations without a look at the clock
+_ITEM = 32  # characters that an item of a collection counts as, beside its text
+_STRETCH = 100  # operations without a look at the clock
 _MAX_EXPRESSION = 500
 _MAX_OPERANDS = 8  # of `+` and `~` in a row
 
@@ -53,14 +52,14 @@ class BudgetContext(Context):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.left = MAX_WORK
-        self.end = time.monotonic() + MAX_SECONDS
+        self.end = monotonic() + MAX_SECONDS
 
     def pay(self, work: int) -> None:
         self.left -= work
         if self.left < 0:
             raise BudgetExceeded(f"it takes more than {MAX_WORK:,} operations")
-        if time.monotonic() > self.end:
-            raise BudgetExceeded(f"it takes more than {MAX_SECONDS:.0f} s")
+        if monotonic() > self.end:
+            raise _too_slow()
 
 
 # --- at run time ------------------------------------------------------------------------------------------------------
@@ -69,16 +68,21 @@ class BudgetContext(Context):
 class _Watched:
     """A long iterable that looks at the clock while it is read."""
 
-    def __init__(self, context: BudgetContext, items: list[Any]) -> None:
-        self._context, self._items = context, items
+    def __init__(self, context: BudgetContext, items: Any, weight: int) -> None:
+        self._context, self._items, self._weight = context, items, weight
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __iter__(self) -> Iterator[Any]:
-        for start in range(0, len(self._items), _BLOCK):
-            self._context.pay(0)
-            yield from self._items[start : start + _BLOCK]
+        end, stretch, weight = self._context.end, 0, self._weight
+        for item in self._items:
+            stretch += weight
+            if stretch > _STRETCH:
+                stretch = 0
+                if monotonic() > end:
+                    raise _too_slow()
+            yield item
 
 
 @pass_context
@@ -86,10 +90,23 @@ def _loop(context: BudgetContext, iterable: Any, weight: int) -> Any:
     try:
         count = len(iterable)
     except TypeError:
-        iterable = list(islice(iterable, MAX_ITEMS + 1))
+        iterable = _items(context, iterable)
         count = len(iterable)
-    context.pay(weight * count)
-    return iterable if count <= _LONG_LOOP else _Watched(context, list(iterable))
+    work = weight * count
+    context.pay(work)
+    return iterable if work <= _STRETCH else _Watched(context, iterable, weight)
+
+
+def _items(context: BudgetContext, iterable: Any) -> list[Any]:
+    """As a list. The iterable may compute its items, with filters such as `map`."""
+    made: list[Any] = []
+    iterator = iter(iterable)
+    while block := list(islice(iterator, _STRETCH)):
+        made += block
+        context.pay(len(block))
+        if len(made) * _ITEM > MAX_TEXT:
+            raise _too_long()
+    return made
 
 
 @pass_context
@@ -144,6 +161,10 @@ def _pay_text(context: BudgetContext, size: int) -> None:
         raise _too_long()
 
 
+def _too_slow() -> BudgetExceeded:
+    return BudgetExceeded(f"it takes more than {MAX_SECONDS:.0f} s")
+
+
 def _too_long() -> BudgetExceeded:
     return BudgetExceeded(f"it builds a text or a list of more than {MAX_TEXT:,} characters")
 
@@ -156,14 +177,14 @@ def text_size(value: Any) -> int:
         if isinstance(item, str):
             size += len(item)
         elif isinstance(item, dict):
-            size += 4 * len(item)
-            rest += item.keys()
-            rest += item.values()
+            size += _ITEM * len(item)
+            if size <= MAX_TEXT:
+                rest += item.keys()
+                rest += item.values()
         elif isinstance(item, list | tuple):
-            size += 2 * len(item)
-            rest += item
-        else:
-            size += 4
+            size += _ITEM * len(item)
+            if size <= MAX_TEXT:
+                rest += item
         if size > MAX_TEXT:
             raise _too_long()
     return size
@@ -227,14 +248,14 @@ def _check_replace(text: str, old: str, new: str) -> None:
         raise _too_long()
 
 
-def _replace_method(text: str, old: str, new: str, count: int = -1) -> str:
+def _replace_method(text: str, _: Context, old: str, new: str, count: int = -1) -> str:
     _check_replace(text, old, new)
     return text.replace(old, new, count)
 
 
-def _join_method(text: str, items: Iterable[str]) -> str:
-    parts = list(islice(items, MAX_ITEMS + 1))
-    if len(parts) * len(text) + sum(len(part) for part in parts if isinstance(part, str)) > MAX_TEXT:
+def _join_method(text: str, context: BudgetContext, items: Iterable[str]) -> str:
+    parts = _items(context, items)
+    if len(parts) * len(text) + text_size(parts) > MAX_TEXT:
         raise _too_long()
     return text.join(parts)
 
@@ -259,7 +280,7 @@ def guarded_method(value: Any) -> Callable[..., Any] | None:
     """What is called in place of this method of a text, list or dictionary."""
     name = getattr(value, "__name__", "")
     if name in _METHODS and isinstance(owner := getattr(value, "__self__", None), str):
-        return partial(_METHODS[name], owner)
+        return pass_context(partial(_METHODS[name], owner))
     if name in BUILDING_METHODS and type(getattr(value, "__self__", None)) in (list, dict):
         return pass_context(partial(_build, value))
     return None
@@ -278,27 +299,23 @@ def _replace(context: Context, text: Any, old: Any, new: Any, count: int | None 
 
 
 @pass_context
-def _join(context: Context, items: Any, d: str = "", attribute: str | int | None = None) -> Any:
+def _join(context: BudgetContext, items: Any, d: str = "", attribute: str | int | None = None) -> Any:
     if attribute is not None:
         items = map(jinja_filters.make_attrgetter(context.environment, attribute), items)
-    parts = list(islice(items, MAX_ITEMS + 1))
-    if len(parts) * len(str(d)) + text_size(parts) > MAX_TEXT + 2 * len(parts):
+    parts = _items(context, items)
+    if len(parts) * len(str(d)) + text_size(parts) > MAX_TEXT:
         raise _too_long()
     return jinja_filters.sync_do_join(context.eval_ctx, parts, str(d))
 
 
 @pass_context
 def _list(context: BudgetContext, items: Any) -> list[Any]:
-    made = list(islice(items, MAX_ITEMS + 1))
-    if len(made) > MAX_ITEMS:
-        raise BudgetExceeded(f"it builds a list of more than {MAX_ITEMS:,} items")
-    context.pay(len(made))
-    return made
+    return _items(context, items)
 
 
 @pass_context
 def _batch(_: Context, items: Any, linecount: int, fill_with: Any = None) -> Any:
-    if linecount > MAX_ITEMS:
+    if linecount * _ITEM > MAX_TEXT:
         raise BudgetExceeded("it fills a list with too many items")
     return jinja_filters.do_batch(items, linecount, fill_with)
 
@@ -365,6 +382,19 @@ def _checked(name: str) -> Callable[..., Any]:
     return run
 
 
+def _sorting(name: str) -> Callable[..., Any]:
+    """Jinja's filter, which reads all items before it returns the first."""
+    function: Callable[..., Any] = jinja_filters.FILTERS[name]
+
+    @pass_context
+    def run(context: BudgetContext, items: Any, *arguments: Any, **named: Any) -> Any:
+        made = items if isinstance(items, dict) else _items(context, items)
+        context.pay(_SORTING * len(made))
+        return function(context.environment, made, *arguments, **named)
+
+    return run
+
+
 def limited(function: Callable[..., str]) -> Callable[..., str]:
     """A filter whose result may be a multiple of its value, as a filter that pays for it."""
 
@@ -379,9 +409,11 @@ def limited(function: Callable[..., str]) -> Callable[..., str]:
 
 # Not needed by templates, and with results or times that are hard to bound.
 REMOVED_FILTERS = ("pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr")
+_SORTING = 20  # operations for an item
 _TEXT_FILTERS = ("capitalize", "e", "escape", "forceescape", "string", "title", "truncate", "urlencode", "wordcount")
 FILTERS: Mapping[str, Callable[..., Any]] = {
     **{name: _checked(name) for name in _TEXT_FILTERS},
+    **{name: _sorting(name) for name in ("groupby", "max", "min", "sort", "unique")},
     "batch": _batch,
     "center": _center,
     "format": _format,
@@ -440,7 +472,7 @@ def _statements(body: list[nodes.Node], *, collected: bool) -> list[nodes.Node]:
     stretch = 0
     for node in body:
         weight = _weight(node)
-        if stretch and stretch + weight > _MAX_STRETCH:
+        if stretch and stretch + weight > _STRETCH:
             out.append(_payment(stretch, node.lineno))
             stretch = 0
         stretch += weight

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from modelyard.config.load import EMBEDDED_DEFAULTS, EMBEDDED_SOURCE
 from modelyard.config.problems import ConfigError
+from modelyard.config.secrets import config_secrets, public_settings
 from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
@@ -19,17 +20,16 @@ from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
 from modelyard.http.admin.context import ModelDetails, ReloadResult
 from modelyard.library.cache_dir import cache_dir
-from modelyard.router.settings import ModelSettings
 from modelyard.server.engine_factory import model_specs, override_schemas, with_overrides
 from modelyard.server.memory_estimate import available_memory, estimate_memory
 from modelyard.server.model_definition import ModelDefinition, define_model, trial_fault
+from modelyard.telemetry.masking import add_secrets
 from modelyard.telemetry.system import MachineMemory, read_memory
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.tokenizer_files import cached_tokenizers, store_tokenizer
 
 log = logging.getLogger(__name__)
 
-_SECRET = re.compile(r"(^|_)(key|token|secret|password|auth)($|_)", re.IGNORECASE)
 _FILES_ELSEWHERE = ("model_file_missing", "tokenizer_missing")  # faults of a model whose files only its worker has
 _IN_USE = ("loading", "ready", "draining")  # states in which a reload must not break a model
 # Sections that take effect at the start only.
@@ -165,6 +165,7 @@ class AdminService:
         self._pool.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
         self._gateway.router, self._gateway.models = router, models
         self._config = config
+        add_secrets(config_secrets(config, os.environ))
         self.fetch_tokenizers()
         return config_difference(before, config, tuple(str(problem) for problem in loaded.problems))
 
@@ -209,19 +210,3 @@ def config_difference(before: Config, after: Config, warnings: tuple[str, ...] =
         changed=tuple(name for name in new if name in old and new[name] != old[name]),
         warnings=(*restart, *warnings),
     )
-
-
-# --- settings without secrets -----------------------------------------------------------------------------------------
-
-
-def public_settings(settings: ModelSettings) -> dict[str, Any]:
-    """The model's settings as configured, without secrets: keys and environment values."""
-    written: dict[str, Any] = settings.model_dump(mode="json", exclude_unset=True)
-    return {name: _redacted(name, value) for name, value in (written | written.pop("options", {})).items()}
-
-
-def _redacted(name: str, value: Any) -> Any:
-    if name.endswith("_env") and isinstance(value, dict):
-        return dict.fromkeys(value, "***")
-    hidden = _SECRET.search(name) and not name.endswith("_env") and isinstance(value, str)
-    return "***" if hidden else value

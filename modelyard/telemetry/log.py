@@ -19,6 +19,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelyard.telemetry.cache_diagnostics import CacheReuse
+from modelyard.telemetry.masking import mask_secret_values, mask_secrets
 
 
 class LogSettings(BaseModel):
@@ -170,14 +171,14 @@ class JsonFormatter(logging.Formatter):
             "time": f"{_utc(second)}.{int((record.created - second) * 1000):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": mask_secrets(record.getMessage()),
         }
         if request_id := _request_id(record):
             line["request_id"] = request_id
         for name, value in _fields(record).items():
             line[name if name not in line else f"{name}_"] = value
         if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
+            line["error"] = mask_secrets(self.formatException(record.exc_info))
         try:
             return _encoder.encode(line).decode()
         except (UnicodeEncodeError, TypeError):  # a lone surrogate or a dict with unusual keys: keep the line
@@ -202,14 +203,20 @@ class TextFormatter(logging.Formatter):
         request_id = _request_id(record)
         prefix = f"[{request_id}] " if request_id else ""
         fields = "".join(f" {name}={_format_value(value)}" for name, value in _fields(record).items())
-        line = f"{clock} {record.levelname:<8}{prefix}{_escape(record.getMessage())}{fields}"
+        line = f"{clock} {record.levelname:<8}{prefix}{_escape(mask_secrets(record.getMessage()))}{fields}"
         if self._colour and (colour := _COLOURS.get(record.levelname)):
             line = f"{colour}{line}{_RESET}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return f"{line}\n{mask_secrets(self.formatException(record.exc_info))}" if record.exc_info else line
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    return getattr(record, "fields", None) or {}
+    """Secrets are masked, except in the line of every request, whose fields are this server's own."""
+    fields: dict[str, Any] = getattr(record, "fields", None) or {}
+    if not fields or record.funcName == "log_request":
+        return fields
+    texts = {name: str(value) for name, value in fields.items() if isinstance(value, BaseException | Path)}
+    masked: dict[str, Any] = mask_secret_values(fields | texts)
+    return masked
 
 
 def _request_id(record: logging.LogRecord) -> str:

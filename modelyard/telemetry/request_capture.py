@@ -7,7 +7,7 @@ Each captured request leaves four files with a common prefix:
     <time>-<trace>.3-model-output.txt        the model's raw output, before parsing
     <time>-<trace>.4-client-response.json    what the client received (`.sse` for a stream)
 
-Headers are never captured, so no API key is. One thread writes the files. When it falls behind, parts are dropped and
+Headers are never captured, and known secrets are masked. One thread writes the files. When it falls behind, parts are dropped and
 counted; requests are never delayed. Both kinds are bounded, and the oldest requests are removed first.
 """
 
@@ -26,6 +26,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from modelyard.telemetry.log import log_event
+from modelyard.telemetry.masking import mask_secret_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class DiskCaptureSink:
     def _run(self) -> None:
         while (part := self._queue.get()) is not None:
             try:
-                _append(self._folder / part.name, part.data)
+                _append(self._folder / part.name, mask_secret_bytes(part.data))
                 if part.last:
                     _prune(self._folder, self._max_requests, self._max_bytes)
             except OSError as error:
@@ -242,6 +243,7 @@ class MemoryCaptureSink:
         return MemoryCapture(self, trace) if self._enabled else None
 
     def find(self, trace: str) -> CapturedRequest | None:
+        """Secrets in it are masked where the admin API writes it."""
         return self._requests.get(trace)
 
     def add(self, trace: str, captured: CapturedRequest) -> None:

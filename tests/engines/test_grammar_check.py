@@ -43,7 +43,7 @@ def test_control_tokens_and_ids_of_a_real_vocabulary_are_no_obstacle() -> None:
 
 def test_a_slow_grammar_ends_its_child_and_the_next_grammar_gets_a_new_one() -> None:
     checker = GrammarChecker(wall_s=0.5)
-    with pytest.raises(TooExpensive, match="longer than 0.5 s"):
+    with pytest.raises(TooExpensive, match=r"longer than 0\.5 s"):
         checker.translate("json_schema", _SLOW)
     assert checker._child is None
     checker._wall_s = 60

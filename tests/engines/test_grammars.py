@@ -60,7 +60,7 @@ def test_a_grammar_that_takes_too_long_is_refused_once_and_for_all(grammars: Gra
     grammars._checker = GrammarChecker(wall_s=0.5)
     slow = Constraint("json_schema", '{"type": "integer", "multipleOf": 999983}')
     for _ in range(2):
-        with pytest.raises(InvalidRequest, match="it takes longer than 0.5 s; use a simpler one") as caught:
+        with pytest.raises(InvalidRequest, match=r"it takes longer than 0\.5 s; use a simpler one") as caught:
             grammars.matcher(slow)
         assert (caught.value.code, caught.value.param) == ("bad_grammar", "response_format")
     assert len(grammars._compiled) == 1

@@ -21,6 +21,7 @@ from modelyard.core.request import Caller
 from modelyard.http.admin import schemas
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import merge_requests
+from modelyard.telemetry.masking import mask_secret_values
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +238,12 @@ def _retrieve(command: asyncio.Future[None]) -> None:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return Response(_encode(value), status, media_type="application/json")
+
+
+def _encode(value: Any) -> bytes:
+    """Texts of engines and upstreams may quote secrets."""
+    return msgspec.json.encode(mask_secret_values(msgspec.to_builtins(value)))
 
 
 # --- the pool's changes as server-sent events ------------------------------------------------------------------------
@@ -246,7 +252,7 @@ PING = b": ping\n\n"
 
 
 def sse_event(name: str, value: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + _encode(value) + b"\n\n"
 
 
 async def pool_events(pool: Pool, first: Any, silence_s: float) -> AsyncIterator[bytes]:
