@@ -73,7 +73,13 @@ bench-engine: install ## compare the llama.cpp engine with llama-server (fetched
 bench-agents: install ## replay an agent's session against Modelyard and llama-server
 	$(BIN)/python bench/agents.py $(ARGS)
 
+fuzz: install ## fuzz every interface for five minutes; ARGS="--minutes 60 --seed 1 --only api"
+	$(BIN)/python -m tests.fuzz $(ARGS)
+
+soak: install ## an hour of moderate load, and what the server holds meanwhile; ARGS="--minutes 10 --svg soak.svg"
+	$(BIN)/python -m bench.soak $(ARGS)
+
 bench-reuse: install ## run real agents and count the tokens that are evaluated again
 	$(BIN)/python -m bench.reuse $(ARGS)
 
-.PHONY: help install rebuild-engine serve test check test-clients test-cluster vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse
+.PHONY: help install rebuild-engine serve test check test-clients test-cluster vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak

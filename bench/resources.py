@@ -44,7 +44,7 @@ def draw_series(title: str, unit: str, at: Sequence[float], series: Mapping[str,
     begin, end = at[0], max(at[-1], at[0] + 1e-9)
     for number, (name, values) in enumerate(series.items()):
         top = _TOP + (_PANEL + _GAP) * number
-        most = max(max(values), 1e-9) * 1.05
+        most = max(*values, 1e-9) * 1.05
         points = tuple(
             (_LEFT + _WIDTH * (t - begin) / (end - begin), top + _PANEL * (1 - value / most))
             for t, value in zip(at, values, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,16 @@ def config_secrets(config: Config, env: Mapping[str, str]) -> Iterator[str]:
     for variable in _VARIABLES:
         for value in (env.get(variable, ""), env.get(variable.lower(), "")):
             yield from url_secrets(value) if "://" in value else (value,)
+
+
+def config_paths(config: Config) -> Iterator[str]:
+    """The files and folders of the models, as they are configured and as they are found."""
+    for settings in config.models.values():
+        texts = (settings.path, settings.tokenizer_path, settings.chat_template, settings.python)
+        options = (value for value in settings.options.values() if isinstance(value, str))
+        for text in filter(None, (*texts, *options)):
+            if text.startswith(("/", "~")) and "\n" not in text:
+                yield from (text, os.path.expanduser(text))
 
 
 def _redacted(name: str, value: Any, found: list[str]) -> Any:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
 
 import psutil
+
+log = logging.getLogger("modelyard.engines")
 
 
 def logical() -> int:
@@ -22,3 +26,18 @@ def thread_counts() -> tuple[int, ...]:
     cores, most = physical(), logical()
     powers = {1 << n for n in range(most.bit_length()) if 1 << n <= most}
     return tuple(sorted(powers | {cores, max(1, cores - 1), most}))
+
+
+def bounded(threads: int, setting: str) -> int:
+    """No more threads than cores. Threads that wait for each other at every layer of a model hardly progress when they
+    also wait for a core: with hundreds a token takes minutes."""
+    most = logical()
+    if threads <= most:
+        return threads
+    _warn(setting, threads, most)
+    return most
+
+
+@cache  # every context of a model asks
+def _warn(setting: str, threads: int, most: int) -> None:
+    log.warning("%s = %d is more than this process may use: %d threads, one per core", setting, threads, most)

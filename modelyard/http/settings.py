@@ -51,7 +51,8 @@ class HttpSettings(BaseModel):
     stall_s: float = Field(
         default=120.0,
         gt=0,
-        description="A client that reads nothing for so many seconds is cancelled, so it holds no slot.",
+        description="A client that reads nothing of its reply for so many seconds is disconnected, so that it holds "
+        "no slot and no memory.",
     )
     workers: int = Field(default=1, ge=1, le=256, description="Gateway processes on the one port.")
     docs: bool = Field(default=True, description="Serve the interactive API documentation at /docs.")

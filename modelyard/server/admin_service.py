@@ -11,7 +11,7 @@ from typing import Any
 
 from modelyard.config.load import EMBEDDED_DEFAULTS, EMBEDDED_SOURCE
 from modelyard.config.problems import ConfigError
-from modelyard.config.secrets import config_secrets, public_settings
+from modelyard.config.secrets import config_paths, config_secrets, public_settings
 from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
@@ -23,7 +23,7 @@ from modelyard.library.cache_dir import cache_dir
 from modelyard.server.engine_factory import model_specs, override_schemas, with_overrides
 from modelyard.server.memory_estimate import available_memory, estimate_memory
 from modelyard.server.model_definition import ModelDefinition, define_model, trial_fault
-from modelyard.telemetry.masking import add_secrets
+from modelyard.telemetry.masking import add_paths, add_secrets
 from modelyard.telemetry.system import MachineMemory, read_memory
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.tokenizer_files import cached_tokenizers, store_tokenizer
@@ -166,6 +166,7 @@ class AdminService:
         self._gateway.router, self._gateway.models = router, models
         self._config = config
         add_secrets(config_secrets(config, os.environ))
+        add_paths(config_paths(config))
         self.fetch_tokenizers()
         return config_difference(before, config, tuple(str(problem) for problem in loaded.problems))
 

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 from starlette.types import ASGIApp
 
-from modelyard.config.secrets import config_secrets
+from modelyard.config.secrets import config_paths, config_secrets
 from modelyard.config.settings import Config
 from modelyard.core.engine import Node
 from modelyard.core.errors import Unavailable
@@ -36,7 +36,7 @@ from modelyard.server.engine_factory import model_specs
 from modelyard.server.memory_estimate import available_memory
 from modelyard.store import open_store
 from modelyard.telemetry.history import History
-from modelyard.telemetry.masking import add_secrets
+from modelyard.telemetry.masking import add_paths, add_secrets
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.metrics_hub import MetricsPeer
 from modelyard.telemetry.request_capture import CombinedCaptureSink, DiskCaptureSink, MemoryCaptureSink
@@ -76,6 +76,7 @@ def compose(
     """`pool` is a scheduler in another process; without it, this process has its own. `on_ready` is called when the
     server can be reached, before the first model is loaded."""
     add_secrets(config_secrets(config, env))
+    add_paths(config_paths(config))
     keys = read_keys(config.keys, env)
     check_bind(config.http, keys)
     metrics, router = Metrics(), config.router()

@@ -11,7 +11,6 @@ import base64
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -110,18 +109,35 @@ def without_credentials(url: str) -> str:
 # --- server paths -----------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def _paths() -> re.Pattern[str]:
-    """Absolute paths, by the folders that this machine has: `/v1/models/x` is none."""
-    folders = sorted({name for name in os.listdir(os.path.abspath(os.sep))} - _BESIDE_FOLDERS)
-    names = "|".join(map(re.escape, folders))
-    return re.compile(rf"(?:file://|(?<![\w.~/-]))/(?:{names})/{_PATH_END}|\b[A-Za-z]:\\{_PATH_END}")
+class PathMask:
+    """Absolute paths: those that were added, and all others by the folders that this machine has (`/v1/models/x` is
+    none)."""
 
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._pattern: re.Pattern[str] | None = None
 
-def hide_folders(text: str) -> str:
-    """The text with the file name only, in place of every path on this machine."""
-    return _paths().sub(_file_name, text)
+    def add(self, paths: Iterable[str]) -> None:
+        self._known |= {path.rstrip("/") for path in paths if os.path.isabs(path)}
+        self._pattern = None
+
+    def hide_folders(self, text: str) -> str:
+        """The text with the file name only, in place of every path."""
+        if self._pattern is None:
+            self._pattern = self._compile()
+        return self._pattern.sub(_file_name, text)
+
+    def _compile(self) -> re.Pattern[str]:
+        folders = set(os.listdir(os.path.abspath(os.sep))) - _BESIDE_FOLDERS
+        known = [re.escape(path) for path in sorted(self._known, key=len, reverse=True)]
+        roots = "|".join([*known, *(rf"/{re.escape(name)}(?=/)" for name in sorted(folders))])
+        return re.compile(rf"(?:file://|(?<![\w.~/-]))(?:{roots}){_PATH_END}|\b[A-Za-z]:\\{_PATH_END}")
 
 
 def _file_name(found: re.Match[str]) -> str:
     return re.split(r"[/\\]", found[0].rstrip("/\\"))[-1]
+
+
+_server_paths = PathMask()
+add_paths = _server_paths.add
+hide_folders = _server_paths.hide_folders

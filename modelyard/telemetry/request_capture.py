@@ -7,8 +7,8 @@ Each captured request leaves four files with a common prefix:
     <time>-<trace>.3-model-output.txt        the model's raw output, before parsing
     <time>-<trace>.4-client-response.json    what the client received (`.sse` for a stream)
 
-Headers are never captured, and known secrets are masked. One thread writes the files. When it falls behind, parts are dropped and
-counted; requests are never delayed. Both kinds are bounded, and the oldest requests are removed first.
+Headers are never captured, and known secrets are masked. One thread writes the files. When it falls behind, parts are
+dropped and counted; requests are never delayed. Both kinds are bounded, and the oldest requests are removed first.
 """
 
 from __future__ import annotations

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Detokenizer
+from modelyard.tokenizer import slices
 from modelyard.tokenizer.detokenize import TableDetokenizer, TokenTable
 from modelyard.tokenizer.shield import well_formed
 
@@ -57,6 +59,12 @@ class GgufTokenizer:
         model, self._model = getattr(self, "_model", None), None
         if model:
             self._lib.llama_model_free(model)
+
+    @cached_property
+    def spans_words(self) -> bool:
+        """See `slices.py`."""
+        texts = (self._lib.llama_vocab_get_text(self._vocab, id) for id in range(self.size))
+        return slices.spans_words(text.decode("utf-8", "replace") for text in texts)
 
     @property
     def template(self) -> str | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Detokenizer
-from modelyard.tokenizer import detokenize
+from modelyard.tokenizer import detokenize, slices
 from modelyard.tokenizer.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
 from modelyard.tokenizer.shield import TokenSpellings, spelling_pattern, well_formed
 from modelyard.tokenizer.tokenizer_files import SpecialTokens, read_special_tokens, read_text, tokenizer_file
@@ -221,6 +222,12 @@ class HuggingFaceTokenizer:
                 code="tokenizer_broken",
             ) from error
         return cls(tokenizer, file, special)
+
+    @cached_property
+    def spans_words(self) -> bool:
+        """See `slices.py`."""
+        added = any(token.lstrip or token.rstrip or token.single_word for token in self._added.values())
+        return added or slices.spans_words(self._tokenizer.get_vocab())
 
     @property
     def template(self) -> str | None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from threading import Lock
 from typing import Protocol, runtime_checkable
 
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.tokenizer.shield import SENTINEL, spelling_pattern
+from modelyard.tokenizer.slices import MAX_SLICE, OnProgress, can_slice, estimate, slices
 from modelyard.tokenizer.word_cache import WordCache
 
 _TOKEN_BYTES = 40  # a reference and an int
@@ -78,7 +80,10 @@ class TokenCache:
         self._cache = TwoGenerationCache(limit_bytes)
         self._last: tuple[str, list[str]] = ("", [""])
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, on_progress: OnProgress | None = None) -> list[int]:
+        """`on_progress` is called after each step of a long text, and stops the work by raising."""
+        if on_progress is not None:
+            return self._encode_long(text, on_progress)
         parts = self._split(text)
         ids = list(self._encode_stretch("", parts[0])) if parts[0] else []
         young, cut_ids = self._cache.young, self.cuts
@@ -87,6 +92,40 @@ class TokenCache:
             if stretch:
                 ids += young.get(stretch) or self._encode_stretch(cut, stretch)
         return ids
+
+    def _encode_long(self, text: str, on_progress: OnProgress) -> list[int]:
+        parts, ids, chars, cut = self._split(text), list[int](), 0, ""
+        for at, part in enumerate(parts):
+            if at % 2:
+                cut = part
+                ids.append(self.cuts[cut])
+            elif part:
+                self._encode_long_stretch(cut, part, ids, chars, on_progress)
+            chars += len(part)
+            on_progress(len(ids), chars)
+        return ids
+
+    def _encode_long_stretch(self, cut: str, stretch: str, ids: list[int], chars: int, on_progress: OnProgress) -> None:
+        key = stretch if cut else _FIRST + stretch
+        if len(stretch) <= MAX_SLICE or key in self._cache:
+            ids += self._encode_stretch(cut, stretch)
+            return
+        if SENTINEL in stretch or not self._can_slice:
+            estimate(stretch, self._tokenizer.encode, on_progress, len(ids), chars)
+            ids += self._encode_stretch(cut, stretch)
+            return
+        start = len(ids)
+        for piece in slices(stretch):
+            if len(piece) > 2 * MAX_SLICE:
+                estimate(piece, self._tokenizer.encode, on_progress, len(ids), chars)
+            ids += self._tokenize(cut, piece)
+            chars += len(piece)
+            on_progress(len(ids), chars)
+        self._cache.put(key, ids[start:])
+
+    @cached_property
+    def _can_slice(self) -> bool:
+        return can_slice(self._tokenizer)
 
     def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Cache the tokens that the model generated after a prompt.

@@ -308,10 +308,12 @@ class CountChatTokens(ToWorker, frozen=True, tag="count"):
 
 
 class DropClient(ToWorker, frozen=True, tag="forget"):
-    """The client of this name is gone: end its requests, then reply."""
+    """The client of this name is gone: end its requests, then reply. `unless_connected`: if it is connected here, reply
+    with Conflict instead."""
 
     request_id: int
     name: str
+    unless_connected: bool = False
 
 
 class FetchTokenizer(ToWorker, frozen=True, tag="study"):

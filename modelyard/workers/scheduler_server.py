@@ -1,15 +1,16 @@
 """The scheduler's server: gateways request leases, send admin commands and share a store; workers register themselves.
 
 It forwards to the scheduler and decides nothing itself. A gateway is identified by its name: one that reconnects
-keeps the leases of its running requests. When a gateway is gone, its leases are released as soon as the workers have
-ended its requests.
+keeps the leases of its running requests. A broken connection is not yet the end of a gateway: it may be about to
+reconnect, and talks to its workers meanwhile. When they have lost it too, or it does not come back in time, its leases
+are released as soon as the workers have ended its requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Literal, Protocol, cast
 
 import msgspec
@@ -27,6 +28,7 @@ from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerEngine, WorkerPool
 log = logging.getLogger(__name__)
 
 _PUBLISH_DELAY_S = 0.02  # changes within it are published together
+_REJOIN_S = 5.0  # for a gateway that its workers still know to reconnect; it tries every 1.6 s
 
 
 class SchedulerBackend(LeaseProvider, Pool, Protocol):
@@ -165,17 +167,28 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         if peer.role == "worker":
             self._workers.unregister(peer.name)
             return
-        leases = self._leases.pop(peer.name, {})
-        self._inherited = {key: request for key, request in self._inherited.items() if key[0] != peer.name}
-        self._spawn(self._release_all(peer.name, list(leases.values())))
+        self._spawn(self._release_unless_rejoined(peer.name))
 
-    async def _release_all(self, gateway: str, leases: list[GatewayLease]) -> None:
-        """A slot is free when nothing runs in it: the workers must end the gateway's requests first."""
-        engines: set[Any] = {held.lease.engine for held in leases if held.ticket.granted}
-        drops = (engine.drop_client(gateway) for engine in engines if isinstance(engine, WorkerEngine))
+    async def _release_unless_rejoined(self, gateway: str) -> None:
+        deadline = self._loop.time() + _REJOIN_S
+        while not self._has_joined(gateway) and await self._is_at_workers(gateway) and self._loop.time() < deadline:
+            await asyncio.sleep(self._heartbeat.interval_s)
+        if self._has_joined(gateway):
+            return
+        leases = list(self._leases.pop(gateway, {}).values())
+        self._inherited = {key: request for key, request in self._inherited.items() if key[0] != gateway}
+        # A slot is free when nothing runs in it: the workers must end the gateway's requests first.
+        drops = (engine.drop_client(gateway) for engine in _engines_of(leases))
         await asyncio.gather(*drops, return_exceptions=True)
         for held in leases:
             held.ticket.cancel()
+
+    def _has_joined(self, gateway: str) -> bool:
+        return any(peer.name == gateway for peer in self._gateways())
+
+    async def _is_at_workers(self, gateway: str) -> bool:
+        engines = _engines_of(self._leases.get(gateway, {}).values())
+        return any(await asyncio.gather(*(engine.has_client(gateway) for engine in engines)))
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
@@ -326,6 +339,11 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         self._send_all(self._gateways(), msg.Goodbye("the scheduler is shutting down"))
         await self._socket.close()  # first: a message would start new work
         await self._cancel_tasks()
+
+
+def _engines_of(leases: Iterable[GatewayLease]) -> set[WorkerEngine]:
+    engines: set[Any] = {held.lease.engine for held in leases if held.ticket.granted}
+    return {engine for engine in engines if isinstance(engine, WorkerEngine)}
 
 
 async def run_store_operation(store: Store, operation: msg.StoreOperation) -> bytes | None:

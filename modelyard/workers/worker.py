@@ -439,6 +439,8 @@ class Worker(PeerServer[WorkerClient]):
     def _on_drop_client(self, client: WorkerClient, message: msg.DropClient) -> None:
         async def work() -> msg.WorkerReply:
             dropped = [other for other in self._peers.values() if other.name == message.name]
+            if dropped and message.unless_connected:
+                raise Conflict(f"{message.name} is connected to this worker", code="client_connected")
             ends = [request.ended for other in dropped for request in other.requests.values()]
             for other in dropped:
                 self._drop(other)

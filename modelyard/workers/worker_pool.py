@@ -147,6 +147,7 @@ class WorkerPool:
         self.name = f"scheduler-{uuid4().hex[:12]}"
         self._registered: dict[str, RegisteredWorker] = {}
         self._registration = asyncio.Event()
+        self._files: dict[str, Path] = {}  # endpoint of a started worker → its address file
         self._found: dict[str, list[str]] = {}  # engine identity → endpoints of running workers that have it open
 
     async def find_running(self) -> int:
@@ -166,9 +167,16 @@ class WorkerPool:
             self._remove_files(file)
             return endpoint, []
         engines = [] if worker.session.welcome is None else worker.session.welcome.engines
+        self._files[endpoint] = file
         worker.is_owned = not engines  # it was still loading, or has lost its engine: shut it down
         await worker.close()
         return endpoint, engines
+
+    def forget(self, endpoint: str) -> None:
+        """A worker that this pool or a previous one has started is gone: the next scheduler must not wait for it."""
+        if (file := self._files.pop(endpoint, None)) is not None:
+            for path in (file, file.with_suffix(".sock"), file.with_suffix(".engine")):  # its log may be of interest
+                path.unlink(missing_ok=True)
 
     @staticmethod
     def _remove_files(file: Path) -> None:
@@ -304,6 +312,7 @@ class WorkerPool:
             with reserve_port(self._host, 0) as held:
                 endpoint = f"tcp://{self._host}:{held.getsockname()[1]}"
         file.write_text(endpoint, "utf-8")
+        self._files[endpoint] = file
         write_definition(file.with_suffix(".engine"), definition)
         argv = [*worker_command(endpoint, file.with_suffix(".engine"), python), "--exit-when-orphaned"]
         env = worker_environment(python, self._folder, os.environ)
@@ -405,6 +414,16 @@ class WorkerEngine:
         if self._worker is not None and not self._worker.session.is_lost:
             await self._worker.session.call(lambda id: DropClient(id, gateway))
 
+    async def has_client(self, gateway: str) -> bool:
+        """Whether a gateway is connected to the worker. If not, its requests have ended there."""
+        if self._worker is None or self._worker.session.is_lost:
+            return False
+        try:
+            await self._worker.session.call(lambda id: DropClient(id, gateway, unless_connected=True))
+        except ModelyardError as error:
+            return error.code == "client_connected"
+        return False
+
     def stats(self) -> EngineStats:
         return EngineStats() if self._engine is None else self._engine.stats()
 
@@ -429,6 +448,8 @@ class WorkerEngine:
         if worker.registered is not None:
             worker.registered.used -= 1
         await worker.close(kill=is_dead and not session.is_draining)
+        if worker.is_owned:
+            self._workers.forget(session.endpoint)
 
 
 def create_worker_engine(

@@ -243,6 +243,84 @@ VALID_BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_SAMPLING: dict[str, Any] = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "logit_bias": {"5": 1.5}, "stream": False,
+    "chat_template_kwargs": {"enable_thinking": True}, "documents": [{"title": "t", "text": "x"}], "priority": "main",
+    "dry_sequence_breakers": ["\n"], "lora_adapter": None, "user": "ann", "metadata": {"user_id": "u"},
+}  # fmt: skip
+_TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+
+# Bodies with as many fields as a client can send at once.
+FULL_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/messages": VALID_BODIES["/v1/messages"] | _SAMPLING | {
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+                {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "d"}, "title": "t"},
+            ]},
+            {"role": "system", "content": "Remember."},
+        ],
+        "tools": [{"name": "weather", "description": "d", "input_schema": _SCHEMA, "strict": True}],
+        "tool_choice": {"type": "tool", "name": "weather"},
+        "thinking": {"type": "enabled", "budget_tokens": 100},
+        "stop_sequences": ["STOP"],
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}},
+    },
+    "/v1/chat/completions": VALID_BODIES["/v1/chat/completions"] | _SAMPLING | {
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}], "name": "ann"},
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [_TOOL_CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": _SCHEMA, "strict": True}}],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA, "strict": True}},
+        "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["STOP"], "max_completion_tokens": 9,
+        "stream_options": {"include_usage": True}, "parallel_tool_calls": False, "reasoning_effort": "low",
+    },
+    "/v1/responses": VALID_BODIES["/v1/responses"] | _SAMPLING | {
+        "instructions": "Be brief.",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "x"},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "sh", "input": "ls"},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "a"}]},
+        ],
+        "tools": [
+            {"type": "function", "name": "weather", "parameters": _SCHEMA, "strict": True},
+            {"type": "custom", "name": "sh", "format": {"type": "grammar", "syntax": "lark", "definition": "s: /x/"}},
+            {"type": "namespace", "name": "ns", "tools": [{"type": "function", "name": "inner"}]},
+            {"type": "web_search"},
+        ],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": _SCHEMA}},
+        "reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"],
+        "max_output_tokens": 9, "store": True, "parallel_tool_calls": True, "previous_response_id": None,
+    },
+    "/v1/completions": VALID_BODIES["/v1/completions"] | _SAMPLING | {
+        "prompt": ["one", "two"], "suffix": "x", "echo": True, "n": 1, "best_of": 1, "logprobs": 2, "max_tokens": 9,
+        "stop": ["STOP"], "stream_options": {"include_usage": True},
+    },
+    "/v1/embeddings": {"model": "demo", "input": ["one", "two"], "encoding_format": "base64", "dimensions": 8},
+    "/tokenize": {"model": "demo", "content": "one", "with_pieces": True, "add_special": True},
+    "/detokenize": {"model": "demo", "tokens": [1, 2, 3]},
+}  # fmt: skip
+FULL_BODIES["/v1/messages/count_tokens"] = FULL_BODIES["/v1/messages"]
+FULL_BODIES["/v1/responses/input_tokens"] = FULL_BODIES["/v1/responses"]
+FULL_BODIES["/apply-template"] = FULL_BODIES["/v1/chat/completions"]
+
+
 def check_error(reply: httpx.Response, path: str, status: int) -> dict[str, Any]:
     """The error object of a reply, after checks of its form; it has `code` and `param` in every protocol."""
     assert reply.status_code == status, reply.text[:500]

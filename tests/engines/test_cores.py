@@ -28,3 +28,14 @@ def test_thread_counts_are_powers_of_two_and_the_numbers_of_cores(logical, physi
 
 def test_process_has_at_least_one_core_and_no_more_than_it_may_use():
     assert 1 <= cores.physical() <= cores.logical()
+
+
+def test_more_threads_than_cores_are_reduced_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cores, "logical", lambda: 8)
+    assert [cores.bounded(threads, "n_threads") for threads in (1, 8, 9, 512, 512)] == [1, 8, 8, 8, 8]
+    assert [record.message for record in caplog.records] == [
+        "n_threads = 9 is more than this process may use: 8 threads, one per core",
+        "n_threads = 512 is more than this process may use: 8 threads, one per core",
+    ]

@@ -25,7 +25,7 @@ from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
 from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
 from tests import strategies
-from tests.e2e.protocols import DONE, VALID_BODIES, ServerSentEvent, check_error, parse_events
+from tests.e2e.protocols import DONE, FULL_BODIES, VALID_BODIES, ServerSentEvent, check_error, parse_events
 from tests.fuzz.explore import DEADLINE_S, Finding, Target
 from tests.fuzz.values import Json, Values, code_words, damaged, shrunk
 
@@ -89,7 +89,9 @@ class HttpTargets:
         self._admin_values = Values(admin, components)
         names = {word for word in code_words(*_EDGE) if word.startswith(("x-", "anthropic-")) or word == "session_id"}
         self._header_names = sorted(names - set(_OMITTED))
-        self._accepted: dict[str, list[Json]] = {path: [body] for path, body in (VALID_BODIES | _ADMIN_BODIES).items()}
+        self._accepted: dict[str, list[Json]] = {path: [body] for path, body in _ADMIN_BODIES.items()}
+        self._has_valid: set[str] = set()
+        self._accepted |= {path: [body, FULL_BODIES[path]] for path, body in VALID_BODIES.items()}
 
     def targets(self, *, admin: bool) -> list[Target[HttpCall]]:
         """The endpoints of the admin API, which change the server, or all others."""
@@ -131,7 +133,8 @@ class HttpTargets:
     def _body(self, path: str, schema: Mapping[str, Any], values: Values, rng: Random) -> bytes:
         """Bodies that were accepted before with a few changes, bodies by the schema, and broken ones."""
         accepted = self._accepted.get(path) or self._accepted.setdefault(path, [])
-        if path in _WRITERS and len(accepted) < 2:
+        if path in _WRITERS and path not in self._has_valid:
+            self._has_valid.add(path)
             accepted += valid_bodies(_WRITERS[path])
         if accepted and rng.random() < 0.6:
             body = values.mutated(rng.choice(accepted), rng, rng.randrange(4))

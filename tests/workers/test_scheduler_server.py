@@ -347,6 +347,25 @@ async def test_a_refused_gateway_joins_again_and_keeps_the_leases_of_its_running
         await until(lambda: deployment.scheduler.status()["demo"].running == 0)
 
 
+async def test_running_requests_survive_a_broken_connection_to_the_scheduler(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        lease = await lease_from(pool)
+        job = lease.engine.generate(prompt("Go on."))
+        await read_until(job, Tokens)
+        (peer,) = deployment.server._gateways()
+        deployment.server._drop(peer)  # its connection has broken, and it has not connected again yet
+        (releasing,) = (each for each in deployment.server._tasks if "rejoined" in repr(each.get_coro()))
+        pool._reconnect()
+        (await lease_from(pool)).release()
+        await asyncio.wait_for(releasing, DEADLINE_S)
+        assert sum(hosted.running for hosted in deployment.workers[0].engines) == 1
+        assert deployment.scheduler.status()["demo"].running >= 1
+        job.cancel()
+        assert end(await read(job)).reason == "cancelled"
+        lease.release()
+        await until(lambda: deployment.scheduler.status()["demo"].running == 0)
+
+
 async def test_a_worker_outlives_a_long_silence_of_its_scheduler(tmp_path: Path) -> None:
     """The scheduler is paused for much longer than a client may be silent."""
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:

@@ -56,7 +56,10 @@ class Ct2Options(BaseModel):
         "waits for the end of another answer. Fewer give each stream more cores.",
     )
     intra_threads: int | None = Field(
-        default=None, gt=0, description="CPU threads per batch; unset shares the physical cores between the batches."
+        default=None,
+        gt=0,
+        description="CPU threads per batch, at most one per logical core; unset shares the physical cores between the "
+        "batches.",
     )
     batch_window: float = Field(
         default=0.005, ge=0, le=1, description="Seconds that a request waits for others to share its batch."
@@ -79,7 +82,9 @@ class Ct2Options(BaseModel):
         return self.inter_threads or max(1, capacity)
 
     def threads_per_batch(self, capacity: int) -> int:
-        return self.intra_threads or max(1, cores.physical() // self.batch_workers(capacity))
+        if self.intra_threads is not None:
+            return cores.bounded(self.intra_threads, "intra_threads")
+        return max(1, cores.physical() // self.batch_workers(capacity))
 
 
 def is_beam_search(sampling: Sampling) -> bool:

@@ -163,8 +163,8 @@ def _kv_type(name: str) -> int:
 def thread_counts(info: CacheInfo, options: Options) -> tuple[int, int]:
     """For single tokens and for batches. The default is the number of physical cores: llama.cpp's threads spin while
     they wait for each other, so one too many costs more than it brings."""
-    single = options.for_cache(info).n_threads or cores.physical()
-    return single, options.n_threads_batch or single
+    single = cores.bounded(options.for_cache(info).n_threads or cores.physical(), "n_threads")
+    return single, cores.bounded(options.n_threads_batch or single, "n_threads_batch")
 
 
 def max_threads(spec: EngineSpec) -> int:

@@ -66,7 +66,9 @@ class Options(BaseModel):
         validation_alias=AliasChoices("n_gpu_layers", "gguf_n_gpu_layers"),
         description="Layers on the GPU; -1 means all that a GPU build can take.",
     )
-    n_threads: int | None = Field(default=None, gt=0, description="CPU threads; unset means the physical cores.")
+    n_threads: int | None = Field(
+        default=None, gt=0, description="CPU threads, at most one per logical core; unset means the physical cores."
+    )
     n_threads_batch: int | None = Field(
         default=None,
         gt=0,

@@ -77,7 +77,7 @@ class LlamaServerOptions(BaseModel):
         description="Layers on the GPU: a number, -1 or all, or auto; unset: llama-server's default.",
     )
     llama_server_n_threads: int | None = Field(
-        default=None, gt=0, description="CPU threads; unset: llama-server's default."
+        default=None, gt=0, description="CPU threads, at most one per logical core; unset: llama-server's default."
     )
     llama_server_n_threads_batch: int | None = Field(
         default=None, gt=0, description="CPU threads during prefill; unset: the same as for decoding."

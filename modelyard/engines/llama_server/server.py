@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.engines import cores
 from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.engines.managed import ListenAddress, ServerCommand, child_environment, find_program
 from modelyard.library import llama_server as downloads
@@ -93,8 +94,11 @@ def command_line(
 
 def _optional_flags(options: LlamaServerOptions, cache: CacheInfo) -> Iterator[tuple[str, object]]:
     yield "--n-gpu-layers", options.llama_server_n_gpu_layers
-    yield "--threads", cache.n_threads or options.llama_server_n_threads
-    yield "--threads-batch", options.llama_server_n_threads_batch
+    for flag, setting, threads in (
+        ("--threads", "llama_server_n_threads", cache.n_threads or options.llama_server_n_threads),
+        ("--threads-batch", "llama_server_n_threads_batch", options.llama_server_n_threads_batch),
+    ):
+        yield flag, None if threads is None else cores.bounded(threads, setting)
     yield "--batch-size", cache.n_batch
     yield "--ubatch-size", cache.n_ubatch
     yield "--flash-attn", flash_attention(options, cache)

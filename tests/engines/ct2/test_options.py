@@ -28,6 +28,7 @@ def test_compute_type_is_int8_by_default() -> None:
         (2, 4, {}, (4, 1)),
         (8, 4, {"inter_threads": 1}, (1, 8)),
         (8, 4, {"intra_threads": 8}, (4, 8)),
+        (8, 4, {"intra_threads": 512}, (4, 16)),
         (8, 0, {}, (1, 8)),
     ],
 )
@@ -35,6 +36,7 @@ def test_physical_cores_are_shared_between_the_batches(
     physical: int, capacity: int, options: dict[str, int], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cores, "physical", lambda: physical)
+    monkeypatch.setattr(cores, "logical", lambda: 2 * physical)
     parsed = Ct2Options(path="x", **options)
     assert (parsed.batch_workers(capacity), parsed.threads_per_batch(capacity)) == expected
 

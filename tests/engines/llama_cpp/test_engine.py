@@ -273,6 +273,12 @@ def test_the_default_thread_count_is_that_of_the_usable_physical_cores(monkeypat
     assert loading.thread_counts(CacheInfo(64), llama_cpp.Options(path="x")) == (16, 16)
 
 
+def test_no_context_has_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    assert loading.thread_counts(CacheInfo(64), llama_cpp.Options(path="x", n_threads=512)) == (4, 4)
+    assert loading.thread_counts(CacheInfo(64, n_threads=512), llama_cpp.Options(path="x", n_threads_batch=3)) == (4, 3)
+
+
 def test_the_tokenizer_is_read_from_the_model_file() -> None:
     assert llama_cpp.tokenizer_path(llama_cpp.Options(path=str(model_file()))) == model_file()
     assert vocabulary().size == 49152

@@ -11,6 +11,7 @@ import pytest
 from modelyard.config.load import load_config
 from modelyard.config.settings import engine_options, engine_spec
 from modelyard.core.engine import CacheInfo
+from modelyard.engines import cores
 from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.server import combined_cache, command_line, environment, failure_reason
 from modelyard.engines.managed import ListenAddress
@@ -103,6 +104,7 @@ def test_port_is_passed_with_its_host_and_the_key_is_not() -> None:
         ({"llama_server_n_gpu_layers": 20}, ["--n-gpu-layers", "20"]),
         ({"llama_server_n_gpu_layers": "all"}, ["--n-gpu-layers", "all"]),
         ({"llama_server_n_threads": 3}, ["--threads", "3"]),
+        ({"llama_server_n_threads": 512}, ["--threads", "16"]),
         ({"llama_server_n_threads_batch": 2}, ["--threads-batch", "2"]),
         ({"llama_server_flash_attn": False}, ["--flash-attn", "off"]),
         ({"llama_server_reasoning": "auto"}, ["--reasoning", "auto"]),
@@ -114,11 +116,13 @@ def test_port_is_passed_with_its_host_and_the_key_is_not() -> None:
         ({"chat_template": "/my/template.jinja"}, ["--chat-template-file", "/my/template.jinja"]),
     ],
 )
-def test_each_field_has_its_flag(fields: dict[str, Any], flags: list[str]) -> None:
+def test_each_field_has_its_flag(fields: dict[str, Any], flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "logical", lambda: 16)
     assert line(**fields)[len(line()) :] == flags
 
 
-def test_fields_of_the_cache_override_those_of_the_model() -> None:
+def test_fields_of_the_cache_override_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "logical", lambda: 16)
     cache = CacheInfo(64, type_k="q8_0", type_v="q4_0", n_batch=32, n_ubatch=16, n_threads=2, flash_attn=True)
     argv = line({"m": cache}, llama_server_n_threads=5, llama_server_flash_attn="off")
     assert argv[len(line()) :] == [

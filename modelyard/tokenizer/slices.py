@@ -1,0 +1,55 @@
+"""Long texts in slices, so that tokenizing them can be stopped: the client has left, or the prompt is too long already.
+
+A slice ends between a letter and the white space before the next word. That is exact, the slices tokenize as the whole
+does, if no token of the vocabulary spans a letter and the white space behind it, and if the tokenizer treats the start
+of a text like its inside. `can_slice` finds out, once and only for the first long text. A text without such places is
+one slice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from modelyard.core.tokenizer import Tokenizer
+
+OnProgress = Callable[[int, int], None]  # called with the tokens and the characters so far; it raises to stop
+
+MAX_SLICE = 32_000  # characters: 1 to 100 ms
+_MIN_SLICE = 24_000
+_PLACE = re.compile(r"(?<=[A-Za-z])(?=[ \n][A-Za-z])")
+# White space as vocabularies spell it: byte level ("Ġ", "Ċ"), sentencepiece ("▁") and plainly.
+_SPANNING = re.compile(r"[A-Za-z][Ġ▁Ċ \n]")
+_CUT_TOKENS = 16  # more than a cut at any place adds
+_PROBE = "The quick fox jumps\nover it And then\nagain ABC def"
+
+
+def slices(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > MAX_SLICE:
+        found = _PLACE.search(text, start + _MIN_SLICE)
+        end = found.start() if found else len(text)
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def spans_words(spellings: Iterable[str]) -> bool:
+    """Whether a token of this vocabulary spans a letter and the white space behind it."""
+    return _SPANNING.search("\0".join(spellings)) is not None
+
+
+def can_slice(tokenizer: Tokenizer) -> bool:
+    if getattr(tokenizer, "spans_words", True):
+        return False
+    parts = _PLACE.split(_PROBE)
+    return len(parts) > 1 and sum(map(tokenizer.encode, parts), []) == tokenizer.encode(_PROBE)
+
+
+def estimate(text: str, encode: Callable[[str], list[int]], on_progress: OnProgress, tokens: int, chars: int) -> None:
+    """Report the progress through a text that cannot be sliced exactly. Cutting anywhere adds a few tokens at most."""
+    for at in range(0, len(text), MAX_SLICE):
+        tokens += max(0, len(encode(text[at : at + MAX_SLICE])) - _CUT_TOKENS)
+        on_progress(tokens, chars + min(len(text), at + MAX_SLICE))
+
