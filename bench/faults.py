@@ -270,10 +270,11 @@ async def request(http: httpx.AsyncClient, port: int, dialogue: Dialogue) -> tup
 
 
 class SplitServer:
-    """`config` is its configuration; `replace_node` makes up for a lost node of the cluster."""
+    """`config` is its configuration; sockets and files of the workers are on the small disk. `replace_node` makes up
+    for a lost node of the cluster."""
 
-    def __init__(self, folder: Path, config: str, replace_node: Callable[[], None] = lambda: None) -> None:
-        self.folder, self.endpoint, self._replace_node = folder, f"ipc://{folder / 'scheduler'}", replace_node
+    def __init__(self, folder: Path, disk: Path, config: str, replace_node: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.endpoint, self._replace_node = folder, f"ipc://{disk / 'scheduler'}", replace_node
         (folder / "c.toml").write_text(config)
         self.parts: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -523,10 +524,10 @@ def main() -> int:
     chosen = options.only or [name for name, fault in FAULTS.items() if options.engine in fault.engines]
     with tempfile.TemporaryDirectory(prefix="my-faults-") as name, contextlib.ExitStack() as stack:
         if "ray-node" in chosen:
-            server = SplitServer(Path(name), config + RAY, stack.enter_context(ray_nodes()).add)
+            server = SplitServer(Path(name), disk, config + RAY, stack.enter_context(ray_nodes()).add)
             faults = {"ray-node": RAY_NODE}
         else:
-            server = SplitServer(Path(name), config)
+            server = SplitServer(Path(name), disk, config)
             faults = {each: FAULTS[each] for each in chosen}
         run = FaultRun(server, engine, disk, options.streams, random.Random(1))
         return 0 if run_faults(run, faults, options.rounds) else 1

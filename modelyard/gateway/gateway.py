@@ -19,6 +19,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -57,6 +58,7 @@ from modelyard.core.events import (
     StopReason,
     Usage,
 )
+from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, EmbeddingRequest, Request
@@ -75,6 +77,7 @@ from modelyard.gateway.model import Model
 from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, output_budget
 from modelyard.gateway.priority import priority
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
+from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.request_record import gateway_timings, request_record
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.prompt.images import Images
@@ -86,6 +89,7 @@ from modelyard.telemetry.history import History
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.request_capture import RequestCapture
 from modelyard.tokenizer.shield import unshield
+from modelyard.tokenizer.slices import OnProgress, encode_long
 
 log = logging.getLogger("modelyard.gateway")
 
@@ -93,6 +97,9 @@ _HISTORY_REQUESTS = 1000
 # Larger inputs are handled in a thread, so that they do not block every stream. Each limit is 1 to 5 ms of work.
 _INLINE_CHARS = 20_000  # of uncached text to tokenize
 _INLINE_MESSAGES = 300  # messages and tools to render
+_WARNING_CHARS = 500  # of a warning in the log
+
+Watch = Callable[[int], OnProgress]  # for a text of so many characters
 
 
 class Gateway:
@@ -120,31 +127,39 @@ class Gateway:
 
     # --- read, prepare, start -------------------------------------------------------------------------------------
 
-    async def read(self, protocol: WireProtocol, body: bytes, headers: Mapping[str, str], key: str) -> Request:
+    async def read(
+        self,
+        protocol: WireProtocol,
+        body: bytes,
+        headers: Mapping[str, str],
+        key: str,
+        work: RequestWork | None = None,
+    ) -> Request:
+        """`work` can be cancelled, here and in the next steps, if the request is large."""
         if len(body) > INLINE_BYTES:
-            request = await asyncio.to_thread(protocol.read_request, body, headers)
+            request = await (work or RequestWork()).run(protocol.read_request, body, headers)
         else:
             request = protocol.read_request(body, headers)
         if request.previous is not None and self.stored is not None:
             request = await self.stored.resume(request, key)
         return request
 
-    async def prepare(self, request: Request, caller: Caller) -> PreparedRequest:
+    async def prepare(self, request: Request, caller: Caller, work: RequestWork | None = None) -> PreparedRequest:
         began, urgency = time.perf_counter(), priority(request)
         target, model, engine = self._resolve(request.model, caller, request.allow_remote)
         request, capabilities = await self._adapt(request, caller, model, engine)
         requested = request.max_tokens if request.max_tokens is not None else model.max_tokens
         prompts: list[RenderedPrompt] = []
-        for ids, text in await self._render(request, model):
+        for ids, text in await self._render(request, model, target.window, work or RequestWork(0, caller.deadline)):
             prompts.append(RenderedPrompt(ids, text, output_budget(len(ids), requested, target.window, target.strict)))
         constraint, warnings = request.constraint, request.warnings
         if constraint is not None or request.tools:
             structured = capabilities is None or capabilities.structured
-            constraint, dropped = constrain(request, model, prompts[0].text if prompts else "", structured=structured)
+            make = partial(constrain, request, model, prompts[0].text if prompts else "", structured=structured)
+            constraint, dropped = make() if work is None or work.size <= INLINE_BYTES else await work.run(make)
             warnings = (*warnings, *dropped, *_omitted_tools(request, model))
-        for warning in warnings:
-            self.metrics.warned(warning.partition(":")[0])  # the rest is the client's text
-            log.info("request: %s", warning)
+        if warnings:
+            self._report(warnings)
         return PreparedRequest(
             request=request,
             caller=caller,
@@ -215,22 +230,34 @@ class Gateway:
             request = await self.images.inline(request)
         return request, capabilities
 
-    async def _render(self, request: Request, model: Model) -> Sequence[tuple[list[int], str]]:
+    async def _render(
+        self, request: Request, model: Model, window: int | None, work: RequestWork
+    ) -> Sequence[tuple[list[int], str]]:
         """Each prompt's token ids and text. Empty for an engine that renders by itself, unless its tokenizer is known
-        and the prompt is text only."""
+        and the prompt is text only. A long prompt is given up once it exceeds the window."""
         if model.kind != "text" and (model.text is None or request.prompts or has_images(request)):
             return ()
         renderer = model.pipeline.renderer
         if request.prompts:
-            is_long = sum(map(len, request.prompts)) > _INLINE_CHARS
-            return await asyncio.to_thread(_encode_raw, request, model) if is_long else _encode_raw(request, model)
-        if len(request.messages) + len(request.tools) > _INLINE_MESSAGES:
-            text = await asyncio.to_thread(renderer.text, request)
+            if sum(map(len, request.prompts)) <= _INLINE_CHARS:
+                return _encode_raw(request, model)
+            return await work.run(_encode_raw, request, model, partial(work.watch_window, window=window))
+        is_large = work.size > INLINE_BYTES
+        if is_large or len(request.messages) + len(request.tools) > _INLINE_MESSAGES:
+            text = await work.run(renderer.text, request)
         else:
             text = renderer.text(request)
-        if len(text) > _INLINE_CHARS and renderer.fresh(text) > _INLINE_CHARS:
-            return [(await asyncio.to_thread(renderer.tokens, text), text)]
+        if is_large or (len(text) > _INLINE_CHARS and renderer.fresh(text) > _INLINE_CHARS):
+            return [(await work.run(renderer.tokens, text, work.watch_window(len(text), window)), text)]
         return [(renderer.tokens(text), text)]
+
+    def _report(self, warnings: Sequence[str]) -> None:
+        for warning in warnings[:MAX_WARNINGS]:
+            kind = warning.partition(":")[0]  # the rest is the client's text
+            self.metrics.warned(kind if kind.isidentifier() else "other")
+            log.info("request: %s", warning[:_WARNING_CHARS])
+        if len(warnings) > MAX_WARNINGS:
+            log.info("request: %d more warnings", len(warnings) - MAX_WARNINGS)
 
     # --- called by the streams ------------------------------------------------------------------------------------
 
@@ -290,21 +317,24 @@ class Gateway:
 
     # --- requests that generate nothing ---------------------------------------------------------------------------
 
-    async def count(self, request: Request, caller: Caller) -> int:
+    async def count(self, request: Request, caller: Caller, work: RequestWork | None = None) -> int:
         """Prompt tokens, by the same steps as `prepare`. It does not queue and needs no loaded model."""
         _, model, engine = self._resolve(request.model, caller, request.allow_remote)
         request, _ = await self._adapt(request, caller, model, engine)
-        if rendered := await self._render(request, model):
+        if rendered := await self._render(request, model, None, work or RequestWork(0, caller.deadline)):
             return sum(len(ids) for ids, _ in rendered)
         counted = None if engine is None or isinstance(engine, TextEngine) else await engine.count(request)
         if counted is None:
             raise Unimplemented(f"the engine of {model.name!r} cannot count tokens")
         return counted
 
-    async def embed(self, request: EmbeddingRequest, caller: Caller) -> Embeddings:
+    async def embed(self, request: EmbeddingRequest, caller: Caller, work: RequestWork | None = None) -> Embeddings:
         target, model, _ = self._resolve(request.model, caller)
-        is_long = sum(map(len, request.inputs)) > _INLINE_CHARS
-        batch = await asyncio.to_thread(_encode_inputs, request, model) if is_long else _encode_inputs(request, model)
+        if sum(map(len, request.inputs)) > _INLINE_CHARS:
+            work = work or RequestWork(0, caller.deadline)
+            batch = await work.run(_encode_inputs, request, model, partial(work.watch_window, window=target.window + 1))
+        else:
+            batch = _encode_inputs(request, model)
         for ids in batch:
             output_budget(len(ids), 1, target.window + 1, strict=False)
         ticket = self.leases.request(
@@ -383,17 +413,22 @@ def _with_tool_choice(request: Request) -> Request:
     return request
 
 
-def _encode_raw(request: Request, model: Model) -> list[tuple[list[int], str]]:
+def _encode_raw(request: Request, model: Model, watch: Watch | None = None) -> list[tuple[list[int], str]]:
     """Prompts without a template, given as text or token ids."""
     renderer, tokenizer = model.pipeline.renderer, model.pipeline.tokenizer
     return [
-        (renderer.raw(p), p) if isinstance(p, str) else (_checked_ids(p, model, "prompt"), tokenizer.decode(p))
+        (renderer.raw(p, watch and watch(len(p))), p)
+        if isinstance(p, str)
+        else (_checked_ids(p, model, "prompt"), tokenizer.decode(p))
         for p in request.prompts
     ]
 
 
-def _encode_inputs(request: EmbeddingRequest, model: Model) -> list[list[int]]:
-    encode = model.pipeline.tokenizer.encode
+def _encode_inputs(request: EmbeddingRequest, model: Model, watch: Watch | None = None) -> list[list[int]]:
+    def encode(text: str) -> list[int]:
+        tokenizer = model.pipeline.tokenizer
+        return tokenizer.encode(text) if watch is None else encode_long(tokenizer, text, watch(len(text)))
+
     return [encode(i) if isinstance(i, str) else _checked_ids(i, model, "input") for i in request.inputs]
 
 

@@ -20,6 +20,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _late() -> Timeout:
+    return Timeout("the request's deadline passed while its prompt was read")
+
+
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), "request")
@@ -45,7 +49,7 @@ class RequestWork:
         if self._reason is not None:
             raise self._reason
         if self.deadline is not None and time.monotonic() >= self.deadline:
-            raise Timeout("the request's deadline passed while its prompt was read")
+            raise _late()
 
     def watch_window(self, chars: int, window: int | None) -> Callable[[int, int], None]:
         """What a tokenizer calls after each slice of a text of `chars` characters: it also stops a prompt that is
@@ -66,8 +70,11 @@ class RequestWork:
         try:
             left = None if self.deadline is None else self.deadline - time.monotonic()
             return await asyncio.wait_for(future, left)
-        except (TimeoutError, asyncio.CancelledError):
-            self.check()
+        except (TimeoutError, asyncio.CancelledError) as ended:
+            is_ours = self._reason is not None or isinstance(ended, TimeoutError)
+            self._reason = self._reason or _late() if is_ours else Cancelled("the request was cancelled")  # stops the thread
+            if is_ours:
+                raise self._reason from None
             raise
         finally:
             self._future = None

@@ -16,7 +16,7 @@ from modelyard.core.events import Event, Failed, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.gateway import EventSource, Gateway
-from modelyard.http.connection import cancel_on_disconnect, ping_on_half_close
+from modelyard.http.connection import cancel_on_disconnect, ping_on_half_close, watched_work
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
@@ -62,8 +62,13 @@ class InferenceEndpoint:
             body = await read_body(receive, context, self._settings)
             if capture is not None:
                 capture.request(body)
-            request = await gateway.read(self._protocol, body, context.headers, context.key)
-            prepared = await gateway.prepare(request, context.caller())
+            caller = context.caller()
+            work, stop_watching = watched_work(body, caller.deadline, scope, receive)
+            try:
+                request = await gateway.read(self._protocol, body, context.headers, context.key, work)
+                prepared = await gateway.prepare(request, caller, work)
+            finally:
+                stop_watching()
             source = gateway.start(prepared, capture)
             await (self._stream if request.stream else self._reply)(source, request, exchange)
         except Exception as error:

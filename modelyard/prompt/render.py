@@ -32,6 +32,7 @@ from modelyard.prompt.template_adapter import AdaptedTemplate, tools_as_text, us
 from modelyard.prompt.translation import SOURCE, TARGET, translated
 from modelyard.tokenizer.prefix_cache import SplittableTokenizer, TokenCache
 from modelyard.tokenizer.shield import Shield, unshield
+from modelyard.tokenizer.slices import OnProgress
 
 _MAX_CACHED_TOOLS = 4 << 20  # bytes of JSON; an agent sends the same list with each request
 _encode = msgspec.json.Encoder().encode
@@ -309,9 +310,9 @@ class Renderer:
             raise InvalidRequest(f"chat_template_kwargs may not set {name!r}", param=f"chat_template_kwargs.{name}")
         return {name: self._shield.deep(value) for name, value in kwargs.items()}
 
-    def tokens(self, text: str) -> list[int]:
+    def tokens(self, text: str, on_progress: OnProgress | None = None) -> list[int]:
         """The token ids of a text that `text` returned."""
-        return self._tokens.encode(text)
+        return self._tokens.encode(text, on_progress)
 
     def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Cache the generated tokens: the next prompt that contains this reply uses them."""
@@ -321,9 +322,9 @@ class Renderer:
         """How many characters are not cached; the caller tokenizes long ones in a thread."""
         return self._tokens.fresh(text)
 
-    def raw(self, prompt: str) -> list[int]:
+    def raw(self, prompt: str, on_progress: OnProgress | None = None) -> list[int]:
         """A prompt without a template (legacy completions). Control tokens in it are intended."""
-        ids = self._tokens.encode(unshield(prompt))
+        ids = self._tokens.encode(unshield(prompt), on_progress)
         bos = self.tokenizer.bos
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 

@@ -53,3 +53,19 @@ def estimate(text: str, encode: Callable[[str], list[int]], on_progress: OnProgr
         tokens += max(0, len(encode(text[at : at + MAX_SLICE])) - _CUT_TOKENS)
         on_progress(tokens, chars + min(len(text), at + MAX_SLICE))
 
+
+
+def encode_long(tokenizer: Tokenizer, text: str, on_progress: OnProgress) -> list[int]:
+    """The token ids of a text, in slices where that is exact."""
+    if len(text) <= MAX_SLICE or not can_slice(tokenizer):
+        estimate(text, tokenizer.encode, on_progress, 0, 0)
+        return tokenizer.encode(text)
+    ids: list[int] = []
+    chars = 0
+    for piece in slices(text):
+        if len(piece) > 2 * MAX_SLICE:
+            estimate(piece, tokenizer.encode, on_progress, len(ids), chars)
+        ids += tokenizer.encode(piece)
+        chars += len(piece)
+        on_progress(len(ids), chars)
+    return ids

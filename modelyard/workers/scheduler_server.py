@@ -9,6 +9,7 @@ are released as soon as the workers have ended its requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Literal, Protocol, cast
@@ -170,9 +171,10 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         self._spawn(self._release_unless_rejoined(peer.name))
 
     async def _release_unless_rejoined(self, gateway: str) -> None:
-        deadline = self._loop.time() + _REJOIN_S
-        while not self._has_joined(gateway) and await self._is_at_workers(gateway) and self._loop.time() < deadline:
-            await asyncio.sleep(self._heartbeat.interval_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REJOIN_S):
+                while not self._has_joined(gateway) and await self._is_at_workers(gateway):  # noqa: ASYNC110
+                    await asyncio.sleep(self._heartbeat.interval_s)
         if self._has_joined(gateway):
             return
         leases = list(self._leases.pop(gateway, {}).values())
