@@ -58,8 +58,8 @@ from modelyard.core.events import (
     StopReason,
     Usage,
 )
-from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
+from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, EmbeddingRequest, Request
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics
@@ -77,8 +77,8 @@ from modelyard.gateway.model import Model
 from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, output_budget
 from modelyard.gateway.priority import priority
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
-from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.request_record import gateway_timings, request_record
+from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.prompt.images import Images
 from modelyard.prompt.translation import translated

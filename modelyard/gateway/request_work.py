@@ -72,7 +72,9 @@ class RequestWork:
             return await asyncio.wait_for(future, left)
         except (TimeoutError, asyncio.CancelledError) as ended:
             is_ours = self._reason is not None or isinstance(ended, TimeoutError)
-            self._reason = self._reason or _late() if is_ours else Cancelled("the request was cancelled")  # stops the thread
+            self._reason = (
+                self._reason or _late() if is_ours else Cancelled("the request was cancelled")
+            )  # stops the thread
             if is_ours:
                 raise self._reason from None
             raise

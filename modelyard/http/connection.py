@@ -24,6 +24,7 @@ from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
+from modelyard.gateway.request_work import RequestWork
 from modelyard.http.errors import write_error
 from modelyard.http.request_context import RequestContext
 from modelyard.telemetry.log import log_event
@@ -142,6 +143,23 @@ async def _wait(receive: Receive, work: Cancellable) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     work.cancel()
+
+
+_LARGE_BYTES = 20_000  # less is handled within a few milliseconds
+
+
+def watched_work(
+    body: bytes, deadline: float | None, scope: Scope, receive: Receive
+) -> tuple[RequestWork | None, Callable[[], object]]:
+    """The work on a large body, which a disconnect cancels, and what to call when it is done. None for a small body."""
+    if len(body) <= _LARGE_BYTES:
+        return None, _nothing
+    work = RequestWork(len(body), deadline)
+    return work, cancel_on_disconnect(scope, receive, work)
+
+
+def _nothing() -> None:
+    pass
 
 
 def ping_on_half_close(scope: Scope, ping: Callable[[], None]) -> Callable[[], object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.protocol import INLINE_BYTES, WireError
 from modelyard.core.request import Caller
+from modelyard.gateway.request_work import run_in_request_thread
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run work on `size` bytes in a thread if it would block the event loop for long."""
     if size > INLINE_BYTES:
-        return await asyncio.to_thread(work, *args, **kwargs)
+        return await run_in_request_thread(work, *args, **kwargs)
     return work(*args, **kwargs)
 
 
@@ -132,8 +132,7 @@ async def read_body(receive: Receive, context: RequestContext, settings: HttpSet
     if len(body) > limit:
         raise _too_large(limit)
     depth = settings.max_json_depth
-    is_long = len(body) > INLINE_BYTES
-    fault = await asyncio.to_thread(json_fault, body, depth) if is_long else json_fault(body, depth)
+    fault = await run_sized(len(body), json_fault, body, depth)
     if fault is not None:
         raise InvalidRequest(fault, code="invalid_json")
     return body

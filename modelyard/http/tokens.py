@@ -6,24 +6,30 @@ Counting and tokenizing do not queue and need no loaded model. The last three ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.protocol import WireProtocol
+from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
+from modelyard.gateway.request_work import RequestWork
+from modelyard.http.connection import watched_work
 from modelyard.http.errors import as_modelyard_error
-from modelyard.http.request_context import RequestContext, read_body, run_sized, send_error, send_json
+from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses
 from modelyard.protocols.common.json import decode, encode
 from modelyard.tokenizer.shield import unshield
+from modelyard.tokenizer.slices import OnProgress, encode_long
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class TokenBody(msgspec.Struct, kw_only=True):
@@ -50,6 +56,10 @@ class TokenRequest(msgspec.Struct, frozen=True):
     window: int
     body: bytes
     headers: Mapping[str, str]
+    work: RequestWork
+
+    def on_progress(self) -> OnProgress:
+        return self.work.watch_window(0, None)
 
     def chat(self) -> Request:
         """The body as a Chat request. Unlike there, `model` is optional."""
@@ -57,6 +67,13 @@ class TokenRequest(msgspec.Struct, frozen=True):
         if not self.parsed.model:
             body = encode(decode(_object_decoder, self.body) | {"model": _DEFAULT_MODEL})
         return openai_chat.read_request(body, self.headers)
+
+
+async def _run(work: RequestWork, cost: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """In a thread if it would block the event loop for long. `cost` is per byte of the body, in units of parsing."""
+    if work.size * cost > INLINE_BYTES:
+        return await work.run(function, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
 class JsonEndpoint:
@@ -69,7 +86,11 @@ class JsonEndpoint:
         context = RequestContext.of(scope)
         try:
             body = await read_body(receive, context, self._settings)
-            reply = await self.handle(body, context)
+            work, stop_watching = watched_work(body, context.caller().deadline, scope, receive)
+            try:
+                reply = await self.handle(body, context, work or RequestWork(len(body)))
+            finally:
+                stop_watching()
         except Exception as exception:
             error = as_modelyard_error(exception)
             context.failed(error)
@@ -77,37 +98,37 @@ class JsonEndpoint:
         else:
             await send_json(send, context, 200, reply)
 
-    async def handle(self, body: bytes, context: RequestContext) -> bytes:
+    async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         raise NotImplementedError
 
 
 class CountTokens(JsonEndpoint):
-    async def handle(self, body: bytes, context: RequestContext) -> bytes:
-        request = await self._gateway.read(self._protocol, body, context.headers, context.key)
-        return anthropic_messages.write_count(await self._gateway.count(request, context.caller()))
+    async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
+        request = await self._gateway.read(self._protocol, body, context.headers, context.key, work)
+        return anthropic_messages.write_count(await self._gateway.count(request, context.caller(), work))
 
 
 class InputTokens(JsonEndpoint):
-    async def handle(self, body: bytes, context: RequestContext) -> bytes:
-        request = await self._gateway.read(self._protocol, body, context.headers, context.key)
-        return openai_responses.write_input_tokens(await self._gateway.count(request, context.caller()))
+    async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
+        request = await self._gateway.read(self._protocol, body, context.headers, context.key, work)
+        return openai_responses.write_input_tokens(await self._gateway.count(request, context.caller(), work))
 
 
 class EmbeddingsEndpoint(JsonEndpoint):
-    async def handle(self, body: bytes, context: RequestContext) -> bytes:
-        request = await run_sized(len(body), openai_embeddings.read_request, body, context.headers)
-        result = await self._gateway.embed(request, context.caller())
+    async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
+        request = await _run(work, 1, openai_embeddings.read_request, body, context.headers)
+        result = await self._gateway.embed(request, context.caller(), work)
         return openai_embeddings.write_reply(result.vectors, result.prompt_tokens, request)
 
 
 class TokenEndpoint(JsonEndpoint):
     """Work of the tokenizer and the template alone; a long body is handled in a thread."""
 
-    async def handle(self, body: bytes, context: RequestContext) -> bytes:
-        parsed = await run_sized(len(body), decode, _body_decoder, body)
+    async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
+        parsed = await _run(work, 1, decode, _body_decoder, body)
         target, model = self._gateway.model_for(parsed.model or _DEFAULT_MODEL, context.caller())
-        request = TokenRequest(parsed, model, target.window, body, context.headers)
-        return encode(await run_sized(len(body) * _TOKENIZE_COST, self.compute, request))
+        request = TokenRequest(parsed, model, target.window, body, context.headers, work)
+        return encode(await _run(work, _TOKENIZE_COST, self.compute, request))
 
     def compute(self, request: TokenRequest) -> dict[str, Any]:
         raise NotImplementedError
@@ -117,13 +138,16 @@ class Tokenize(TokenEndpoint):
     def compute(self, request: TokenRequest) -> dict[str, Any]:
         parsed, pipeline = request.parsed, request.model.pipeline
         if parsed.messages is not None:
-            ids = pipeline.renderer.tokens(pipeline.renderer.text(request.chat()))
+            ids = pipeline.renderer.tokens(pipeline.renderer.text(request.chat()), request.on_progress())
         else:
             text = parsed.content if parsed.content is not None else parsed.prompt
             if text is None:
                 raise InvalidRequest("one of content, prompt and messages is required", param="content")
             add_special = parsed.add_special or parsed.add_special_tokens
-            ids = pipeline.renderer.raw(text) if add_special else pipeline.tokenizer.encode(text)
+            if add_special:
+                ids = pipeline.renderer.raw(text, request.on_progress())
+            else:
+                ids = encode_long(pipeline.tokenizer, text, request.on_progress())
         reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": request.window}
         if parsed.with_pieces or parsed.return_token_strs:
             pieces = [pipeline.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]

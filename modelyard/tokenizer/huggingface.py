@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,37 @@ _decoder = msgspec.json.Decoder(TokenizerFile)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def encode_all(tokenizer: HfTokenizer, texts: list[str]) -> list[list[int]]:
+    return [made.ids for made in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+class TokenBytes:
+    """The bytes of a token id."""
+
+    def __init__(
+        self,
+        tokenizer: HfTokenizer,
+        added: frozenset[int],
+        control_texts: Mapping[int, str],
+        decoder: dict[str, Any] | None,
+    ) -> None:
+        self._tokenizer, self._added, self._control_texts = tokenizer, added, control_texts
+        self._family = detokenize.family_of(decoder)
+        self._byte_fallback = any(p["type"] == "ByteFallback" for p in detokenize.decoder_parts(decoder))
+
+    def __call__(self, token: int) -> bytes:
+        if token in self._control_texts:
+            return self._control_texts[token].encode()
+        spelling = self._tokenizer.id_to_token(token) if token >= 0 else None
+        if spelling is None:
+            return b""
+        if self._family == "byte_level":
+            return spelling.encode() if token in self._added else detokenize.byte_level(spelling)
+        if self._family == "sentencepiece":
+            return detokenize.sentencepiece(spelling, self._byte_fallback)
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+
+
 class HuggingFaceTokenizer:
     """`bos_token` and `eos_token` are the texts that templates use; `bos` is the id that begins a raw prompt."""
 
@@ -198,8 +229,11 @@ class HuggingFaceTokenizer:
         self._control_texts = {id: text for text, id in self.specials.items()}
         self._plain = PlainEncoder(tokenizer, self.specials, file.model.unk_token)
         self._family = detokenize.family_of(file.decoder)
-        self._byte_fallback = any(p["type"] == "ByteFallback" for p in detokenize.decoder_parts(file.decoder))
-        self._table = TokenTable(self.token_bytes, self._control_texts)
+        # Neither these functions nor what holds them refers to `self`: a vocabulary that is no longer used is freed at
+        # once, not when the garbage collector finds it.
+        self._token_bytes = TokenBytes(tokenizer, frozenset(self._added), self._control_texts, file.decoder)
+        self._table = TokenTable(self._token_bytes, self._control_texts)
+        self._encode_all = partial(encode_all, tokenizer)
         pattern = ascii_pattern(file)
         spellings = TokenSpellings(token.content for token in file.added_tokens)
         self.words = WordCache(pattern, spellings, self._encode_all) if pattern is not None else None
@@ -262,9 +296,6 @@ class HuggingFaceTokenizer:
         """As a batch of one: the library's `encode` holds the GIL while it works."""
         return self._encode_all([text])[0]
 
-    def _encode_all(self, texts: list[str]) -> list[list[int]]:
-        return [made.ids for made in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
     def encode_plain(self, text: str) -> list[int]:
         return self._plain.encode(well_formed(text))
 
@@ -278,16 +309,7 @@ class HuggingFaceTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Empty for an id without a token: models have more rows than their vocabularies."""
-        if token in self._control_texts:
-            return self._control_texts[token].encode()
-        spelling = self._tokenizer.id_to_token(token) if token >= 0 else None
-        if spelling is None:
-            return b""
-        if self._family == "byte_level":
-            return spelling.encode() if token in self._added else detokenize.byte_level(spelling)
-        if self._family == "sentencepiece":
-            return detokenize.sentencepiece(spelling, self._byte_fallback)
-        return self.decode([token]).encode()
+        return self._token_bytes(token)
 
     def detokenizer(self) -> Detokenizer:
         if self._family == "other":

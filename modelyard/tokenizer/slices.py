@@ -54,10 +54,11 @@ def estimate(text: str, encode: Callable[[str], list[int]], on_progress: OnProgr
         on_progress(tokens, chars + min(len(text), at + MAX_SLICE))
 
 
-
 def encode_long(tokenizer: Tokenizer, text: str, on_progress: OnProgress) -> list[int]:
     """The token ids of a text, in slices where that is exact."""
-    if len(text) <= MAX_SLICE or not can_slice(tokenizer):
+    if len(text) <= MAX_SLICE:
+        return tokenizer.encode(text)
+    if not can_slice(tokenizer):
         estimate(text, tokenizer.encode, on_progress, 0, 0)
         return tokenizer.encode(text)
     ids: list[int] = []

@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from msgspec import Struct
 from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.responses import RedirectResponse
@@ -27,7 +26,7 @@ from modelyard.http.server import loop_factory, make_server
 from modelyard.http.settings import HttpSettings
 from modelyard.processes.ports import listen
 from modelyard.telemetry.metrics import Metrics
-from modelyard.workbench.peer_proxy import CLIENT_HEADER, UnixSocketServer, WorkbenchProxy
+from modelyard.workbench.peer_proxy import CLIENT_HEADER, ServerAddress, UnixSocketServer, WorkbenchProxy
 
 PREFIX = "/workbench"
 _MAX_BODY_BYTES = 32 * 1024**2  # enough for an uploaded image
@@ -43,15 +42,6 @@ _SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"same-origin"),
 )
-
-
-class ServerAddress(Struct, frozen=True):
-    """The server that a page uses. `verify` is off for this server's own certificate. `socket` is its unix socket if it
-    has one for the workbench."""
-
-    url: str
-    verify: bool = True
-    socket: str = ""
 
 
 def local_address(scope: Scope) -> ServerAddress:

@@ -15,9 +15,9 @@ from nicegui import Client, app, core, ui
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from modelyard.core.errors import Overloaded
-from modelyard.workbench.app import ServerAddress
 from modelyard.workbench.components import BRAND_COLOURS, CSS, show_notice
 from modelyard.workbench.pages import caches, memory, models, playground, plots, requests, routes
+from modelyard.workbench.peer_proxy import ServerAddress
 from modelyard.workbench.session import PageSession
 
 NAVIGATION = (  # path, title, icon

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import uvicorn
+from msgspec import Struct
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -42,6 +43,15 @@ def process_socket_path(env: Mapping[str, str] = os.environ) -> str:
 
 def is_host_process(env: Mapping[str, str] = os.environ) -> bool:
     return env.get(INDEX_VARIABLE, "0") == "0"
+
+
+class ServerAddress(Struct, frozen=True):
+    """The server that a page uses. `verify` is off for this server's own certificate. `socket` is its unix socket if it
+    has one for the workbench."""
+
+    url: str
+    verify: bool = True
+    socket: str = ""
 
 
 class UnixSocketServer:

@@ -10,8 +10,8 @@ from nicegui import ui
 
 from modelyard.core.errors import Forbidden, ModelyardError, Unauthenticated
 from modelyard.workbench.api_client import ApiClient, ServerUnreachable
-from modelyard.workbench.app import ServerAddress
 from modelyard.workbench.conversation import PlaygroundConversation
+from modelyard.workbench.peer_proxy import ServerAddress
 
 _KEY_ITEM = "modelyard-key"  # in sessionStorage: it is deleted with the tab and never sent automatically
 

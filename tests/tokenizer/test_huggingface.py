@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -240,3 +242,16 @@ def test_control_tokens_that_are_words_are_encoded_in_pieces() -> None:
 def test_empty_text_has_no_tokens() -> None:
     vocab = HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("always"))
     assert vocab.encode_plain("") == vocab.encode_plain_inside("") == []
+
+
+def test_a_tokenizer_is_freed_without_the_garbage_collector() -> None:
+    """A server collects rarely, and a vocabulary takes megabytes."""
+    gc.disable()
+    try:
+        tokenizer = HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level())
+        tokenizer.decode(tokenizer.encode("hi"))
+        reference = weakref.ref(tokenizer)
+        del tokenizer
+        assert reference() is None
+    finally:
+        gc.enable()

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from modelyard.cli.app import app
 from modelyard.core.errors import InvalidRequest
-from modelyard.workbench.app import ServerAddress, check_url, local_address
+from modelyard.workbench.app import check_url, local_address
+from modelyard.workbench.peer_proxy import ServerAddress
 from tests.cli_process import DEADLINE, DEMO, MODELYARD, ServerProcess, environment, serve
 from tests.live_server import LiveServer, demo_config, live_server
 
