@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Timeout
+
+_EXACT_CHARS = 500_000  # the tokens of a shorter prompt are counted to the end: agents shorten it by the number
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +39,7 @@ class RequestWork:
     def __init__(self, size: int = 0, deadline: float | None = None) -> None:
         self.size, self.deadline = size, deadline
         self._reason: ModelyardError | None = None
-        self._future: asyncio.Future[object] | None = None
+        self._future: asyncio.Future[Any] | None = None
 
     def cancel(self, reason: ModelyardError | None = None) -> None:
         self._reason = self._reason or reason or Cancelled("the client disconnected")
@@ -52,12 +54,12 @@ class RequestWork:
             raise _late()
 
     def watch_window(self, chars: int, window: int | None) -> Callable[[int, int], None]:
-        """What a tokenizer calls after each slice of a text of `chars` characters: it also stops a prompt that is
-        longer than the window. The error then estimates the rest of the prompt."""
+        """What a tokenizer calls after each slice of a text of `chars` characters. It also stops a very long prompt
+        that exceeds the window; the error then estimates the rest of it."""
 
         def on_progress(tokens: int, done: int) -> None:
             self.check()
-            if window is not None and tokens >= window and done < chars:
+            if window is not None and tokens >= window and done < chars and chars > _EXACT_CHARS:
                 raise ContextOverflow(max(tokens, round(tokens * chars / max(1, done))), window)
 
         return on_progress
@@ -71,13 +73,11 @@ class RequestWork:
             left = None if self.deadline is None else self.deadline - time.monotonic()
             return await asyncio.wait_for(future, left)
         except (TimeoutError, asyncio.CancelledError) as ended:
-            is_ours = self._reason is not None or isinstance(ended, TimeoutError)
-            self._reason = (
-                self._reason or _late() if is_ours else Cancelled("the request was cancelled")
-            )  # stops the thread
-            if is_ours:
-                raise self._reason from None
-            raise
+            if self._reason is None and isinstance(ended, asyncio.CancelledError):  # of the task itself
+                self._reason = Cancelled("the request was cancelled")  # the thread stops too
+                raise
+            self._reason = self._reason or _late()
+            raise self._reason from None
         finally:
             self._future = None
 

@@ -21,8 +21,19 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.prompt import template_budget
-from modelyard.prompt.template_budget import BudgetContext, BudgetExceeded, Frozen
+from modelyard.prompt import template_filters
+from modelyard.prompt.template_budget import (
+    BUILDING_METHODS,
+    CHECKED_GLOBALS,
+    MAX_ITEMS,
+    MAX_SOURCE,
+    BudgetContext,
+    BudgetExceeded,
+    Frozen,
+    TextCodeGenerator,
+    text_size,
+    with_budget,
+)
 
 TemplateMessage = dict[str, Any]  # a message as templates read it: role, content, tool_calls, …
 
@@ -40,8 +51,8 @@ def raise_exception(message: object) -> None:
 
 def _range(*arguments: int) -> range:
     asked = range(*arguments)
-    if len(asked) > template_budget.MAX_ITEMS:
-        raise BudgetExceeded(f"it loops more than {template_budget.MAX_ITEMS:,} times")
+    if len(asked) > MAX_ITEMS:
+        raise BudgetExceeded(f"it loops more than {MAX_ITEMS:,} times")
     return asked
 
 
@@ -61,7 +72,12 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "pre
 
 
 class PromptEnvironment(ImmutableSandboxedEnvironment):
+    """`builds`: its templates may change lists and dictionaries. Some keep a queue of call ids in a list."""
+
     intercepted_binops = frozenset({"*", "**", "%"})
+    code_generator_class = TextCodeGenerator
+    context_class = BudgetContext
+    builds = False
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Shortcut for `message.role` and `loop.first`, which most templates consist of."""
@@ -73,15 +89,15 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
-            template_budget.check_product(left, right)
+            template_filters.check_product(left, right)
         elif operator == "**":
-            template_budget.check_power(left, right)
+            template_filters.check_power(left, right)
         elif isinstance(left, str):
-            template_budget.check_format(left, right, "%")
+            template_filters.check_format(left, right, "%")
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, str) and attr in template_budget.FORBIDDEN_METHODS:
+        if isinstance(obj, str) and attr in template_filters.FORBIDDEN_METHODS:
             return False
         if isinstance(obj, int) and attr == "to_bytes":
             return False
@@ -89,7 +105,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., Any] | None:
         """Jinja asks here for each attribute that it returns."""
-        if (guarded := template_budget.guarded_method(value)) is not None:
+        if (guarded := template_filters.guarded_method(value, builds=self.builds)) is not None:
             return guarded
         made = super().wrap_str_format(value)
         return made if made is None else _checked_format(value.__self__, made)
@@ -97,7 +113,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
 
 def _checked_format(form: str, function: Callable[..., str]) -> Callable[..., str]:
     def run(*arguments: Any, **named: Any) -> str:
-        template_budget.check_format(form, [*arguments, *named.values()], "{")
+        template_filters.check_format(form, [*arguments, *named.values()], "{")
         return function(*arguments, **named)
 
     return run
@@ -125,8 +141,6 @@ def tojson(
         _check_layout(value, indent, separators)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if type(value) is not Frozen:
-        if isinstance(value, list | tuple | dict):
-            template_budget.text_size(value)
         return _json_with_frozen(value) if _holds_frozen(value) else _plain_json(value)
     try:
         return value._json
@@ -144,21 +158,28 @@ def _json_with_frozen(value: dict[str, Any]) -> str:
     return "{" + ", ".join(f"{_plain_json(str(key))}: {tojson(item)}" for key, item in value.items()) + "}"
 
 
+def _checked_tojson(value: Any, **options: Any) -> str:
+    if type(value) is not Frozen:
+        text_size(value)
+    return tojson(value, **options)
+
+
 def _check_layout(value: Any, indent: int | str | None, separators: tuple[str, str] | None) -> None:
     """Each item may be on a line of its own, indented by its depth."""
     widest = max(indent if isinstance(indent, int) else len(indent or ""), *map(len, separators or ("",)))
     if widest > 100:
         raise BudgetExceeded("it indents too far")
-    template_budget.text_size(value)
+    text_size(value)
 
 
-def environment() -> PromptEnvironment:
+def environment(*, builds: bool = False) -> PromptEnvironment:
     made = PromptEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlocks], autoescape=False
     )
-    made.context_class = BudgetContext
-    made.filters |= template_budget.FILTERS | {"tojson": template_budget.limited(tojson)}
-    for name in template_budget.REMOVED_FILTERS:
+    made.builds = builds
+    to_json = _checked_tojson if builds else tojson
+    made.filters |= {**template_filters.FILTERS, "tojson": template_filters.paid(to_json)}
+    for name in template_filters.REMOVED_FILTERS:
         del made.filters[name]
     del made.globals["lipsum"]  # unbounded output
     made.globals |= {"raise_exception": raise_exception, "range": _range}
@@ -168,6 +189,7 @@ def environment() -> PromptEnvironment:
 MAX_OUTPUT = 64 << 20  # characters: many times the longest window
 
 _environment = environment()
+_building_environment = environment(builds=True)
 
 
 class TemplateFailed(InvalidRequest):
@@ -214,11 +236,16 @@ class ChatTemplate:
             **(extra_tokens or {}),
         }
         try:
-            if len(source) > template_budget.MAX_SOURCE:
-                raise ValueError(f"it has more than {template_budget.MAX_SOURCE:,} characters")
+            if len(source) > MAX_SOURCE:
+                raise ValueError(f"it has more than {MAX_SOURCE:,} characters")
             tree = _environment.parse(source)
             self._words = frozenset(_words(tree))
-            self._template = _environment.from_string(template_budget.with_budget(tree))
+            builds = not self._words.isdisjoint(BUILDING_METHODS)
+            self._environment = _building_environment if builds else _environment
+            tree = with_budget(tree, template_filters.DIRECT_METHODS, builds=builds)
+            self._template = self._environment.from_string(tree)
+            if builds:
+                self._template.root_render_func.__globals__.update(CHECKED_GLOBALS)
         except TemplateSyntaxError as error:
             raise InvalidRequest(
                 f"the chat template is broken in line {error.lineno}: {error.message}", code="template_broken"
@@ -227,7 +254,6 @@ class ChatTemplate:
             raise InvalidRequest("the chat template is nested too deeply", code="template_broken") from None
         except (ValueError, OverflowError) as error:  # a number that Python does not read
             raise InvalidRequest(f"the chat template is broken: {error}", code="template_broken") from error
-        self._template.root_render_func.__globals__.update(template_budget.REPLACED_GLOBALS)
 
     def mentions(self, name: str) -> bool:
         """Whether the template's code uses this variable, attribute, key or string (a role, say)."""
@@ -235,7 +261,7 @@ class ChatTemplate:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         variables = {**self._fixed, **variables}
-        context = BudgetContext(_environment, variables, self._template.name, self._template.blocks)
+        context = BudgetContext(self._environment, variables)
         try:
             return _join_limited(self._template.root_render_func(context))
         except TemplateRaised as error:
@@ -252,7 +278,7 @@ class ChatTemplate:
     def _line(self, trace: TracebackType | None) -> str:
         found = ""
         while trace is not None:
-            if trace.tb_frame.f_globals.get("environment") is _environment:
+            if trace.tb_frame.f_globals.get("environment") is self._environment:
                 found = f" in line {self._template.get_corresponding_lineno(trace.tb_lineno)}"
             trace = trace.tb_next
         return found

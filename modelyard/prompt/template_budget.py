@@ -4,43 +4,45 @@ A template comes with a model, so it is untrusted code, and it runs on the serve
 would double the time of ordinary templates. So `with_budget` adds the counting to the template's syntax tree, only
 where work or text can multiply:
 
-- a loop pays for all its iterations when it starts, by the size of its body; long ones also look at the clock;
+- a loop pays for all its iterations when it starts, by the size of its body, and looks at the clock now and then;
 - a macro, a call block, an iteration of a recursive loop and each run of many statements pay and look at the clock;
 - a text or collection pays by its size when it is kept: assigned, passed, or collected by a macro. A collection pays by
-  the size of its text, because one list may be contained in another any number of times; so that this stays true, what
-  is put into a collection is frozen.
+  the size of its text, because one list may be contained in another any number of times.
 
-In between, an operation is on values of bounded size. Filters and methods whose result may be much larger than their
-arguments are checked before they run, and so is the text of a collection.
+In between, operations are on values of bounded size. Filters and methods whose result may be much larger than their
+arguments are checked before they run (`template_filters.py`).
+
+Most templates change no collection. One that names a method such as `append` is compiled with more checks: what it puts
+into a collection is frozen, so that a size that was paid for stays true, and a collection is measured before it becomes
+text.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial, wraps
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from time import monotonic, thread_time
 from typing import Any
 
-from jinja2 import filters as jinja_filters
-from jinja2 import nodes, pass_context
+from jinja2 import Environment, nodes, pass_context
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.nodes import EvalContext
 from jinja2.runtime import Context, markup_join
 
 MAX_WORK = 20_000_000  # operations, each 50 ns or more
 MAX_SECONDS = 1.0
-_MAX_WAIT = 0.05  # seconds until the next look at the thread's time
 MAX_TEXT = 8_000_000  # characters of one value: more than fit in any window
 MAX_ITEMS = 1_000_000  # of a range
 MAX_BUILT = 100_000  # items that a template adds to a collection one by one
-MAX_BITS = 4096  # of an integer
 MAX_SOURCE = 1 << 17  # characters of a template; the longest known has 40,000
+_MAX_WAIT = 0.05  # seconds until the next look at the thread's time
 _CHARACTERS = 8  # for the price of one operation
 _ITEM = 32  # characters that an item of a collection counts as, beside its text
-_STRETCH = 100  # operations without a look at the clock
+_STRETCH = 200  # operations without a look at the clock
 _MAX_EXPRESSION = 500
 _MAX_OPERANDS = 8  # of `+` and `~` in a row
+BUILDING_METHODS = frozenset({"append", "extend", "insert", "pop", "remove", "setdefault", "update"})
 
 
 class BudgetExceeded(SecurityError):
@@ -50,8 +52,11 @@ class BudgetExceeded(SecurityError):
 class BudgetContext(Context):
     """The variables of one render, and what is left of its budget."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, environment: Environment, variables: dict[str, Any], name: str | None = None, *_: Any) -> None:
+        # As in Context, without blocks and exports, which take as long as a short template.
+        self.parent, self.vars, self.environment, self.name = variables, {}, environment, name
+        self.eval_ctx = EvalContext(environment, name)
+        self.exported_vars, self.globals_keys, self.blocks = set(), set(), {}
         self.left = MAX_WORK
         self.end = monotonic() + MAX_SECONDS
         self._cpu_end = 0.0
@@ -63,6 +68,11 @@ class BudgetContext(Context):
         if monotonic() > self.end:
             self.check_time()
 
+    def pay_text(self, size: int) -> None:
+        self.left -= size // _CHARACTERS
+        if size > MAX_TEXT or self.left < 0:
+            raise too_long()
+
     def check_time(self) -> None:
         """On a busy machine a thread waits; from here on only its own time counts, which takes longer to read."""
         used = thread_time()
@@ -72,44 +82,106 @@ class BudgetContext(Context):
         self.end = monotonic() + _MAX_WAIT
 
 
-# --- at run time ------------------------------------------------------------------------------------------------------
+def too_long() -> BudgetExceeded:
+    return BudgetExceeded(f"it builds a text or a list of more than {MAX_TEXT:,} characters")
+
+
+# --- collections ------------------------------------------------------------------------------------------------------
+
+
+class Frozen(dict[str, Any]):
+    """An immutable dictionary with a cached JSON text: a tool's definition, or arguments exactly as a model wrote
+    them."""
+
+    __slots__ = ("_json",)
+    _json: str
+
+
+class FrozenList(list[Any]):
+    """A list that a template cannot change."""
+
+
+def frozen(value: Any) -> Any:
+    """A copy that a template cannot change. Values of other types cannot be changed anyway."""
+    if type(value) is list:
+        return FrozenList(map(frozen, value))
+    if type(value) is dict:
+        return Frozen((key, frozen(item)) for key, item in value.items())
+    return value
+
+
+def text_size(value: Any) -> int:
+    """About the length of the value as text. It is not measured beyond the limit."""
+    size, rest = 0, [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, list | tuple | dict):
+            size += _ITEM * len(item)
+            if size <= MAX_TEXT:
+                rest += [*item.keys(), *item.values()] if isinstance(item, dict) else item
+        if size > MAX_TEXT:
+            raise too_long()
+    return size
+
+
+def text(value: Any) -> str:
+    """`str`, for a collection only if its text is not too long."""
+    if type(value) is str:
+        return value
+    if isinstance(value, list | tuple | dict):
+        text_size(value)
+    return str(value)
+
+
+def _concat(values: Iterable[Any]) -> str:
+    return "".join(map(text, values))
+
+
+def _concat_markup(values: Iterable[Any]) -> str:
+    return markup_join(text(value) if isinstance(value, list | tuple | dict) else value for value in values)
+
+
+# Names in the compiled code of a template that changes collections; `str_join` is the operator `~`.
+CHECKED_GLOBALS: Mapping[str, Any] = {"str": text, "str_join": _concat, "markup_join": _concat_markup}
+
+
+# --- payments ---------------------------------------------------------------------------------------------------------
 
 
 class _Watched:
     """A long iterable that looks at the clock while it is read."""
 
     def __init__(self, context: BudgetContext, items: Any, weight: int) -> None:
-        self._context, self._items, self._weight = context, items, weight
+        self._context, self._items, self._block = context, items, max(1, _STRETCH // weight)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __iter__(self) -> Iterator[Any]:
-        context, stretch, weight = self._context, 0, self._weight
-        end = context.end
-        for item in self._items:
-            stretch += weight
-            if stretch > _STRETCH:
-                stretch = 0
-                if monotonic() > end:
-                    context.check_time()
-                    end = context.end
-            yield item
+        return chain.from_iterable(self._blocks())
+
+    def _blocks(self) -> Iterator[Any]:
+        context, iterator, block = self._context, iter(self._items), self._block
+        while items := tuple(islice(iterator, block)):
+            yield items
+            if monotonic() > context.end:
+                context.check_time()
 
 
 @pass_context
 def _loop(context: BudgetContext, iterable: Any, weight: int) -> Any:
     try:
-        count = len(iterable)
+        work = weight * len(iterable)
     except TypeError:
-        iterable = _items(context, iterable)
-        count = len(iterable)
-    work = weight * count
+        iterable = items_of(context, iterable)
+        work = weight * len(iterable)
     context.pay(work)
     return iterable if work <= _STRETCH else _Watched(context, iterable, weight)
 
 
-def _items(context: BudgetContext, iterable: Any) -> list[Any]:
+def items_of(context: BudgetContext, iterable: Any) -> list[Any]:
     """As a list. The iterable may compute its items, with filters such as `map`."""
     made: list[Any] = []
     iterator = iter(iterable)
@@ -117,7 +189,7 @@ def _items(context: BudgetContext, iterable: Any) -> list[Any]:
         made += block
         context.pay(len(block))
         if len(made) * _ITEM > MAX_TEXT:
-            raise _too_long()
+            raise too_long()
     return made
 
 
@@ -130,329 +202,146 @@ def _pay(context: BudgetContext, work: int) -> str:
 @pass_context
 def _keep(context: BudgetContext, value: Any) -> Any:
     if type(value) is str:
-        if len(value) > _CHARACTERS:
-            _pay_text(context, len(value))
+        size = len(value)
+        context.left -= size // _CHARACTERS
+        if size > MAX_TEXT or context.left < 0:
+            raise too_long()
     elif isinstance(value, str | list | tuple | dict):
-        _pay_text(context, text_size(value))
+        context.pay_text(text_size(value))
     return value
 
 
 @pass_context
 def _collect(context: BudgetContext, value: Any) -> Any:
     """A list, tuple or dictionary that the template writes."""
-    _pay_text(context, text_size(value))
+    context.pay_text(text_size(value))
     if isinstance(value, dict):
         return {key: frozen(item) for key, item in value.items()}
     return type(value)(map(frozen, value))
 
 
-class FrozenList(list[Any]):
-    """A list that a template cannot change."""
-
-
-def frozen(value: Any) -> Any:
-    """A copy that the template cannot change. Other types than these two cannot be changed anyway."""
-    if type(value) is list:
-        return FrozenList(map(frozen, value))
-    if type(value) is dict:
-        return Frozen((key, frozen(item)) for key, item in value.items())
-    return value
-
-
-class Frozen(dict[str, Any]):
-    """An immutable dictionary with a cached JSON text: a tool's definition, or arguments exactly as a model wrote
-    them."""
-
-    __slots__ = ("_json",)
-    _json: str
-
-
-def _pay_text(context: BudgetContext, size: int) -> None:
-    context.left -= size // _CHARACTERS
-    if size > MAX_TEXT or context.left < 0:
-        raise _too_long()
-
-
-def _too_long() -> BudgetExceeded:
-    return BudgetExceeded(f"it builds a text or a list of more than {MAX_TEXT:,} characters")
-
-
-def text_size(value: Any) -> int:
-    """About the length of the value as text. It is not measured beyond the limit."""
-    size, rest = 0, [value]
-    while rest:
-        item = rest.pop()
-        if isinstance(item, str):
-            size += len(item)
-        elif isinstance(item, dict):
-            size += _ITEM * len(item)
-            if size <= MAX_TEXT:
-                rest += item.keys()
-                rest += item.values()
-        elif isinstance(item, list | tuple):
-            size += _ITEM * len(item)
-            if size <= MAX_TEXT:
-                rest += item
-        if size > MAX_TEXT:
-            raise _too_long()
-    return size
-
-
-def text(value: Any) -> str:
-    """Takes the place of `str` in compiled templates."""
-    if type(value) is str:
-        return value
-    if isinstance(value, list | tuple | dict):
-        text_size(value)
-    return str(value)
-
-
-def _concat(values: Iterable[Any]) -> str:
-    """Takes the place of Jinja's `str_join`, which is the operator `~`."""
-    return "".join(map(text, values))
-
-
-def _concat_markup(values: Iterable[Any]) -> str:
-    return markup_join(text(value) if isinstance(value, list | tuple | dict) else value for value in values)
-
-
-REPLACED_GLOBALS = {"str": text, "str_join": _concat, "markup_join": _concat_markup}
-
-
-def check_power(base: Any, exponent: Any) -> None:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_BITS:
-        raise BudgetExceeded("the exponent is too large")
-
-
-def check_product(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > MAX_BITS:
-            raise BudgetExceeded("it computes a number that is too large")
-        return
-    value, times = (right, left) if isinstance(left, int) else (left, right)
-    is_repetition = isinstance(value, str | list | tuple) and isinstance(times, int)
-    if is_repetition and max(len(value), text_size(value)) * times > MAX_ITEMS:
-        raise BudgetExceeded("it repeats a text too often")
-
-
-_WIDE = re.compile(
-    r"%[^a-zA-Z%]*(?:\d{5}|\*)|\{[^{}]*:[^{}]*(?:\d{5}|\{)"
-)  # widths of five digits, or given by an argument
-
-
-def check_format(text: str, arguments: Any, marker: str) -> None:
-    """Each place may contain the longest argument, and be as wide as its width says."""
-    if _WIDE.search(text):
-        raise BudgetExceeded("it formats with a width that is too large or unknown")
-    places = text.count(marker)
-    longest = max(map(text_size, arguments), default=0) if isinstance(arguments, tuple | list) else text_size(arguments)
-    wide = max(map(int, re.findall(r"\d{2,4}", text)), default=0)
-    if places * max(longest, wide) > MAX_TEXT:
-        raise _too_long()
-
-
-def _check_replace(text: str, old: str, new: str) -> None:
-    if len(new) > len(old) and len(text) + (len(text) + 1 if not old else text.count(old)) * len(new) > MAX_TEXT:
-        raise _too_long()
-
-
-def _replace_method(text: str, _: Context, old: str, new: str, count: int = -1) -> str:
-    _check_replace(text, old, new)
-    return text.replace(old, new, count)
-
-
-def _join_method(text: str, context: BudgetContext, items: Iterable[str]) -> str:
-    parts = _items(context, items)
-    if len(parts) * len(text) + text_size(parts) > MAX_TEXT:
-        raise _too_long()
-    return text.join(parts)
-
-
-def _build(method: Callable[..., Any], context: BudgetContext, *arguments: Any, **named: Any) -> Any:
-    """A method that puts its arguments into a list or a dictionary."""
-    if len(getattr(method, "__self__", ())) > MAX_BUILT:
-        raise BudgetExceeded(f"it builds a collection of more than {MAX_BUILT:,} items")
-    context.pay(1)
-    _pay_text(context, text_size([*arguments, *named.values()]))
-    return method(*map(frozen, arguments), **{name: frozen(value) for name, value in named.items()})
-
-
-_METHODS: dict[str, Callable[..., Any]] = {"replace": _replace_method, "join": _join_method}
-BUILDING_METHODS = frozenset({"append", "extend", "insert", "pop", "remove", "setdefault", "update"})
-FORBIDDEN_METHODS = frozenset(
-    {"center", "encode", "expandtabs", "format_map", "ljust", "maketrans", "rjust", "translate", "zfill"}
-)  # of texts: padding, other encodings, tables of replacements
-
-
-def guarded_method(value: Any) -> Callable[..., Any] | None:
-    """What is called in place of this method of a text, list or dictionary."""
-    name = getattr(value, "__name__", "")
-    if name in _METHODS and isinstance(owner := getattr(value, "__self__", None), str):
-        return pass_context(partial(_METHODS[name], owner))
-    if name in BUILDING_METHODS and type(getattr(value, "__self__", None)) in (list, dict):
-        return pass_context(partial(_build, value))
-    return None
-
-
-# --- filters ----------------------------------------------------------------------------------------------------------
-#
-# Those whose result may be larger than their arguments take the context, so that Jinja does not run them on constants
-# while it compiles.
-
-
-@pass_context
-def _replace(context: Context, text: Any, old: Any, new: Any, count: int | None = None) -> Any:
-    _check_replace(str(text), str(old), str(new))
-    return jinja_filters.do_replace(context.eval_ctx, str(text), str(old), str(new), count)
-
-
-@pass_context
-def _join(context: BudgetContext, items: Any, d: str = "", attribute: str | int | None = None) -> Any:
-    if attribute is not None:
-        items = map(jinja_filters.make_attrgetter(context.environment, attribute), items)
-    parts = _items(context, items)
-    if len(parts) * len(str(d)) + text_size(parts) > MAX_TEXT:
-        raise _too_long()
-    return jinja_filters.sync_do_join(context.eval_ctx, parts, str(d))
-
-
-@pass_context
-def _list(context: BudgetContext, items: Any) -> list[Any]:
-    return _items(context, items)
-
-
-@pass_context
-def _batch(_: Context, items: Any, linecount: int, fill_with: Any = None) -> Any:
-    if linecount * _ITEM > MAX_TEXT:
-        raise BudgetExceeded("it fills a list with too many items")
-    return jinja_filters.do_batch(items, linecount, fill_with)
-
-
-@pass_context
-def _round(_: Context, value: float, precision: int = 0, method: Any = "common") -> float:
-    if abs(precision) > 30:
-        raise BudgetExceeded("it rounds to too many digits")
-    return jinja_filters.do_round(value, precision, method)
-
-
-@pass_context
-def _sum(context: Context, items: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
-    if not isinstance(start, int | float):
-        raise BudgetExceeded("it adds up lists")
-    return jinja_filters.sync_do_sum(context.environment, items, attribute, start)
-
-
-@pass_context
-def _center(_: Context, value: Any, width: int = 80) -> str:
-    check_product(" ", width)
-    return str(value).center(width)
-
-
-@pass_context
-def _indent(_: Context, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    pad = width if isinstance(width, str) else " " * min(width, 100)
-    head, *rest = str(value).split("\n")
-    if len(pad) * (len(rest) + 1) > MAX_TEXT:
-        raise _too_long()
-    lines = [(pad if first else "") + head] + [pad + line if line or blank else line for line in rest]
-    return "\n".join(lines)
-
-
-@pass_context
-def _format(_: Context, value: Any, *arguments: Any, **named: Any) -> str:
-    check_format(str(value), [*arguments, *named.values()], "%")
-    return str(value) % (named or arguments)
-
-
-def _trim(value: Any, chars: str | None = None) -> str:
-    return text(value).strip(chars)
-
-
-def _lower(value: Any) -> str:
-    return text(value).lower()
-
-
-def _upper(value: Any) -> str:
-    return text(value).upper()
-
-
-def _checked(name: str) -> Callable[..., Any]:
-    """Jinja's filter, for a collection only if its text is not too long."""
-    function: Callable[..., Any] = jinja_filters.FILTERS[name]
-
-    @wraps(function)  # it may take Jinja's evaluation context first
-    def run(*arguments: Any, **named: Any) -> Any:
-        for value in arguments:
-            if isinstance(value, list | tuple | dict):
-                text_size(value)
-        return function(*arguments, **named)
-
-    return run
-
-
-def _sorting(name: str) -> Callable[..., Any]:
-    """Jinja's filter, which reads all items before it returns the first."""
-    function: Callable[..., Any] = jinja_filters.FILTERS[name]
-
-    @pass_context
-    def run(context: BudgetContext, items: Any, *arguments: Any, **named: Any) -> Any:
-        made = items if isinstance(items, dict) else _items(context, items)
-        context.pay(_SORTING * len(made))
-        return function(context.environment, made, *arguments, **named)
-
-    return run
-
-
-def limited(function: Callable[..., str]) -> Callable[..., str]:
-    """A filter whose result may be a multiple of its value, as a filter that pays for it."""
-
-    @pass_context
-    def run(context: BudgetContext, value: Any, *arguments: Any, **named: Any) -> str:
-        text = function(value, *arguments, **named)
-        _pay_text(context, len(text))
-        return text
-
-    return run
-
-
-# Not needed by templates, and with results or times that are hard to bound.
-REMOVED_FILTERS = ("pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr")
-_SORTING = 20  # operations for an item
-_TEXT_FILTERS = ("capitalize", "e", "escape", "forceescape", "string", "title", "truncate", "urlencode", "wordcount")
-FILTERS: Mapping[str, Callable[..., Any]] = {
-    **{name: _checked(name) for name in _TEXT_FILTERS},
-    **{name: _sorting(name) for name in ("groupby", "max", "min", "sort", "unique")},
-    "batch": _batch,
-    "center": _center,
-    "format": _format,
-    "indent": _indent,
-    "join": _join,
-    "list": _list,
-    "lower": _lower,
-    "replace": _replace,
-    "round": _round,
-    "sum": _sum,
-    "trim": _trim,
-    "upper": _upper,
-    "budget loop": _loop,  # with a space: no template can name them
-    "budget pay": _pay,
-    "budget keep": _keep,
-    "budget collect": _collect,
-}
+# With a space: no template can name them. They take the context, so Jinja does not run them while it compiles.
+PAYMENTS = {"budget loop": _loop, "budget pay": _pay, "budget keep": _keep, "budget collect": _collect}
 
 # --- at compile time --------------------------------------------------------------------------------------------------
 
 _FREE = (nodes.Const, nodes.TemplateData, nodes.Name, nodes.Pair, nodes.Keyword, nodes.NSRef, nodes.Operand)
 _UNSUPPORTED = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
 _COLLECTIONS = (nodes.List, nodes.Tuple, nodes.Dict)
+_GROWING = (nodes.Add, nodes.Concat, nodes.Mul, nodes.Mod, nodes.Call, nodes.Filter)
+_SMALL = frozenset({"count", "default", "first", "int", "last", "length"})  # filters whose result is no new text
+_SMALL_CALLS = frozenset({"endswith", "get", "items", "startswith"})
 
 
-def with_budget(tree: nodes.Template) -> nodes.Template:
-    """The tree with its costs added. It is changed in place."""
+def with_budget(tree: nodes.Template, direct_methods: Iterable[str], *, builds: bool) -> nodes.Template:
+    """The tree with its costs added. It is changed in place. `builds`: it may change collections."""
     for node in tree.find_all(_UNSUPPORTED):
         raise TemplateSyntaxError(f"a chat template has no {type(node).__name__.lower()}", node.lineno)
-    tree.body = _statements(tree.body, collected=False)
+    tree.body = _Budgeting(frozenset(direct_methods), "collect" if builds else "keep").statements(tree.body)
     return tree
+
+
+class _Budgeting:
+    def __init__(self, direct_methods: frozenset[str], collect: str) -> None:
+        self._direct_methods, self._collect = direct_methods, collect
+
+    def statements(self, body: list[nodes.Node], *, collected: bool = False) -> list[nodes.Node]:
+        """`collected`: the output is a value of the template."""
+        out: list[nodes.Node] = []
+        stretch = 0
+        for node in body:
+            weight = _weight(node)
+            if stretch and stretch + weight > _STRETCH:
+                out.append(_payment(stretch, node.lineno))
+                stretch = 0
+            stretch += weight
+            out.append(self._statement(node, collected))
+        return out
+
+    def _statement(self, node: Any, collected: bool) -> nodes.Node:
+        if isinstance(node, nodes.Output):
+            node.nodes = [self._output(each, collected) for each in node.nodes]
+            return node
+        if isinstance(node, nodes.For):
+            self._for(node, collected)
+            return node
+        self._expressions(node)
+        if isinstance(node, nodes.Macro | nodes.CallBlock):
+            payment = _payment(1 + sum(map(_weight, node.body)), node.lineno)
+            node.body = [payment, *self.statements(node.body, collected=True)]
+            node.defaults = [_kept(each) for each in node.defaults]
+        elif isinstance(node, nodes.Assign):
+            node.node = _kept(node.node)
+        elif isinstance(node, nodes.If):
+            node.body = self.statements(node.body, collected=collected)
+            for each in node.elif_:
+                self._statement(each, collected)
+            node.else_ = self.statements(node.else_, collected=collected)
+        elif hasattr(node, "body"):
+            if isinstance(node, nodes.With):
+                node.values = [_kept(each) for each in node.values]
+            is_value = isinstance(node, nodes.AssignBlock | nodes.FilterBlock)
+            node.body = self.statements(node.body, collected=collected or is_value)
+        return node
+
+    def _for(self, node: nodes.For, collected: bool) -> None:
+        tested = [node.test] if node.test is not None else []
+        weight = 1 + sum(map(_weight, [*node.body, *tested]))
+        self._expressions(node)
+        node.iter = _filter("loop", node.iter, weight)
+        node.body = self.statements(node.body, collected=collected or node.recursive)
+        if node.recursive:
+            node.body.insert(0, _payment(weight, node.lineno))
+        node.else_ = self.statements(node.else_, collected=collected)
+
+    def _output(self, node: nodes.Expr, collected: bool) -> nodes.Expr:
+        if isinstance(node, nodes.TemplateData | nodes.Const):
+            return node
+        made = self._expression(node)
+        return _filter("keep", made) if collected else made
+
+    def _expressions(self, statement: nodes.Node) -> None:
+        """Guard the expressions of a statement, not those of the statements inside it."""
+        for name, value in statement.iter_fields():
+            if isinstance(value, nodes.Expr):
+                setattr(statement, name, self._expression(value))
+            elif isinstance(value, list):
+                made = [self._expression(each) if isinstance(each, nodes.Expr) else each for each in value]
+                setattr(statement, name, made)
+
+    def _expression(self, node: nodes.Expr) -> Any:
+        if _weight(node) > _MAX_EXPRESSION:
+            raise TemplateSyntaxError(f"an expression has more than {_MAX_EXPRESSION} operations", node.lineno)
+        return self._guarded(node)
+
+    def _guarded(self, node: nodes.Node) -> Any:
+        """The expression with guards for what multiplies inside it."""
+        for name, value in node.iter_fields():
+            if isinstance(value, nodes.Node):
+                setattr(node, name, self._guarded(value))
+            elif isinstance(value, list):
+                setattr(node, name, [self._guarded(each) if isinstance(each, nodes.Node) else each for each in value])
+        if isinstance(node, nodes.Call):
+            return self._call(node)
+        if isinstance(node, _COLLECTIONS) and getattr(node, "ctx", "load") == "load" and not _is_constant(node):
+            return _filter(self._collect, node)
+        if isinstance(node, nodes.Add):
+            node.left = _shortened(node.left)
+        elif isinstance(node, nodes.Concat) and len(node.nodes) > _MAX_OPERANDS:
+            return _nested_concat(node.nodes)
+        return node
+
+    def _call(self, node: nodes.Call) -> nodes.Expr:
+        called = node.node
+        keep = _always_kept if isinstance(called, nodes.Name) and called.name in ("dict", "namespace") else _kept
+        node.args = [keep(each) for each in node.args]
+        for keyword in node.kwargs:
+            keyword.value = keep(keyword.value)
+        is_method = isinstance(called, nodes.Getattr) and called.attr in self._direct_methods
+        if is_method and not (node.kwargs or node.dyn_args or node.dyn_kwargs):
+            name = f"budget call {called.attr}"
+            return nodes.Filter(called.node, name, node.args, [], None, None, lineno=node.lineno)
+        return node
 
 
 def _weight(node: nodes.Node) -> int:
@@ -474,112 +363,14 @@ def _payment(work: int, line: int) -> nodes.Stmt:
     return nodes.ExprStmt(_filter("pay", nodes.Const(work, lineno=line)), lineno=line)
 
 
-def _statements(body: list[nodes.Node], *, collected: bool) -> list[nodes.Node]:
-    """`collected`: the output is a value of the template."""
-    out: list[nodes.Node] = []
-    stretch = 0
-    for node in body:
-        weight = _weight(node)
-        if stretch and stretch + weight > _STRETCH:
-            out.append(_payment(stretch, node.lineno))
-            stretch = 0
-        stretch += weight
-        out.append(_statement(node, collected))
-    return out
-
-
-def _statement(node: nodes.Node, collected: bool) -> nodes.Node:
-    if isinstance(node, nodes.Output):
-        node.nodes = [_output(each, collected) for each in node.nodes]
-        return node
-    _expressions(node)
-    if isinstance(node, nodes.For):
-        _for(node, collected)
-    elif isinstance(node, nodes.Macro | nodes.CallBlock):
-        pay = _payment(1 + sum(map(_weight, node.body)), node.lineno)
-        node.body = [pay, *_statements(node.body, collected=True)]
-        node.defaults = [_kept(each) for each in node.defaults]
-    elif isinstance(node, nodes.Assign):
-        node.node = _kept(node.node)
-    elif isinstance(node, nodes.With):
-        node.values = [_kept(each) for each in node.values]
-        node.body = _statements(node.body, collected=collected)
-    elif isinstance(node, nodes.AssignBlock):
-        node.body = _statements(node.body, collected=True)
-    elif isinstance(node, nodes.If):
-        node.body = _statements(node.body, collected=collected)
-        node.elif_ = [_if(each, collected) for each in node.elif_]
-        node.else_ = _statements(node.else_, collected=collected)
-    elif hasattr(node, "body"):
-        node.body = _statements(node.body, collected=collected or isinstance(node, nodes.FilterBlock))
-    return node
-
-
-def _if(node: nodes.If, collected: bool) -> nodes.If:
-    _statement(node, collected)
-    return node
-
-
-def _for(node: nodes.For, collected: bool) -> None:
-    tested = [node.test] if node.test is not None else []
-    weight = 1 + sum(map(_weight, [*node.body, *tested]))
-    node.iter = _filter("loop", node.iter, weight)
-    node.body = _statements(node.body, collected=collected or node.recursive)
-    if node.recursive:
-        node.body.insert(0, _payment(weight, node.lineno))
-    node.else_ = _statements(node.else_, collected=collected)
-
-
-def _output(node: nodes.Expr, collected: bool) -> nodes.Expr:
-    if isinstance(node, nodes.TemplateData):
-        return node
-    made = _expression(node)
-    return _filter("keep", made) if collected and not isinstance(node, nodes.Const) else made
-
-
-def _expressions(statement: nodes.Node) -> None:
-    """Guard the expressions of a statement, not those of the statements inside it."""
-    for name, value in statement.iter_fields():
-        if isinstance(value, nodes.Expr):
-            setattr(statement, name, _expression(value))
-        elif isinstance(value, list):
-            made = [_expression(each) if isinstance(each, nodes.Expr) else each for each in value]
-            setattr(statement, name, made)
-
-
-def _expression(node: nodes.Expr) -> Any:
-    if _weight(node) > _MAX_EXPRESSION:
-        raise TemplateSyntaxError(f"an expression has more than {_MAX_EXPRESSION} operations", node.lineno)
-    return _guarded(node)
-
-
-def _guarded(node: nodes.Node) -> Any:
-    """The expression with guards for what multiplies inside it."""
-    for name, value in node.iter_fields():
-        if isinstance(value, nodes.Node):
-            setattr(node, name, _guarded(value))
-        elif isinstance(value, list):
-            setattr(node, name, [_guarded(each) if isinstance(each, nodes.Node) else each for each in value])
-    if isinstance(node, nodes.Call):
-        node.args = [_kept(each) for each in node.args]
-        for keyword in node.kwargs:
-            keyword.value = _kept(keyword.value)
-        return node
-    if isinstance(node, _COLLECTIONS) and getattr(node, "ctx", "load") == "load" and not _is_constant(node):
-        return _filter("collect", node)
-    if isinstance(node, nodes.Add):
-        node.left = _shortened(node.left)
-    elif isinstance(node, nodes.Concat) and len(node.nodes) > _MAX_OPERANDS:
-        head = nodes.Concat(node.nodes[:_MAX_OPERANDS], lineno=node.lineno)
-        return _guarded_concat(head, node.nodes[_MAX_OPERANDS:])
-    return node
-
-
-def _guarded_concat(head: nodes.Expr, rest: list[nodes.Expr]) -> nodes.Expr:
+def _nested_concat(operands: list[nodes.Expr]) -> nodes.Expr:
+    """`a ~ b ~ c` is one node with all operands. A long one is kept in between."""
+    first, rest = operands[:_MAX_OPERANDS], operands[_MAX_OPERANDS:]
+    made = nodes.Concat(first, lineno=first[0].lineno)
     while rest:
-        head = nodes.Concat([_filter("keep", head), *rest[: _MAX_OPERANDS - 1]], lineno=head.lineno)
-        rest = rest[_MAX_OPERANDS - 1 :]
-    return head
+        step, rest = rest[: _MAX_OPERANDS - 1], rest[_MAX_OPERANDS - 1 :]
+        made = nodes.Concat([_filter("keep", made), *step], lineno=made.lineno)
+    return made
 
 
 def _shortened(node: nodes.Expr) -> nodes.Expr:
@@ -591,9 +382,12 @@ def _shortened(node: nodes.Expr) -> nodes.Expr:
 
 
 def _is_constant(node: nodes.Node) -> bool:
-    return all(isinstance(each, nodes.Const) or _is_constant(each) for each in node.iter_child_nodes()) and (
-        isinstance(node, nodes.Const | nodes.Pair | nodes.List | nodes.Tuple | nodes.Dict)
-    )
+    is_plain = isinstance(node, nodes.Const | nodes.Pair | nodes.List | nodes.Tuple | nodes.Dict)
+    return is_plain and all(map(_is_constant, node.iter_child_nodes()))
+
+
+def _always_kept(node: Any) -> Any:
+    return node if isinstance(node, nodes.Const) or _is_kept(node) else _filter("keep", node)
 
 
 def _kept(node: Any) -> Any:
@@ -601,11 +395,17 @@ def _kept(node: Any) -> Any:
     return _filter("keep", node) if _grows(node) else node
 
 
+def _is_kept(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Filter) and node.name in PAYMENTS
+
+
 def _grows(node: nodes.Node) -> bool:
-    if isinstance(node, nodes.Filter) and node.name.startswith("budget"):
-        return False
-    if isinstance(node, nodes.Add | nodes.Concat | nodes.Mul | nodes.Mod | nodes.Call | nodes.Filter):
-        return not (isinstance(node, nodes.Filter) and node.name in _SHRINKING and not _inner_grows(node))
+    if isinstance(node, nodes.Filter):
+        if node.name in _SMALL:
+            return node.node is not None and _grows(node.node)
+        return not _is_kept(node) and node.name.removeprefix("budget call ") not in _SMALL_CALLS
+    if isinstance(node, _GROWING):
+        return True
     if isinstance(node, nodes.CondExpr):
         return _grows(node.expr1) or (node.expr2 is not None and _grows(node.expr2))
     if isinstance(node, nodes.And | nodes.Or):
@@ -613,8 +413,18 @@ def _grows(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Getitem) and _grows(node.node)
 
 
-_SHRINKING = frozenset({"count", "default", "first", "int", "last", "length", "lower", "trim", "upper"})
+class TextCodeGenerator(CodeGenerator):
+    """Writes no conversion for an output that is a text anyway."""
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        if is_text(node) and not (frame.eval_ctx.volatile or frame.eval_ctx.autoescape):
+            self.write("(" + (finalize.src or ""))
+        else:
+            super()._output_child_pre(node, frame, finalize)
 
 
-def _inner_grows(node: nodes.Filter) -> bool:
-    return node.node is not None and _grows(node.node)
+def is_text(node: nodes.Node) -> bool:
+    """A sum with a text is a text, or fails."""
+    if isinstance(node, nodes.Add):
+        return is_text(node.left) or is_text(node.right)
+    return isinstance(node, nodes.Const) and isinstance(node.value, str)

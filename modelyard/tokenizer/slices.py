@@ -43,8 +43,7 @@ def spans_words(spellings: Iterable[str]) -> bool:
 def can_slice(tokenizer: Tokenizer) -> bool:
     if getattr(tokenizer, "spans_words", True):
         return False
-    parts = _PLACE.split(_PROBE)
-    return len(parts) > 1 and sum(map(tokenizer.encode, parts), []) == tokenizer.encode(_PROBE)
+    return [id for part in _PLACE.split(_PROBE) for id in tokenizer.encode(part)] == tokenizer.encode(_PROBE)
 
 
 def estimate(text: str, encode: Callable[[str], list[int]], on_progress: OnProgress, tokens: int, chars: int) -> None:

@@ -175,7 +175,7 @@ class HttpTargets:
         try:
             request = self._client.build_request(call.method, call.path, headers=call.headers, content=call.body)
             with self._client.stream(call.method, request.url, headers=request.headers, content=call.body) as reply:
-                for chunk in reply.iter_raw():
+                for chunk in reply.iter_bytes():
                     text += chunk
                     if call.path.startswith(_OPEN_ENDED):
                         return str(reply.status_code)

@@ -341,6 +341,7 @@ class _DraftSequence(Struct):
     """The first `n_past` tokens of its job are in the KV, and after them the `drafted` ones."""
 
     tokens: IntArray  # of the previous job, for the prefix that it shares with the next
+    scope: str = ""  # of the previous job
     n_past: int = 0
     drafted: list[int] = []
 
@@ -361,9 +362,10 @@ class ModelDrafter:
         self._works = True
 
     def begin(self, sequence: int, job: LlamaCppJob) -> None:
-        """The prefix that the previous job shares with this one stays."""
-        state = self._sequences[sequence]
-        state.n_past, state.drafted = common_prefix(state.tokens, job.ids), []
+        """The prefix that the previous job shares with this one stays, if it has the same scope."""
+        state, scope = self._sequences[sequence], job.prompt.scope
+        state.n_past, state.drafted = common_prefix(state.tokens, job.ids) if state.scope == scope else 0, []
+        state.scope = scope
         self._jobs[sequence] = job
 
     def end(self, sequence: int) -> None:
