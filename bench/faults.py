@@ -44,6 +44,7 @@ import psutil
 from msgspec import Struct
 
 from modelyard.library import default_model
+from modelyard.processes.parent_death import die_with_parent
 from tests.workers.ray_nodes import HEAD, ray_nodes
 
 PORTS = (21_081, 21_082)
@@ -92,9 +93,9 @@ class EngineUnderTest(Struct, frozen=True):
 
 ENGINES = {
     "fake": EngineUnderTest('backend = "fake"\necho = true\ntoken_delay = 0.004', 60, 4096, 5.0, is_real=False),
-    "llama_cpp": EngineUnderTest('backend = "llama_cpp"\npath = "{path}"\nn_threads = 1', 6, 384, 90.0),
+    "llama_cpp": EngineUnderTest('backend = "llama_cpp"\npath = "{path}"\nn_threads = 1', 2, 384, 90.0),
     "llama_server": EngineUnderTest(
-        'backend = "llama_server"\npath = "{path}"\nllama_server_threads = 1', 6, 384, 90.0
+        'backend = "llama_server"\npath = "{path}"\nllama_server_threads = 1', 2, 384, 90.0
     ),
 }
 
@@ -286,7 +287,7 @@ class SplitServer:
         }[name]
         command = [sys.executable, "-m", "modelyard", *arguments, "--config", str(self.folder / "c.toml")]
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.parts[name] = subprocess.Popen(command, stdout=log, stderr=log)
+            self.parts[name] = subprocess.Popen(die_with_parent(command), stdout=log, stderr=log)
 
     def worker_pid(self) -> int | None:
         for port in PORTS:

@@ -15,8 +15,7 @@ from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
 
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Timeout
-
-_EXACT_CHARS = 500_000  # the tokens of a shorter prompt are counted to the end: agents shorten it by the number
+from modelyard.tokenizer.slices import EXACT_CHARS
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,7 +58,7 @@ class RequestWork:
 
         def on_progress(tokens: int, done: int) -> None:
             self.check()
-            if window is not None and tokens >= window and done < chars and chars > _EXACT_CHARS:
+            if window is not None and tokens >= window and done < chars and chars > EXACT_CHARS:
                 raise ContextOverflow(max(tokens, round(tokens * chars / max(1, done))), window)
 
         return on_progress

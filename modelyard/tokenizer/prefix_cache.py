@@ -116,7 +116,7 @@ class TokenCache:
             return
         start = len(ids)
         for piece in slices(stretch):
-            if len(piece) > 2 * MAX_SLICE:
+            if len(piece) > MAX_SLICE:
                 estimate(piece, self._tokenizer.encode, on_progress, len(ids), chars)
             ids += self._tokenize(cut, piece)
             chars += len(piece)

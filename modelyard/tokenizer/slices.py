@@ -17,6 +17,7 @@ OnProgress = Callable[[int, int], None]  # called with the tokens and the charac
 
 MAX_SLICE = 32_000  # characters: 1 to 100 ms
 _MIN_SLICE = 24_000
+EXACT_CHARS = 500_000  # shorter texts are tokenized to the end: agents shorten a prompt by the number of its tokens
 _PLACE = re.compile(r"(?<=[A-Za-z])(?=[ \n][A-Za-z])")
 # White space as vocabularies spell it: byte level ("Ġ", "Ċ"), sentencepiece ("▁") and plainly.
 _SPANNING = re.compile(r"[A-Za-z][Ġ▁Ċ \n]")
@@ -47,7 +48,9 @@ def can_slice(tokenizer: Tokenizer) -> bool:
 
 
 def estimate(text: str, encode: Callable[[str], list[int]], on_progress: OnProgress, tokens: int, chars: int) -> None:
-    """Report the progress through a text that cannot be sliced exactly. Cutting anywhere adds a few tokens at most."""
+    """Report the progress through a long text that cannot be sliced exactly. Cutting anywhere adds a few tokens."""
+    if len(text) <= EXACT_CHARS:
+        return
     for at in range(0, len(text), MAX_SLICE):
         tokens += max(0, len(encode(text[at : at + MAX_SLICE])) - _CUT_TOKENS)
         on_progress(tokens, chars + min(len(text), at + MAX_SLICE))
@@ -63,7 +66,7 @@ def encode_long(tokenizer: Tokenizer, text: str, on_progress: OnProgress) -> lis
     ids: list[int] = []
     chars = 0
     for piece in slices(text):
-        if len(piece) > 2 * MAX_SLICE:
+        if len(piece) > MAX_SLICE:
             estimate(piece, tokenizer.encode, on_progress, len(ids), chars)
         ids += tokenizer.encode(piece)
         chars += len(piece)

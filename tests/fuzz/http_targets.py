@@ -49,6 +49,7 @@ _ADMIN_BODIES: dict[str, Json] = {  # the schema says no more than «an object»
 }
 _OPEN_ENDED = ("/v1/admin/events",)  # a stream without an end: the first event is enough
 _OMITTED = ("content-length", "content-encoding", "transfer-encoding", "connection", "host", "upgrade", "expect")
+_SLOW_SHARE = 0.15
 _MAX_REMEMBERED, _MAX_ACCEPTED = 4000, 400  # bytes of a body, bodies of a path
 _ENDS = {"message_stop", "error", "response.completed", "response.incomplete", "response.failed"}
 
@@ -78,10 +79,11 @@ class HttpCall(NamedTuple):
 
 
 class HttpTargets:
-    """`read_log` returns what the server has logged since the last call. `models` are names that it serves."""
+    """`read_log` returns what the server has logged since the last call. `models` are names that it serves; `slow` is
+    one whose answers must be kept short, or they would look like hangs."""
 
-    def __init__(self, client: httpx.Client, read_log: Callable[[], str], models: list[str]) -> None:
-        self._client, self._read_log, self._models = client, read_log, models
+    def __init__(self, client: httpx.Client, read_log: Callable[[], str], models: list[str], slow: str = "") -> None:
+        self._client, self._read_log, self._models, self._slow = client, read_log, models, slow
         self._document: dict[str, Any] = client.get("/openapi.json").json()
         components = self._document["components"]["schemas"]
         self._values = Values([*code_words(*_READERS), *models], components)
@@ -142,6 +144,11 @@ class HttpTargets:
             body = values.of(schema, rng)
         if isinstance(body, dict) and "/admin/" not in path and rng.random() < 0.95:
             body["model"] = rng.choice(self._models)  # else nothing behind the router would be reached
+            if self._slow and rng.random() < _SLOW_SHARE:
+                body |= {"model": self._slow, "max_tokens": 4, "max_output_tokens": 4} | (
+                    {"n": 2} if "n" in body else {}
+                )
+                body.pop("max_completion_tokens", None)
         data = json.dumps(body).encode()
         return damaged(data, rng) if rng.random() < 0.1 else data
 
@@ -161,8 +168,8 @@ class HttpTargets:
             status = self._check(call)
         except Finding as finding:
             raise Finding(finding.kind, where, finding.detail, call) from None
-        except AssertionError as error:
-            raise Finding("wrong shape", where, str(error).split("\n")[0][:300], call) from None
+        except (AssertionError, LookupError, TypeError, ValueError) as error:
+            raise Finding("wrong shape", where, repr(error).split("\n")[0][:300], call) from None
         logged = self._read_log()
         if "Traceback" in logged:
             raise Finding("traceback", where, _last_line(logged), f"{call!r}\n{logged[-3000:]}")
@@ -240,8 +247,9 @@ def _check_stream(events: list[ServerSentEvent]) -> None:
     events = [event for event in events if event.event != ":"]
     assert events, "an empty stream"
     last = events[-1]
-    name = last.event or (last.data.get("type") if isinstance(last.data, dict) else "")
-    assert last.data == DONE or name in _ENDS, f"a stream that ends with {str(last)[:200]}"
+    data = last.data if isinstance(last.data, dict) else {}
+    is_end = last.data == DONE or (last.event or data.get("type")) in _ENDS or "error" in data
+    assert is_end, f"a stream that ends with {str(last)[:200]}"
 
 
 def _template(path: str, known: Mapping[str, Any]) -> str:

@@ -87,7 +87,7 @@ def server_process() -> Iterator[HttpTargets]:
             running(command, port, "/health/ready") as server,
             httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
         ):
-            yield HttpTargets(client, _file_tail(log), [*MODELS, REAL])
+            yield HttpTargets(client, _file_tail(log), MODELS, REAL)
 
 
 def _file_tail(file: Path) -> Callable[[], str]:
