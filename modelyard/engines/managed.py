@@ -213,6 +213,12 @@ class ManagedEngine(ABC):
     @abstractmethod
     async def count(self, request: Request) -> int | None: ...
 
+    @contextmanager
+    def _placed(self, request: Request) -> Iterator[Mapping[str, Any]]:
+        """While a request runs: further fields of its body, which say where in the server it runs."""
+        del request
+        yield {}
+
     def _may_be_exit(self, error: ModelyardError) -> bool:
         """Whether the error may be the first sign that the server exits."""
         return isinstance(error, Incomplete) or error.code in (UPSTREAM_LOST, UPSTREAM_UNREACHABLE)
@@ -292,7 +298,9 @@ class ManagedEngine(ABC):
                 return await emit(events)
 
             try:
-                await server.upstream.stream_chat(_PATH, self._request_body(request), _PROTOCOL, inspect)
+                with self._placed(request) as fields:
+                    body = append_fields(self._request_body(request), fields)
+                    await server.upstream.stream_chat(_PATH, body, _PROTOCOL, inspect)
             except ModelyardError as error:
                 raise await self._diagnose(error, server, request) from error
 

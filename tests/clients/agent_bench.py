@@ -74,9 +74,9 @@ class AgentBench:
     def _record_requests(self, gateway: Gateway) -> None:
         prepare = gateway.prepare
 
-        async def recording(request: Request, caller: Caller) -> PreparedRequest:
+        async def recording(request: Request, caller: Caller, *more: Any) -> PreparedRequest:
             self.requests.append(request)
-            return await prepare(request, caller)
+            return await prepare(request, caller, *more)
 
         gateway.prepare = recording  # type: ignore[method-assign]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,6 +56,7 @@ from modelyard.core.request import (
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.gateway import ChatOutput, TextOutput
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
+from modelyard.gateway.request_work import RequestWork
 from modelyard.router.router import Target
 from tests.gateway.harness import CALLER, GatewayHarness, ids, make_request, model, read_events, wait_until
 
@@ -197,6 +199,37 @@ async def test_a_long_prompt_overflows_before_a_lease_is_taken() -> None:
         await harness.gateway.prepare(make_request("word " * 30_000), CALLER)
     assert caught.value.prompt_tokens == await harness.gateway.count(make_request("word " * 30_000), CALLER)
     assert harness.running == 0
+
+
+@pytest.mark.parametrize("text", ["word after word " * 300_000, "x" * 5_000_000])
+async def test_a_huge_prompt_is_refused_without_tokenizing_all_of_it(text: str) -> None:
+    harness = GatewayHarness()
+    began = time.process_time()
+    with pytest.raises(ContextOverflow) as caught:
+        await harness.gateway.prepare(make_request(text), CALLER, RequestWork(len(text)))
+    assert caught.value.prompt_tokens > 100_000  # an estimate
+    assert time.process_time() - began < 2  # all of it takes many seconds
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_tokenized_is_not_served() -> None:
+    harness = GatewayHarness()
+    work = RequestWork(3_000_000)
+    counting = asyncio.create_task(harness.gateway.count(make_request("word after word " * 200_000), CALLER, work))
+    await asyncio.sleep(0)
+    work.cancel()
+    with pytest.raises(Cancelled):
+        await counting
+
+
+async def test_a_request_causes_a_limited_number_of_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    harness = GatewayHarness()
+    warnings = tuple(f"input[{i}]: ignored {'x' * 1000}" for i in range(1000))
+    with caplog.at_level(logging.INFO, "modelyard.gateway"):
+        await harness.gateway.prepare(msgspec.structs.replace(make_request("hi"), warnings=warnings), CALLER)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 21
+    assert lines[-1] == "request: 980 more warnings"
+    assert max(map(len, lines)) < 600
 
 
 async def test_prompts_rendered_in_a_thread_have_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import msgspec
@@ -11,7 +13,8 @@ from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgre
 from modelyard.core.errors import ModelyardError, Unsupported
 from modelyard.core.request import Request
 from modelyard.engines.llama_server.options import LlamaServerOptions
-from modelyard.engines.llama_server.server import server_command
+from modelyard.engines.llama_server.server import combined_cache, server_command
+from modelyard.engines.llama_server.slots import ScopedSlots
 from modelyard.engines.managed import ManagedEngine, ManagedServer, server_request
 from modelyard.engines.upstream import append_fields, reject_bare_prompts
 from modelyard.protocols import openai_chat
@@ -33,6 +36,8 @@ class LlamaServerEngine(ManagedEngine):
         capabilities = replace(CAPABILITIES, modalities=spec.modalities)
         info = EngineInfo("llama_server", dict(spec.caches), capabilities)
         super().__init__(spec, info, self._options.llama_server_start_timeout_s)
+        is_known = not {"--parallel", "-np"} & set(self._options.llama_server_extra_args)
+        self._slots = ScopedSlots(combined_cache(spec.caches).parallel if is_known else 0)
 
     async def _start_server(self, progress: OnProgress) -> ManagedServer:
         progress(0.0, "starting llama-server")
@@ -49,6 +54,14 @@ class LlamaServerEngine(ManagedEngine):
 
     def _request_body(self, request: Request) -> bytes:
         return chat_body(request, self._options)
+
+    @contextmanager
+    def _placed(self, request: Request) -> Iterator[Mapping[str, Any]]:
+        slot, fields = self._slots.take(request.kv_scope, request.messages)
+        try:
+            yield fields
+        finally:
+            self._slots.release(slot)
 
     async def count(self, request: Request) -> int | None:
         """Counts the prompt as the server renders it; None if the server does not answer."""

@@ -33,6 +33,10 @@ async def test_adapter_changes_only_the_jobs_that_use_it(subject: Subject, opene
         await _assert_unsupported(engine.generate(prompt(subject, adapters=ADAPTERS)))
         return
     file = subject.write_adapter(tmp_path)
+    if subject.is_behind_worker:
+        with pytest.raises(Unsupported, match="own configuration"):
+            await engine.control(Control("load_adapter", argument=f"law={file}"))
+        return
     before = await read(engine.generate(prompt(subject)))
     await engine.control(Control("load_adapter", argument=f"law={file}"))
     adapted = await read(engine.generate(prompt(subject, adapters=ADAPTERS)))
