@@ -7,9 +7,10 @@ import secrets
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,6 +27,7 @@ from modelyard.engines.upstream import (
     Upstream,
     UpstreamAddress,
     UpstreamJobs,
+    append_fields,
 )
 from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.processes.ports import reserve_port

@@ -47,6 +47,12 @@ _ADMIN_BODIES: dict[str, Json] = {  # the schema says no more than «an object»
     "/v1/admin/models/{name}/replicas": {"replicas": 1},
     "/v1/admin/history": {"texts": True},
 }
+_POOL_BODY: Json = {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+    "instructions": "Be brief.",
+    "thinking": "default",
+    "decoding": {"max_tokens": 9, "temperature": 0.5, "stop": ["x"]},
+}
 _OPEN_ENDED = ("/v1/admin/events",)  # a stream without an end: the first event is enough
 _OMITTED = ("content-length", "content-encoding", "transfer-encoding", "connection", "host", "upgrade", "expect")
 _SLOW_SHARE = 0.15
@@ -94,6 +100,7 @@ class HttpTargets:
         self._accepted: dict[str, list[Json]] = {path: [body] for path, body in _ADMIN_BODIES.items()}
         self._has_valid: set[str] = set()
         self._accepted |= {path: [body, FULL_BODIES[path]] for path, body in VALID_BODIES.items()}
+        self._accepted["/v1/responses"].append(_POOL_BODY)
 
     def targets(self, *, admin: bool) -> list[Target[HttpCall]]:
         """The endpoints of the admin API, which change the server, or all others."""

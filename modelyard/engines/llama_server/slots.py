@@ -27,7 +27,7 @@ class Slot(Struct):
 
 
 class ScopedSlots:
-    """`slots` is 0 if their number is not known: then a request of another scope than the first reuses nothing."""
+    """`slots` is 0 if their number is not known: then no request reuses anything, once there are scopes."""
 
     def __init__(self, slots: int) -> None:
         self._slots = [Slot(index) for index in range(slots)]

@@ -39,6 +39,7 @@ class Subject(ABC):
     backend: str
     tolerance = TOLERANCE  # of the log probabilities of two runs of a job
     reuses_kv = True  # a prompt finds the KV of an earlier one
+    is_behind_worker = False  # it is reached by messages, which cannot load files
     reports_progress = False  # prefill reports its progress and can be cancelled
     block: int | None = None  # tokens of a KV block, if several conversations share blocks
     fluent_file: Path | None = None  # the file of a model that can repeat a text, if the default one cannot
@@ -167,6 +168,7 @@ class RealVllm(Subject):
     """The real vLLM on the CPU, in a worker that outlives the tests: make test-vllm."""
 
     backend = "vllm"
+    is_behind_worker = True
     block = real_vllm.BLOCK
     tokenizer = property(lambda self: real_vllm.tokenizer())
     file = property(lambda self: real_vllm.model_folder() / "model.safetensors")
@@ -188,6 +190,8 @@ class RealVllm(Subject):
 
 class InProcess(Subject):
     """The engine of another subject in its own process. The heartbeat is patient: the machine may be busy."""
+
+    is_behind_worker = True
 
     def __init__(self, inner: Subject) -> None:
         self._inner, self.backend = inner, inner.backend
