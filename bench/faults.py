@@ -5,7 +5,7 @@
 Starts a scheduler, two gateways and a worker, keeps streams of Chat Completions and Responses running, and in each
 round breaks one part (`FAULTS`). Every client must get its whole response or a proper error within `max_wait_s` of the
 fault, and only its own text; memory and open files must return to their level. The exit code is 1 otherwise. A table
-with recovery times is printed at the end: from the fault, or from the end of a pause, until a new request is answered.
+with recovery times is printed at the end: from the fault, or from the end of a pause, until a new request gets text.
 
 A mix-up shows because every answer is known: the fake engine echoes the request, and a real engine must follow a JSON
 schema that allows only one text. With the fake engine an answer takes no time, so its five seconds are a sum: a silent
@@ -36,6 +36,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ class Outcomes:
         self.messages: Counter[str] = Counter()
         self.is_over = asyncio.Event()
         self._max_wait_s = max_wait_s
-        self._complete: list[tuple[float, float]] = []
+        self._first_texts: list[tuple[float, float]] = []  # when a request was sent, and when its first text came
 
     def unexpected(self, allowed: Sequence[str]) -> dict[str, int]:
         expected = ("complete", "error", *allowed)
@@ -155,15 +156,16 @@ class Outcomes:
         self.longest_wait_s = max(self.longest_wait_s, waited)
         late = ", late" if waited > self._max_wait_s else ""
         self.counts[outcome + late] += 1
-        if outcome == "complete":
-            self._complete.append((began, ended))
         if message:
             self.messages[f"{message[:160]}{late}"] += 1
 
+    def on_first_text(self, began: float) -> None:
+        self._first_texts.append((began, time.monotonic()))
+
     def recoveries(self) -> list[float]:
-        """For each fault: until the first request that was sent after it has its answer."""
-        ends = [[ended for began, ended in self._complete if began >= at] for at in self.healed]
-        return [min(after, default=float("inf")) - at for at, after in zip(self.healed, ends, strict=True)]
+        """For each fault: until the first text of a request that was sent after it."""
+        texts = [[first for began, first in self._first_texts if began >= at] for at in self.healed]
+        return [min(after, default=float("inf")) - at for at, after in zip(self.healed, texts, strict=True)]
 
 
 class Dialogue(Struct, frozen=True):
@@ -241,13 +243,16 @@ async def run_client(number: int, engine: EngineUnderTest, outcomes: Outcomes) -
             words = " ".join(str(number * 1000 + i) for i in range(engine.words))
             dialogue = Dialogue(f"client {number} turn {turn}: {words}", engine.is_real, bool(number // 2 % 2))
             began = time.monotonic()
-            outcome, message = await request(http, PORTS[(number + turn) % 2], dialogue)
+            on_text = partial(outcomes.on_first_text, began)
+            outcome, message = await request(http, PORTS[(number + turn) % 2], dialogue, on_text)
             outcomes.add(outcome, began, time.monotonic(), message)
             if outcome in ("refused", "error"):
                 await asyncio.sleep(0.2)
 
 
-async def request(http: httpx.AsyncClient, port: int, dialogue: Dialogue) -> tuple[str, str]:
+async def request(
+    http: httpx.AsyncClient, port: int, dialogue: Dialogue, on_first_text: Callable[[], None]
+) -> tuple[str, str]:
     """The outcome and a message."""
     path = "/v1/responses" if dialogue.uses_responses else "/v1/chat/completions"
     reader, was_cut = StreamReader(), False
@@ -257,7 +262,10 @@ async def request(http: httpx.AsyncClient, port: int, dialogue: Dialogue) -> tup
                 await response.aread()
                 return ("error", response.text) if "error" in response.text else ("SILENT", response.text)
             async for line in response.aiter_lines():
+                had_text = bool(reader.text)
                 reader.feed(line)
+                if reader.text and not had_text:
+                    on_first_text()
     except (httpx.ConnectError, httpx.ConnectTimeout):
         return "refused", ""
     except httpx.ReadTimeout:

@@ -45,6 +45,9 @@ Kind = Literal[
 ]
 
 
+ENGINE_DIED = "engine_died"  # code of an Unavailable: the engine died with this request on it, which may be the cause
+
+
 class ModelyardError(Exception):
     """`code` is for programs, `message` for people, `param` names the field at fault, `retry_after` is in seconds."""
 

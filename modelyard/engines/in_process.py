@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from modelyard.core.engine import Chunk, Control, End, EngineInfo, EngineSpec, Generation, Media, OnProgress, Prompt
 from modelyard.core.errors import (
+    ENGINE_DIED,
     ContextOverflow,
     Internal,
     InvalidRequest,
@@ -395,7 +396,7 @@ class ThreadedEngine(InProcessEngine[J]):
             self._finish_step()
         except Exception as error:
             log.exception("the %s thread died", self.library)
-            death = Unavailable(f"the engine died: {error}")
+            death = Unavailable(f"the engine died: {error}", code=ENGINE_DIED)
             self._end_all(death)
             self._loop.call_soon_threadsafe(self._report_lost, death)
         else:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.engine import EngineInfo, EngineSpec, EngineStats, Generation, OnProgress
-from modelyard.core.errors import Incomplete, ModelyardError, NotFound, Timeout, Unavailable
+from modelyard.core.errors import ENGINE_DIED, Incomplete, ModelyardError, NotFound, Timeout, Unavailable
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
@@ -147,7 +147,7 @@ class ManagedServer:
             raise Timeout(f"{name} was not ready after {seconds:g} s: {last}", code="load_timeout") from None
 
     def exit_error(self) -> Unavailable:
-        return Unavailable(f"{self.command.address.name} {self._describe_exit()}")
+        return Unavailable(f"{self.command.address.name} {self._describe_exit()}", code=ENGINE_DIED)
 
     def _describe_exit(self) -> str:
         exit_, reason = describe_exit(self.child.ended.result()), self.command.failure_reason(self.child.log.lines())
@@ -318,7 +318,8 @@ class ManagedEngine(ABC):
         if not self._may_be_exit(error) or not await server.wait_exited(self.exit_grace_s):
             return error
         self._set_lost(server)
-        return server.exit_error()
+        died = server.exit_error()
+        return Unavailable(died.message) if error.code == UPSTREAM_UNREACHABLE else died  # it never got the request
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -37,6 +37,7 @@ from modelyard.core.engine import (
     Tokens,
 )
 from modelyard.core.errors import (
+    ENGINE_DIED,
     Cancelled,
     Forbidden,
     Incomplete,
@@ -124,6 +125,7 @@ class Gateway:
         self._dedup = RequestDeduplicator()
         self._streams: set[ChoiceStream | MultiChoiceStream] = set()
         self._background: set[asyncio.Task[None]] = set()
+        self.newest_start: dict[int, float] = {}  # by the id of an engine: when its last request started
 
     # --- read, prepare, start -------------------------------------------------------------------------------------
 
@@ -458,6 +460,7 @@ class ChoiceStream:
         "_closed",
         "_engine",
         "_engine_started",
+        "_engine_was_lost",
         "_first_output",
         "_gateway",
         "_generation",
@@ -490,6 +493,7 @@ class ChoiceStream:
         self._ticket, self._gateway, self._capture = ticket, gateway, capture
         self._lease: Lease | None = None
         self._engine: Any = None
+        self._engine_was_lost = False  # before this request reached it
         self._generation: Generation[Any] | None = None
         self._may_retry = retry and not prepared.model.remote  # a remote engine retries by itself
         self._cancelled = self._closed = False
@@ -554,13 +558,14 @@ class ChoiceStream:
         self._lease = lease
         lease.on_revoke(self.cancel)
         self._engine_started = time.perf_counter()
+        self._gateway.newest_start[id(lease.engine)] = self._engine_started
         prepared, gateway = self.prepared, self._gateway
         model, request = prepared.model, prepared.request
         gateway.metrics.queue_wait.observe(model.name, lease.waited)
         if self._cancelled:
             raise Cancelled("the client disconnected")
         engine: Any = lease.engine
-        self._engine = engine
+        self._engine, self._engine_was_lost = engine, engine.lost.done()
         capabilities = engine.info.capabilities
         if capabilities is not prepared.capabilities and capabilities != prepared.capabilities:
             # The engine was loaded or replaced after `prepare`.
@@ -608,6 +613,9 @@ class ChoiceStream:
 
     def _end(self, last: Finished | Failed) -> None:
         self._gateway.on_end(self, last)
+        newest, engine = self._gateway.newest_start, id(self._engine)
+        if isinstance(last, Finished) and newest.get(engine) == self._engine_started:
+            del newest[engine]
         if self._lease is not None:
             self._lease.spend(self.output.usage.output)
 
@@ -619,7 +627,17 @@ class ChoiceStream:
         error = last.error if isinstance(last, (End, Failed)) else None
         if not isinstance(error, Unavailable) or not self._may_retry or self._cancelled or self.output.has_output:
             return False
+        if error.code == ENGINE_DIED and self._is_suspect():
+            return False
         return not any(isinstance(item, (Tokens, BlockDelta)) for item in batch)
+
+    def _is_suspect(self) -> bool:
+        """Whether this request may have killed the engine, and would kill the next one: the engine had not accepted it
+        yet, or no other request was started after it that still ran."""
+        if self._engine_was_lost:
+            return False
+        newest = self._gateway.newest_start.get(id(self._engine))
+        return not self.output.emitted_start or newest is None or newest == self._engine_started
 
     def _retry(self) -> None:
         self._may_retry = False
@@ -676,7 +694,7 @@ class TextOutput:
 
     __slots__ = (
         "_detokenizer",
-        "_emitted_start",
+        "emitted_start",
         "_on_text",
         "_prepared",
         "_rendered",
@@ -720,7 +738,7 @@ class TextOutput:
         )
         self.usage = Usage(len(rendered.ids))
         self.ids: list[int] | None = [] if request.tools else None  # an agent's next prompt repeats them
-        self.over = self.slot_free = self.has_output = self._emitted_start = False
+        self.over = self.slot_free = self.has_output = self.emitted_start = False
 
     @property
     def warnings(self) -> Sequence[str]:
@@ -740,8 +758,8 @@ class TextOutput:
                 self.slot_free = True
                 if not self.over:
                     self._finish(chunk, events)
-            elif isinstance(chunk, Accepted) and not self._emitted_start:
-                self._emitted_start = True
+            elif isinstance(chunk, Accepted) and not self.emitted_start:
+                self.emitted_start = True
                 prepared, usage = self._prepared, self.usage
                 self.usage = Usage(usage.prompt, chunk.cached_tokens, usage.output, usage.reasoning)
                 events.append(Started(prepared.caller.trace, prepared.request.model, prepared.created, self.usage))
@@ -807,7 +825,7 @@ class ChatOutput:
         self._hide_thinking = not (prepared.model.show_thinking if visible is None else visible)
         self._hidden: set[int] = set()
         self.usage = Usage()
-        self.over = self.slot_free = self.has_output = self._emitted_start = False
+        self.over = self.slot_free = self.has_output = self.emitted_start = False
 
     def feed(self, batch: Sequence[Event]) -> list[Event]:
         events: list[Event] = []
@@ -818,7 +836,7 @@ class ChatOutput:
                 self.has_output = self.has_output or isinstance(event, BlockDelta)
                 events += self._without_thinking(event) if self._hide_thinking else (event,)
             elif isinstance(event, Started):
-                if not self._emitted_start:
+                if not self.emitted_start:
                     events.append(self._start(event))
             else:
                 self.over = self.slot_free = True
@@ -827,7 +845,7 @@ class ChatOutput:
 
     def _start(self, event: Started) -> Started:
         prepared = self._prepared
-        self._emitted_start = True
+        self.emitted_start = True
         self.usage = event.usage if event.usage.prompt or self._rendered is None else Usage(len(self._rendered.ids))
         return Started(prepared.caller.trace, prepared.request.model, prepared.created, self.usage)
 

@@ -17,7 +17,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import TemplateRuntimeError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from modelyard.core.errors import InvalidRequest
@@ -29,8 +29,8 @@ from modelyard.prompt.template_budget import (
     MAX_SOURCE,
     BudgetContext,
     BudgetExceeded,
+    FastCodeGenerator,
     Frozen,
-    TextCodeGenerator,
     text_size,
     with_budget,
 )
@@ -75,7 +75,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
     """`builds`: its templates may change lists and dictionaries. Some keep a queue of call ids in a list."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
-    code_generator_class = TextCodeGenerator
+    code_generator_class = FastCodeGenerator
     context_class = BudgetContext
     builds = False
 
@@ -86,6 +86,14 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
         if type(obj) is LoopContext and attribute in _LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 as in Jinja
+        """Shortcut for macros, which are safe."""
+        if type(__obj) is not Macro:
+            return super().call(__context, __obj, *args, **kwargs)
+        kwargs.pop("_loop_vars", None)
+        kwargs.pop("_block_vars", None)
+        return __obj(__context.eval_ctx, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":

@@ -42,6 +42,7 @@ _ITEM = 32  # characters that an item of a collection counts as, beside its text
 _STRETCH = 200  # operations without a look at the clock
 _MAX_EXPRESSION = 500
 _MAX_OPERANDS = 8  # of `+` and `~` in a row
+_MAX_FIELDS = 4  # of a collection that is used at once
 BUILDING_METHODS = frozenset({"append", "extend", "insert", "pop", "remove", "setdefault", "update"})
 
 
@@ -228,6 +229,7 @@ PAYMENTS = {"budget loop": _loop, "budget pay": _pay, "budget keep": _keep, "bud
 _FREE = (nodes.Const, nodes.TemplateData, nodes.Name, nodes.Pair, nodes.Keyword, nodes.NSRef, nodes.Operand)
 _UNSUPPORTED = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
 _COLLECTIONS = (nodes.List, nodes.Tuple, nodes.Dict)
+_REFERENCES = (nodes.Const, nodes.Getattr, nodes.Getitem, nodes.Name)
 _GROWING = (nodes.Add, nodes.Concat, nodes.Mul, nodes.Mod, nodes.Call, nodes.Filter)
 _SMALL = frozenset({"count", "default", "first", "int", "last", "length"})  # filters whose result is no new text
 _SMALL_CALLS = frozenset({"endswith", "get", "items", "startswith"})
@@ -323,7 +325,7 @@ class _Budgeting:
                 setattr(node, name, [self._guarded(each) if isinstance(each, nodes.Node) else each for each in value])
         if isinstance(node, nodes.Call):
             return self._call(node)
-        if isinstance(node, _COLLECTIONS) and getattr(node, "ctx", "load") == "load" and not _is_constant(node):
+        if _is_collection(node) and not (self._collect == "keep" and _is_short(node)):
             return _filter(self._collect, node)
         if isinstance(node, nodes.Add):
             node.left = _shortened(node.left)
@@ -386,6 +388,17 @@ def _is_constant(node: nodes.Node) -> bool:
     return is_plain and all(map(_is_constant, node.iter_child_nodes()))
 
 
+def _is_collection(node: nodes.Node) -> bool:
+    """Of variables; constants are as long as the template."""
+    return isinstance(node, _COLLECTIONS) and getattr(node, "ctx", "load") == "load" and not _is_constant(node)
+
+
+def _is_short(node: nodes.Node) -> bool:
+    """A few fields, such as those of a call: worth no payment unless they are kept."""
+    values = [each.value if isinstance(each, nodes.Pair) else each for each in node.iter_child_nodes()]
+    return len(values) <= _MAX_FIELDS and all(isinstance(each, _REFERENCES) for each in values)
+
+
 def _always_kept(node: Any) -> Any:
     return node if isinstance(node, nodes.Const) or _is_kept(node) else _filter("keep", node)
 
@@ -404,7 +417,7 @@ def _grows(node: nodes.Node) -> bool:
         if node.name in _SMALL:
             return node.node is not None and _grows(node.node)
         return not _is_kept(node) and node.name.removeprefix("budget call ") not in _SMALL_CALLS
-    if isinstance(node, _GROWING):
+    if isinstance(node, _GROWING) or _is_collection(node):
         return True
     if isinstance(node, nodes.CondExpr):
         return _grows(node.expr1) or (node.expr2 is not None and _grows(node.expr2))
@@ -413,8 +426,15 @@ def _grows(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Getitem) and _grows(node.node)
 
 
-class TextCodeGenerator(CodeGenerator):
-    """Writes no conversion for an output that is a text anyway."""
+# --- compiled code ----------------------------------------------------------------------------------------------------
+
+_TEXT_FILTERS = frozenset({"lower", "tojson", "trim", "upper"})
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+class FastCodeGenerator(CodeGenerator):
+    """Jinja's code with two shortcuts: no conversion of an output that is a text anyway, and no call for the field of a
+    dictionary in a variable, of which most templates consist. They pay for the budget."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         if is_text(node) and not (frame.eval_ctx.volatile or frame.eval_ctx.autoescape):
@@ -422,9 +442,32 @@ class TextCodeGenerator(CodeGenerator):
         else:
             super()._output_child_pre(node, frame, finalize)
 
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802 as in Jinja
+        shortcut = _field_shortcut(node.node, node.attr, frame) if node.attr not in _DICT_ATTRIBUTES else ""
+        self.write(shortcut)
+        super().visit_Getattr(node, frame)
+        self.write(")" if shortcut else "")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        shortcut = _field_shortcut(node.node, node.arg.value, frame) if isinstance(node.arg, nodes.Const) else ""
+        self.write(shortcut)
+        super().visit_Getitem(node, frame)
+        self.write(")" if shortcut else "")
+
+
+def _field_shortcut(node: nodes.Expr, field: Any, frame: Frame) -> str:
+    reference = frame.symbols.find_ref(node.name) if isinstance(node, nodes.Name) else None
+    if reference is None or not isinstance(field, str):
+        return ""
+    return f"({reference}[{field!r}] if type({reference}) is dict and {field!r} in {reference} else "
+
 
 def is_text(node: nodes.Node) -> bool:
     """A sum with a text is a text, or fails."""
     if isinstance(node, nodes.Add):
         return is_text(node.left) or is_text(node.right)
-    return isinstance(node, nodes.Const) and isinstance(node.value, str)
+    if isinstance(node, nodes.Filter):
+        return node.name in _TEXT_FILTERS or (
+            node.name == "budget keep" and node.node is not None and is_text(node.node)
+        )
+    return isinstance(node, nodes.Concat) or (isinstance(node, nodes.Const) and isinstance(node.value, str))

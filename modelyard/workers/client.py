@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from modelyard.core.engine import Chunk, Control, Embeddings, End, EngineStats, Generation, OnProgress, Prompt
-from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
+from modelyard.core.errors import ENGINE_DIED, ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.request import Request
 from modelyard.engines.generation_queue import GenerationQueue
@@ -290,7 +290,7 @@ class WorkerSession:
     def _on_disconnect(self, reason: str) -> None:
         if self._connected.done():
             log.warning("%s", reason)
-            self._on_broken(Unavailable("the worker was lost: the connection to it broke"))
+            self._on_broken(Unavailable("the worker was lost: the connection to it broke", code=ENGINE_DIED))
         else:
             self._connect_error = reason  # not started yet, or not ours: the caller decides when to give up
 
@@ -303,7 +303,7 @@ class WorkerSession:
         if self._monitor.tick():
             silent = self._heartbeat.interval_s * self._heartbeat.worker_misses
             log.warning("the worker at %s is silent", self.endpoint)
-            self.end(Unavailable(f"the worker has been silent for {silent:.1f} s"))
+            self.end(Unavailable(f"the worker has been silent for {silent:.1f} s", code=ENGINE_DIED))
         else:
             self.send(msg.Heartbeat(self._monitor.number))
 

@@ -27,7 +27,7 @@ from modelyard.core.engine import (
     OnProgress,
     Prompt,
 )
-from modelyard.core.errors import ModelyardError, Timeout, Unavailable
+from modelyard.core.errors import ENGINE_DIED, ModelyardError, Timeout, Unavailable
 from modelyard.core.events import Event
 from modelyard.core.request import Request
 from modelyard.processes.child_process import ChildProcess, describe_exit
@@ -109,7 +109,7 @@ class ProcessEngine:
     def _exit_error(self, child: ChildProcess) -> Unavailable:
         message = f"the process of the engine of {self._spec.model!r} {describe_exit(child.ended.result())}"
         lines = child.log.tail(_ERROR_LINES)
-        return Unavailable(f"{message}: {lines}" if lines else message)
+        return Unavailable(f"{message}: {lines}" if lines else message, code=ENGINE_DIED)
 
     async def _watch(self, child: ChildProcess, session: WorkerSession) -> None:
         await asyncio.shield(child.ended)

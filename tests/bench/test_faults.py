@@ -34,13 +34,15 @@ async def test_the_wait_counts_from_the_first_fault_during_a_request() -> None:
     assert outcomes.longest_wait_s == 2.0
 
 
-async def test_a_recovery_ends_with_the_first_answer_to_a_request_that_was_sent_after_the_fault() -> None:
+async def test_a_recovery_ends_with_the_first_text_of_a_request_that_was_sent_after_the_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     outcomes = Outcomes(MAX_WAIT_S)
     outcomes.healed += [10.0, 20.0, 30.0]
-    outcomes.add("complete", 9.0, 10.5)  # sent before
-    outcomes.add("error", 10.1, 10.2)
-    outcomes.add("complete", 11.0, 13.0)
-    outcomes.add("complete", 21.0, 21.5)
+    for began, first in ((9.0, 10.5), (11.0, 13.0), (21.0, 21.5)):  # the first was sent before the fault
+        monkeypatch.setattr("bench.faults.time.monotonic", lambda first=first: first)
+        outcomes.on_first_text(began)
+    monkeypatch.undo()
     assert outcomes.recoveries() == [3.0, 1.5, float("inf")]
 
 

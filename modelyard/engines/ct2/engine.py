@@ -20,7 +20,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from modelyard.core.engine import Accepted, Control, EngineInfo, EngineSpec, EngineStats, OnProgress, Prompt, Tokens
-from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Unavailable, Unsupported
+from modelyard.core.errors import ENGINE_DIED, Internal, InvalidRequest, ModelyardError, Unavailable, Unsupported
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.ct2.model_folder import WEIGHTS, find_folder, read_trained_length, read_vocabulary
 from modelyard.engines.ct2.options import CAPABILITIES, Ct2Options, generate_arguments, is_beam_search
@@ -324,7 +324,7 @@ class Ct2Engine(InProcessEngine[Ct2Job]):
         log.error("a CTranslate2 batch failed", exc_info=error)
         failure: ModelyardError = Internal("CTranslate2 could not answer")
         if isinstance(error, RuntimeError):
-            failure = Unavailable(f"the engine died: {error}")
+            failure = Unavailable(f"the engine died: {error}", code=ENGINE_DIED)
             self._report_lost(failure)
         for job in batch.jobs:
             if not job.ended:

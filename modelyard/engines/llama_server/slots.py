@@ -1,8 +1,8 @@
 """Which slot of llama-server takes a request, once there is more than one scope (`Prompt.scope`). Pure.
 
-llama-server gives a request the slot whose prompt is most similar, whoever sent it. So its slots are chosen here: one of
-the same scope, else the one that was used least recently, which then reuses nothing. A request that names its slot also
-takes nothing from llama-server's prompt cache in RAM. While all requests have one scope, llama-server chooses.
+llama-server gives a request the slot whose prompt is most similar, whoever sent it. So its slots are chosen here: one
+of the same scope, else the one that was used least recently, which then reuses nothing. A request that names its slot
+also takes nothing from llama-server's prompt cache in RAM. While no request has a scope, llama-server chooses.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 
-from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, ModelyardError, Unavailable
+from modelyard.core.errors import ENGINE_DIED, ContextOverflow, Internal, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.request import Constraint
 from modelyard.engines.grammars import bad_grammar
 from modelyard.processes.child_process import describe_exit
@@ -57,4 +57,5 @@ def with_cause(error: ModelyardError, cause: str) -> ModelyardError:
 
 def death_error(exit_codes: Sequence[int | None]) -> Unavailable:
     exits = [describe_exit(code) for code in exit_codes if code is not None]
-    return Unavailable(f"vLLM's engine process {exits[0]}" if exits else "vLLM's engine process died")
+    message = f"vLLM's engine process {exits[0]}" if exits else "vLLM's engine process died"
+    return Unavailable(message, code=ENGINE_DIED)

@@ -74,6 +74,7 @@ def write_http_error(
 _STATUS_BY_CODE: Mapping[str, int] = {
     "server_is_overloaded": 503,
     "engine_unavailable": 503,
+    "engine_died": 503,
     "rate_limit_exceeded": 429,
 }
 _STATUS_BY_TYPE: Mapping[str, int] = {

@@ -105,17 +105,15 @@ async def test_cancel_frees_the_slot_for_the_next_request(shared: LlamaServerEng
 
 
 async def test_kv_is_reused_inside_its_scope_only() -> None:
-    """Also by a request that runs while the other one's slot is busy or idle, and from the prompt cache in RAM."""
-
     async def cached(made: LlamaServerEngine, scope: str) -> int:
-        request = chat_request("Tell me about whales. " * 12, max_tokens=1, kv_scope=scope)
+        request = chat_request("Tell me about whales. " * 4, max_tokens=1, kv_scope=scope)
         return collect_reply(await read_events(made, request)).finished.usage.cached
 
     async with running_engine({"main": CacheInfo(256, 2)}) as made:
-        found = [await cached(made, scope) for scope in ("ann", "bob", "eve", "eve", "bob")]
+        found = [await cached(made, scope) for scope in ("ann", "bob", "eve", "bob", "ann")]
         assert found[:3] == [0, 0, 0]
-        assert min(found[3:]) > 30
-        assert await cached(made, "ann") == 0, "its slot was given to another"
+        assert found[3] > 30
+        assert found[4] == 0, "its slot was given to another"
 
 
 async def test_server_on_a_port_with_several_caches(caplog: pytest.LogCaptureFixture) -> None:
