@@ -10,6 +10,7 @@ import ast
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,6 +42,7 @@ _SCHEMAS: tuple[Json, ...] = (
 )
 
 
+@cache
 def code_words(*files: Path) -> list[str]:
     """The short string literals of these modules, except docstrings."""
     found: set[str] = set()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 from msgspec.structs import replace
@@ -51,8 +52,11 @@ async def last_event(generation: object) -> Event:
 
 async def active_requests(served: VllmServeEngine) -> int:
     """The number of running and waiting requests by the metrics of vLLM."""
-    _, reply = await served.server.upstream._http.request("GET", "/metrics")
-    found = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", reply.decode(), re.MULTILINE)
+    address = served.server.upstream.address
+    connector = aiohttp.UnixConnector(address.socket) if address.socket else aiohttp.TCPConnector()
+    async with aiohttp.ClientSession(connector=connector, headers=address.headers) as session:
+        reply = await (await session.get(f"{address.base_url}/metrics")).text()
+    found = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", reply, re.MULTILINE)
     assert len(found) >= 2, reply[:500]
     return int(sum(map(float, found)))
 
