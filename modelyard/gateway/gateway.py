@@ -627,17 +627,18 @@ class ChoiceStream:
         error = last.error if isinstance(last, (End, Failed)) else None
         if not isinstance(error, Unavailable) or not self._may_retry or self._cancelled or self.output.has_output:
             return False
-        if error.code == ENGINE_DIED and self._is_suspect():
+        if error.code == ENGINE_DIED and self._is_suspect(batch):
             return False
         return not any(isinstance(item, (Tokens, BlockDelta)) for item in batch)
 
-    def _is_suspect(self) -> bool:
+    def _is_suspect(self, batch: Sequence[Any]) -> bool:
         """Whether this request may have killed the engine, and would kill the next one: the engine had not accepted it
         yet, or no other request was started after it that still ran."""
         if self._engine_was_lost:
             return False
+        is_accepted = self.output.emitted_start or isinstance(batch[0], (Accepted, Started))
         newest = self._gateway.newest_start.get(id(self._engine))
-        return not self.output.emitted_start or newest is None or newest == self._engine_started
+        return not is_accepted or newest is None or newest == self._engine_started
 
     def _retry(self) -> None:
         self._may_retry = False
@@ -694,11 +695,11 @@ class TextOutput:
 
     __slots__ = (
         "_detokenizer",
-        "emitted_start",
         "_on_text",
         "_prepared",
         "_rendered",
         "_scanner",
+        "emitted_start",
         "has_output",
         "ids",
         "over",

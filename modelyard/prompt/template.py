@@ -25,6 +25,8 @@ from modelyard.prompt import template_filters
 from modelyard.prompt.template_budget import (
     BUILDING_METHODS,
     CHECKED_GLOBALS,
+    DICT_ATTRIBUTES,
+    LOOP_ATTRIBUTES,
     MAX_ITEMS,
     MAX_SOURCE,
     BudgetContext,
@@ -67,10 +69,6 @@ class GenerationBlocks(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-_LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
-
-
 class PromptEnvironment(ImmutableSandboxedEnvironment):
     """`builds`: its templates may change lists and dictionaries. Some keep a queue of call ids in a list."""
 
@@ -81,9 +79,9 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Shortcut for `message.role` and `loop.first`, which most templates consist of."""
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+        if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is LoopContext and attribute in _LOOP_ATTRIBUTES:
+        if type(obj) is LoopContext and attribute in LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 

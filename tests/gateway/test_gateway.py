@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from modelyard.core.engine import Accepted, Chunk, End, Progress, Tokens
 from modelyard.core.errors import (
+    ENGINE_DIED,
     Cancelled,
     ContextOverflow,
     Forbidden,
@@ -435,6 +436,8 @@ async def test_after_a_stop_string_the_slot_is_free_when_the_engine_ends() -> No
 
 # --- retries ----------------------------------------------------------------------------------------------------------
 
+DIED = Unavailable("the process was killed by SIGSEGV", code=ENGINE_DIED)
+
 
 async def test_a_request_is_retried_once_if_the_engine_is_lost_before_content() -> None:
     async with GatewayHarness() as harness:
@@ -461,6 +464,48 @@ async def test_a_request_is_not_retried_twice() -> None:
         assert failures(await reading) == [Unavailable("lost 1")]
         stream.close()
         assert (len(harness.engine.generations), harness.running) == (2, 0)
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+async def test_a_request_that_may_have_killed_the_engine_is_not_retried(is_accepted: bool) -> None:
+    async with GatewayHarness() as harness:
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        generation = await harness.generation()
+        if is_accepted:
+            generation.accept()
+        generation.end("error", DIED)
+        assert failures(await reading) == [DIED]
+        stream.close()
+        assert (len(harness.engine.generations), harness.running) == (1, 0)
+
+
+async def test_a_request_that_ran_before_the_one_that_killed_the_engine_is_retried() -> None:
+    async with GatewayHarness() as harness:
+        earlier, later = await harness.start(), await harness.start()
+        reading = [asyncio.create_task(read_events(stream)) for stream in (earlier, later)]
+        first, second = await harness.generation(), await harness.generation(1)
+        first.accept()
+        second.accept()
+        for generation in (second, first):
+            generation.end("error", DIED)
+        (await harness.generation(2)).finish("Here.")
+        assert collect_reply(await reading[0]).text == "Here."
+        assert failures(await reading[1]) == [DIED]
+        earlier.close()
+        later.close()
+
+
+async def test_a_request_for_an_engine_that_was_dead_already_is_retried() -> None:
+    async with GatewayHarness() as harness:
+        harness.engine.lost = asyncio.get_running_loop().create_future()  # the scheduler watches the other one
+        harness.engine.lost.set_result(DIED)
+        stream = await harness.start()
+        reading = asyncio.create_task(read_events(stream))
+        (await harness.generation()).end("error", DIED)
+        (await harness.generation(1)).finish("Here.")
+        assert collect_reply(await reading).text == "Here."
+        stream.close()
 
 
 async def test_a_request_with_content_is_not_retried() -> None:
