@@ -203,6 +203,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._probe_timer: asyncio.TimerHandle | None = None
         self._on_disconnect: DisconnectCallbacks = set()
         self._pings: DisconnectCallbacks = set()
+        self._earlier: list[RequestResponseCycle] = []  # replies that come before that of `cycle`
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._coalescing = CoalescingTransport(transport, self.loop, self.coalescer, self._watch_reader)
@@ -215,6 +216,9 @@ class LimitedConnection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        for cycle in self._earlier:  # uvicorn knows only the last one
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         for callback in tuple(self._on_disconnect):
             callback()
         scope: Any = self.scope
@@ -302,8 +306,11 @@ class LimitedConnection(HttpToolsProtocol):
         scope: Any = self.scope
         offer_callbacks(scope, self._on_disconnect)
         scope[_PINGS_KEY] = self._pings
+        before = self.cycle
         super().on_headers_complete()
         self._in_headers = False
+        if self.pipeline:
+            self._earlier.append(before)
         if scope["http_version"] != "1.1":
             _end_body_with_connection(self.cycle)
 
@@ -415,7 +422,10 @@ class LimitedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
         super().on_response_complete()
-        if self._refusal is not None and is_last and not self.transport.is_closing():
+        if not is_last:
+            return
+        self._earlier.clear()
+        if self._refusal is not None and not self.transport.is_closing():
             self._send_refusal(self._refusal)
 
 

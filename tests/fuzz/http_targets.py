@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -99,6 +100,7 @@ class HttpTargets:
         self._header_names = sorted(names - set(_OMITTED))
         self._accepted: dict[str, list[Json]] = {path: [body] for path, body in _ADMIN_BODIES.items()}
         self._has_valid: set[str] = set()
+        self._ids: deque[str] = deque(maxlen=20)  # of stored responses
         self._accepted |= {path: [body, FULL_BODIES[path]] for path, body in VALID_BODIES.items()}
         self._accepted["/v1/responses"].append(_POOL_BODY)
 
@@ -124,7 +126,7 @@ class HttpTargets:
         for one in operation.get("parameters", ()):
             value = values.of(one["schema"], rng) if rng.random() < 0.8 else values.any(rng)
             if one["schema"].get("type") == "string" and rng.random() < 0.5:
-                value = rng.choice(self._models)
+                value = rng.choice(self._ids if one["name"] == "id" and self._ids else self._models)
             if one["in"] == "path":
                 url = url.replace(f"{{{one['name']}}}", quote(str(value)[:500], safe="") or "-")
             elif rng.random() < 0.5:
@@ -157,7 +159,8 @@ class HttpTargets:
                 )
                 body.pop("max_completion_tokens", None)
         data = json.dumps(body).encode()
-        return damaged(data, rng) if rng.random() < 0.1 else data
+        is_slow = isinstance(body, dict) and body.get("model") == self._slow
+        return damaged(data, rng) if rng.random() < 0.1 and not is_slow else data
 
     def _remember(self, path: str, body: bytes | None) -> None:
         """What was accepted leads further in than what was not."""
@@ -207,7 +210,10 @@ class HttpTargets:
         elif whole.headers["content-type"].startswith("text/event-stream"):
             _check_stream(parse_events(whole.text))
         elif whole.headers["content-type"].startswith("application/json"):
-            assert isinstance(whole.json(), dict), "a reply that is not an object"
+            data = whole.json()
+            assert isinstance(data, dict), "a reply that is not an object"
+            if call.path.startswith("/v1/responses") and isinstance(id := data.get("id"), str):
+                self._ids.append(id)
         return str(whole.status_code)
 
 

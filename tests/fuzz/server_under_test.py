@@ -22,7 +22,7 @@ from tests.live_server import live_server
 
 MODELS = ["demo", "calls"]
 REAL = "real"
-_WINDOW = 256  # small: an answer of the real model must end before the deadline
+_WINDOW = 128  # small: an answer of the real model must end before the deadline
 
 
 def configuration(*, real: bool = False) -> dict[str, Any]:

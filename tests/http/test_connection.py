@@ -162,6 +162,9 @@ class Clock:
 
     def call_soon(self, callback: Any, *_: Any) -> None: ...
 
+    def time(self) -> float:
+        return self.now
+
     @property
     def has_timers(self) -> bool:
         return bool(self._timers)
@@ -175,10 +178,12 @@ class Clock:
 
 class Transport:
     def __init__(self) -> None:
-        self.closed, self.reading = False, True
+        self.closed, self.reading, self.aborted, self.unsent = False, True, False, 0
 
     def get_extra_info(self, _: str) -> None: ...
     def write(self, data: bytes) -> None: ...
+    def abort(self) -> None:
+        self.aborted = True
 
     def pause_reading(self) -> None:
         self.reading = False
@@ -193,7 +198,7 @@ class Transport:
         return self.closed
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self.unsent
 
     def close(self) -> None:
         self.closed = True
@@ -270,6 +275,44 @@ def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(fake_conne
     assert scope["modelyard.on_disconnect"] == set()
     connection.connection_lost(None)
     assert "modelyard.on_disconnect" not in scope  # so that the handler waits for http.disconnect
+
+
+def test_a_client_that_reads_nothing_is_disconnected(fake_connection: FakeConnection) -> None:
+    connection, transport, clock = fake_connection
+    connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
+    transport.unsent = 100_000
+    connection.pause_writing()
+    for _ in range(3):
+        clock.advance(30)
+    assert not transport.aborted
+    clock.advance(30)
+    assert transport.aborted
+
+
+def test_a_client_that_reads_slowly_stays_connected(fake_connection: FakeConnection) -> None:
+    connection, transport, clock = fake_connection
+    connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
+    transport.unsent = 100_000
+    connection.pause_writing()
+    for _ in range(20):
+        clock.advance(90)
+        transport.unsent -= 1000
+        clock.advance(30)
+    assert not transport.aborted
+    connection.resume_writing()
+    assert not clock.has_timers
+
+
+def test_a_closed_connection_waits_only_so_long_for_its_client_to_read(fake_connection: FakeConnection) -> None:
+    connection, transport, clock = fake_connection
+    connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
+    transport.unsent = 10
+    connection.transport.close()
+    assert transport.closed
+    connection.resume_writing()  # below the low-water mark, but not sent
+    for _ in range(4):
+        clock.advance(30)
+    assert transport.aborted
 
 
 def test_a_lost_connection_leaves_no_timer(fake_connection: FakeConnection) -> None:

@@ -22,6 +22,7 @@ from modelyard.http.request_context import RequestContext
         ("/v1/models", {}, "openai_chat"),
         ("/v1/responses", {}, "openai_responses"),
         ("/v1/responses/resp_1", {}, "openai_responses"),
+        ("/v1/responses/resp_1", {"anthropic-version": "2023-06-01"}, "openai_responses"),
         ("/v1/chat/completions", {}, "openai_chat"),
         ("/v1/completions", {}, "openai_chat"),
         ("/v1/embeddings", {}, "openai_chat"),

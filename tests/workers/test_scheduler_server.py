@@ -14,7 +14,7 @@ import pytest
 
 from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, TextEngine, Tokens
-from modelyard.core.errors import Cancelled, Conflict, NotFound, RateLimited, Unavailable
+from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, NotFound, RateLimited, Unavailable
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
@@ -34,6 +34,7 @@ from modelyard.workers.messages import (
     RegisterWorker,
     ReleaseLease,
     RequestLease,
+    StoreOperation,
     WireLeaseRequest,
     decode_for_gateway,
     decode_for_scheduler,
@@ -41,7 +42,7 @@ from modelyard.workers.messages import (
     open_engine_message,
 )
 from modelyard.workers.remote_pool import RemotePool, RemoteStore
-from modelyard.workers.scheduler_server import SchedulerServer
+from modelyard.workers.scheduler_server import SchedulerServer, run_store_operation
 from modelyard.workers.transport import DealerSocket, HeartbeatConfig, PeerDisconnected, RouterSocket
 from modelyard.workers.worker import HostedEngine, Worker
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
@@ -822,3 +823,8 @@ async def test_the_same_request_at_two_gateways_is_one_run(tmp_path: Path, secon
 def _running(hosted: HostedEngine) -> int:
     assert hosted.engine is not None
     return hosted.engine.stats().running
+
+
+async def test_a_key_of_the_store_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not UTF-8"):
+        await run_store_operation(MemoryStore(1, 100, 10), StoreOperation(1, b"scope", b"\xff"))
