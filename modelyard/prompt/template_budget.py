@@ -53,7 +53,9 @@ class BudgetExceeded(SecurityError):
 class BudgetContext(Context):
     """The variables of one render, and what is left of its budget."""
 
-    def __init__(self, environment: Environment, variables: dict[str, Any], name: str | None = None, *_: Any) -> None:
+    def __init__(
+        self, environment: Environment, variables: dict[str, Any], name: str | None = None, *_: Any, **__: Any
+    ) -> None:
         # As in Context, without blocks and exports, which take as long as a short template.
         self.parent, self.vars, self.environment, self.name = variables, {}, environment, name
         self.eval_ctx = EvalContext(environment, name)
@@ -434,8 +436,8 @@ LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "prev
 
 
 class FastCodeGenerator(CodeGenerator):
-    """Jinja's code with two shortcuts: no conversion of an output that is a text anyway, and no call for `message.role` and
-    `loop.first`, of which most templates consist. They save more than the budget costs."""
+    """Jinja's code with two shortcuts: no conversion of an output that is a text anyway, and no call for `message.role`
+    and `loop.first`, of which most templates consist. They save more than the budget costs."""
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         if is_text(node) and not (frame.eval_ctx.volatile or frame.eval_ctx.autoescape):

@@ -7,15 +7,11 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from jinja2.exceptions import SecurityError
-
 from modelyard.core.errors import InvalidRequest
 from modelyard.prompt import template as template_module
 from modelyard.prompt.template import (
-    MAX_STEPS,
     ChatTemplate,
     Frozen,
-    LoopBudget,
     TemplateFailed,
     TemplateRefused,
     environment,
@@ -113,29 +109,6 @@ def test_the_sandbox_cannot_be_escaped(source: str) -> None:
     assert text == ""
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(10000000000) %}{% endfor %}",
-        "{{ 'x' * 1000000000 }}",
-        "{{ [1] * 1000000000 }}",
-        "{{ 9 ** 999999999 }}",
-        "{{ '%999999999d' % 1 }}",
-        "{{ '%*d' % (999999999, 1) }}",
-        "{{ '%999999999d' | format(1) }}",
-        "{{ '{:999999999}'.format(1) }}",
-        "{{ '{:{}}'.format(1, 999999999) }}",
-        "{{ 'x'.ljust(999999999) }}",
-        "{{ 'x' | center(999999999) }}",
-        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    ],
-)
-def test_resource_bombs_are_refused(source: str) -> None:
-    with pytest.raises(TemplateFailed):
-        render(source)
-
-
 def test_output_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "MAX_OUTPUT", 1000)
     with pytest.raises(TemplateFailed, match="longer than"):
@@ -165,14 +138,6 @@ def test_indent_and_center_equal_those_of_jinja() -> None:
     assert made.from_string("{{ 'a' | center(3) }}").render() == " a "
 
 
-def test_loops_share_one_budget() -> None:
-    steps = LoopBudget()
-    assert list(steps.range(1, 4)) == [1, 2, 3]
-    steps.range(MAX_STEPS - 3)
-    with pytest.raises(SecurityError):
-        steps.range(1)
-
-
 def test_a_frozen_dictionary_is_serialised_once_and_equally() -> None:
     tool = Frozen(name="x", inner=Frozen(a="é"))
     assert tojson(tool) is tojson(tool)
@@ -184,13 +149,7 @@ def test_a_template_can_append_to_its_own_list() -> None:
     text = (
         "{% set ids = [] %}{% for n in 'ab' %}{% set _ = ids.append(n) %}{% endfor %}{{ ids.pop(0) }}{{ ids | length }}"
     )
-    assert environment().from_string(text).render() == "a1"
-
-
-def test_a_list_that_grows_in_its_own_loop_is_stopped() -> None:
-    text = "{% set ids = [1] %}{% for n in ids %}{% set _ = ids.append(n) %}{% endfor %}"
-    with pytest.raises(SecurityError, match="more than"):
-        environment().from_string(text).render()
+    assert render(text) == "a1"
 
 
 def test_verbatim_arguments_are_rendered_verbatim() -> None:
