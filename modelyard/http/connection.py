@@ -173,6 +173,7 @@ def ping_on_half_close(scope: Scope, ping: Callable[[], None]) -> Callable[[], o
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PROBE_S, _MAX_PROBE_S = 0.01, 5.0
+_MAX_UNPAUSED = 16  # requests that wait for the replies to those before them
 
 _ERROR_HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
 
@@ -311,6 +312,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._in_headers = False
         if self.pipeline:
             self._earlier.append(before)
+            if len(self.pipeline) <= _MAX_UNPAUSED:  # uvicorn pauses reading, and a disconnect would go unnoticed
+                self.flow.resume_reading()
         if scope["http_version"] != "1.1":
             _end_body_with_connection(self.cycle)
 

@@ -20,7 +20,7 @@ from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
 from modelyard.gateway.request_work import RequestWork
 from modelyard.http.connection import watched_work
-from modelyard.http.errors import as_modelyard_error
+from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses
@@ -94,7 +94,8 @@ class JsonEndpoint:
         except Exception as exception:
             error = as_modelyard_error(exception)
             context.failed(error)
-            await send_error(send, context, self._protocol.write_error(error, trace=context.trace))
+            written = self._protocol.write_error(public_error(error, context), trace=context.trace)
+            await send_error(send, context, written)
         else:
             await send_json(send, context, 200, reply)
 

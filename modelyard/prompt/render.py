@@ -27,8 +27,9 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.prompt.template import ChatTemplate, Frozen, TemplateFailed, TemplateMessage, tojson, with_json
+from modelyard.prompt.template import ChatTemplate, TemplateFailed, TemplateMessage, tojson, with_json
 from modelyard.prompt.template_adapter import AdaptedTemplate, tools_as_text, used_tool
+from modelyard.prompt.template_budget import Frozen
 from modelyard.prompt.translation import SOURCE, TARGET, translated
 from modelyard.tokenizer.prefix_cache import SplittableTokenizer, TokenCache
 from modelyard.tokenizer.shield import Shield, unshield

@@ -19,7 +19,7 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from time import monotonic, thread_time
 from typing import Any
@@ -53,12 +53,10 @@ class BudgetExceeded(SecurityError):
 class BudgetContext(Context):
     """The variables of one render, and what is left of its budget."""
 
-    def __init__(
-        self, environment: Environment, variables: dict[str, Any], name: str | None = None, *_: Any, **__: Any
-    ) -> None:
+    def __init__(self, environment: Environment, variables: dict[str, Any], *_: Any, **__: Any) -> None:
         # As in Context, without blocks and exports, which take as long as a short template.
-        self.parent, self.vars, self.environment, self.name = variables, {}, environment, name
-        self.eval_ctx = EvalContext(environment, name)
+        self.parent, self.vars, self.environment, self.name = variables, {}, environment, None
+        self.eval_ctx = EvalContext(environment)
         self.exported_vars, self.globals_keys, self.blocks = set(), set(), {}
         self.left = MAX_WORK
         self.end = monotonic() + MAX_SECONDS
@@ -224,7 +222,12 @@ def _collect(context: BudgetContext, value: Any) -> Any:
 
 
 # With a space: no template can name them. They take the context, so Jinja does not run them while it compiles.
-PAYMENTS = {"budget loop": _loop, "budget pay": _pay, "budget keep": _keep, "budget collect": _collect}
+PAYMENTS: Mapping[str, Callable[..., Any]] = {
+    "budget loop": _loop,
+    "budget pay": _pay,
+    "budget keep": _keep,
+    "budget collect": _collect,
+}
 
 # --- at compile time --------------------------------------------------------------------------------------------------
 
@@ -262,7 +265,7 @@ class _Budgeting:
             out.append(self._statement(node, collected))
         return out
 
-    def _statement(self, node: Any, collected: bool) -> nodes.Node:
+    def _statement(self, node: Any, collected: bool) -> Any:
         if isinstance(node, nodes.Output):
             node.nodes = [self._output(each, collected) for each in node.nodes]
             return node
@@ -336,7 +339,7 @@ class _Budgeting:
         return node
 
     def _call(self, node: nodes.Call) -> nodes.Expr:
-        called = node.node
+        called: Any = node.node
         keep = _always_kept if isinstance(called, nodes.Name) and called.name in ("dict", "namespace") else _kept
         node.args = [keep(each) for each in node.args]
         for keyword in node.kwargs:
@@ -357,7 +360,7 @@ def _weight(node: nodes.Node) -> int:
     return own + sum(map(_weight, node.iter_child_nodes(exclude=skipped)))
 
 
-def _filter(name: str, value: nodes.Expr, *arguments: Any) -> nodes.Filter:
+def _filter(name: str, value: Any, *arguments: Any) -> nodes.Filter:
     line = value.lineno
     given: list[nodes.Expr] = [nodes.Const(argument, lineno=line) for argument in arguments]
     return nodes.Filter(value, f"budget {name}", given, [], None, None, lineno=line)

@@ -18,8 +18,8 @@ _CONTROL, _USER_DEFINED, _UNUSED = 1 << 3, 1 << 4, 1 << 1
 _STRIPPING = 1 << 7 | 1 << 8 | 1 << 9  # strips white space or needs a word boundary: not an exact cut
 
 
-class GgufTokenizer:
-    """Owns a vocab-only model. Tokenizing is thread-safe: it changes no state."""
+class GgufVocabulary:
+    """Owns a vocab-only model, and frees it as soon as no tokenizer and no stream uses it."""
 
     def __init__(self, path: Path) -> None:
         from llama_cpp import llama_cpp as lib
@@ -34,16 +34,47 @@ class GgufTokenizer:
         no_devices = (ctypes.c_void_p * 1)()
         params.devices = ctypes.addressof(no_devices)
         llama_log.clear()
-        self._model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
-        if not self._model:
+        self.model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self.model:
             raise InvalidRequest(
                 f"{path} has no readable vocabulary: {llama_log.first_error()}", code="tokenizer_broken"
             )
-        self._vocab = lib.llama_model_get_vocab(self._model)
-        self.size: int = lib.llama_vocab_n_tokens(self._vocab)
+        self.handle: Any = lib.llama_model_get_vocab(self.model)
+        self.size: int = lib.llama_vocab_n_tokens(self.handle)
+
+    def __del__(self) -> None:
+        model, self.model = getattr(self, "model", None), None
+        if model:
+            self._lib.llama_model_free(model)
+
+    def token_bytes(self, token: int) -> bytes:
+        found = self._pieces.get(token)
+        if found is None:
+            if not 0 <= token < self.size:
+                return b""
+            found = self._pieces[token] = self.piece(token)
+        return found
+
+    def piece(self, token: int) -> bytes:
+        buffer = ctypes.create_string_buffer(64)
+        count = self._lib.llama_token_to_piece(self.handle, token, buffer, len(buffer), 0, True)
+        if count < 0:
+            buffer = ctypes.create_string_buffer(-count)
+            count = self._lib.llama_token_to_piece(self.handle, token, buffer, len(buffer), 0, True)
+        return buffer.raw[:count]
+
+
+class GgufTokenizer:
+    """Tokenizing is thread-safe: it changes no state."""
+
+    def __init__(self, path: Path) -> None:
+        from llama_cpp import llama_cpp as lib
+
+        self._lib, self._owner = lib, GgufVocabulary(path)
+        self._vocab, self.size = self._owner.handle, self._owner.size
         attributes = {id: lib.llama_vocab_get_attr(self._vocab, id) for id in range(self.size)}
         marked = {id: a for id, a in attributes.items() if a & (_CONTROL | _USER_DEFINED) and not a & _UNUSED}
-        texts = {id: self._piece(id) for id in marked}
+        texts = {id: self._owner.piece(id) for id in marked}
         self.specials = {raw.decode("utf-8", "replace"): id for id, raw in texts.items() if raw}
         self.cuts = frozenset(
             text for text, id in self.specials.items() if marked[id] & _CONTROL and not marked[id] & _STRIPPING
@@ -53,12 +84,7 @@ class GgufTokenizer:
         self.bos = first if lib.llama_vocab_get_add_bos(self._vocab) and first >= 0 else None
         self.bos_token = self._text(first)
         self.eos_token = self._text(lib.llama_vocab_eos(self._vocab))
-        self._table = TokenTable(self.token_bytes, {id: text for text, id in self.specials.items()})
-
-    def __del__(self) -> None:
-        model, self._model = getattr(self, "_model", None), None
-        if model:
-            self._lib.llama_model_free(model)
+        self._table = TokenTable(self._owner.token_bytes, {id: text for text, id in self.specials.items()})
 
     @cached_property
     def spans_words(self) -> bool:
@@ -72,7 +98,7 @@ class GgufTokenizer:
         return self.named_template(None)
 
     def named_template(self, name: str | None) -> str | None:
-        raw = self._lib.llama_model_chat_template(self._model, name.encode() if name else None)
+        raw = self._lib.llama_model_chat_template(self._owner.model, name.encode() if name else None)
         return raw.decode("utf-8", "replace") if raw else None
 
     def encode(self, text: str) -> list[int]:
@@ -98,23 +124,10 @@ class GgufTokenizer:
         return raw.decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        found = self._pieces.get(token)
-        if found is None:
-            if not 0 <= token < self.size:
-                return b""
-            found = self._pieces[token] = self._piece(token)
-        return found
-
-    def _piece(self, token: int) -> bytes:
-        buffer = ctypes.create_string_buffer(64)
-        count = self._lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
-        if count < 0:
-            buffer = ctypes.create_string_buffer(-count)
-            count = self._lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
-        return buffer.raw[:count]
+        return self._owner.token_bytes(token)
 
     def _text(self, token: int) -> str:
-        return self._piece(token).decode("utf-8", "replace") if token >= 0 else ""
+        return self._owner.piece(token).decode("utf-8", "replace") if token >= 0 else ""
 
     def detokenizer(self) -> Detokenizer:
         return TableDetokenizer(self._table)

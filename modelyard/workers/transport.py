@@ -179,6 +179,19 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
+def _is_listening(path: str) -> bool:
+    """Whether a process listens on this socket. ZeroMQ would take its place without asking."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:  # its backlog is full
+            return True
+        except OSError:
+            return False
+        return True
+
+
 # --- reading and sending --------------------------------------------------------------------------------------------
 
 
@@ -274,6 +287,11 @@ class RouterSocket:
         self, endpoint: str, on_message: Callable[[bytes, bytes], None], keys: ClusterKeys | None = None
     ) -> None:
         keys = link_keys(endpoint, keys)
+        if endpoint.startswith("ipc://") and _is_listening(endpoint.removeprefix("ipc://")):
+            raise Unavailable(
+                f"cannot listen on {endpoint}: another process listens there; stop it, or choose another address",
+                code="endpoint_unusable",
+            )
         self._on_message, self.malformed = on_message, 0
         self._context: _Context = zmq.Context()
         self._authenticator = None if keys is None else _CurveAuthenticator(self._context, keys)

@@ -87,14 +87,26 @@ def test_a_log_line_shows_no_key_of_a_client() -> None:
             assert "client-key" not in formatter.format(record)
 
 
+MESSAGES = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": MESSAGES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/responses": {"model": "demo", "input": "hi"},
+    "/v1/completions": {"model": "demo", "prompt": "hi"},
+    "/v1/embeddings": {"model": "demo", "input": "hi"},
+    "/tokenize": {"model": "demo", "content": "hi"},
+    "/apply-template": MESSAGES,
+}
+
+
 def test_errors_name_files_without_their_folders_except_for_administrators(tmp_path: Path) -> None:
     config = {**demo_config(tokenizer_path=str(tmp_path / "hidden folder" / "tokenizer.json")), "keys": KEYS}
     client_key = {"authorization": "Bearer client-key-0123456789"}
-    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
     with live_server(config, ready=False) as server:
-        for headers in (client_key, ADMIN):
-            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers)
-            assert reply.status_code == 503
+        for path, body in BODIES.items():
+            reply = httpx.post(server.url + path, json=body, headers=client_key)
+            assert reply.status_code in (503, 529), path
             assert "tokenizer.json" in reply.text
             assert "hidden" not in reply.text
             assert str(tmp_path) not in reply.text

@@ -7,17 +7,18 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+
 from modelyard.core.errors import InvalidRequest
 from modelyard.prompt import template as template_module
 from modelyard.prompt.template import (
     ChatTemplate,
-    Frozen,
     TemplateFailed,
     TemplateRefused,
     environment,
     tojson,
     with_json,
 )
+from modelyard.prompt.template_budget import Frozen
 
 
 def render(source: str, **variables: Any) -> str:

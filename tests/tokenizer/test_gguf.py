@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
+import weakref
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -234,3 +236,20 @@ def test_a_gguf_file_without_llama_cpp_says_how_to_build_it(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(MissingLibrary, match="run make install"):
         open_tokenizer(Path("x.GGUF"))
+
+
+def test_a_vocabulary_is_freed_without_the_garbage_collector() -> None:
+    """A server collects rarely, and every reload opens the vocabulary again."""
+    gc.disable()
+    try:
+        tokenizer = GgufTokenizer(fetch())
+        tokenizer.decode(tokenizer.encode("hi"))
+        stream, reference = tokenizer.detokenizer(), weakref.ref(tokenizer)
+        owner = weakref.ref(tokenizer._owner)
+        del tokenizer
+        assert reference() is None
+        assert owner() is not None, "a stream still uses it"
+        del stream
+        assert owner() is None
+    finally:
+        gc.enable()

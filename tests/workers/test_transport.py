@@ -375,8 +375,9 @@ def test_an_invalid_address_is_reported(endpoint: str) -> None:
     assert caught.value.code == "bad_endpoint"
 
 
-async def test_an_address_in_use_is_reported() -> None:
-    async with router(LOCAL, lambda *_: None) as router_socket:
+@pytest.mark.parametrize("tcp", [False, True])
+async def test_an_address_in_use_is_reported(tcp: bool) -> None:
+    async with router(LOCAL if tcp else ipc_endpoint(), lambda *_: None) as router_socket:
         with pytest.raises(Unavailable, match="cannot listen on"):
             RouterSocket(router_socket.endpoint, lambda *_: None, generate_keys())
 
