@@ -5,7 +5,8 @@
 Starts a scheduler, two gateways and a worker, keeps streams of Chat Completions and Responses running, and in each
 round breaks one part (`FAULTS`). Every client must get its whole response or a proper error within `max_wait_s` of the
 fault, and only its own text; memory and open files must return to their level. The exit code is 1 otherwise. A table
-with recovery times is printed at the end: from the fault, or from the end of a pause, until a new request gets text.
+with recovery times is printed at the end: from the fault, or from the end of a pause, until a new short request gets
+text from each gateway; two clients beside the streams send such requests all the time.
 
 A mix-up shows because every answer is known: the fake engine echoes the request, and a real engine must follow a JSON
 schema that allows only one text. With the fake engine an answer takes no time, so its five seconds are a sum: a silent
@@ -143,7 +144,8 @@ class Outcomes:
         self.messages: Counter[str] = Counter()
         self.is_over = asyncio.Event()
         self._max_wait_s = max_wait_s
-        self._first_texts: list[tuple[float, float]] = []  # when a request was sent, and when its first text came
+        # By port: when a short request was sent, and when its first text came.
+        self._first_texts: dict[int, list[tuple[float, float]]] = {port: [] for port in PORTS}
 
     def unexpected(self, allowed: Sequence[str]) -> dict[str, int]:
         expected = ("complete", "error", *allowed)
@@ -159,13 +161,16 @@ class Outcomes:
         if message:
             self.messages[f"{message[:160]}{late}"] += 1
 
-    def on_first_text(self, began: float) -> None:
-        self._first_texts.append((began, time.monotonic()))
+    def on_first_text(self, port: int, began: float) -> None:
+        self._first_texts[port].append((began, time.monotonic()))
 
     def recoveries(self) -> list[float]:
-        """For each fault: until the first text of a request that was sent after it."""
-        texts = [[first for began, first in self._first_texts if began >= at] for at in self.healed]
-        return [min(after, default=float("inf")) - at for at, after in zip(self.healed, texts, strict=True)]
+        """For each fault: until every gateway has answered a request that was sent after it."""
+        return [max(self._recovery(texts, at) for texts in self._first_texts.values()) for at in self.healed]
+
+    @staticmethod
+    def _recovery(texts: list[tuple[float, float]], at: float) -> float:
+        return min((first for began, first in texts if began >= at), default=float("inf")) - at
 
 
 class Dialogue(Struct, frozen=True):
@@ -235,23 +240,36 @@ class StreamReader:
 
 
 async def run_client(number: int, engine: EngineUnderTest, outcomes: Outcomes) -> None:
-    timeout = httpx.Timeout(30 + engine.max_wait_s, connect=5)
-    async with httpx.AsyncClient(timeout=timeout) as http:
+    async with _http_client(engine) as http:
         turn = 0
         while not outcomes.is_over.is_set():
             turn += 1
             words = " ".join(str(number * 1000 + i) for i in range(engine.words))
             dialogue = Dialogue(f"client {number} turn {turn}: {words}", engine.is_real, bool(number // 2 % 2))
             began = time.monotonic()
-            on_text = partial(outcomes.on_first_text, began)
-            outcome, message = await request(http, PORTS[(number + turn) % 2], dialogue, on_text)
+            outcome, message = await request(http, PORTS[(number + turn) % 2], dialogue)
             outcomes.add(outcome, began, time.monotonic(), message)
             if outcome in ("refused", "error"):
                 await asyncio.sleep(0.2)
 
 
+async def run_probe(port: int, engine: EngineUnderTest, outcomes: Outcomes) -> None:
+    """Short requests, one after another, to one gateway."""
+    async with _http_client(engine) as http:
+        while not outcomes.is_over.is_set():
+            began = time.monotonic()
+            dialogue = Dialogue(f"probe {port}", engine.is_real, uses_responses=False)
+            outcome, message = await request(http, port, dialogue, partial(outcomes.on_first_text, port, began))
+            outcomes.add(outcome, began, time.monotonic(), message)
+            await asyncio.sleep(0.1)
+
+
+def _http_client(engine: EngineUnderTest) -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=httpx.Timeout(30 + engine.max_wait_s, connect=5))
+
+
 async def request(
-    http: httpx.AsyncClient, port: int, dialogue: Dialogue, on_first_text: Callable[[], None]
+    http: httpx.AsyncClient, port: int, dialogue: Dialogue, on_first_text: Callable[[], None] = lambda: None
 ) -> tuple[str, str]:
     """The outcome and a message."""
     path = "/v1/responses" if dialogue.uses_responses else "/v1/chat/completions"
@@ -427,6 +445,7 @@ class FaultRun(Struct):
     async def inject_under_load(self, fault: Fault, rounds: int) -> Outcomes:
         outcomes = Outcomes(self.engine.max_wait_s)
         clients = [asyncio.create_task(run_client(number, self.engine, outcomes)) for number in range(self.streams)]
+        clients += [asyncio.create_task(run_probe(port, self.engine, outcomes)) for port in PORTS]
         for _ in range(rounds):
             await asyncio.sleep(self.rng.uniform(0.5, 1.5))
             on_fault = lambda: outcomes.faults.append(time.monotonic())  # noqa: E731
@@ -528,7 +547,7 @@ def main() -> int:
         return run_on_own_disk()
     engine, disk = ENGINES[options.engine], Path(os.environ[DISK_VARIABLE])
     model = engine.model.format(path=default_model.fetch()) if engine.is_real else engine.model
-    config = CONFIG.format(model=model, window=engine.window, streams=options.streams, disk=disk)
+    config = CONFIG.format(model=model, window=engine.window, streams=options.streams + len(PORTS), disk=disk)
     os.environ["MODELYARD_CACHE"] = str(disk)  # measurements of other runs are not used
     chosen = options.only or [name for name, fault in FAULTS.items() if options.engine in fault.engines]
     with tempfile.TemporaryDirectory(prefix="my-faults-") as name, contextlib.ExitStack() as stack:

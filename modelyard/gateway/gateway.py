@@ -245,7 +245,7 @@ class Gateway:
                 return _encode_raw(request, model)
             return await work.run(_encode_raw, request, model, partial(work.watch_window, window=window))
         is_large = work.size > INLINE_BYTES
-        if is_large or len(request.messages) + len(request.tools) > _INLINE_MESSAGES:
+        if is_large or len(request.messages) + len(request.tools) > _INLINE_MESSAGES or renderer.is_costly:
             text = await work.run(renderer.text, request)
         else:
             text = renderer.text(request)

@@ -262,6 +262,11 @@ class Renderer:
     def __repr__(self) -> str:
         return f"<Renderer {self._plain!r}>"
 
+    @property
+    def is_costly(self) -> bool:
+        """Whether a render took too long: call `text` in a thread."""
+        return self._plain.template.is_costly or self._with_tools.template.is_costly
+
     def text(self, request: Request) -> str:
         """The prompt with the shield's marks, for `tokens` and `fresh`. Use `unshield(text)` to show it."""
         if self.translates:

@@ -233,6 +233,7 @@ class ChatTemplate:
         now: Callable[[], datetime] = local_now,
     ) -> None:
         self.source = source
+        self.is_costly = False  # a render exceeded its budget: the next one had better not be on the event loop
         # Jinja would copy its globals for each render; this copies them once.
         self._fixed: dict[str, Any] = {
             **_environment.globals,
@@ -273,6 +274,7 @@ class ChatTemplate:
         except TemplateRaised as error:
             raise TemplateRefused(f"the chat template refuses this conversation: {error.message}") from error
         except BudgetExceeded as error:
+            self.is_costly = True
             where = self._line(error.__traceback__)
             raise TemplateTooCostly(f"the chat template costs too much{where}: {error.message}") from error
         except RecursionError:

@@ -223,10 +223,10 @@ def _collect(context: BudgetContext, value: Any) -> Any:
 
 # With a space: no template can name them. They take the context, so Jinja does not run them while it compiles.
 PAYMENTS: Mapping[str, Callable[..., Any]] = {
+    "budget collect": _collect,
+    "budget keep": _keep,
     "budget loop": _loop,
     "budget pay": _pay,
-    "budget keep": _keep,
-    "budget collect": _collect,
 }
 
 # --- at compile time --------------------------------------------------------------------------------------------------

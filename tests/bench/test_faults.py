@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.faults import Dialogue, Outcomes, Row, StreamReader
+from bench.faults import PORTS, Dialogue, Outcomes, Row, StreamReader
 
 MAX_WAIT_S = 5.0
 
@@ -34,14 +34,17 @@ async def test_the_wait_counts_from_the_first_fault_during_a_request() -> None:
     assert outcomes.longest_wait_s == 2.0
 
 
-async def test_a_recovery_ends_with_the_first_text_of_a_request_that_was_sent_after_the_fault(
+async def test_a_recovery_ends_when_both_gateways_have_answered_requests_that_were_sent_after_the_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outcomes = Outcomes(MAX_WAIT_S)
     outcomes.healed += [10.0, 20.0, 30.0]
     for began, first in ((9.0, 10.5), (11.0, 13.0), (21.0, 21.5)):  # the first was sent before the fault
         monkeypatch.setattr("bench.faults.time.monotonic", lambda first=first: first)
-        outcomes.on_first_text(began)
+        outcomes.on_first_text(PORTS[0], began)
+        outcomes.on_first_text(PORTS[1], began + 0.1)
+    monkeypatch.setattr("bench.faults.time.monotonic", lambda: 30.5)
+    outcomes.on_first_text(PORTS[0], 30.1)
     monkeypatch.undo()
     assert outcomes.recoveries() == [3.0, 1.5, float("inf")]
 

@@ -219,6 +219,15 @@ def test_an_error_names_the_line_of_the_template() -> None:
         render("a\nb\n{{ 'x' * 99999999 }}")
 
 
+def test_a_template_that_was_stopped_once_is_known_to_be_costly() -> None:
+    template = ChatTemplate("{{ 'x' * n }}")
+    assert template.render({"n": 3}) == "xxx"
+    assert not template.is_costly
+    with pytest.raises(TemplateTooCostly):
+        template.render({"n": 99999999})
+    assert template.is_costly
+
+
 def test_tool_definitions_keep_their_cached_text() -> None:
     tool = Frozen(name="x")
     assert render("{{ t | tojson }}{{ [t] | tojson }}", t=tool) == '{"name": "x"}[{"name": "x"}]'
