@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -39,13 +40,9 @@ class GgufVocabulary:
             raise InvalidRequest(
                 f"{path} has no readable vocabulary: {llama_log.first_error()}", code="tokenizer_broken"
             )
+        weakref.finalize(self, lib.llama_model_free, self.model).atexit = False  # the library may be gone by then
         self.handle: Any = lib.llama_model_get_vocab(self.model)
         self.size: int = lib.llama_vocab_n_tokens(self.handle)
-
-    def __del__(self) -> None:
-        model, self.model = getattr(self, "model", None), None
-        if model:
-            self._lib.llama_model_free(model)
 
     def token_bytes(self, token: int) -> bytes:
         found = self._pieces.get(token)

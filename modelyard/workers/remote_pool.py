@@ -139,7 +139,8 @@ class RemotePool:
         self._changes = ModelChangeBroadcast()
         self._answered = asyncio.Event()  # the first state or a refusal has arrived
         self._closing: asyncio.Task[None] | None = None
-        self._refusal: ModelyardError | None = None  # of the last attempt to connect
+        self._refusal: ModelyardError | None = None  # the last one since we were connected
+        self._is_refused = False  # this connection was
         self._connection = 0  # the number of the current connection
         self._disconnected_since: float | None = self._loop.time()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -180,6 +181,7 @@ class RemotePool:
     def _connect(self) -> None:
         """Start a new conversation; messages in flight in the last one are lost."""
         self._connection = number = self._connection + 1
+        self._is_refused = False
         self._socket = DealerSocket(
             self.endpoint, partial(self._on_data, number), partial(self._on_disconnect, number), self._keys
         )
@@ -206,7 +208,7 @@ class RemotePool:
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._heartbeat.interval_s, self._tick)
         is_silent = self._monitor.tick()
-        if is_silent or self._refusal is not None:  # also if our first message was lost with its connection
+        if is_silent or self._is_refused:  # also if our first message was lost with its connection
             if self.is_connected:
                 log.warning("the scheduler is silent: reconnecting")
             self._reconnect()
@@ -251,7 +253,7 @@ class RemotePool:
         refusal = Unavailable(f"the scheduler refused us: {refused.reason}")
         if refusal != self._refusal:
             log.error("%s", refusal.message)
-        self._refusal = refusal
+        self._refusal, self._is_refused = refusal, True
         self._mark_disconnected()
         self._answered.set()
 

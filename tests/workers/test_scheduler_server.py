@@ -29,6 +29,7 @@ from modelyard.workers.messages import (
     ConnectionRefused,
     EngineLocation,
     Heartbeat,
+    JoinAccepted,
     JoinGateway,
     PoolState,
     RegisterWorker,
@@ -346,6 +347,23 @@ async def test_a_refused_gateway_joins_again_and_keeps_the_leases_of_its_running
         assert end(await read(job)).reason == "cancelled"
         lease.release()
         await until(lambda: deployment.scheduler.status()["demo"].running == 0)
+
+
+async def test_a_refused_gateway_waits_for_the_answer_to_its_next_attempt(closing: Closing) -> None:
+    """A busy scheduler may need longer for it than a heartbeat."""
+    joins: list[bytes] = []
+    scheduler = closing(RouterSocket(ipc_endpoint(), lambda peer, _: joins.append(peer)))
+    pool = closing(RemotePool(scheduler.endpoint, "g", heartbeat=FREQUENT))
+    await until(lambda: len(joins) == 1)
+    scheduler.send(joins[0], encode(ConnectionRefused("a mistake")))
+    await until(lambda: len(joins) == 2)
+    ticks = pool._monitor.number
+    await until(lambda: pool._monitor.number > ticks + 10)
+    assert len(joins) == 2
+    scheduler.send(joins[1], encode(JoinAccepted(VERSION)))
+    await until(lambda: pool.is_connected)
+    await pool.close()
+    await scheduler.close()
 
 
 async def test_running_requests_survive_a_broken_connection_to_the_scheduler(tmp_path: Path) -> None:
