@@ -46,6 +46,7 @@ from bench.servers import (
     OURS,
     Server,
     baseline_server,
+    busy_cores,
     install_litellm,
     litellm_server,
     modelyard_server,
@@ -236,7 +237,7 @@ def _throughput(
 ) -> dict[str, list[ServerSample]]:
     """(a), (b), (f): every server in every round, so that a disturbance of the machine affects all of them."""
     what = "streams" if stream else "requests"
-    with modelyard_server(config) as ours:
+    with modelyard_server(config) as ours, busy_cores():
         servers = {OURS: ours, **others}
         for name, server in servers.items():
             tick(f"{what}: warming up {name}")
@@ -487,6 +488,7 @@ def notes(results: Results) -> Iterator[str]:
         f"alike; {plan.connections} connections; mean of {plan.rounds} interleaved round(s) of {plan.seconds:.0f} s "
         "with its 95 % interval"
     )
+    yield "per CPU-second: every other core is kept busy at the lowest priority, so that both CPU times are worth the same"
     if LITELLM in results.requests:
         yield (
             f"LiteLLM {LITELLM_VERSION}, one worker: in the first table it responds from its own mock_response, in "

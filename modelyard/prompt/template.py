@@ -93,6 +93,12 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
         kwargs.pop("_block_vars", None)
         return __obj(__context.eval_ctx, *args, **kwargs)
 
+    def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Filters such as `map` take the name of another."""
+        if name.startswith("budget "):
+            raise TemplateRuntimeError(f"No filter named {name!r}.")
+        return super().call_filter(name, *args, **kwargs)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             template_filters.check_product(left, right)

@@ -30,14 +30,14 @@ from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Context, markup_join
 
-MAX_WORK = 20_000_000  # operations, each 50 ns or more
-MAX_SECONDS = 1.0
+MAX_WORK = 100_000_000  # operations; agents with thousands of messages meet templates that search them all for each
+MAX_SECONDS = 2.0
 MAX_TEXT = 8_000_000  # characters of one value: more than fit in any window
 MAX_ITEMS = 1_000_000  # of a range
 MAX_BUILT = 100_000  # items that a template adds to a collection one by one
 MAX_SOURCE = 1 << 17  # characters of a template; the longest known has 40,000
 _MAX_WAIT = 0.05  # seconds until the next look at the thread's time
-_CHARACTERS = 8  # for the price of one operation
+_CHARACTERS = 2  # for the price of one operation
 _ITEM = 32  # characters that an item of a collection counts as, beside its text
 _STRETCH = 200  # operations without a look at the clock
 _MAX_EXPRESSION = 500
@@ -77,7 +77,7 @@ class BudgetContext(Context):
     def check_time(self) -> None:
         """On a busy machine a thread waits; from here on only its own time counts, which takes longer to read."""
         used = thread_time()
-        self._cpu_end = self._cpu_end or used + MAX_SECONDS
+        self._cpu_end = self._cpu_end or used + MAX_SECONDS / 2
         if used > self._cpu_end:
             raise BudgetExceeded(f"it takes more than {MAX_SECONDS:.0f} s")
         self.end = monotonic() + _MAX_WAIT
@@ -221,7 +221,7 @@ def _collect(context: BudgetContext, value: Any) -> Any:
     return type(value)(map(frozen, value))
 
 
-# With a space: no template can name them. They take the context, so Jinja does not run them while it compiles.
+# With a space, so that no template can name them; `map` refuses them. They take the context, so Jinja does not run them while it compiles.
 PAYMENTS: Mapping[str, Callable[..., Any]] = {
     "budget collect": _collect,
     "budget keep": _keep,

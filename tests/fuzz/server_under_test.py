@@ -21,12 +21,13 @@ from tests.fuzz.http_targets import HttpTargets
 from tests.live_server import live_server
 
 MODELS = ["demo", "calls"]
-REAL = "real"
+APART, REAL = "apart", "real"
 _WINDOW = 128  # small: an answer of the real model must end before the deadline
 
 
 def configuration(*, real: bool = False) -> dict[str, Any]:
-    """`demo` answers by itself, `calls` thinks and calls a tool; `real` is a llama.cpp model."""
+    """`demo` answers by itself, `calls` thinks and calls a tool. `real` adds a llama.cpp model, and one in a process of
+    its own."""
     script = [{"steps": [{"think": "hm"}, {"text": "Hello."}, {"call": {"name": "x", "arguments": {"a": 1}}}]}]
     models: dict[str, Any] = {
         "demo": {"backend": "fake", "token_delay": 0, "modalities": ["text", "image"]},
@@ -34,6 +35,7 @@ def configuration(*, real: bool = False) -> dict[str, Any]:
     }
     if real:
         file = str(default_model.fetch())
+        models[APART] = {"backend": "fake", "token_delay": 0, "placement": "process"}
         models[REAL] = {"backend": "llama_cpp", "path": file, "n_threads": 1, "n_ctx": _WINDOW, "speculation": "off"}
     return {"models": models, "images": {"allow": ["pictures.example"]}, "http": {"docs": True}}
 
@@ -87,7 +89,7 @@ def server_process() -> Iterator[HttpTargets]:
             running(command, port, "/health/ready") as server,
             httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
         ):
-            yield HttpTargets(client, _file_tail(log), MODELS, REAL)
+            yield HttpTargets(client, _file_tail(log), [*MODELS, APART], REAL)
 
 
 def _file_tail(file: Path) -> Callable[[], str]:

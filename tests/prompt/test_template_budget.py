@@ -204,6 +204,11 @@ def test_what_is_put_into_a_collection_does_not_change_any_more() -> None:
         render("{% set a = [[1]] %}{% set b = [a] %}{% set _ = b[0].append(2) %}")
 
 
+def test_a_template_cannot_pay_itself() -> None:
+    with pytest.raises(TemplateFailed, match="No filter named 'budget pay'"):
+        render("{{ [-1000000000] | map('budget pay') | list }}")
+
+
 def test_the_size_of_a_collection_is_that_of_its_text() -> None:
     assert text_size("abc") == 3
     assert text_size(["abc", {"de": "f"}]) > 6
