@@ -175,9 +175,15 @@ def in_flight(samples: Sequence[Sample], moments: int = 101) -> int:
 
 
 def _machine_cpu_s() -> float:
-    """CPU time of the whole machine."""
+    """CPU time of the whole machine, without that of low priority (`busy_cores`)."""
     times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+    return float(
+        sum(times)
+        - times.idle
+        - getattr(times, "nice", 0.0)
+        - getattr(times, "iowait", 0.0)
+        - getattr(times, "guest", 0.0)
+    )
 
 
 def _own_cpu_s() -> float:
@@ -488,7 +494,7 @@ def notes(results: Results) -> Iterator[str]:
         f"alike; {plan.connections} connections; mean of {plan.rounds} interleaved round(s) of {plan.seconds:.0f} s "
         "with its 95 % interval"
     )
-    yield "per CPU-second: every other core is kept busy at the lowest priority, so that both CPU times are worth the same"
+    yield "per CPU-second: all other cores are busy at the lowest priority, so that both CPU times are worth the same"
     if LITELLM in results.requests:
         yield (
             f"LiteLLM {LITELLM_VERSION}, one worker: in the first table it responds from its own mock_response, in "
