@@ -221,7 +221,8 @@ def _collect(context: BudgetContext, value: Any) -> Any:
     return type(value)(map(frozen, value))
 
 
-# With a space, so that no template can name them; `map` refuses them. They take the context, so Jinja does not run them while it compiles.
+# With a space, so that no template can name them; `map` refuses them. They take the context, so Jinja does not run them
+# while it compiles.
 PAYMENTS: Mapping[str, Callable[..., Any]] = {
     "budget collect": _collect,
     "budget keep": _keep,

@@ -137,7 +137,7 @@ def test_a_killed_llama_server_ends_the_stream_and_is_reloaded(long_server: Live
     if protocol is MESSAGES:
         assert (last.event, last.data["error"]["type"]) == ("error", "overloaded_error")
     elif protocol is CHAT:
-        assert last.data["error"]["code"] == "engine_unavailable"
+        assert last.data["error"]["code"] == "engine_died"
     else:
         assert (last.event, last.data["response"]["error"]["code"]) == ("response.failed", "server_error")
     with httpx.Client(base_url=long_server.url, timeout=60) as client:

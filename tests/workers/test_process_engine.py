@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from modelyard.workers.definitions import define, engine_spec, read_definition, 
 from modelyard.workers.messages import open_engine_message
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
+from tests.e2e.helpers import wait_for_running
 from tests.engines.reading import end, read, until
 from tests.live_server import demo_config, live_server
 from tests.workers.harness import DEADLINE_S, HANGING, LENIENT, expect_silence, fake_spec, prompt
@@ -135,10 +137,26 @@ def test_options_reach_the_process_through_its_file(options: fake.Options, tmp_p
     assert engine_spec(definition, message.options, message.caches, message.modalities) == made
 
 
-def test_a_request_without_output_is_retried_after_its_process_was_killed() -> None:
-    """A request that has produced output ends with an error instead."""
+def test_a_request_that_may_have_killed_its_process_is_not_sent_to_the_next_one() -> None:
+    script = [{"when": "slow", "steps": [{"delay": 3600}]}, {"steps": [{"text": "Hello."}]}]
+    config = demo_config(script, placement="process") | {"workers": {"patience": 1000}}
+    with (
+        live_server(config) as served,
+        httpx.Client(base_url=served.url, timeout=60) as client,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        pid = _pid(client)
+        pending = executor.submit(httpx.post, f"{served.url}/v1/chat/completions", json=_asked("slow"), timeout=60)
+        wait_for_running(served, 1)
+        os.kill(pid, signal.SIGKILL)
+        reply = pending.result()
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_died")
+        assert client.post("/v1/chat/completions", json=_asked("hello")).status_code == 200
+        assert _pid(client) != pid
+
+
+def test_a_request_with_output_ends_with_an_error_when_its_process_is_killed() -> None:
     script = [
-        {"when": "slow", "steps": [{"delay": 3600}]},
         {"when": "talk", "steps": [{"text": "so"}, {"hang": True}]},
         {"steps": [{"text": "Hello."}]},
     ]
