@@ -315,6 +315,13 @@ class SplitServer:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.parts[name] = subprocess.Popen(die_with_parent(command), stdout=log, stderr=log)
 
+    def check_running(self) -> None:
+        """A part that has exited by itself will never be ready."""
+        for name, part in self.parts.items():
+            if part.poll() is not None:
+                last = (self.folder / f"{name}.log").read_text().strip().rpartition("\n")[2]
+                raise SystemExit(f"{name} ended with exit code {part.returncode}: {last}")
+
     def worker_pid(self) -> int | None:
         for port in PORTS:
             try:
@@ -397,10 +404,11 @@ def _node_processes(worker: psutil.Process) -> list[psutil.Process]:
     raise SystemExit(f"{worker.pid} is not on a node")
 
 
-async def wait_until_ready() -> None:
+async def wait_until_ready(server: SplitServer) -> None:
     async with asyncio.timeout(2 * _REPLACE_S), httpx.AsyncClient() as http:
         for port in PORTS:
             while True:
+                server.check_running()
                 try:
                     health = (await http.get(f"http://127.0.0.1:{port}/health")).json()
                     if health["scheduler_connected"] and health["status"] == "healthy":
@@ -451,7 +459,7 @@ class FaultRun(Struct):
             on_fault = lambda: outcomes.faults.append(time.monotonic())  # noqa: E731
             await asyncio.to_thread(self.server.inject, fault, self.disk, on_fault)
             outcomes.healed.append(time.monotonic() if fault.pause_s else outcomes.faults[-1])
-            await wait_until_ready()
+            await wait_until_ready(self.server)
             await self._wait_recovered(outcomes)
         outcomes.is_over.set()
         await asyncio.gather(*clients)
@@ -507,7 +515,7 @@ async def _idle_usage(server: SplitServer) -> dict[str, tuple[int, int]]:
 
 
 async def run_all(run: FaultRun, faults: dict[str, Fault], rounds: int) -> list[Row]:
-    await wait_until_ready()
+    await wait_until_ready(run.server)
     return [await run.run(name, fault, rounds) for name, fault in faults.items()]
 
 
