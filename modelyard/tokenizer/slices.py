@@ -21,6 +21,7 @@ EXACT_CHARS = 500_000  # shorter texts are tokenized to the end: agents shorten 
 _PLACE = re.compile(r"(?<=[A-Za-z])(?=[ \n][A-Za-z])")
 # White space as vocabularies spell it: byte level ("Ġ", "Ċ"), sentencepiece ("▁") and plainly.
 _SPANNING = re.compile(r"[A-Za-z][Ġ▁Ċ \n]")
+_SEARCH_STEP = 1 << 16
 _CUT_TOKENS = 16  # more than a cut at any place adds
 _PROBE = "The quick fox jumps\nover it And then\nagain ABC def"
 
@@ -28,12 +29,19 @@ _PROBE = "The quick fox jumps\nover it And then\nagain ABC def"
 def slices(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > MAX_SLICE:
-        found = _PLACE.search(text, start + _MIN_SLICE)
-        end = found.start() if found else len(text)
+        end = _next_place(text, start + _MIN_SLICE)
         yield text[start:end]
         start = end
     if start < len(text):
         yield text[start:]
+
+
+def _next_place(text: str, start: int) -> int:
+    """Step by step: a search holds the GIL, and a text may have no such place."""
+    for at in range(start, len(text), _SEARCH_STEP):
+        if found := _PLACE.search(text, at, at + _SEARCH_STEP + 2):
+            return found.start()
+    return len(text)
 
 
 def spans_words(spellings: Iterable[str]) -> bool:

@@ -126,7 +126,7 @@ class HttpTargets:
         for one in operation.get("parameters", ()):
             value = values.of(one["schema"], rng) if rng.random() < 0.8 else values.any(rng)
             if one["schema"].get("type") == "string" and rng.random() < 0.5:
-                value = rng.choice(self._ids if one["name"] == "id" and self._ids else self._models)
+                value = rng.choice([*self._models, *(self._ids if one["name"] == "id" else ())])
             if one["in"] == "path":
                 url = url.replace(f"{{{one['name']}}}", quote(str(value)[:500], safe="") or "-")
             elif rng.random() < 0.5:

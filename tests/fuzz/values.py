@@ -29,6 +29,8 @@ _HOSTILE = (
     *("data:image/png;base64,AAAA", "data:,", "http://127.0.0.1:1/", "http://[", "file:///etc/passwd"),
     *('{"type": "object"}', '{"$ref": "#"}', '{"pattern": "["}', "null", "[]", "9" * 400),
 )
+_HUGE = ("x" * 60_000, "[" * 30_000, "(a|" * 15_000, "word " * 12_000, "é" * 30_000, "\n" * 30_000, '{"a":' * 10_000)
+_HUGE_SHARE = 0.01  # of all strings; a list is that long as often
 _INTEGERS = (-1, 0, 1, 2, 127, 128, 2**15, 2**31 - 1, 2**31, -(2**31), 2**53, 2**63 - 1, 2**63, -(2**64), 10**40)
 _FLOATS = (0.0, -0.0, 0.5, 1.0, 1.5, -1.0, 1e-320, 1e308, -1e308)
 _SCHEMAS: tuple[Json, ...] = (
@@ -70,6 +72,8 @@ class Values:
         return rng.choice(self._words)
 
     def string(self, rng: Random) -> str:
+        if rng.random() < _HUGE_SHARE:
+            return rng.choice(_HUGE)
         match rng.randrange(5):
             case 0 | 1:
                 return self.word(rng)
@@ -190,7 +194,8 @@ class Values:
             case 4:
                 del container[key]
             case 5 if isinstance(container, list):
-                container[key:key] = [copy.deepcopy(part) for _ in range(rng.choice((1, 2, 40)))]
+                times = 1000 if rng.random() < 10 * _HUGE_SHARE else rng.choice((1, 2, 40))
+                container[key:key] = [copy.deepcopy(part) for _ in range(times)]
             case 5:
                 container[self.word(rng)] = copy.deepcopy(part)
             case _:
