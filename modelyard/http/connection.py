@@ -340,13 +340,13 @@ class LimitedConnection(HttpToolsProtocol):
         write fails. Where nothing can be sent, a closed side means that it is gone."""
         if self.transport.is_closing():
             return
-        is_waiting = not self.pipeline and not self.cycle.response_started
-        if is_waiting and self.cycle.scope["http_version"] == "1.1":
+        cycle = next((cycle for cycle in self._earlier if not cycle.response_complete), self.cycle)
+        if not cycle.response_started and cycle.scope["http_version"] == "1.1":
             self.transport.write(_CONTINUE)
         elif self._pings:
             for ping in tuple(self._pings):
                 ping()
-        elif is_waiting:
+        elif not cycle.response_started:
             self.transport.close()
             return
         delay = min(2 * delay, _MAX_PROBE_S)
