@@ -179,12 +179,12 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
-def _is_listening(path: str) -> bool:
-    """Whether a process listens on this socket. ZeroMQ would take its place without asking."""
+def is_listening(endpoint: str) -> bool:
+    """Whether a process listens on this ipc address. ZeroMQ would take its place without asking."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
-            probe.connect(path)
+            probe.connect(endpoint.removeprefix("ipc://"))
         except BlockingIOError:  # its backlog is full
             return True
         except OSError:
@@ -287,7 +287,7 @@ class RouterSocket:
         self, endpoint: str, on_message: Callable[[bytes, bytes], None], keys: ClusterKeys | None = None
     ) -> None:
         keys = link_keys(endpoint, keys)
-        if endpoint.startswith("ipc://") and _is_listening(endpoint.removeprefix("ipc://")):
+        if endpoint.startswith("ipc://") and is_listening(endpoint):
             raise Unavailable(
                 f"cannot listen on {endpoint}: another process listens there; stop it, or choose another address",
                 code="endpoint_unusable",

@@ -30,7 +30,7 @@ from modelyard.workers.definitions import EngineDefinition, define, write_defini
 from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
 from modelyard.workers.messages import DropClient, EngineLocation, HostedEngineInfo, ShutdownWorker, open_engine_message
 from modelyard.workers.ray import RayCluster
-from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
+from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, is_listening
 
 _START_S = 120.0  # starting Python on a machine that is busy with loading a model
 _CONNECT_S = 3.0  # for a running worker to answer
@@ -162,7 +162,8 @@ class WorkerPool:
 
     async def _probe(self, file: Path) -> tuple[str, list[HostedEngineInfo]]:
         endpoint = await asyncio.to_thread(file.read_text, "utf-8")
-        worker = await self._connect(endpoint)
+        is_dead = endpoint.startswith("ipc://") and not is_listening(endpoint)  # do not wait for its answer
+        worker = None if is_dead else await self._connect(endpoint)
         if worker is None:
             self._remove_files(file)
             return endpoint, []

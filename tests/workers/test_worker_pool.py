@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate, Node
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
@@ -16,7 +18,7 @@ from modelyard.workers.ray import RayCluster
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerPool, create_worker_engine, machine_name
 from modelyard.workers.worker_process import _register
-from tests.workers.harness import DEADLINE_S, DEFINITIONS, LENIENT, ipc_endpoint, running_worker, until
+from tests.workers.harness import DEADLINE_S, DEFINITIONS, LENIENT, ipc_endpoint, running_worker, short_folder, until
 
 REMOTE, OTHER = Node("far", AvailableMemory(100)), Node("farther", AvailableMemory(50))
 
@@ -49,6 +51,19 @@ async def test_the_node_is_unknown_without_workers_or_with_a_cluster(tmp_path: P
     assert WorkerPool(tmp_path, launch=False).nodes() == (Node(UNKNOWN_NODE),)
     cluster = RayCluster("auto", {}, None, LENIENT)
     assert WorkerPool(tmp_path, cluster=cluster).nodes() == (Node(UNKNOWN_NODE),)
+
+
+async def test_a_new_scheduler_does_not_wait_for_workers_that_are_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("modelyard.workers.worker_pool._CONNECT_S", DEADLINE_S)
+    folder = short_folder()
+    (folder / "dead.address").write_text(f"ipc://{folder}/dead.sock")
+    (folder / "dead.engine").write_text("{}")
+    async with running_worker() as alive:
+        (folder / "idle.address").write_text(alive.endpoint)
+        assert await asyncio.wait_for(WorkerPool(folder, launch=False).find_running(), DEADLINE_S / 2) == 0
+    assert [file.name for file in folder.iterdir()] == ["idle.address"]
 
 
 def model_spec(workers: WorkerPool, name: str) -> ModelSpec:
