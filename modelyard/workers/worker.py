@@ -193,7 +193,7 @@ class Worker(PeerServer[WorkerClient]):
         self._flush_clients: list[WorkerClient] = []
         self._idle = asyncio.Event()
         self._idle.set()
-        self._running = 0
+        self._requests: set[RunningRequest] = set()
         self._is_draining = False
         self._deduplicator = RunDeduplicator()
         handlers: dict[type, Callable[[WorkerClient, Any], None]] = {
@@ -216,7 +216,7 @@ class Worker(PeerServer[WorkerClient]):
 
     def __repr__(self) -> str:
         engines, clients = len(self._engines), len(self._peers)
-        return f"<Worker {self.name}: {engines} engines, {self._running} running, {clients} clients>"
+        return f"<Worker {self.name}: {engines} engines, {len(self._requests)} running, {clients} clients>"
 
     @property
     def clients(self) -> set[str]:
@@ -312,7 +312,7 @@ class Worker(PeerServer[WorkerClient]):
             return
         request = client.requests[id] = RunningRequest(id, client, hosted, self)
         hosted.running += 1
-        self._running += 1
+        self._requests.add(request)
         self._idle.clear()
         try:
             request.start(start(engine))
@@ -333,8 +333,8 @@ class Worker(PeerServer[WorkerClient]):
         client.requests.pop(request.id, None)
         client.paused.discard(request.id)
         hosted.running -= 1
-        self._running -= 1
-        if not self._running:
+        self._requests.discard(request)
+        if not self._requests:
             self._idle.set()
         if not hosted.running and hosted.engine is not None:
             client.stats[hosted.id] = hosted.engine.stats()
@@ -441,7 +441,8 @@ class Worker(PeerServer[WorkerClient]):
             dropped = [other for other in self._peers.values() if other.name == message.name]
             if dropped and message.unless_connected:
                 raise Conflict(f"{message.name} is connected to this worker", code="client_connected")
-            ends = [request.ended for other in dropped for request in other.requests.values()]
+            # Also those of a client that we have noticed to be gone: their engine may not have stopped yet.
+            ends = [request.ended for request in self._requests if request.client.name == message.name]
             for other in dropped:
                 self._drop(other)
             if ends:

@@ -304,24 +304,12 @@ class WorkerPool:
     async def _start_process(self, definition: EngineDefinition, python: str | None) -> WorkerHandle:
         if python is not None:
             await check_interpreter(python)
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = self._folder / f"{uuid4().hex[:12]}.address"
-        log = file.with_suffix(".log")
-        if self._host is None:
-            endpoint = f"ipc://{file.with_suffix('.sock')}"
-        else:
-            with reserve_port(self._host, 0) as held:
-                endpoint = f"tcp://{self._host}:{held.getsockname()[1]}"
-        file.write_text(endpoint, "utf-8")
-        self._files[endpoint] = file
-        write_definition(file.with_suffix(".engine"), definition)
-        argv = [*worker_command(endpoint, file.with_suffix(".engine"), python), "--exit-when-orphaned"]
-        env = worker_environment(python, self._folder, os.environ)
-        with log.open("wb") as out:
-            process = await asyncio.create_subprocess_exec(
-                *argv, env=env, stdin=DEVNULL, stdout=out, stderr=STDOUT, start_new_session=True
-            )
-        worker = WorkerHandle(self._session(endpoint), process, log)
+        try:
+            worker = await self._launch_process(file, definition, python)
+        except OSError as error:  # the disk is full, or there are too many processes
+            self._remove_files(file)
+            raise Unavailable(f"a worker cannot be started: {error.strerror}", code="load_failed") from error
         try:
             async with asyncio.timeout(_START_S):
                 await result_unless_exited(worker.session.connect(), worker.ended, worker.exit_error)
@@ -332,6 +320,29 @@ class WorkerPool:
                 raise Timeout(f"a worker did not answer within {_START_S:g} s", code="load_timeout") from None
             raise
         return worker
+
+    async def _launch_process(self, file: Path, definition: EngineDefinition, python: str | None) -> WorkerHandle:
+        endpoint, log = self._write_files(file, definition), file.with_suffix(".log")
+        argv = [*worker_command(endpoint, file.with_suffix(".engine"), python), "--exit-when-orphaned"]
+        env = worker_environment(python, self._folder, os.environ)
+        with log.open("wb") as out:
+            process = await asyncio.create_subprocess_exec(
+                *argv, env=env, stdin=DEVNULL, stdout=out, stderr=STDOUT, start_new_session=True
+            )
+        return WorkerHandle(self._session(endpoint), process, log)
+
+    def _write_files(self, file: Path, definition: EngineDefinition) -> str:
+        """The files of a new worker; returns its address."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._host is None:
+            endpoint = f"ipc://{file.with_suffix('.sock')}"
+        else:
+            with reserve_port(self._host, 0) as held:
+                endpoint = f"tcp://{self._host}:{held.getsockname()[1]}"
+        file.write_text(endpoint, "utf-8")
+        self._files[endpoint] = file
+        write_definition(file.with_suffix(".engine"), definition)
+        return endpoint
 
     def remove_files(self) -> None:
         """The addresses of workers that have exited, when the scheduler stops."""

@@ -37,7 +37,7 @@ from modelyard.workers.messages import (
     pack_ids,
 )
 from modelyard.workers.transport import generate_keys
-from modelyard.workers.worker import Worker
+from modelyard.workers.worker import RunningRequest, Worker
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
@@ -368,6 +368,33 @@ async def test_dropping_a_client_replies_when_its_slots_are_free() -> None:
             await read_until(job, Tokens)
         await two.call(lambda id: DropClient(id, "dead"))
         assert engine_running(worker) == 0
+
+
+async def test_the_slots_of_a_client_that_is_gone_are_free_when_its_engine_has_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker has noticed the loss before the scheduler asks."""
+    async with running_worker() as worker, connected(worker, "dead") as one, connected(worker, "scheduler") as two:
+        engine = await open_fake(one, **HANGING)
+        await read_until(engine.generate(prompt()), Tokens)
+        (client,) = (each for each in worker._peers.values() if each.name == "dead")
+        (request,) = client.requests.values()
+        monkeypatch.setattr(RunningRequest, "abort", lambda _: None)  # the engine takes its time
+        worker._drop(client)
+        asked = asyncio.create_task(two.call(lambda id: DropClient(id, "dead", unless_connected=True)))
+        await two.call(lambda id: DropClient(id, "unknown"))
+        assert not asked.done()
+        monkeypatch.undo()
+        request.abort()
+        await asyncio.wait_for(asked, DEADLINE_S)
+        assert engine_running(worker) == 0
+
+
+async def test_a_connected_client_is_not_dropped_if_the_scheduler_only_asks() -> None:
+    async with running_worker() as worker, connected(worker, "alive"), connected(worker, "scheduler") as two:
+        with pytest.raises(Conflict):
+            await two.call(lambda id: DropClient(id, "alive", unless_connected=True))
+        assert "alive" in worker.clients
 
 
 # --- slow readers ----------------------------------------------------------------------------------------------------

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate, Node
+from modelyard.core.errors import Unavailable
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
 from modelyard.scheduler.memory_planner import MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
+from modelyard.workers.definitions import EngineDefinition
 from modelyard.workers.ray import RayCluster
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerPool, create_worker_engine, machine_name
@@ -64,6 +67,18 @@ async def test_a_new_scheduler_does_not_wait_for_workers_that_are_dead(
         (folder / "idle.address").write_text(alive.endpoint)
         assert await asyncio.wait_for(WorkerPool(folder, launch=False).find_running(), DEADLINE_S / 2) == 0
     assert [file.name for file in folder.iterdir()] == ["idle.address"]
+
+
+async def test_a_full_disk_is_the_reason_why_no_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = short_folder()
+
+    def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("modelyard.workers.worker_pool.write_definition", write)
+    with pytest.raises(Unavailable, match="No space left"):
+        await WorkerPool(folder).acquire("x", EngineDefinition("fake", "m", {}))
+    assert list(folder.iterdir()) == []
 
 
 def model_spec(workers: WorkerPool, name: str) -> ModelSpec:
