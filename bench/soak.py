@@ -33,6 +33,7 @@ _MAX_FILES = 8  # more than after the warm-up, once the load is over
 _SAMPLE_S = 5.0
 _TURNS = 6  # of a conversation
 _PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/v1/embeddings")
+_TEXTS = 100  # different ones, so that caches of texts are full after the warm-up, and what still grows is a leak
 _WORDS = ("river", "stone", "seven", "lamp", "green", "quick", "harbour", "letter", "north", "paper")
 
 
@@ -48,6 +49,7 @@ def configuration(gguf: Path) -> dict[str, Any]:
         },
         "routes": [{"match": "real", "cache": "real"}, {"match": "*", "cache": "fake"}],
         "log": {"history_requests": 200},
+        "store": {"max_entries": 100},
     }
 
 
@@ -62,9 +64,10 @@ class Talk:
         self._turns: list[dict[str, str]] = []
 
     def body(self, stream: bool) -> dict[str, Any]:
-        text = " ".join(self._rng.choices(_WORDS, k=self._rng.randint(3, 40)))
+        number = self._rng.randrange(_TEXTS)
+        text = f"{number} " + " ".join(random.Random(number).choices(_WORDS, k=3 + number % 38))
         limit = self._rng.randint(1, 24)
-        body: dict[str, Any] = {"model": self._model, "stream": stream, "temperature": 0.7}
+        body: dict[str, Any] = {"model": self._model, "stream": stream, "temperature": 0}
         if self.path == "/v1/embeddings":
             return {"model": "fake", "input": [text] * self._rng.randint(1, 4)}
         if self.path == "/v1/completions":

@@ -104,7 +104,8 @@ def test_no_damage_to_a_header_is_more_than_an_unreadable_file(tmp_path: Path):
     for seed in range(500):
         random = Random(seed)
         at = random.randrange(3700)
-        changed = random.choice([random.randbytes(8), b"\xff" * 8, b"\0" * 8, (1 << random.randrange(64)).to_bytes(8, "little")])
+        power = (1 << random.randrange(64)).to_bytes(8, "little")
+        changed = random.choice([random.randbytes(8), b"\xff" * 8, b"\0" * 8, power])
         file.write_bytes(sound[:at] + changed + sound[at + 8 :])
         for read in (read_summary, read_contents, without_tensors, read_model_shape):
             with suppress(InvalidRequest):
