@@ -558,7 +558,8 @@ class ChoiceStream:
         self._lease = lease
         lease.on_revoke(self.cancel)
         self._engine_started = time.perf_counter()
-        self._gateway.newest_start[id(lease.engine)] = self._engine_started
+        if self._may_retry:  # a second attempt is not the one that killed the engine of the first
+            self._gateway.newest_start[id(lease.engine)] = self._engine_started
         prepared, gateway = self.prepared, self._gateway
         model, request = prepared.model, prepared.request
         gateway.metrics.queue_wait.observe(model.name, lease.waited)

@@ -130,7 +130,7 @@ def test_unknown_fields_are_ignored(client: httpx.Client, path: str) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-UNKNOWN_MODELS = ("unknown", "x" * 1_000_000, "../../etc/passwd", "demo\x00", "\n\r\x1b[31m", "模型", "*")
+UNKNOWN_MODELS = ("unknown", "x" * 1024, "../../etc/passwd", "demo\x00", "\n\r\x1b[31m", "模型", "*")
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
@@ -140,6 +140,12 @@ def test_an_unknown_model_is_a_404_that_lists_the_known_models(client: httpx.Cli
         assert (error["code"], error["param"]) == ("model_not_found", "model"), name[:50]
         assert "demo" in error["message"]
         assert len(error["message"]) < 2000
+
+
+@pytest.mark.parametrize("path", VALID_BODIES)
+def test_a_model_name_of_a_megabyte_is_refused(client: httpx.Client, path: str) -> None:
+    error = expect_error(client, path, VALID_BODIES[path] | {"model": "x" * 1_000_000})
+    assert (error["code"], error["param"]) == ("string_above_max_length", "model")
 
 
 @pytest.mark.parametrize("path", VALID_BODIES)
@@ -298,10 +304,10 @@ def record_threads_of_large_work(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     threads: set[int] = set()
 
     def recording(method: Any, size: Any) -> Any:
-        def recorded(self: Any, argument: Any) -> Any:
+        def recorded(self: Any, argument: Any, *more: Any) -> Any:
             if size(argument) > 20_000:
                 threads.add(threading.get_ident())
-            return method(self, argument)
+            return method(self, argument, *more)
 
         return recorded
 

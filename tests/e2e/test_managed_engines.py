@@ -145,9 +145,12 @@ def test_a_killed_llama_server_ends_the_stream_and_is_reloaded(long_server: Live
     wait_until_idle(long_server)
 
 
-def test_a_request_is_retried_if_llama_server_was_killed_before_output(long_server: LiveServer) -> None:
+def test_requests_wait_for_the_replacement_of_a_killed_llama_server(long_server: LiveServer) -> None:
+    """A request that reaches the dying server may have killed it and is not retried."""
     kill_engine(long_server)
     with httpx.Client(base_url=long_server.url, timeout=60) as client:
+        first = client.post("/v1/chat/completions", json=CHAT.body("Hello!"))
+        assert first.status_code == 200 or first.json()["error"]["code"] == "engine_died"
         assert send(client, CHAT, False, "Hello!", limit=4).text
 
 

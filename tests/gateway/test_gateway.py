@@ -498,11 +498,13 @@ async def test_a_request_that_ran_before_the_one_that_killed_the_engine_is_retri
 
 async def test_a_request_for_an_engine_that_was_dead_already_is_retried() -> None:
     async with GatewayHarness() as harness:
-        harness.engine.lost = asyncio.get_running_loop().create_future()  # the scheduler watches the other one
-        harness.engine.lost.set_result(DIED)
         stream = await harness.start()
+        lost, harness.engine.lost = harness.engine.lost, asyncio.get_running_loop().create_future()
+        harness.engine.lost.set_result(DIED)  # after the lease was granted; the scheduler watches the other one
         reading = asyncio.create_task(read_events(stream))
-        (await harness.generation()).end("error", DIED)
+        generation = await harness.generation()
+        harness.engine.lost = lost  # as the engine of the second attempt is
+        generation.end("error", DIED)
         (await harness.generation(1)).finish("Here.")
         assert collect_reply(await reading).text == "Here."
         stream.close()

@@ -13,7 +13,7 @@ from modelyard.core.errors import InvalidRequest
 T = TypeVar("T")
 JsonObject = dict[str, Any]
 
-_PATH = re.compile(r" - at `(?P<path>[^`]+)`$")
+_PATH = re.compile(r" - at `(?:key` in `)?(?P<path>[^`]+)`$")
 _TOO_LONG = re.compile(r"Expected `(?P<type>\w+)` of length <= (?P<limit>\d+)")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _encoder = msgspec.json.Encoder()

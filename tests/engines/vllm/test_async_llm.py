@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.engine import Accepted, Chunk, End, Media, Prompt, TokenRun, Tokens
-from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, NotFound, Unavailable
+from modelyard.core.errors import ENGINE_DIED, ContextOverflow, Internal, InvalidRequest, NotFound, Unavailable
 from modelyard.core.request import Constraint
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines import vllm
@@ -154,8 +154,8 @@ def test_internal_errors_reveal_no_details() -> None:
 
 
 def test_death_says_how_the_process_ended() -> None:
-    assert death_error([None, -9]) == Unavailable("vLLM's engine process was killed by SIGKILL")
-    assert death_error([]) == Unavailable("vLLM's engine process died")
+    assert death_error([None, -9]) == Unavailable("vLLM's engine process was killed by SIGKILL", code=ENGINE_DIED)
+    assert death_error([]) == Unavailable("vLLM's engine process died", code=ENGINE_DIED)
 
 
 def test_death_at_the_first_token_suggests_float32() -> None:
