@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -104,9 +105,9 @@ class FakeUpstream:
 
 
 @asynccontextmanager
-async def fake_upstream(*answers: Answer) -> AsyncIterator[FakeUpstream]:
+async def fake_upstream(*answers: Answer, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeUpstream]:
     upstream = FakeUpstream(list(answers))
-    server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0, ssl=tls)
     upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield upstream

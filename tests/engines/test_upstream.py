@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import ssl
+import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
@@ -38,6 +42,7 @@ from modelyard.engines.upstream import (
     UpstreamAddress,
     UpstreamJobs,
     append_fields,
+    environment_proxy,
     map_auth_error,
     reject_bare_prompts,
     transport_error,
@@ -64,6 +69,57 @@ def test_transport_error_names_the_upstream(error: aiohttp.ClientError | Timeout
     mapped = transport_error(error, "the upstream of 'm'")
     assert (type(mapped), mapped.code) == (kind, code)
     assert "the upstream of 'm'" in mapped.message
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "proxy"),
+    [
+        ({}, "http://api.example.com/v1", None),
+        ({"http_proxy": "http://proxy:3128"}, "http://api.example.com/v1", "http://proxy:3128"),
+        ({"http_proxy": "http://proxy:3128"}, "https://api.example.com/v1", None),
+        ({"https_proxy": "proxy:3128"}, "https://api.example.com/v1", "http://proxy:3128"),
+        ({"all_proxy": "http://proxy:3128"}, "https://api.example.com/v1", "http://proxy:3128"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "example.com"}, "http://api.example.com/v1", None),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "*"}, "http://api.example.com/v1", None),
+    ],
+)
+def test_the_environment_names_the_proxy(
+    variables: dict[str, str], url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment_proxy(url) == proxy
+
+
+async def test_requests_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_upstream(Answer(body=chat_stream("Hi"))) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        monkeypatch.setenv("no_proxy", "")
+        collector, connected = Collector(), Upstream(UpstreamAddress(name="it", base_url="http://api.invalid/v1"))
+        await connected.stream_chat("/chat/completions", b"{}", PROTOCOL, collector.emit)
+        await connected.close()
+    assert collector.text == "Hi"
+    assert proxy.requests[0].path == "http://api.invalid/v1/chat/completions"
+
+
+async def test_an_upstream_with_tls_needs_a_certificate_that_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    command += f" -addext subjectAltName=DNS:localhost -keyout {key} -out {cert}"
+    await asyncio.to_thread(subprocess.run, command.split(), check=True, capture_output=True, timeout=60)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    async with fake_upstream(Answer(body=chat_stream("Hi")), tls=context) as upstream:
+        address = upstream.url.replace("http://127.0.0.1", "https://localhost")
+        upstream.url = address
+        with pytest.raises(Unavailable, match=r"cannot be reached: .*certificate"):
+            await forward(upstream)
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        assert (await forward(upstream)).text == "Hi"
 
 
 async def test_short_request_returns_status_and_json() -> None:
