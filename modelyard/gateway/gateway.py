@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -125,7 +126,7 @@ class Gateway:
         self._dedup = RequestDeduplicator()
         self._streams: set[ChoiceStream | MultiChoiceStream] = set()
         self._background: set[asyncio.Task[None]] = set()
-        self.newest_start: dict[int, float] = {}  # by the id of an engine: when its last request started
+        self.newest_start = WeakKeyDictionary[Engine, float]()  # when an engine's last request started
 
     # --- read, prepare, start -------------------------------------------------------------------------------------
 
@@ -559,7 +560,7 @@ class ChoiceStream:
         lease.on_revoke(self.cancel)
         self._engine_started = time.perf_counter()
         if self._may_retry:  # a second attempt is not the one that killed the engine of the first
-            self._gateway.newest_start[id(lease.engine)] = self._engine_started
+            self._gateway.newest_start[lease.engine] = self._engine_started
         prepared, gateway = self.prepared, self._gateway
         model, request = prepared.model, prepared.request
         gateway.metrics.queue_wait.observe(model.name, lease.waited)
@@ -614,8 +615,8 @@ class ChoiceStream:
 
     def _end(self, last: Finished | Failed) -> None:
         self._gateway.on_end(self, last)
-        newest, engine = self._gateway.newest_start, id(self._engine)
-        if isinstance(last, Finished) and newest.get(engine) == self._engine_started:
+        newest, engine = self._gateway.newest_start, self._engine
+        if isinstance(last, Finished) and engine is not None and newest.get(engine) == self._engine_started:
             del newest[engine]
         if self._lease is not None:
             self._lease.spend(self.output.usage.output)
@@ -638,7 +639,7 @@ class ChoiceStream:
         if self._engine_was_lost:
             return False
         is_accepted = self.output.emitted_start or isinstance(batch[0], (Accepted, Started))
-        newest = self._gateway.newest_start.get(id(self._engine))
+        newest = self._gateway.newest_start.get(self._engine)
         return not is_accepted or newest is None or newest == self._engine_started
 
     def _retry(self) -> None:
