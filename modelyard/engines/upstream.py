@@ -337,7 +337,16 @@ def environment_proxy(url: str) -> str | None:
         return None
     proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
-    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+    if proxy is None:
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    if (scheme := urlsplit(proxy).scheme) not in ("http", "https"):  # the address itself may hold a password
+        raise InvalidRequest(
+            f"the environment names a {scheme} proxy for {parts.hostname}, and only http and https proxies are "
+            "supported; set NO_PROXY for this host or another proxy",
+            code="proxy_unsupported",
+        )
+    return proxy
 
 
 def map_auth_error(error: ModelyardError, address: UpstreamAddress) -> ModelyardError:

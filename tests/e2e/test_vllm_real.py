@@ -129,7 +129,7 @@ def test_one_of_two_replicas_is_killed_and_the_other_continues() -> None:
 
 
 def _ready(server: LiveServer) -> list[Any]:
-    """Engines that accept requests; an engine that is still loading has a process, too."""
-    if server.status("demo").state != "ready":
-        return []
-    return [each for each in server.app.scheduler.engines("demo") if getattr(each, "_watching", None) is not None]
+    """The engines, once all of them accept requests."""
+    scheduler = server.app.scheduler
+    engines = list(scheduler.engines("demo"))
+    return engines if scheduler.metrics()["model_replicas"]["demo"] == len(engines) else []

@@ -93,6 +93,15 @@ def test_the_environment_names_the_proxy(
     assert environment_proxy(url) == proxy
 
 
+def test_a_socks_proxy_is_refused_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("all_proxy", "socks5://me:secret@proxy:1080")
+    with pytest.raises(InvalidRequest, match="a socks5 proxy for api.example.com") as caught:
+        environment_proxy("https://api.example.com/v1")
+    assert "secret" not in caught.value.message
+
+
 async def test_requests_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fake_upstream(Answer(body=chat_stream("Hi"))) as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
