@@ -97,7 +97,7 @@ def test_a_socks_proxy_is_refused_without_its_password(monkeypatch: pytest.Monke
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("all_proxy", "socks5://me:secret@proxy:1080")
-    with pytest.raises(InvalidRequest, match="a socks5 proxy for api.example.com") as caught:
+    with pytest.raises(InvalidRequest, match=r"a socks5 proxy for api\.example\.com") as caught:
         environment_proxy("https://api.example.com/v1")
     assert "secret" not in caught.value.message
 
