@@ -121,6 +121,8 @@ def kill_engine(server: LiveServer) -> None:
 
 
 def is_content(event: ServerSentEvent) -> bool:
+    if not isinstance(event.data, dict):  # a keep-alive comment
+        return False
     choices = event.data.get("choices")
     return bool(choices[0]["delta"].get("content")) if choices else "delta" in event.event
 
