@@ -15,7 +15,7 @@ from typing import Literal, ParamSpec, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from modelyard.core.errors import Unavailable
+from modelyard.core.errors import TooLarge, Unavailable
 from modelyard.core.store import Store
 
 
@@ -45,6 +45,11 @@ class StoreSettings(BaseModel):
 _Key = tuple[str, str]  # scope, key
 
 
+def _too_large(size: int, limit: int) -> TooLarge:
+    """It would evict all other entries and then itself."""
+    return TooLarge(f"an entry of {size} bytes does not fit into the store: set store.max_bytes, now {limit}, higher")
+
+
 class MemoryStore:
     """In the memory of this process: lost when it exits, not shared with other processes. Drops the least recently used
     entries first. An entry expires `ttl_s` after it was put."""
@@ -72,7 +77,7 @@ class MemoryStore:
         full_key, size = (scope, key), len(scope) + len(key) + len(value)
         self._drop(full_key)
         if size > self._max_bytes:
-            return  # it would evict all other entries and then itself
+            raise _too_large(size, self._max_bytes)
         self._entries[full_key] = (value, self._clock() + self._ttl)
         self._bytes += size
         while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
@@ -154,11 +159,12 @@ class _File:
 
     def put(self, scope: str, key: str, value: bytes) -> None:
         full_key, size, now = _key_bytes(scope, key), len(scope) + len(key) + len(value), self._clock()
+        if size > self._max_bytes:
+            self.delete(scope, key)
+            raise _too_large(size, self._max_bytes)
         with self._wrap_errors(), _transaction(self._db):
             self._db.execute(_EXPIRE, (now,))
             self._db.execute(_DELETE, full_key)
-            if size > self._max_bytes:
-                return  # it would evict all other entries and then itself
             self._db.execute(_USE)
             self._db.execute(_PUT, (*full_key, value, size, now + self._ttl))
             while self._db.execute(_FULL, (self._max_entries, self._max_bytes)).fetchone()[0]:

@@ -9,6 +9,7 @@ import typer
 from modelyard import __version__
 from modelyard.cli.chat import chat
 from modelyard.cli.config import check, schema
+from modelyard.cli.config_files import config_app
 from modelyard.cli.console import out
 from modelyard.cli.diagnostics import explain, parse
 from modelyard.cli.measure import BENCH_HELP, OPTIMIZE_HELP, bench, optimize
@@ -27,6 +28,7 @@ app = typer.Typer(
 for command in (serve, check, schema, chat, launch, explain, workbench, parse, scheduler, worker, keys):
     app.command()(command)
 app.add_typer(models_app, name="models")
+app.add_typer(config_app, name="config")
 app.command(help=BENCH_HELP)(bench)
 app.command(help=OPTIMIZE_HELP)(optimize)
 

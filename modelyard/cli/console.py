@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,6 +15,7 @@ from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.settings import LoadedConfig
 from modelyard.core.errors import ModelyardError
+from modelyard.processes.supervisor import INDEX_VARIABLE
 
 out, err = Console(), Console(stderr=True)
 
@@ -23,8 +25,8 @@ ConfigOption = Annotated[
     typer.Option(
         "--config",
         "-c",
-        help="TOML or JSON file. Default: the first that exists of config/settings.json and modelyard.toml, "
-        "else the built-in configuration.",
+        help="TOML or JSON file, read alone. Default: the user's file, then config/settings.json or modelyard.toml in "
+        "this folder: see modelyard config path.",
     ),
 ]
 UrlOption = Annotated[str, typer.Option(help="URL of the server, without /v1.", envvar="MODELYARD_URL")]
@@ -33,13 +35,17 @@ KeyOption = Annotated[str | None, typer.Option(help="API key, if the server need
 
 def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None) -> LoadedConfig:
     try:
-        return load_config(path, overrides=overrides)
+        loaded = load_config(path, overrides=overrides)
     except ConfigError as error:
         for problem in error.problems:
             print_problem(problem)
         raise typer.Exit(2) from None
     except ModelyardError as error:
         _fail(error)
+    if INDEX_VARIABLE not in os.environ:  # the supervisor has said it
+        for note in loaded.notes:
+            err.print(f"[yellow]note[/yellow] {escape(note)}", soft_wrap=True)
+    return loaded
 
 
 def run_or_exit(work: Any, *args: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Loads the configuration from its sources: embedded default < files < environment < command line.
+"""Loads the configuration from its sources: embedded default < user's file < project's files < environment < command
+line.
 
 find and read sources → convert to our names → merge → resolve defaults → validate → check
 """
@@ -27,7 +28,14 @@ from modelyard.config.problems import (
     validation_message,
 )
 from modelyard.config.settings import Config, LoadedConfig, accepted_keys, type_at
-from modelyard.config.sources import ENVIRONMENT, environment_keys, find_files, read_environment, read_file
+from modelyard.config.sources import (
+    ENVIRONMENT,
+    config_files,
+    environment_keys,
+    ignored_note,
+    read_environment,
+    read_file,
+)
 from modelyard.library.default_model import DEFAULT_MODEL
 
 # Used if no source defines a model. The model's file is fetched when the server starts.
@@ -61,7 +69,8 @@ def load_config(
 
     `overrides` are values of the command line under our names, such as `{"http": {"port": 9000}}`.
     """
-    files = find_files(path, env, cwd or Path.cwd())
+    candidates = config_files(path, env, cwd or Path.cwd())
+    files = [file.path for file in candidates if file.state == "read"]
     layers, problems = _read_layers(files, env, overrides or {})
     merged: Table = {}
     for layer in layers:
@@ -80,7 +89,9 @@ def load_config(
     if config is None or errors:
         raise ConfigError(errors)
     by_name: dict[str, Path | str] = {str(file): file for file in files}
-    return LoadedConfig(config, [by_name.get(layer.source, layer.source) for layer in layers], problems)
+    sources = [by_name.get(layer.source, layer.source) for layer in layers]
+    notes = [ignored_note(file) for file in candidates if file.state == "ignored"]
+    return LoadedConfig(config, sources, problems, notes, layers)
 
 
 def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:

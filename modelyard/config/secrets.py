@@ -17,7 +17,12 @@ _VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "HTTPS_PROXY",
 def public_settings(settings: ModelSettings) -> dict[str, Any]:
     """The model's settings as configured, without secrets: keys, headers, environment values, credentials in URLs."""
     written: dict[str, Any] = settings.model_dump(mode="json", exclude_unset=True)
-    return {name: _redacted(name, value, []) for name, value in (written | written.pop("options", {})).items()}
+    return {name: redacted(name, value) for name, value in (written | written.pop("options", {})).items()}
+
+
+def redacted(name: str, value: Any) -> Any:
+    """The value of the setting `name` without its secrets."""
+    return _redacted(name, value, [])
 
 
 def config_secrets(config: Config, env: Mapping[str, str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from modelyard import plugins
-from modelyard.config.problems import ConfigPath, ConfigProblem
+from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem
 from modelyard.core.engine import EngineSpec
 from modelyard.http.settings import HttpSettings, KeySettings
 from modelyard.library.model_files import find_model_folder, leads_to_gguf
@@ -61,11 +61,15 @@ class Config(BaseModel):
 
 
 class LoadedConfig(Struct):
-    """A valid configuration, its sources (lowest priority first), and its warnings."""
+    """A valid configuration, its sources (lowest priority first), its warnings, and notes about files that are ignored.
+
+    `layers` are the settings of each source, under our names."""
 
     config: Config
     sources: list[Path | str]
     problems: list[ConfigProblem]
+    notes: list[str] = []
+    layers: list[ConfigLayer] = []
 
 
 # Sections of the llm-pool and infer-server styles, and the paths of their keys in our style. None: see

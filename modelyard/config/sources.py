@@ -3,40 +3,139 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from msgspec import Struct
 from pydantic import BaseModel
 
 from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, Table, suggest
-from modelyard.config.settings import FOREIGN_SECTIONS, accepted_keys, keys_by_section, type_at
+from modelyard.config.settings import FOREIGN_SECTIONS, accepted_keys, keys_by_section, type_at, without_none
 from modelyard.router.settings import ModelSettings
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 SETTINGS_VARIABLE = "LLM_POOL_SETTINGS_PATH"
 LOCAL_VARIABLE = "LLM_POOL_LOCAL_SETTINGS_PATH"
+PROJECT_FILE = "modelyard.toml"
+
+FileState = Literal["read", "absent", "ignored", "unused"]
 
 
-def find_files(path: Path | None, env: Mapping[str, str], cwd: Path) -> list[Path]:
-    """The files to read; later ones override earlier ones. Only files named by the user must exist.
+class ConfigFile(Struct, frozen=True):
+    """A file that is looked for. `ignored` is somebody else's file with our name, `unused` is replaced by another."""
 
-    1. `path`, alone
-    2. $LLM_POOL_SETTINGS_PATH or config/settings.json, overridden by $LLM_POOL_LOCAL_SETTINGS_PATH or local.json in
-       the same folder
-    3. modelyard.toml
+    path: Path
+    role: str  # "--config", "user", "settings", "local" or "project"
+    state: FileState
+    reason: str = ""  # why it is ignored or unused
+
+
+def user_file(env: Mapping[str, str], platform: str = sys.platform) -> Path | None:
+    """The user's own file: in $XDG_CONFIG_HOME, else in the platform's folder for settings. None without a home."""
+    home = env.get("USERPROFILE") if platform == "win32" else env.get("HOME")
+    if configured := env.get("XDG_CONFIG_HOME"):
+        folder = Path(configured)
+    elif platform == "win32" and env.get("APPDATA"):
+        folder = Path(env["APPDATA"])
+    elif not home:
+        return None
+    elif platform == "darwin":
+        folder = Path(home) / "Library" / "Application Support"
+    else:
+        folder = Path(home) / ("AppData/Roaming" if platform == "win32" else ".config")
+    return folder / "modelyard" / "modelyard.toml"
+
+
+def config_files(path: Path | None, env: Mapping[str, str], cwd: Path) -> list[ConfigFile]:
+    """Every file that is looked for, and what becomes of it; later ones override earlier ones.
+
+    1. `path`, alone; or
+    2. the user's file, overridden by those of the project, which are
+    3. $LLM_POOL_SETTINGS_PATH or config/settings.json, overridden by $LLM_POOL_LOCAL_SETTINGS_PATH or local.json in
+       the same folder; or, without these,
+    4. modelyard.toml
+
+    Only files that the user names must exist. Other programs write a config/settings.json too: it is read only if it
+    looks like ours.
     """
     if path is not None:
-        return [cwd / path.expanduser()]
+        return [ConfigFile(cwd / path.expanduser(), "--config", "read")]
+    files = []
+    if (own := user_file(env)) is not None:
+        files.append(ConfigFile(own, "user", "read" if own.is_file() else "absent"))
     named, local = env.get(SETTINGS_VARIABLE), env.get(LOCAL_VARIABLE)
     base = cwd / Path(named or "config/settings.json").expanduser()
     over = cwd / Path(local).expanduser() if local else base.with_name("local.json")
-    files = [file for file, required in ((base, named), (over, local)) if required or file.is_file()]
-    return files or [file for file in [cwd / "modelyard.toml"] if file.is_file()]
+    settings = _found_file(base, "settings", must_exist=bool(named))
+    # The overrides of our own settings are ours: a mistake in them is reported.
+    ours = bool(local) or (settings.state == "read" and over.is_file())
+    files += [settings, _found_file(over, "local", must_exist=ours)]
+    project = cwd / PROJECT_FILE
+    if not project.is_file():
+        return [*files, ConfigFile(project, "project", "absent")]
+    first = next((file for file in files if file.state == "read" and file.role != "user"), None)
+    if first is not None:
+        return [*files, ConfigFile(project, "project", "unused", f"{first.path} is used instead")]
+    return [*files, ConfigFile(project, "project", "read")]
+
+
+def _found_file(path: Path, role: str, *, must_exist: bool) -> ConfigFile:
+    if must_exist:
+        return ConfigFile(path, role, "read")
+    if not path.is_file():
+        return ConfigFile(path, role, "absent")
+    if (reason := foreign_reason(path)) is not None:
+        return ConfigFile(path, role, "ignored", reason)
+    return ConfigFile(path, role, "read")
+
+
+def find_files(path: Path | None, env: Mapping[str, str], cwd: Path) -> list[Path]:
+    """The files to read; later ones override earlier ones."""
+    return [file.path for file in config_files(path, env, cwd) if file.state == "read"]
+
+
+def ignored_note(file: ConfigFile) -> str:
+    return f"{file.path} is ignored: {file.reason}. --config or {SETTINGS_VARIABLE} reads it in any case."
+
+
+_OUR_SECTIONS = re.compile(rb'"(engine|service|models|caches|routes)"\s*:\s*[{\[]')
+
+
+def foreign_reason(path: Path) -> str | None:
+    """Why this file is another program's; None for ours, including ours with mistakes. Its content decides: more of
+    its sections must be ours, by name and keys, than not. A misspelt section counts for neither side."""
+    try:
+        table = read_file(path)
+    except ConfigError:
+        text = path.read_bytes() if os.access(path, os.R_OK) else b'"models": {'  # unreadable: report it
+        return None if _OUR_SECTIONS.search(text) else "it is not a configuration of Modelyard, nor valid JSON"
+    known = keys_by_section()
+    ours = sum(_fits(key, value) for key, value in table.items())
+    misspelt = {key for key in table if key not in known and suggest(key, known)}
+    others = [key for key, value in table.items() if not _fits(key, value) and key not in {"$schema", *misspelt}]
+    if ours > len(others):
+        return None
+    found = f"{', '.join(map(repr, others[:3]))} {'is' if len(others) == 1 else 'are'} not" if others else "it has none"
+    return f"it is not a configuration of Modelyard ({found} of its settings)"
+
+
+def _fits(section: str, value: Any) -> bool:
+    """Whether it is a section of ours that has at least one key of ours. A single value proves nothing."""
+    known = keys_by_section().get(section)
+    if known is None:
+        return False
+    kind = None if section in FOREIGN_SECTIONS else type_at((section,))
+    if get_origin(kind) in (dict, list):  # models, caches, routes, keys
+        entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        known = list(accepted_keys(without_none(get_args(kind)[-1])))
+        return any(isinstance(entry, dict) and any(key in known for key in entry) for entry in entries)
+    return isinstance(value, dict) and any(key in known for key in value)
 
 
 _PARSERS: dict[str, Any] = {".toml": tomllib.loads, ".json": json.loads}

@@ -34,12 +34,14 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 
 async def watch(files: tuple[Path, ...], reload: Reload, poll_s: float = _POLL_S) -> None:
-    """Run until cancelled. A change counts when it is stable for one interval: the file may be half written."""
+    """Run until cancelled. A change counts when it is stable for one interval: the file may be half written. A file
+    that is missing at first may appear; one that disappears is being replaced."""
     known = seen = file_stamps(files)
     while True:
         await asyncio.sleep(poll_s)
         now = await asyncio.to_thread(file_stamps, files)
-        if now != known and now == seen and None not in now.values():
+        gone = any(now[file] is None for file in files if known[file] is not None)
+        if now != known and now == seen and not gone:
             known = now
             await reload_and_log(reload)
         seen = now

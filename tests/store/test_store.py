@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from modelyard.core.errors import TooLarge
 from modelyard.store import MemoryStore, SqliteStore, StoreSettings, open_store
 from tests.store.conftest import Clock, StoreFactory
 
@@ -67,11 +68,12 @@ async def test_bytes_are_bounded_including_keys(make_store: StoreFactory) -> Non
     assert [await store.get("s", k) for k in "abc"] == [None, bytes(10), bytes(10)]
 
 
-async def test_a_value_larger_than_the_store_evicts_no_other(make_store: StoreFactory) -> None:
+async def test_a_value_larger_than_the_store_is_refused_and_evicts_no_other(make_store: StoreFactory) -> None:
     store = make_store(max_bytes=30)
     await store.put("s", "a", b"small")
     await store.put("s", "b", b"old")
-    await store.put("s", "b", bytes(31))
+    with pytest.raises(TooLarge, match=r"store\.max_bytes, now 30"):
+        await store.put("s", "b", bytes(31))
     assert await store.get("s", "a") == b"small"
     assert await store.get("s", "b") is None
 

@@ -1,0 +1,112 @@
+"""Where things are in a TOML text: the lines of its settings and of its syntax errors. The parser reports neither all
+errors nor any lines of values."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from modelyard.config.problems import ConfigPath, Table
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def setting_lines(text: str) -> dict[ConfigPath, int]:
+    """The line of each section and key of a valid text; lines are counted from 1."""
+    found: dict[ConfigPath, int] = {}
+    entries: dict[ConfigPath, int] = {}  # how many [[…]] a path has had
+    section: ConfigPath = ()
+    for line, statement, table in _statements(text):
+        path: ConfigPath = ()
+        if statement.lstrip().startswith("["):
+            is_entry = statement.lstrip().startswith("[[")
+            keys = [*_header_keys(table)]
+            for depth, key in enumerate(keys, 1):
+                path = (*path, key)
+                if is_entry and depth == len(keys):
+                    entries[path] = entries.get(path, 0) + 1
+                if path in entries:
+                    path = (*path, entries[path] - 1)
+                found.setdefault(path, line)
+            section = path
+        else:
+            for path in _paths(table):
+                found.setdefault((*section, *path), line)
+    return found
+
+
+def _statements(text: str) -> Iterator[tuple[int, str, Table]]:
+    """Each header or key with its value, which may span lines: its first line, its text and what it says."""
+    start, statement = 1, ""
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        statement += line
+        try:
+            table = tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:
+            continue  # it goes on in the next line
+        if table:
+            yield start, statement, table
+        start, statement = number + 1, ""
+
+
+def _header_keys(table: Any) -> Iterator[str]:
+    while isinstance(table, list | dict) and table:
+        if isinstance(table, list):
+            table = table[0]
+        else:
+            ((key, table),) = table.items()
+            yield key
+
+
+def _paths(value: Any) -> Iterator[ConfigPath]:
+    entries: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in entries:
+        yield (key,)
+        yield from ((key, *path) for path in _paths(inner))
+
+
+# --- syntax errors ----------------------------------------------------------------------------------------------------
+
+_POSITION = re.compile(r" \(at line (\d+), column \d+\)$")
+_MAX_ERRORS = 20
+# the beginning of the parser's message → what its author did; others are quoted
+_MEANINGS = (
+    ("Illegal character '\\n'", "a text is not closed: its last quote is missing"),
+    ("Unterminated string", "a text is not closed: its last quotes are missing"),
+    ("Cannot overwrite a value", "the key is given twice in one section"),
+    ("Cannot declare", "the section is given twice, or its name is that of a key"),
+    ("Expected '=' after a key", "a setting is written as key = value"),
+    ("Invalid initial character for a key", "a key has letters, digits, - and _; others need quotes"),
+    ("Invalid value", "there is no valid value: texts need quotes; true and false are written in lower case"),
+    ("Unescaped '\\'", "a backslash in a text is written twice; between single quotes once is enough"),
+    ("Unclosed array", "a list is not closed, or a comma is missing in it"),
+    ("Unclosed inline table", "a table in braces is not closed, or a comma is missing in it"),
+    ("Expected newline or end of document", "a value is followed by more than a comment: texts need quotes"),
+)
+_GOES_ON = ("Unclosed", "Unterminated")  # the line where it begins is unknown: what follows may be part of it
+
+
+def syntax_errors(text: str) -> list[tuple[int, str]]:
+    """All lines that are not valid TOML, with a reason; empty if the text is valid. The parser stops at its first
+    error, so each faulty line is taken out and the rest is parsed again."""
+    lines = text.splitlines()
+    found: list[tuple[int, str]] = []
+    while len(found) < _MAX_ERRORS:
+        try:
+            tomllib.loads("\n".join(lines))
+            break
+        except tomllib.TOMLDecodeError as error:
+            message = str(error)
+        position = _POSITION.search(message)
+        line = int(position[1]) if position else len(lines)  # else at the end of the document
+        reason = message[: position.start()] if position else message
+        meaning = next((meaning for start, meaning in _MEANINGS if reason.startswith(start)), None)
+        if found and line <= found[-1][0]:
+            break
+        found.append((line, meaning or reason[:1].lower() + reason[1:]))
+        if position is None or reason.startswith(_GOES_ON):
+            break
+        lines[line - 1] = ""
+    return found
