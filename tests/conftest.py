@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import ssl
+import tempfile
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from httpx._transports import default as transports
 
 # trio, a dependency of the browser driver, registers a Hypothesis plugin that warns; warnings are errors.
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
+
+# No test reads the configuration of the user who runs it.
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "no-user-configuration")
 
 from hypothesis import settings
 

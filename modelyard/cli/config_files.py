@@ -17,11 +17,11 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, print_problem, run_or_exit
+from modelyard.cli.console import ConfigOption, err, load_or_exit, out, print_problem, run_or_exit
 from modelyard.config.effective import EffectiveSetting, effective_settings
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigPath, format_path
-from modelyard.config.sources import ConfigFile, config_files, user_file
+from modelyard.config.sources import config_files, user_file
 from modelyard.core.errors import NotFound, Unavailable
 
 config_app = typer.Typer(
@@ -61,17 +61,14 @@ TEMPLATE = """\
 @config_app.command("path")
 def path(config: ConfigOption = None) -> None:
     """List the files that are looked for, in the order in which later ones override earlier ones."""
-    table = make_table("file", "", "what it is")
     for file in config_files(config, os.environ, Path.cwd()):
-        table.add_row(escape(str(file.path)), _state(file), escape(_ROLES[file.role]))
-    out.print(table, soft_wrap=True)
-    out.print("[dim]then MODELYARD_* variables, then options of the command line[/dim]")
+        state = "missing" if file.state == "read" and not file.path.is_file() else file.state
+        about = f"{escape(str(file.path))}  [dim]{escape(file.reason or _ROLES[file.role])}[/dim]"
+        out.print(f"[{_COLOURS[state]}]{state:<8}[/] {about}", highlight=False, soft_wrap=True)
+    out.print("[dim]then     MODELYARD_* variables, then options of the command line[/dim]")
 
 
-def _state(file: ConfigFile) -> str:
-    if file.state == "read":
-        return "[green]read[/green]" if file.path.is_file() else "[red]missing[/red]"
-    return escape(f"{file.state}: {file.reason}" if file.reason else file.state)
+_COLOURS = {"read": "green", "missing": "red", "absent": "dim", "ignored": "yellow", "unused": "yellow"}
 
 
 @config_app.command("show")

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
 from modelyard import plugins
-from modelyard.config.problems import ConfigPath, ProblemLevel, suggest, validation_message
-from modelyard.config.settings import Config, engine_options
+from modelyard.config.problems import ConfigPath, ProblemLevel, Table, errors_by_setting, suggest, validation_messages
+from modelyard.config.settings import Config, engine_options, options_input
 from modelyard.core.errors import InvalidRequest
+from modelyard.prompt import template_source
 from modelyard.router.router import glob_covers
-from modelyard.router.settings import MODEL_KEYS, ModelSettings, RouteSettings
+from modelyard.router.settings import MODEL_KEYS, CacheSettings, ModelSettings, RouteSettings
+from modelyard.scanner import formats
 from modelyard.workers import interpreter
 from modelyard.workers.transport import endpoint_error
 
 ConfigFinding = tuple[ConfigPath, str, ProblemLevel]
 
 
-def check_config(
-    config: Config, models: Collection[str], caches: Collection[str], env: Mapping[str, str]
-) -> Iterator[ConfigFinding]:
-    """`models` and `caches` are all names in the sources, including invalid entries that `config` lacks."""
+def check_config(config: Config, merged: Table, env: Mapping[str, str]) -> Iterator[ConfigFinding]:
+    """`merged` is the configuration before validation: names are looked up and checked in entries that `config` lacks,
+    because another value of them is invalid."""
+    models, caches = _named_tables(merged, "models"), _named_tables(merged, "caches")
     public = [*models, *(alias for model in config.models.values() for alias in model.aliases)]
     for name, model in config.models.items():
         yield from _check_model(("models", name), model)
-    yield from _check_caches(config, models)
-    yield from _check_routes(config, public, caches)
+        yield from _check_kv_types(name, model, config.caches)
+    yield from _check_caches(config, models, caches)
+    yield from _check_routes(config, merged.get("routes"), public, caches)
     yield from _check_unreachable_routes(config.routes)
     yield from _check_aliases(config)
     yield from _check_keys(config, env)
@@ -40,6 +44,10 @@ def check_config(
         yield ("scheduler", "endpoint"), message, "error"
 
 
+def _named_tables(merged: Table, section: str) -> Table:
+    return table if isinstance(table := merged.get(section), dict) else {}
+
+
 def _unknown(what: str, name: str, known: Collection[str]) -> str:
     return f"there is no {what} {name!r}; known: {', '.join(known) or 'none'}.{suggest(name, known)}"
 
@@ -49,6 +57,13 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
         interpreter.interpreter_path(model.python)
     except InvalidRequest as error:
         yield (*path, "python"), error.message, "unavailable"
+    for field, value, known in (
+        ("format", model.format, formats.names()),
+        ("prompt_format", model.prompt_format, template_source.prompt_formats()),
+    ):
+        if value is not None and value not in known:
+            message = f"there is no such format; choose one of {', '.join(known)}.{suggest(value, known)}"
+            yield (*path, field), message, "error"
     engines, backend = plugins.names("engines"), model.backend
     if backend is None:
         return
@@ -64,39 +79,66 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
         yield path, error.message, "error"
     except ValidationError as error:
         known = MODEL_KEYS | plugins.load("engines", backend).Options.model_fields.keys()
-        for details in error.errors():
-            if details["type"] == "extra_forbidden" and len(details["loc"]) == 1:
+        for loc, errors in errors_by_setting(error.errors(), options_input(model)).items():
+            if errors[0]["type"] == "extra_forbidden" and len(loc) == 1:
                 message = f"unknown key; it is neither common to all models nor an option of {backend}."
-                message += suggest(str(details["loc"][0]), known)
+                message += suggest(str(loc[0]), known)
             else:
-                message = validation_message(details)
-            yield (*path, *details["loc"]), message, "error"
+                message = validation_messages(errors)
+            yield (*path, *loc), message, "error"
 
 
-def _check_caches(config: Config, models: Collection[str]) -> Iterator[ConfigFinding]:
-    for name, cache in config.caches.items():
-        if cache.model not in models:
-            yield ("caches", name, "model"), _unknown("model", cache.model, models), "error"
-        elif name in models and name != cache.model:
-            message = f"has the name of a model but is a cache of {cache.model!r}; rename one of them."
+def _check_kv_types(name: str, model: ModelSettings, caches: Mapping[str, CacheSettings]) -> Iterator[ConfigFinding]:
+    """Data types of the KV cache are names of the engine; some engines have their own setting for them."""
+    backend = model.backend or ""
+    if backend not in plugins.names("engines"):
+        return
+    try:
+        types: Collection[str] | None = getattr(plugins.load("engines", backend), "KV_TYPES", None)
+    except plugins.MissingLibrary:
+        return  # reported with the model
+    own = {cache_name: cache for cache_name, cache in caches.items() if cache.model == name}
+    settings = {("models", name): model, **{("caches", cache_name): cache for cache_name, cache in own.items()}}
+    for path, section in settings.items():
+        for field in ("type_k", "type_v"):
+            value = getattr(section, field)
+            if value is not None and types is None:
+                yield (*path, field), f"is not used: {backend} does not have this setting.", "warning"
+            elif value is not None and value not in (types or ()):
+                message = f"must be one of {', '.join(types or ())}, got {value!r}.{suggest(value, types or ())}"
+                yield (*path, field), message, "error"
+
+
+def _check_caches(config: Config, models: Collection[str], caches: Table) -> Iterator[ConfigFinding]:
+    for name, cache in caches.items():
+        model = cache.get("model") if isinstance(cache, dict) else None
+        if not isinstance(model, str):
+            continue  # reported by the validation
+        if model not in models:
+            yield ("caches", name, "model"), _unknown("model", model, models), "error"
+        elif name in models and name != model:
+            message = f"has the name of a model but is a cache of {model!r}; rename one of them."
             yield ("caches", name), message, "error"
     for name, model in config.models.items():
         if model.n_ctx is not None and any(cache.model == name for cache in config.caches.values()):
             yield ("models", name, "n_ctx"), "is not used: the model's caches set their own windows.", "warning"
 
 
-def _check_routes(config: Config, public: Collection[str], caches: Collection[str]) -> Iterator[ConfigFinding]:
+def _check_routes(
+    config: Config, routes: Any, public: Collection[str], caches: Collection[str]
+) -> Iterator[ConfigFinding]:
     with_caches = {cache.model for cache in config.caches.values()}
     known = [*caches, *(name for name in config.models if name not in with_caches)]
-    for number, route in enumerate(config.routes):
-        if route.model is not None and route.model not in public:
-            yield ("routes", number, "model"), _unknown("model", route.model, public), "error"
-        if route.cache is not None and route.cache not in known:
-            yield ("routes", number, "cache"), _unknown("cache", route.cache, known), "error"
-        cache = config.caches.get(route.cache or "")
+    for number, route in enumerate(routes if isinstance(routes, list) else ()):
+        wanted, target = (route.get("model"), route.get("cache")) if isinstance(route, dict) else (None, None)
+        if isinstance(wanted, str) and wanted not in public:
+            yield ("routes", number, "model"), _unknown("model", wanted, public), "error"
+        if isinstance(target, str) and target not in known:
+            yield ("routes", number, "cache"), _unknown("cache", target, known), "error"
+        cache = config.caches.get(target) if isinstance(target, str) else None
         model = config.models.get(cache.model) if cache else None
-        if cache and model and route.model is not None and route.model not in {cache.model, *model.aliases}:
-            message = f"cache {route.cache!r} belongs to {cache.model!r}, not to {route.model!r}; leave model out."
+        if cache and model and isinstance(wanted, str) and wanted not in {cache.model, *model.aliases}:
+            message = f"cache {target!r} belongs to {cache.model!r}, not to {wanted!r}; leave model out."
             yield ("routes", number, "model"), message, "error"
 
 

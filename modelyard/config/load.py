@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from modelyard.config.checks import check_config
 from modelyard.config.normalize import normalize_layer, resolve_defaults
@@ -22,10 +23,11 @@ from modelyard.config.problems import (
     ConfigPath,
     ConfigProblem,
     Table,
+    errors_by_setting,
     path_exists,
     problem_at,
     suggest,
-    validation_message,
+    validation_messages,
 )
 from modelyard.config.settings import Config, LoadedConfig, accepted_keys, type_at
 from modelyard.config.sources import (
@@ -35,6 +37,7 @@ from modelyard.config.sources import (
     ignored_note,
     read_environment,
     read_file,
+    with_lines,
 )
 from modelyard.library.default_model import DEFAULT_MODEL
 
@@ -81,17 +84,16 @@ def load_config(
         merged["keys"] = [*(keys if isinstance(keys, list) else []), *added]
     config = _validate(merged, layers, problems)
     if config is not None:
-        models, caches = (table if isinstance(table := merged.get(key), dict) else {} for key in ("models", "caches"))
-        findings = check_config(config, models, caches, env)
+        findings = check_config(config, merged, env)
         problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]
-    problems = list(dict.fromkeys(problems))
-    errors = [problem for problem in problems if problem.level == "error"]
-    if config is None or errors:
-        raise ConfigError(errors)
+    problems = with_lines(dict.fromkeys(problems))
     by_name: dict[str, Path | str] = {str(file): file for file in files}
     sources = [by_name.get(layer.source, layer.source) for layer in layers]
     notes = [ignored_note(file) for file in candidates if file.state == "ignored"]
-    return LoadedConfig(config, sources, problems, notes, layers)
+    loaded = LoadedConfig(config, sources, problems, notes, layers) if config is not None else None
+    if loaded is None or any(problem.level == "error" for problem in problems):
+        raise ConfigError([problem for problem in problems if problem.level in ("error", "unavailable")], loaded)
+    return loaded
 
 
 def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
@@ -108,7 +110,8 @@ def _read_layers(
     files: list[Path], env: Mapping[str, str], overrides: Mapping[str, Any]
 ) -> tuple[list[ConfigLayer], list[ConfigProblem]]:
     """All sources under our names, lowest priority first. The embedded model is added if no other is defined."""
-    found = [normalize_layer(str(file), read_file(file)) for file in files]
+    tables = _read_files(files)
+    found = [normalize_layer(str(file), table) for file, table in zip(files, tables, strict=True)]
     names = {
         key: [name for layer, _ in found if isinstance(table := layer.data.get(key), dict) for name in table]
         for key in ("models", "caches")
@@ -124,6 +127,19 @@ def _read_layers(
     if _needs_embedded_model(layers):
         layers.insert(0, ConfigLayer(EMBEDDED_SOURCE, deepcopy(EMBEDDED_DEFAULTS)))
     return layers, problems + environment.problems
+
+
+def _read_files(files: list[Path]) -> list[Table]:
+    """Raises ConfigError with the syntax errors of all files."""
+    tables, problems = list[Table](), list[ConfigProblem]()
+    for file in files:
+        try:
+            tables.append(read_file(file))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return tables
 
 
 def _without_none(overrides: Mapping[str, Any]) -> Table:
@@ -152,16 +168,24 @@ def _validate(merged: Table, layers: list[ConfigLayer], problems: list[ConfigPro
         try:
             return Config.model_validate(rest)
         except ValidationError as error:
-            for details in error.errors():
-                path = details["loc"]
+            for path, errors in errors_by_setting(error.errors(), rest).items():
                 if path not in reported:
-                    message = validation_message(details, secret=path[:1] == ("keys",))
-                    if details["type"] == "extra_forbidden":
-                        message += suggest(str(path[-1]), accepted_keys(type_at(path[:-1])))
+                    message = validation_messages(errors, secret=path[:1] == ("keys",)) + _spelling(path, errors[0])
                     problems.append(problem_at(layers, path, message))
-                _remove(rest, path, parent=details["type"] == "missing")
-            reported.update(details["loc"] for details in error.errors())
+                reported.add(path)
+                _remove(rest, path, parent=errors[0]["type"] == "missing")
     return None
+
+
+def _spelling(path: ConfigPath, error: ErrorDetails) -> str:
+    """What may have been meant by an unknown key, or by a section of the wrong kind."""
+    if error["type"] == "extra_forbidden":
+        return suggest(str(path[-1]), accepted_keys(type_at(path[:-1])))
+    if path in (("routes",), ("keys",)) and isinstance(error["input"], dict):
+        return f" Write [[{path[0]}]] before each of them."
+    if len(path) == 2 and path[0] in ("models", "caches") and not isinstance(error["input"], dict):
+        return f" Settings of a {str(path[0])[:-1]} are in its own section, such as [{path[0]}.NAME]."
+    return ""
 
 
 def _remove(data: Any, path: ConfigPath, *, parent: bool) -> None:

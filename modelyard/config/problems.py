@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct, field
 from pydantic_core import ErrorDetails
 
 from modelyard.core.errors import InvalidRequest
 
-ProblemLevel = Literal["error", "unavailable", "warning"]
+if TYPE_CHECKING:
+    from modelyard.config.settings import LoadedConfig
+
+ProblemLevel = Literal["error", "unavailable", "warning", "note"]
 ConfigPath = tuple[str | int, ...]
 Table = dict[str, Any]
 
@@ -21,25 +24,30 @@ _MAX_QUOTED = 60
 
 
 class ConfigProblem(Struct, frozen=True):
-    """An `error` stops loading, `unavailable` concerns a model that this build cannot run, a `warning` is advice."""
+    """An `error` stops loading, `unavailable` concerns a model that cannot run on this machine, a `warning` is advice,
+    a `note` concerns a model that is not in use. `line` counts from 1; 0 means unknown."""
 
     source: str
     path: str
     message: str
     level: ProblemLevel = "error"
+    line: int = 0
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.source, self.path, self.message) if part)
+        source = f"{self.source}:{self.line}" if self.line else self.source
+        return ": ".join(part for part in (source, self.path, self.message) if part)
 
 
 class ConfigError(InvalidRequest):
-    """The configuration cannot be used. `problems` holds every error, not only the first."""
+    """The configuration cannot be used. `problems` holds every error, not only the first; `rest` is what remains of the
+    configuration without the invalid values."""
 
     default_code = "invalid_config"
 
-    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+    def __init__(self, problems: Sequence[ConfigProblem], rest: LoadedConfig | None = None) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
+        self.rest = rest
 
 
 def suggest(word: str, candidates: Iterable[str]) -> str:
@@ -59,8 +67,27 @@ def format_path(path: ConfigPath) -> str:
     return text
 
 
+# the type of pydantic's error → what the value must be; for others its own message
+_EXPECTED = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a table of settings"),
+    **dict.fromkeys(("byte_size", "byte_size_unit"), 'a size such as "24GiB", or a number of bytes'),
+    "string_type": "a text in quotes",
+    "list_type": "a list",
+    "string_too_short": "a text that is not empty",
+}
+
+
 def validation_message(error: ErrorDetails, *, secret: bool = False) -> str:
     """One of pydantic's validation errors as a sentence. A `secret` value is not quoted."""
+    return validation_messages([error], secret=secret)
+
+
+def validation_messages(errors: Sequence[ErrorDetails], *, secret: bool = False) -> str:
+    """Several errors of one value, which has alternative types, as a sentence."""
+    error = errors[0]
     match error["type"]:
         case "missing":
             return "is missing; it has no default."
@@ -68,10 +95,32 @@ def validation_message(error: ErrorDetails, *, secret: bool = False) -> str:
             return "unknown key."
         case "value_error" | "assertion_error":
             return error["msg"].split(", ", 1)[-1] + "."
-    expected = error["msg"].removeprefix("Input should be ")
+    expected = " or ".join(dict.fromkeys(map(_expected, errors)))
     value = repr(error["input"])
     got = "" if secret else f", got {value if len(value) <= _MAX_QUOTED else f'{value[:_MAX_QUOTED]}…'}"
-    return f"must be {expected}{got}." if expected != error["msg"] else f"{expected}{got}."
+    words = re.findall(r"'([^']+)'", expected) if isinstance(error["input"], str) and not secret else []
+    return f"{expected}{got}.{suggest(str(error['input']).lower(), words)}"
+
+
+def _expected(error: ErrorDetails) -> str:
+    if (known := _EXPECTED.get(error["type"])) is not None:
+        return f"must be {known}"
+    message = error["msg"].replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    return re.sub("^Input should be ", "must be ", message)
+
+
+def errors_by_setting(
+    errors: Iterable[ErrorDetails], data: Any, start: ConfigPath = ()
+) -> dict[ConfigPath, list[ErrorDetails]]:
+    """The errors by the path of their setting. Pydantic adds the alternatives of a type to the path; such errors are
+    about one value."""
+    found: dict[ConfigPath, list[ErrorDetails]] = {}
+    for error in errors:
+        path = (*start, *error["loc"])
+        while len(path) > len(start) and error["type"] != "missing" and not path_exists(data, path):
+            path = path[:-1]
+        found.setdefault(path if len(path) > len(start) else (*start, *error["loc"]), []).append(error)
+    return found
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

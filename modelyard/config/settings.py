@@ -142,8 +142,14 @@ def infer_backend(path: Any) -> str | None:
 def engine_options(model: ModelSettings) -> BaseModel:
     """The engine's `Options`. Common fields that it also declares (such as path) are passed on if they are set."""
     kind: type[BaseModel] = plugins.load("engines", model.backend or "").Options
+    return kind.model_validate(options_input(model))
+
+
+def options_input(model: ModelSettings) -> dict[str, Any]:
+    """What the engine's `Options` are made from, not validated yet."""
+    kind: type[BaseModel] = plugins.load("engines", model.backend or "").Options
     common = (model.model_fields_set & kind.model_fields.keys()) - {"options"}
-    return kind.model_validate({name: getattr(model, name) for name in common} | model.options)
+    return {name: getattr(model, name) for name in common} | model.options
 
 
 def engine_spec(entry: ModelEntry, model: ModelSettings) -> EngineSpec:

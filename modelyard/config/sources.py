@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from msgspec import Struct
+from msgspec.structs import replace
 from pydantic import BaseModel
 
-from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, Table, suggest
+from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, Table, format_path, suggest
 from modelyard.config.settings import FOREIGN_SECTIONS, accepted_keys, keys_by_section, type_at, without_none
+from modelyard.config.toml_text import setting_lines, syntax_errors
 from modelyard.router.settings import ModelSettings
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -114,15 +116,15 @@ def foreign_reason(path: Path) -> str | None:
         table = read_file(path)
     except ConfigError:
         text = path.read_bytes() if os.access(path, os.R_OK) else b'"models": {'  # unreadable: report it
-        return None if _OUR_SECTIONS.search(text) else "it is not a configuration of Modelyard, nor valid JSON"
+        return None if _OUR_SECTIONS.search(text) else "it has no settings of Modelyard and is not valid JSON"
     known = keys_by_section()
     ours = sum(_fits(key, value) for key, value in table.items())
     misspelt = {key for key in table if key not in known and suggest(key, known)}
     others = [key for key, value in table.items() if not _fits(key, value) and key not in {"$schema", *misspelt}]
     if ours > len(others):
         return None
-    found = f"{', '.join(map(repr, others[:3]))} {'is' if len(others) == 1 else 'are'} not" if others else "it has none"
-    return f"it is not a configuration of Modelyard ({found} of its settings)"
+    found = f", only {', '.join(map(repr, others[:3]))}{' …' if len(others) > 3 else ''}" if others else ""
+    return f"it has no settings of Modelyard{found}"
 
 
 def _fits(section: str, value: Any) -> bool:
@@ -138,27 +140,76 @@ def _fits(section: str, value: Any) -> bool:
     return isinstance(value, dict) and any(key in known for key in value)
 
 
-_PARSERS: dict[str, Any] = {".toml": tomllib.loads, ".json": json.loads}
-
-
 def read_file(path: Path) -> Table:
-    def error(message: str) -> ConfigError:
-        return ConfigError([ConfigProblem(str(path), "", message)])
+    """Raises ConfigError with all syntax errors."""
 
-    parse = _PARSERS.get(path.suffix.lower())
-    if parse is None:
+    def error(message: str, line: int = 0) -> ConfigError:
+        return ConfigError([ConfigProblem(str(path), "", message, line=line)])
+
+    kind = path.suffix.lower()
+    if kind not in (".toml", ".json"):
         raise error("a configuration is a .toml or a .json file")
     try:
-        table = parse(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        table = tomllib.loads(text) if kind == ".toml" else json.loads(text, object_pairs_hook=_unique_keys)
     except FileNotFoundError:
         raise error("there is no such file") from None
+    except IsADirectoryError:
+        raise error("is a folder, not a file") from None
     except OSError as cause:
         raise error(f"cannot be read: {cause.strerror}") from None
+    except tomllib.TOMLDecodeError:
+        found = syntax_errors(text)
+        raise ConfigError([ConfigProblem(str(path), "", f"{reason}.", line=line) for line, reason in found]) from None
+    except json.JSONDecodeError as cause:
+        raise error(f"is not valid JSON: {_json_reason(cause)}.", cause.lineno) from None
+    except UnicodeDecodeError as cause:
+        raise error(f"is not UTF-8 text: byte {cause.start} cannot be read") from None
     except (ValueError, RecursionError) as cause:
-        raise error(f"is not valid {path.suffix[1:].upper()}: {cause}") from None
+        raise error(f"is not valid {kind[1:].upper()}: {cause}") from None
     if not isinstance(table, dict):
         raise error(f"must be a table at the top level, found {type(table).__name__}")
     return table
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Table:
+    """JSON allows a key twice and drops the first value; that is a mistake here as in TOML."""
+    found: Table = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is given twice")
+        found[key] = value
+    return found
+
+
+def _json_reason(error: json.JSONDecodeError) -> str:
+    before = error.doc[: error.pos].rstrip()
+    after = error.doc[error.pos : error.pos + 1]
+    if before.endswith(",") and after in ("}", "]"):
+        return f"there is a comma before the {after}"
+    return error.msg[:1].lower() + error.msg[1:]
+
+
+def with_lines(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
+    """The problems with their lines in TOML files, in the order of the lines."""
+    files: dict[str, dict[str, int]] = {}
+    found = []
+    for problem in problems:
+        if problem.source not in files:
+            files[problem.source] = _lines(Path(problem.source)) if problem.source.endswith(".toml") else {}
+        lines, path = files[problem.source], problem.path
+        while path and path not in lines:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        found.append(replace(problem, line=lines[path]) if path and not problem.line else problem)
+    return sorted(found, key=lambda problem: (list(files).index(problem.source), problem.line))
+
+
+def _lines(path: Path) -> dict[str, int]:
+    try:
+        lines = setting_lines(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return {}
+    return {format_path(setting): line for setting, line in lines.items()}
 
 
 # --- environment variables --------------------------------------------------------------------------------------------

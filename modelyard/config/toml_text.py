@@ -25,6 +25,7 @@ def setting_lines(text: str) -> dict[ConfigPath, int]:
             keys = [*_header_keys(table)]
             for depth, key in enumerate(keys, 1):
                 path = (*path, key)
+                found.setdefault(path, line)
                 if is_entry and depth == len(keys):
                     entries[path] = entries.get(path, 0) + 1
                 if path in entries:
@@ -69,7 +70,7 @@ def _paths(value: Any) -> Iterator[ConfigPath]:
 
 # --- syntax errors ----------------------------------------------------------------------------------------------------
 
-_POSITION = re.compile(r" \(at line (\d+), column \d+\)$")
+_POSITION = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 _MAX_ERRORS = 20
 # the beginning of the parser's message → what its author did; others are quoted
 _MEANINGS = (
@@ -81,6 +82,7 @@ _MEANINGS = (
     ("Invalid initial character for a key", "a key has letters, digits, - and _; others need quotes"),
     ("Invalid value", "there is no valid value: texts need quotes; true and false are written in lower case"),
     ("Unescaped '\\'", "a backslash in a text is written twice; between single quotes once is enough"),
+    ("Invalid hex value", "a backslash in a text is written twice; between single quotes once is enough"),
     ("Unclosed array", "a list is not closed, or a comma is missing in it"),
     ("Unclosed inline table", "a table in braces is not closed, or a comma is missing in it"),
     ("Expected newline or end of document", "a value is followed by more than a comment: texts need quotes"),
@@ -100,13 +102,13 @@ def syntax_errors(text: str) -> list[tuple[int, str]]:
         except tomllib.TOMLDecodeError as error:
             message = str(error)
         position = _POSITION.search(message)
-        line = int(position[1]) if position else len(lines)  # else at the end of the document
+        line = int(position[1]) if position and position[1] else len(lines)
         reason = message[: position.start()] if position else message
         meaning = next((meaning for start, meaning in _MEANINGS if reason.startswith(start)), None)
         if found and line <= found[-1][0]:
             break
         found.append((line, meaning or reason[:1].lower() + reason[1:]))
-        if position is None or reason.startswith(_GOES_ON):
+        if reason.startswith(_GOES_ON):
             break
         lines[line - 1] = ""
     return found

@@ -99,6 +99,18 @@ def read_metadata(file: IO[bytes]) -> dict[str, Any]:
     return dict(_read_metadata(file, count, "all"))
 
 
+def read_first_metadata(file: IO[bytes]) -> dict[str, Any]:
+    """The metadata in the first bytes of a file: all entries before the data end. Empty for another kind of file."""
+    found: dict[str, Any] = {}
+    try:
+        _, count = _read_counts(file)
+        for name, value in _read_metadata(file, count, "short"):
+            found[name] = value
+    except ValueError:
+        pass
+    return found
+
+
 def without_tensors(path: Path) -> bytes:
     """The header as a complete GGUF file without tensors, from which a tokenizer can be loaded."""
     with _opened(path) as file:

@@ -76,7 +76,7 @@ def leads_to_gguf(path: str) -> bool:
 def gguf_files(folder: Path) -> list[Path]:
     """The language models in a folder; image projectors (mmproj) are parts of other models."""
     found = (file for file in folder.iterdir() if file.suffix.lower() == ".gguf")
-    return sorted(file for file in found if not file.name.lower().startswith("mmproj"))
+    return sorted(file for file in found if "mmproj" not in file.name.lower())
 
 
 def group_split_files(names: list[str]) -> dict[str, list[str]]:
@@ -179,12 +179,17 @@ _ENTRIES, _ENTRIES_LOCK = "library.json", ".library.lock"
 
 
 class LibraryEntry(Struct, frozen=True, omit_defaults=True):
-    """`path` is the model's first file or its folder. `owned`: we fetched or converted it, and delete it on removal."""
+    """`path` is the model's first file or its folder. `owned`: we fetched or converted it, and delete it on removal.
+    For a model of the hub `source` is its repository; `choice` says why this variant was chosen."""
 
     name: str
     path: str
     source: str = "a local file"
     owned: bool = False
+    projector: str = ""
+    quant: str = ""
+    commit: str = ""
+    choice: str = ""
 
 
 def read_entries() -> list[LibraryEntry]:

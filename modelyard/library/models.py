@@ -1,62 +1,77 @@
-"""The library's models: adding, listing, describing and removing them."""
+"""The library's models: finding what a MODEL argument means, fetching, adding, listing, describing and removing."""
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 from pathlib import Path
 
+import psutil
 from msgspec import Struct
+from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
-from modelyard.library import default_model, gguf, huggingface, model_files
+from modelyard.library import default_model, gguf, hub, model_files, variants
 from modelyard.library.cache_dir import models_dir
+from modelyard.library.hub import HubClient, HubListing, HubReference
 from modelyard.library.model_files import LibraryEntry
 from modelyard.library.progress import ProgressReporter, format_size
+from modelyard.library.variants import KvShape, MemoryBudget, ModelVariant
 
-_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
+_HEADER = 1 << 20  # bytes of a GGUF file in which its shape is found
+
+# --- what a MODEL argument means --------------------------------------------------------------------------------------
 
 
-def add_model(
-    source: str, *, name: str | None = None, quant: str | None = None, progress: ProgressReporter | None = None
-) -> LibraryEntry:
-    """Add a local file or folder, or a repository of the hub (`org/repo` or `org/repo:quant`)."""
-    if name is not None:
-        _check_name(name)  # before a large download
-    local = _find_local(source, quant)
-    repo, _, tag = source.partition(":")
-    if local is not None:
-        entry = LibraryEntry(name or model_files.base_name(local.name), str(local))
-    elif _REPO.fullmatch(repo):
-        file = huggingface.fetch(repo, quant or tag or None, progress or ProgressReporter())
-        short = re.sub(r"[-_.]gguf$", "", repo.rpartition("/")[2], flags=re.IGNORECASE)
-        entry = LibraryEntry(name or short, str(file), repo, owned=True)
-    else:
+class ModelSource(Struct, frozen=True):
+    """A model of the library (`entry`), a local file or folder (`path`), or one on the hub (`hub`). A model that was
+    fetched from the hub before is an entry and on the hub."""
+
+    text: str
+    entry: LibraryEntry | None = None
+    path: Path | None = None
+    hub: HubReference | None = None
+
+
+def resolve_source(text: str, quant: str | None = None) -> ModelSource:
+    """The meaning of a MODEL argument, in this order: a name in the library; a file or folder here or in ./models; a
+    repository of the hub as `owner/repo[:quant]`, `hf.co/owner/repo[:quant]` or a URL. Raises NotFound."""
+    if (entry := find_model(text)) is not None:
+        return ModelSource(text, entry=entry)
+    if (local := _find_local(text, quant)) is not None:
+        return ModelSource(text, path=local)
+    if (reference := hub.parse_reference(text)) is not None:
+        return ModelSource(text, entry=_find_fetched(reference, quant), hub=reference)
+    if "://" in text:
         raise NotFound(
-            f"{source!r} is neither a local file or folder nor a repository such as org/name", param="source"
+            f"{text!r} is not a repository or file of the hub at {hub.endpoint()}: download it, then name its file",
+            param="source",
         )
-    _check_name(entry.name)
-    gguf.read_summary(Path(entry.path))  # fails for an unreadable file
-    model_files.put_entry(entry)
-    return entry
-
-
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"{name!r} cannot be a model's name: use letters, digits and . _ - + / with --name", param="name"
-        )
+    names = ", ".join(entry.name for entry in list_models()) or "nothing"
+    raise NotFound(
+        f"there is no model {text!r}: it is not a file or folder here, not in the library (which has {names}), and not "
+        "a repository such as owner/name",
+        code="unknown_model",
+        param="source",
+    )
 
 
 def _find_local(source: str, quant: str | None) -> Path | None:
     """In the current folder or in ./models. Files in the library's folder came from a hub and are not added again."""
+    if "://" in source:
+        return None
     candidates = (Path(source).expanduser(), Path("models") / source)
     path = next((candidate.resolve() for candidate in candidates if candidate.exists()), None)
     if path is None:
+        if source.lower().endswith(".gguf") and not source.lower().startswith(("hf.co/", "huggingface.co/")):
+            raise NotFound(f"there is no file {source!r}", code="model_file_missing", param="source")
         return None
     if quant is not None and path.is_dir():
         path = _find_quant(path, quant)
+    if model_files.folder_format(path) is not None:
+        return path
     return model_files.locate_model_file(str(path))
 
 
@@ -67,6 +82,226 @@ def _find_quant(folder: Path, quant: str) -> Path:
     files = (file for file in model_files.gguf_files(folder) if quant.lower() in file.name.lower())
     matching = {model_files.base_name(file.name): file for file in files}
     return next(iter(matching.values())) if len(matching) == 1 else folder
+
+
+def _find_fetched(reference: HubReference, quant: str | None) -> LibraryEntry | None:
+    """The model that was fetched for this reference, if its files are still here."""
+    wanted = quant or reference.quant
+    for entry in model_files.read_entries():
+        is_wanted = (
+            Path(entry.path).as_posix().endswith(f"/{reference.file}")
+            if reference.file
+            else wanted is None or wanted.lower() in (entry.quant.lower(), entry.quant.lower().removeprefix("ud-"))
+        )
+        if entry.owned and entry.source == reference.repo and is_wanted and Path(entry.path).exists():
+            return entry
+    return None
+
+
+# --- adding and fetching ----------------------------------------------------------------------------------------------
+
+
+def pull(
+    source: str | ModelSource,
+    *,
+    name: str | None = None,
+    quant: str | None = None,
+    progress: ProgressReporter | None = None,
+    budget: MemoryBudget | None = None,
+    update: bool = False,
+) -> LibraryEntry:
+    """The library's entry of a model: it is fetched from the hub or registered if necessary.
+
+    A model that is already here is returned without asking the hub, unless `update` is set: then a new version there
+    replaces it. `budget` is the memory that decides between quantizations; by default that of a CPU.
+    """
+    if name is not None:
+        _check_name(name)  # before a large download
+    found = resolve_source(source, quant) if isinstance(source, str) else source
+    if found.entry is not None and (found.hub is None or not update) and name in (None, found.entry.name):
+        return found.entry
+    if found.path is not None:
+        named = name or model_files.base_name(found.path.name)
+        return _register(LibraryEntry(named, str(found.path), projector=_find_projector(found.path)))
+    if found.entry is not None and found.hub is None:
+        entry = found.entry  # a second name of a model in the library; its files stay the first one's
+        return _register(LibraryEntry(name or entry.name, entry.path, entry.source, projector=entry.projector))
+    if found.hub is None:
+        raise NotFound(f"there is no model {found.text!r}", code="unknown_model", param="source")
+    fetched = found.entry if name in (None, found.entry.name if found.entry else None) else None
+    return _fetch(found.hub, name, quant, progress or ProgressReporter(), budget or default_budget(), fetched)
+
+
+def add_model(
+    source: str, *, name: str | None = None, quant: str | None = None, progress: ProgressReporter | None = None
+) -> LibraryEntry:
+    """`pull`, which also looks for a new version on the hub."""
+    return pull(source, name=name, quant=quant, progress=progress, update=True)
+
+
+def default_budget() -> MemoryBudget:
+    """What one model may take of the RAM. The rest is for other programs."""
+    return ram_budget(psutil.virtual_memory().total)
+
+
+def ram_budget(total: int) -> MemoryBudget:
+    return MemoryBudget(int(0.7 * total))
+
+
+def _register(entry: LibraryEntry) -> LibraryEntry:
+    _check_name(entry.name)
+    if not Path(entry.path).is_dir():
+        gguf.read_summary(Path(entry.path))  # fails for an unreadable file
+    model_files.put_entry(entry)
+    return entry
+
+
+def _find_projector(path: Path) -> str:
+    """The image projector beside a local model; empty if there is none."""
+    if path.is_dir():
+        return ""
+    sizes = {file.name: file.stat().st_size for file in path.parent.glob("*.gguf")}
+    choice = variants.choose_projector(sizes, ModelVariant("", (path.name,), 0))
+    return str(path.parent / choice.file) if choice else ""
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{name!r} cannot be a model's name: use letters, digits and . _ - + / with --name", param="name"
+        )
+
+
+def _fetch(
+    reference: HubReference,
+    name: str | None,
+    quant: str | None,
+    progress: ProgressReporter,
+    budget: MemoryBudget,
+    fetched: LibraryEntry | None,
+) -> LibraryEntry:
+    repo, wanted = reference.repo, quant or reference.quant or (fetched.quant if fetched else None) or None
+    with HubClient() as client:
+        listing = client.list_files(repo, reference.revision)
+        format = variants.repo_format(listing.sizes)
+        if format == "gguf":
+            entry = _fetch_gguf(client, listing, reference.file or wanted, progress, budget)
+        else:
+            entry = _fetch_folder(client, listing, reference, wanted, progress, budget)
+    taken = fetched.name if fetched else _free_name(_short_name(reference, entry), entry)
+    return _register(replace(entry, name=name or taken))
+
+
+def _short_name(reference: HubReference, entry: LibraryEntry) -> str:
+    if reference.file is not None:
+        return model_files.base_name(Path(entry.path).name)
+    return re.sub(r"[-_.]gguf$", "", reference.repo.rpartition("/")[2], flags=re.IGNORECASE)
+
+
+def _free_name(short: str, entry: LibraryEntry) -> str:
+    """A second quantization of a repository has its quantization in its name."""
+    other = model_files.find_entry(short)
+    return short if other is None or other.path == entry.path or not entry.quant else f"{short}-{entry.quant}"
+
+
+def _fetch_gguf(
+    client: HubClient, listing: HubListing, wanted: str | None, progress: ProgressReporter, budget: MemoryBudget
+) -> LibraryEntry:
+    found = variants.find_variants(listing.sizes)
+    if wanted is not None:
+        variant, reason = variants.named_variant(listing.repo, found, wanted), ""
+        projector = variants.choose_projector(listing.sizes, variant)
+    else:
+        projector = variants.choose_projector(listing.sizes, found[0])
+        extra = listing.sizes[projector.file] if projector else 0
+        shape = _read_shape(client, listing, found)
+        choice = variants.choose_variant(listing.repo, found, budget, shape, extra)
+        variant, reason = choice.variant, choice.reason
+        projector = variants.choose_projector(listing.sizes, variant)
+    reasons = [text for text in (reason, projector.reason if projector else "") if text]
+    for text in reasons:
+        progress.write_line(text)
+    folder = models_dir() / listing.repo
+    names = [*variant.files, *([projector.file] if projector else [])]
+    title = f"{Path(variant.files[0]).name}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+    hub.download(client, listing, names, folder, title, progress)
+    return LibraryEntry(
+        "",
+        str(folder / variant.files[0]),
+        listing.repo,
+        owned=True,
+        projector=str(folder / projector.file) if projector else "",
+        quant=variant.label,
+        commit=listing.commit,
+        choice="; ".join(reasons),
+    )
+
+
+def _read_shape(client: HubClient, listing: HubListing, found: list[ModelVariant]) -> KvShape | None:
+    """From the header of the smallest file; None if the server cannot send a part of a file."""
+    smallest = min(found, key=lambda variant: variant.size)
+    try:
+        data = client.read_start(listing, smallest.files[0], _HEADER)
+    except ModelyardError as error:
+        if error.code in ("gated", "forbidden", "unknown_repo"):
+            raise
+        return None
+    return variants.kv_shape(gguf.read_first_metadata(io.BytesIO(data)))
+
+
+def _fetch_folder(
+    client: HubClient,
+    listing: HubListing,
+    reference: HubReference,
+    wanted: str | None,
+    progress: ProgressReporter,
+    budget: MemoryBudget,
+) -> LibraryEntry:
+    """A CTranslate2, Hugging Face or EXL3 folder. EXL3 repositories have a branch for each size."""
+    repo, reason = listing.repo, ""
+    branch = reference.revision if reference.revision not in (None, "main") else ""
+    if wanted is not None or variants.repo_format(listing.sizes) is None:
+        branch, reason, listing = _choose_branch(client, listing, wanted, budget)
+    format = variants.repo_format(listing.sizes)
+    if format is None or format == "gguf":
+        raise NotFound(
+            f"{repo} has no model that an engine here can use: no GGUF file, no safetensors with a config.json and no "
+            "CTranslate2 folder; look for a repository whose name ends in GGUF",
+            code="no_model",
+        )
+    names = variants.folder_files(listing.sizes, format)
+    if reason:
+        progress.write_line(reason)
+    folder = models_dir() / (f"{repo}@{branch}" if branch else repo)
+    title = f"{repo.rpartition('/')[2]} ({len(names)} files)"
+    hub.download(client, listing, names, folder, title, progress)
+    return LibraryEntry("", str(folder), repo, owned=True, quant=branch, commit=listing.commit, choice=reason)
+
+
+def _choose_branch(
+    client: HubClient, listing: HubListing, wanted: str | None, budget: MemoryBudget
+) -> tuple[str, str, HubListing]:
+    branches = client.list_branches(listing.repo)
+    if wanted is not None:
+        match = next((name for name in branches if name.lower() == wanted.lower()), None)
+        if match is None:
+            known = ", ".join(branches) or "none"
+            raise NotFound(
+                f"{listing.repo} has no {wanted!r}: it has no GGUF files, and its branches are {known}",
+                code="unknown_quant",
+                param="quant",
+            )
+        return match, "", client.list_files(listing.repo, match)
+    sized = {name: client.list_files(listing.repo, name) for name in variants.sized_branches(branches)}
+    if not sized:
+        return "", "", listing
+    branch, reason = variants.choose_branch(
+        listing.repo, {name: sum(each.sizes.values()) for name, each in sized.items()}, budget
+    )
+    return branch, reason, sized[branch]
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
 
 
 def list_models() -> list[LibraryEntry]:
@@ -88,8 +323,11 @@ def remove_model(name: str) -> LibraryEntry:
     if entry is None:
         names = ", ".join(e.name for e in list_models()) or "nothing"
         raise NotFound(f"the library has no {name!r}; it has {names}")
-    if entry.owned:
+    others = [other for other in model_files.read_entries() if other.name != name]
+    if entry.owned and all(other.path != entry.path for other in others):
         _delete(Path(entry.path))
+        if entry.projector and all(other.projector != entry.projector for other in others):
+            _delete(Path(entry.projector))
     model_files.remove_entry(name)
     return entry
 
@@ -105,7 +343,7 @@ def _delete(path: Path) -> None:
             file.unlink(missing_ok=True)
     folder = path.parent
     while folder.resolve() != root and folder.resolve().is_relative_to(root):
-        if any(file.suffix.lower() == ".gguf" for file in folder.rglob("*")):
+        if any(file.suffix.lower() in (".gguf", ".safetensors", ".bin", ".part") for file in folder.rglob("*")):
             break
         shutil.rmtree(folder, ignore_errors=True)  # metadata of the hub, locks
         folder = folder.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,8 +16,13 @@ OnBytes = Callable[[int, int], None]  # done, total
 class ProgressReporter:
     """Draws a bar if `console` is a terminal, else passes lines to `write_line`."""
 
-    def __init__(self, console: Console | None = None, write_line: Callable[[str], None] | None = None) -> None:
-        self.console = console or Console(stderr=True)
+    def __init__(
+        self,
+        console: Console | None = None,
+        write_line: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console, self._clock = console or Console(stderr=True), clock
         self.write_line = write_line or (lambda line: print(line, file=sys.stderr))
 
     @contextmanager
@@ -32,22 +38,51 @@ class ProgressReporter:
                 transient=True,
             ) as bar:
                 task = bar.add_task(name, total=None)
-                yield lambda done, total: bar.update(task, completed=done, total=total or None)
+                started = False
+
+                def on_bytes(done: int, total: int) -> None:
+                    nonlocal started
+                    if not started:  # a resumed download does not count what was there before as its speed
+                        started = True
+                        bar.reset(task, completed=done, total=total or None)
+                    bar.update(task, completed=done, total=total or None)
+
+                yield on_bytes
         else:
             self.write_line(f"{verb} {name}")
             yield self._lines(f"{verb} {name}")
 
     def _lines(self, title: str) -> OnBytes:
-        reported = 0
+        reported = first = -1
+        started = 0.0
 
         def on_bytes(done: int, total: int) -> None:
-            nonlocal reported
+            nonlocal reported, first, started
             tenths = 10 * done // total if total else 0
-            if tenths > reported:
+            if first < 0:
+                reported, first, started = tenths, done, self._clock()
+                if tenths:
+                    self.write_line(f"{title}: continuing at {tenths * 10} % of {format_size(total)}")
+            elif tenths > reported:
                 reported = tenths
-                self.write_line(f"{title}: {tenths * 10} % of {format_size(total)}")
+                rate = format_rate(done - first, total - done, self._clock() - started)
+                self.write_line(f"{title}: {tenths * 10} % of {format_size(total)}{rate}")
 
         return on_bytes
+
+
+def format_rate(done: int, left: int, seconds: float) -> str:
+    """", 35 MB/s, 12 s left" once it can be told."""
+    if seconds < 0.5 or not done:
+        return ""
+    rate = done / seconds
+    return f", {format_size(rate)}/s" + (f", {format_duration(left / rate)} left" if left else "")
+
+
+def format_duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def format_size(count: float) -> str:

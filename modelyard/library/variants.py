@@ -103,9 +103,9 @@ def folder_files(sizes: Mapping[str, int], format: RepoFormat) -> tuple[str, ...
 # Best first. Mixed and dynamic variants (_XL, UD-) are as good as the plain one or better.
 _QUALITY = (
     *("F32", "BF16", "F16"),
-    *("Q8_K", "Q8_1", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K", "Q5_K_S", "Q5_1", "Q5_0"),
-    *("MXFP4", "MXFP4_MOE", "Q4_K_M", "Q4_K", "Q4_K_S", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0"),
-    *("Q3_K_L", "IQ3_M", "Q3_K_M", "Q3_K", "IQ3_S", "Q3_K_S", "IQ3_XS", "IQ3_XXS"),
+    *("Q8_K", "Q8_1", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0"),
+    *("MXFP4", "MXFP4_MOE", "Q4_K_M", "Q4_K_S", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0"),
+    *("Q3_K_L", "IQ3_M", "Q3_K_M", "IQ3_S", "Q3_K_S", "IQ3_XS", "IQ3_XXS"),
     *("Q2_K_L", "Q2_K", "IQ2_M", "Q2_K_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "IQ1_M", "TQ1_0", "IQ1_S"),
 )
 _RANK = {label: rank for rank, label in enumerate(_QUALITY)}

@@ -91,6 +91,11 @@ def formats() -> tuple[str, ...]:
     return tuple(sorted({path.stem for path in _TEMPLATES.glob("*.jinja")} | {"chatml"}))
 
 
+def prompt_formats() -> tuple[str, ...]:
+    """Every name that `prompt_format` accepts: also those without the suffix of the file."""
+    return tuple(sorted({*formats(), *(name.removesuffix("_template") for name in formats())}))
+
+
 def _built_in(name: str, origin: str) -> TemplateSource:
     return TemplateSource(builtin(name), origin, stops=_STOPS[_file(name).stem])
 

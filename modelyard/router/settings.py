@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from msgspec.structs import fields as struct_fields
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 
 from modelyard.core.request import Sampling
 
@@ -20,6 +29,10 @@ OneOrMore = Annotated[
     BeforeValidator(_as_list),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
+
+
+# The engine knows the names: see its KV_TYPES.
+KvType = Annotated[str, StringConstraints(to_lower=True, strip_whitespace=True, min_length=1)]
 
 
 class DecodingSettings(BaseModel):
@@ -130,12 +143,12 @@ class CacheSettings(BaseModel):
     )
     parallel: int = Field(default=1, ge=1, description="Conversations at the same time.")
     description: str = Field(default="", description="Purpose of the cache, shown by modelyard check.")
-    type_k: str | None = Field(
+    type_k: KvType | None = Field(
         default=None,
         validation_alias=AliasChoices("type_k", "cache_type_k", "gguf_type_k"),
         description="Data type of cached keys, such as f16, q8_0 or q4_0; unset means the model's.",
     )
-    type_v: str | None = Field(
+    type_v: KvType | None = Field(
         default=None,
         validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
         description="Data type of cached values; unset means the model's.",
@@ -223,12 +236,12 @@ class ModelSettings(BaseModel):
         validation_alias=AliasChoices("n_ctx", "gguf_n_ctx", "llama_server_n_ctx", "vllm_max_model_len"),
         description="Window of a model without [caches]; unset means 4096. Ignored if caches refer to the model.",
     )
-    type_k: str | None = Field(
+    type_k: KvType | None = Field(
         default=None,
         validation_alias=AliasChoices("type_k", "cache_type_k", "gguf_type_k"),
         description="Data type of cached keys for caches that set none; unset means f16.",
     )
-    type_v: str | None = Field(
+    type_v: KvType | None = Field(
         default=None,
         validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
         description="Data type of cached values for caches that set none; unset means f16.",

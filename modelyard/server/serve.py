@@ -17,6 +17,7 @@ from uuid import uuid4
 from modelyard import plugins
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
+from modelyard.config.sources import config_files
 from modelyard.http import server as front
 from modelyard.http.auth import check_bind, read_keys
 from modelyard.library import default_model
@@ -49,7 +50,8 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     if split and INDEX_VARIABLE not in os.environ:
         return _serve_supervised(config, path, http, debug, scheduler)
     with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
-        return runner.run(_serve_one(config, lambda: load_config(path, overrides=_overrides(http, debug)), scheduler))
+        load = lambda: load_config(path, overrides=_overrides(http, debug))  # noqa: E731
+        return runner.run(_serve_one(config, load, path, scheduler))
 
 
 def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def _prepare(config: Config) -> None:
         default_model.fetch(ProgressReporter(write_line=logging.getLogger("modelyard.library").info))
 
 
-async def _serve_one(config: Config, load: ConfigLoader, scheduler: str | None = None) -> int:
+async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, scheduler: str | None = None) -> int:
     pool = None if scheduler is None else gateway_pool(config, scheduler)
     if pool is not None:
         await pool.wait_ready(_SCHEDULER_WAIT_S)
@@ -81,7 +83,7 @@ async def _serve_one(config: Config, load: ConfigLoader, scheduler: str | None =
     # A single process does not share its port: with SO_REUSEPORT a second server would take half of the requests.
     listener = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
     with on_hangup(built.admin.reload):
-        watching = asyncio.create_task(watch(await _files(load), built.admin.reload)) if config.watch else None
+        watching = asyncio.create_task(watch(watched_files(path), built.admin.reload)) if config.watch else None
         await server.serve(sockets=[listener])
         if watching is not None:
             watching.cancel()
@@ -105,9 +107,9 @@ def _announce(config: Config, listener: socket.socket) -> None:
     )
 
 
-async def _files(load: ConfigLoader) -> tuple[Path, ...]:
-    loaded = await asyncio.to_thread(load)
-    return tuple(source for source in loaded.sources if isinstance(source, Path))
+def watched_files(path: Path | None) -> tuple[Path, ...]:
+    """Every file that is looked for: one that is missing now may be written later."""
+    return tuple(file.path for file in config_files(path, os.environ, Path.cwd()))
 
 
 def _serve_supervised(

@@ -6,14 +6,22 @@ from typing import Any
 import pytest
 
 from modelyard.config.problems import ConfigError
-from modelyard.config.sources import environment_keys, find_files, read_environment, read_file
+from modelyard.config.sources import (
+    config_files,
+    environment_keys,
+    find_files,
+    foreign_reason,
+    read_environment,
+    read_file,
+    user_file,
+)
 
 
 def write(folder: Path, *names: str) -> list[Path]:
     files = [folder / name for name in names]
     for file in files:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("{}" if file.suffix == ".json" else "")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text('{"service": {"port": 8001}}' if file.suffix == ".json" else "")
     return files
 
 
@@ -47,6 +55,101 @@ def test_a_file_named_by_a_variable_must_exist(tmp_path: Path) -> None:
     (missing, *_) = find_files(None, {"LLM_POOL_SETTINGS_PATH": "gone.json"}, tmp_path)
     with pytest.raises(ConfigError, match=r"gone\.json: there is no such file"):
         read_file(missing)
+
+
+# --- the user's file --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("platform", "env", "folder"),
+    [
+        ("linux", {"HOME": "/h"}, "/h/.config"),
+        ("linux", {"HOME": "/h", "XDG_CONFIG_HOME": "/x"}, "/x"),
+        ("darwin", {"HOME": "/h"}, "/h/Library/Application Support"),
+        ("darwin", {"HOME": "/h", "XDG_CONFIG_HOME": "/x"}, "/x"),
+        ("win32", {"APPDATA": "/a", "USERPROFILE": "/u"}, "/a"),
+        ("win32", {"USERPROFILE": "/u"}, "/u/AppData/Roaming"),
+    ],
+)
+def test_the_users_file_is_in_the_platforms_folder(platform: str, env: dict[str, str], folder: str) -> None:
+    assert user_file(env, platform) == Path(folder) / "modelyard" / "modelyard.toml"
+
+
+def test_a_service_without_a_home_has_no_users_file(tmp_path: Path) -> None:
+    assert user_file({}, "linux") is None
+    assert [file.role for file in config_files(None, {}, tmp_path)] == ["settings", "local", "project"]
+
+
+def test_the_users_file_is_below_the_files_of_the_project(tmp_path: Path) -> None:
+    (own,) = write(tmp_path / "home" / "modelyard", "modelyard.toml")
+    env = {"XDG_CONFIG_HOME": str(tmp_path / "home")}
+    assert find_files(None, env, tmp_path) == [own]
+    (project,) = write(tmp_path, "modelyard.toml")
+    assert find_files(None, env, tmp_path) == [own, project]
+    settings = write(tmp_path, "config/settings.json", "config/local.json")
+    assert find_files(None, env, tmp_path) == [own, *settings]
+    assert find_files(Path("modelyard.toml"), env, tmp_path) == [project], "a named file is read alone"
+
+
+# --- files of other programs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"theme": "dark"}',
+        "{}",
+        "[1, 2]",
+        "// comments\n{}",
+        '{"model": "gpt-5", "engine": "v8", "log": true}',
+        '{"http": {"proxy": "x"}, "editor": {"fontSize": 12}}',
+        '{"http": {"port": 3000}, "theme": "dark"}',
+        '{"models": {"User": {"table": "users"}}}',
+        '{"models": ["a"], "routes": ["/", "/about"]}',
+        '{"keys": [1], "watch": true}',
+    ],
+)
+def test_another_programs_settings_are_ignored(tmp_path: Path, text: str) -> None:
+    for name in ("settings.json", "local.json"):
+        (file,) = write(tmp_path, f"config/{name}")
+        file.write_text(text)
+    assert find_files(None, {}, tmp_path) == []
+    project = write(tmp_path, "modelyard.toml")
+    assert find_files(None, {}, tmp_path) == project
+    named = {"LLM_POOL_SETTINGS_PATH": "config/settings.json"}
+    assert find_files(None, named, tmp_path)[0] == tmp_path / "config/settings.json", "a named file is read"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"service": {"port": 8001}}',
+        '{"engine": {"models": {"m": {"model_path": null}}}}',
+        '{"engin": {"backend": "fake"}, "service": {"port": 1}}',
+        '{"model": {"model_name": "m"}}',
+        '{"models": {"m": {"backend": "toy"}}, "cachs": {}}',
+        '{"$schema": "s", "http": {"port": 1}}',
+        '{"engine": {"models": {,}}}',
+    ],
+)
+def test_our_own_settings_are_read_also_with_mistakes(tmp_path: Path, text: str) -> None:
+    (file,) = write(tmp_path, "config/settings.json")
+    file.write_text(text)
+    assert find_files(None, {}, tmp_path) == [file]
+
+
+def test_the_overrides_of_our_own_settings_are_ours(tmp_path: Path) -> None:
+    files = write(tmp_path, "config/settings.json", "config/local.json")
+    files[1].write_text('{"theme": "dark"}')
+    assert find_files(None, {}, tmp_path) == files
+
+
+def test_the_examples_are_ours(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "configs" / "pool-settings.json"
+    assert foreign_reason(example) is None
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_invalid_file_is_reported_by_name(tmp_path: Path) -> None:

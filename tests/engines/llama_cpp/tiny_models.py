@@ -19,6 +19,7 @@ import numpy as np
 
 from modelyard.library.cache_dir import cache_dir, file_lock
 from modelyard.library.default_model import fetch
+from modelyard.library.gguf import read_contents
 
 WIDTH, HEADS, LAYERS, FEED = 64, 4, 2, 96
 BERT_WINDOW, LONG_WINDOW = 512, 2048
@@ -65,7 +66,7 @@ def last_token_ranker() -> Path:
 @cache
 def coder(fim: bool = True) -> Path:
     """A causal model. With `fim` its vocabulary has the tokens for filling in the middle."""
-    return _made("llama-fim" if fim else "llama", lambda writer: _write_llama(writer, fim=fim))
+    return _made("llama-fim" if fim else "llama-plain", lambda writer: _write_llama(writer, fim=fim))
 
 
 def _made(name: str, write: Callable[[gguf.GGUFWriter], None]) -> Path:
@@ -198,10 +199,10 @@ def _write_nomic_bert(writer: gguf.GGUFWriter) -> None:
 
 
 def _add_smollm2_vocabulary(writer: gguf.GGUFWriter, extra: dict[str, str], *, template: bool = True) -> int:
-    fields = gguf.GGUFReader(fetch()).fields
+    metadata, _ = read_contents(fetch())
 
     def value(name: str) -> Any:
-        return fields[f"tokenizer.ggml.{name}"].contents()
+        return metadata[f"tokenizer.ggml.{name}"]
 
     tokens, types = list(value("tokens")), list(value("token_type"))
     writer.add_tokenizer_model(value("model"))
@@ -212,7 +213,7 @@ def _add_smollm2_vocabulary(writer: gguf.GGUFWriter, extra: dict[str, str], *, t
     writer.add_bos_token_id(value("bos_token_id"))
     writer.add_eos_token_id(value("eos_token_id"))
     if template:
-        writer.add_chat_template(fields["tokenizer.chat_template"].contents())
+        writer.add_chat_template(metadata["tokenizer.chat_template"])
     return len(tokens) + len(extra)
 
 
