@@ -150,6 +150,7 @@ class CacheInfo(Struct, frozen=True):
 
 class Capabilities(Struct, frozen=True):
     modalities: tuple[str, ...] = ("text",)
+    chat: bool = True  # it generates: conversations and bare prompts
     multi_turn: bool = True
     tools: bool = True
     structured: bool = False
@@ -157,6 +158,8 @@ class Capabilities(Struct, frozen=True):
     logprobs: bool = False
     lora: bool = False
     embeddings: bool = False
+    rerank: bool = False
+    infill: bool = False  # it fills a gap between two texts; a text engine does if the vocabulary has tokens for it
     ignored: tuple[str, ...] = ()  # sampling fields that the engine accepts and ignores; reported to the client
     # Of an engine that renders by itself; for others the template decides (`Renderer.thinking_modes`).
     thinking_modes: tuple[str, ...] = ("default",)

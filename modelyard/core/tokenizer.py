@@ -33,6 +33,16 @@ class Detokenizer(Protocol):
     def finish(self) -> list[Piece]: ...
 
 
+class FimTokens(Struct, frozen=True):
+    """The control tokens around a gap in a text that a model fills. `repository` and `file` introduce other files."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int | None = None
+    file: int | None = None
+
+
 class Tokenizer(Protocol):
     """`encode` recognises special tokens; `encode_plain` treats their spelling as ordinary text."""
 
@@ -48,6 +58,20 @@ class Tokenizer(Protocol):
     @property
     def specials(self) -> Mapping[str, int]:
         """Control tokens by their text."""
+        ...
+
+    @property
+    def wrapping(self) -> tuple[list[int], list[int]]:
+        """The tokens that belong before and after a text of its own, such as [CLS] and [SEP]."""
+        ...
+
+    @property
+    def fim(self) -> FimTokens | None:
+        """None: the vocabulary has no tokens to fill a gap with."""
+        ...
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Two texts as one input, with the separators and ends that the model was trained with."""
         ...
 
     def encode(self, text: str) -> list[int]: ...

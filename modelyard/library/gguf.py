@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -73,6 +73,49 @@ def read_summary(file: Path) -> GgufSummary:
         number(f"{architecture}.block_count"),
         sum(part.stat().st_size for part in parts),
     )
+
+
+Task = Literal["chat", "embedding", "reranking", "diffusion"]
+Pooling = Literal["none", "mean", "cls", "last", "rank"]
+
+_POOLINGS: tuple[Pooling, ...] = ("none", "mean", "cls", "last", "rank")  # by llama.cpp's numbers
+_ENCODERS = frozenset(
+    {"bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert", "neo-bert"}
+    | {"nomic-bert", "nomic-bert-moe", "t5encoder"}
+)
+_DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
+_NO_EMBEDDINGS = frozenset({"deepseek4", "qwen4exp"})  # llama.cpp ends the process: their graphs have none
+
+
+class ModelPurpose(Struct, frozen=True):
+    """What a model was trained for. `pooling` says how the vectors of its tokens become one; None: the file does not
+    say. A model that is not `causal` reads a text as a whole. `has_vectors` is False where llama.cpp has none."""
+
+    task: Task = "chat"
+    pooling: Pooling | None = None
+    causal: bool = True
+    has_vectors: bool = True
+
+
+def model_purpose(metadata: Mapping[str, Any]) -> ModelPurpose:
+    """A model with pooling embeds, one with the pooling `rank` ranks. A generating model's file has none."""
+    architecture = str(metadata.get("general.architecture", ""))
+    number = metadata.get(f"{architecture}.pooling_type")
+    pooling = _POOLINGS[number] if isinstance(number, int) and 0 <= number < len(_POOLINGS) else None
+    is_encoder = architecture in _ENCODERS
+    task: Task = "chat"
+    if architecture in _DIFFUSION:
+        task = "diffusion"
+    elif pooling == "rank":
+        task = "reranking"
+    elif is_encoder or pooling not in (None, "none"):
+        task = "embedding"
+    causal = not is_encoder and metadata.get(f"{architecture}.attention.causal") is not False
+    return ModelPurpose(task, pooling, causal, architecture not in _NO_EMBEDDINGS)
+
+
+def read_purpose(file: Path) -> ModelPurpose:
+    return model_purpose(read_contents(file, lists="none")[0])
 
 
 def read_contents(path: Path, *, lists: Lists = "all") -> tuple[dict[str, Any], list[TensorInfo]]:

@@ -357,7 +357,7 @@ def _receive(
                     if done and response.status_code != 206:  # it sends the whole file
                         out.truncate(0)
                         hasher, done = _Hasher(file), 0
-                    for chunk in response.iter_raw(_CHUNK):
+                    for chunk in response.iter_raw():
                         out.write(chunk)
                         hasher.update(chunk)
                         done, failures = done + len(chunk), 0

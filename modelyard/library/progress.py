@@ -59,7 +59,7 @@ class ProgressReporter:
         def on_bytes(done: int, total: int) -> None:
             nonlocal reported, first, started
             tenths = 10 * done // total if total else 0
-            if first < 0:
+            if first < 0 and tenths < 10:
                 reported, first, started = tenths, done, self._clock()
                 if tenths:
                     self.write_line(f"{title}: continuing at {tenths * 10} % of {format_size(total)}")

@@ -11,8 +11,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StringConstraints,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 
@@ -31,8 +31,9 @@ OneOrMore = Annotated[
 ]
 
 
-# The engine knows the names: see its KV_TYPES.
-KvType = Annotated[str, StringConstraints(to_lower=True, strip_whitespace=True, min_length=1)]
+def _lower(value: Any) -> Any:
+    """Names of data types, which the engine knows (its KV_TYPES)."""
+    return value.lower() if isinstance(value, str) else value
 
 
 class DecodingSettings(BaseModel):
@@ -143,12 +144,12 @@ class CacheSettings(BaseModel):
     )
     parallel: int = Field(default=1, ge=1, description="Conversations at the same time.")
     description: str = Field(default="", description="Purpose of the cache, shown by modelyard check.")
-    type_k: KvType | None = Field(
+    type_k: str | None = Field(
         default=None,
         validation_alias=AliasChoices("type_k", "cache_type_k", "gguf_type_k"),
         description="Data type of cached keys, such as f16, q8_0 or q4_0; unset means the model's.",
     )
-    type_v: KvType | None = Field(
+    type_v: str | None = Field(
         default=None,
         validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
         description="Data type of cached values; unset means the model's.",
@@ -168,6 +169,8 @@ class CacheSettings(BaseModel):
     n_threads: int | None = Field(
         default=None, gt=0, description="CPU threads of this cache; unset lets the engine choose."
     )
+
+    _lower_types = field_validator("type_k", "type_v", mode="before")(_lower)
 
 
 class ModelSettings(BaseModel):
@@ -236,12 +239,12 @@ class ModelSettings(BaseModel):
         validation_alias=AliasChoices("n_ctx", "gguf_n_ctx", "llama_server_n_ctx", "vllm_max_model_len"),
         description="Window of a model without [caches]; unset means 4096. Ignored if caches refer to the model.",
     )
-    type_k: KvType | None = Field(
+    type_k: str | None = Field(
         default=None,
         validation_alias=AliasChoices("type_k", "cache_type_k", "gguf_type_k"),
         description="Data type of cached keys for caches that set none; unset means f16.",
     )
-    type_v: KvType | None = Field(
+    type_v: str | None = Field(
         default=None,
         validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
         description="Data type of cached values for caches that set none; unset means f16.",
@@ -274,6 +277,8 @@ class ModelSettings(BaseModel):
         default_factory=dict,
         description="Fields of the backend. They can also be set directly in the section of the model.",
     )
+
+    _lower_types = field_validator("type_k", "type_v", mode="before")(_lower)
 
     @model_validator(mode="before")
     @classmethod

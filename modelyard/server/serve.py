@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from modelyard.processes.supervisor import INDEX_VARIABLE, run_supervised
 from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import compose, key_limits
 from modelyard.server.config_watcher import on_hangup, watch
+from modelyard.server.running_servers import announced
 from modelyard.telemetry import log
 from modelyard.telemetry.metrics_hub import MetricsHub
 from modelyard.workers.remote_pool import RemotePool
@@ -81,8 +83,11 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
         built.admin.fetch_tokenizers()
     server = front.make_server(built.app, config.http, built.stop)
     # A single process does not share its port: with SO_REUSEPORT a second server would take half of the requests.
-    listener = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
-    with on_hangup(built.admin.reload):
+    is_alone = INDEX_VARIABLE not in os.environ
+    listener = listen(config.http.host, config.http.port, shared=not is_alone)
+    http = config.http
+    note = announced(http.host, listener.getsockname()[1], tls=http.ssl_certfile is not None) if is_alone else nullcontext()
+    with note, on_hangup(built.admin.reload):
         watching = asyncio.create_task(watch(watched_files(path), built.admin.reload)) if config.watch else None
         await server.serve(sockets=[listener])
         if watching is not None:
@@ -131,7 +136,8 @@ def _serve_supervised(
                 "MODELYARD_STORE__BACKEND": "sqlite",
                 "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
             }
-        return asyncio.run(run_supervised(argv, config.http.workers, MetricsHub(), extra=beside))
+        with announced(config.http.host, port, tls=config.http.ssl_certfile is not None):
+            return asyncio.run(run_supervised(argv, config.http.workers, MetricsHub(), extra=beside))
 
 
 def _file(path: Path | None) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections import deque
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -104,6 +105,7 @@ class CoalescingHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            recent_records.add(record)
             self._lines.append(self.format(record) + self.terminator)
         except Exception:
             self.handleError(record)
@@ -128,6 +130,34 @@ class CoalescingHandler(logging.StreamHandler[TextIO]):
             self.handleError(logging.makeLogRecord({"msg": "log lines could not be written"}))
         finally:
             self.release()
+
+
+class LogHistory:
+    """The last records of this process, for `modelyard logs` and the admin API. Formatting waits until one is read."""
+
+    def __init__(self, size: int = 2000) -> None:
+        self._records: deque[logging.LogRecord] = deque(maxlen=size)
+
+    def add(self, record: logging.LogRecord) -> None:
+        if record.args or record.exc_info:  # they may hold on to large objects; the line of a request has neither
+            error = logging.Formatter().formatException(record.exc_info) if record.exc_info else None
+            now_fixed = {"msg": record.getMessage(), "args": None, "exc_info": None, "exc_text": error}
+            record = logging.makeLogRecord({**record.__dict__, **now_fixed})
+        if not hasattr(record, "request_id"):  # another library's record belongs to the request that logs it
+            record.request_id = current_trace.get()
+        self._records.append(record)
+
+    def read(self, since: float, level: int, request: str, limit: int) -> list[dict[str, Any]]:
+        """The newest lines after the unix time `since`, oldest first; `request` is the end of a request's id."""
+        found = [r for r in list(self._records) if r.created > since and r.levelno >= level]
+        if request:
+            found = [record for record in found if _request_id(record).endswith(request)]
+        as_json = JsonFormatter()
+        newest = found[-limit:] if limit else []
+        return [{"at": record.created, **msgspec.json.decode(as_json.format(record))} for record in newest]
+
+
+recent_records: Final = LogHistory()
 
 
 def log_event(
@@ -179,6 +209,8 @@ class JsonFormatter(logging.Formatter):
             line[name if name not in line else f"{name}_"] = value
         if record.exc_info:
             line["error"] = mask_secrets(self.formatException(record.exc_info))
+        elif record.exc_text:
+            line["error"] = mask_secrets(record.exc_text)
         try:
             return _encoder.encode(line).decode()
         except (UnicodeEncodeError, TypeError):  # a lone surrogate or a dict with unusual keys: keep the line

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.tokenizer import Detokenizer
+from modelyard.core.tokenizer import Detokenizer, FimTokens
 from modelyard.tokenizer import slices
 from modelyard.tokenizer.detokenize import TableDetokenizer, TokenTable
 from modelyard.tokenizer.shield import well_formed
@@ -89,6 +89,39 @@ class GgufTokenizer:
         texts = (self._lib.llama_vocab_get_text(self._vocab, id) for id in range(self.size))
         return slices.spans_words(text.decode("utf-8", "replace") for text in texts)
 
+    @cached_property
+    def wrapping(self) -> tuple[list[int], list[int]]:
+        """What llama.cpp adds around a text; it depends on the kind of vocabulary and on the file's settings."""
+        whole, probe = self._encode("a", parse_special=False, add_special=True), self.encode_plain("a")
+        at = next(at for at in range(len(whole)) if whole[at : at + len(probe)] == probe)
+        return whole[:at], whole[at + len(probe) :]
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        """By the ids in the metadata, else by the texts that llama.cpp knows."""
+        lib, vocab = self._lib, self._vocab
+        prefix, suffix, middle = (
+            lib.llama_vocab_fim_pre(vocab),
+            lib.llama_vocab_fim_suf(vocab),
+            lib.llama_vocab_fim_mid(vocab),
+        )
+        if min(prefix, suffix, middle) < 0:
+            return None
+        others = (lib.llama_vocab_fim_rep(vocab), lib.llama_vocab_fim_sep(vocab))
+        repository, file = (None if id < 0 else id for id in others)
+        return FimTokens(prefix, suffix, middle, repository, file)
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """As llama-server joins a query and a document: begin, first, end, separator, second, end, each if the file
+        adds it."""
+        lib, vocab = self._lib, self._vocab
+        begin, end, separator = lib.llama_vocab_bos(vocab), lib.llama_vocab_eos(vocab), lib.llama_vocab_sep(vocab)
+        end = end if end >= 0 else separator
+        starts = [begin] if lib.llama_vocab_get_add_bos(vocab) and begin >= 0 else []
+        ends = [end] if lib.llama_vocab_get_add_eos(vocab) and end >= 0 else []
+        between = [separator] if lib.llama_vocab_get_add_sep(vocab) and separator >= 0 else []
+        return [*starts, *self.encode_plain(first), *ends, *between, *self.encode_plain(second), *ends]
+
     @property
     def template(self) -> str | None:
         """The chat template in the file's metadata."""
@@ -106,11 +139,11 @@ class GgufTokenizer:
 
     encode_plain_inside = encode_plain
 
-    def _encode(self, text: str, *, parse_special: bool) -> list[int]:
+    def _encode(self, text: str, *, parse_special: bool, add_special: bool = False) -> list[int]:
         raw = well_formed(text).encode()
         room = len(raw) + 8  # a token has at least one byte; some vocabularies prepend a space
         ids = (ctypes.c_int32 * room)()
-        count = self._lib.llama_tokenize(self._vocab, raw, len(raw), ids, room, False, parse_special)
+        count = self._lib.llama_tokenize(self._vocab, raw, len(raw), ids, room, add_special, parse_special)
         if count < 0:
             raise InvalidRequest("the text cannot be tokenized", code="tokenizer_failed")
         return ids[:count]

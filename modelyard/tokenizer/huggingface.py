@@ -27,7 +27,7 @@ from tokenizers import PreTokenizedString
 from tokenizers import Tokenizer as HfTokenizer
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.tokenizer import Detokenizer
+from modelyard.core.tokenizer import Detokenizer, FimTokens
 from modelyard.tokenizer import detokenize, slices
 from modelyard.tokenizer.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
 from modelyard.tokenizer.shield import TokenSpellings, spelling_pattern, well_formed
@@ -175,6 +175,28 @@ _TURN_ENDS = (
     "<|end_of_text|>",
     "</s>",
 )
+# Model families spell the tokens around a gap differently.
+_FIM_PREFIXES = (
+    "<|fim_prefix|>",
+    "<fim_prefix>",
+    "<fim-prefix>",
+    "<｜fim▁begin｜>",
+    "<PRE>",
+    "▁<PRE>",
+    "<|code_prefix|>",
+)
+_FIM_SUFFIXES = (
+    "<|fim_suffix|>",
+    "<fim_suffix>",
+    "<fim-suffix>",
+    "<｜fim▁hole｜>",
+    "<SUF>",
+    "▁<SUF>",
+    "<|code_suffix|>",
+)
+_FIM_MIDDLES = ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>")
+_FIM_REPOSITORIES = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>", "<REPO>")
+_FIM_FILES = ("<|file_sep|>", "<file_sep>")
 _decoder = msgspec.json.Decoder(TokenizerFile)
 
 # The library would distribute a handful of words over threads, which takes three times as long.
@@ -263,9 +285,32 @@ class HuggingFaceTokenizer:
         added = any(token.lstrip or token.rstrip or token.single_word for token in self._added.values())
         return added or slices.spans_words(self._tokenizer.get_vocab())
 
+    @cached_property
+    def wrapping(self) -> tuple[list[int], list[int]]:
+        """What the file's post-processor adds around a text."""
+        whole, probe = self._tokenizer.encode("a", add_special_tokens=True).ids, self._encode("a")
+        at = next((at for at in range(len(whole)) if whole[at : at + len(probe)] == probe), 0)
+        return whole[:at], whole[at + len(probe) :]
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        def find(*texts: str) -> int | None:
+            return next((self.specials[text] for text in texts if text in self.specials), None)
+
+        prefix, suffix, middle = find(*_FIM_PREFIXES), find(*_FIM_SUFFIXES), find(*_FIM_MIDDLES)
+        if prefix is None or suffix is None or middle is None:
+            return None
+        return FimTokens(prefix, suffix, middle, find(*_FIM_REPOSITORIES), find(*_FIM_FILES))
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return list(self._tokenizer.encode(well_formed(first), well_formed(second), add_special_tokens=True).ids)
+
     @property
     def template(self) -> str | None:
         """A folder's template is a separate file: `prompt/template_source.py` reads it."""
+        return None
+
+    def named_template(self, name: str | None) -> str | None:  # noqa: ARG002 - as `template`
         return None
 
     def _bos(self, special: SpecialTokens) -> int | None:

@@ -31,15 +31,18 @@ class ToyOptions(BaseModel):
         return value
 
 
-def _load(package: str, name: str) -> Any:
+def _load(package: str, name: str, load: Any = plugins.load) -> Any:
+    if package != "engines":
+        return load(package, name)
     if name == "bare":
         raise plugins.MissingLibrary("bare needs the Python package 'bones'")
-    return SimpleNamespace(Options=ToyOptions)
+    return SimpleNamespace(Options=ToyOptions, KV_TYPES=("f16", "q8_0"))
 
 
 @pytest.fixture(autouse=True)
 def toy_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "names", lambda package: ("bare", "toy"))
+    names = plugins.names
+    monkeypatch.setattr(plugins, "names", lambda package: ("bare", "toy") if package == "engines" else names(package))
     monkeypatch.setattr(plugins, "load", _load)
 
 

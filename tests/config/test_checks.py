@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 
+from modelyard import plugins
 from modelyard.config.problems import ConfigError
-from tests.config.conftest import Loader
+from tests.config.conftest import Loader, ToyOptions
 
 BASE = """
 [models.m]
@@ -44,12 +46,29 @@ n_ctx = 100
         ),
         ('[http]\nssl_certfile = "c.pem"', "http: ssl_certfile is set but ssl_keyfile is not; TLS needs both."),
         ('[http]\nssl_certfile = "c"\nssl_keyfile = "k"', "http.ssl_certfile: there is no file 'c'."),
+        ('[caches.c]\nmodel = "m"\nn_ctx = 1\ntype_k = "q9"', "caches.c.type_k: must be one of f16, q8_0, got 'q9'."),
+        ('[models.o]\nbackend = "toy"\ntype_v = "q8"', "models.o.type_v: must be one of f16, q8_0, got 'q8'. Did you"),
+        ('[models.o]\nbackend = "toy"\nformat = "hermess"', "models.o.format: there is no such format; choose one of"),
+        ('[models.o]\nbackend = "toy"\nprompt_format = "qwen4"', "models.o.prompt_format: there is no such format;"),
     ],
 )
 def test_an_inconsistency_is_an_error(text: str, message: str, toml: Loader) -> None:
     with pytest.raises(ConfigError) as error:
         toml(BASE + text)
     assert message in str(error.value)
+
+
+def test_names_of_types_and_templates_are_accepted_as_people_write_them(toml: Loader) -> None:
+    text = '[models.o]\nbackend = "toy"\ntype_k = "Q8_0"\nprompt_format = "qwen3"\nformat = "hermes"\n'
+    loaded = toml(BASE + text)
+    assert loaded.problems == []
+    assert loaded.config.models["o"].type_k == "q8_0"
+
+
+def test_a_type_that_the_engine_does_not_use_is_a_warning(toml: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "load", lambda package, name: SimpleNamespace(Options=ToyOptions))
+    (problem,) = toml('[models.o]\nbackend = "toy"\ntype_k = "f16"').problems
+    assert (problem.path, problem.level) == ("models.o.type_k", "warning")
 
 
 def test_a_default_model_must_exist(toml: Loader) -> None:

@@ -10,6 +10,7 @@ from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.llama_cpp.estimate import estimate as estimate
 from modelyard.engines.llama_cpp.library import offloads_to_gpu
 from modelyard.engines.llama_cpp.options import CAPABILITIES as CAPABILITIES
+from modelyard.engines.llama_cpp.options import KV_TYPES as KV_TYPES
 from modelyard.engines.llama_cpp.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_cpp.options import Options as Options
 from modelyard.library.model_files import locate_model_file

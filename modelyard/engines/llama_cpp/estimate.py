@@ -6,7 +6,8 @@
     compute   the largest step: the logits of one micro-batch or its attention over the window, whichever is larger
 
 Without exact data the estimate is on the high side: layers with a sliding window count in full (as llama.cpp keeps them
-by default), and so do layers that share KV. The embedding context is created on first use and checked then.
+by default), and so do layers that share KV. A model that generates and embeds creates its context for embeddings on
+first use, and checks it then; one that only embeds or ranks has no other context.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, Memory
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels, library_folder, visible_memory
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode, kv_type_bytes
-from modelyard.library.gguf import TensorInfo, read_contents
+from modelyard.library.gguf import ModelPurpose, TensorInfo, model_purpose, read_contents
 from modelyard.library.model_files import locate_model_file, split_parts
 from modelyard.plugins import MissingLibrary
 
 _MAX_LAYERS = 1 << 16  # more means a corrupt number
 _WINDOW_MULTIPLE = 256  # llama.cpp rounds windows up to it
+_POSITION_TABLE = "position_embd.weight"
 
 
 class ModelShape(Struct, frozen=True):
@@ -45,6 +47,8 @@ class ModelShape(Struct, frozen=True):
     state: int = 0
     head_size: int = 0
     files: tuple[tuple[int, list[TensorInfo]], ...] = ()  # size and tensors of each
+    purpose: ModelPurpose = ModelPurpose()
+    positions: int | None = None  # rows of the table of learned positions: no text may be longer
 
 
 def read_model_shape(file: Path) -> ModelShape:
@@ -86,6 +90,8 @@ def _model_shape(metadata: Mapping[str, Any], files: tuple[tuple[int, list[Tenso
         state=(inner * state + convolution) * recurrent_layers,
         head_size=number("attention.value_length", head_size),
         files=files,
+        purpose=model_purpose(metadata),
+        positions=next((t.shape[0] for _, tensors in files for t in tensors if t.name == _POSITION_TABLE), None),
     )
 
 
@@ -114,6 +120,8 @@ def estimate_memory(
     """A draft model has a context per cache, too. `buffers` defaults to those of the installed library. With a GPU
     llama.cpp repacks nothing, because the GPU's host buffers come first."""
     models = [model] if draft is None else [model, draft]
+    if model.purpose.task != "chat":
+        caches = {"embeddings": embedding_cache(model, options, caches)}
     if machine.gpus:
         buffers = ()
     elif buffers is None:
@@ -131,7 +139,16 @@ def estimate_memory(
     )
 
 
+def embedding_cache(model: ModelShape, options: Options, caches: Mapping[str, CacheInfo]) -> CacheInfo:
+    """The only context of a model that embeds or ranks. It reads a text that is not causal in one micro-batch."""
+    window = max((info.window for info in caches.values()), default=options.n_ubatch)
+    window = min(window, model.positions or window)
+    return CacheInfo(window, n_ubatch=options.n_ubatch if model.purpose.causal else max(window, options.n_ubatch))
+
+
 def kv_bytes(model: ModelShape, info: CacheInfo) -> int:
+    if not model.purpose.causal:
+        return 0  # each text is read at once
     per_token = model.key * kv_type_bytes(info.type_k) + model.value * kv_type_bytes(info.type_v)
     return int(_cells(info) * info.parallel * per_token) + 4 * model.state * info.parallel
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from msgspec import structs
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from modelyard.core.engine import CacheInfo, Capabilities
+from modelyard.library.gguf import ModelPurpose
 
 # type of a KV cache → ggml's number of it, and the bytes of one value
 KV_TYPES = {
@@ -23,7 +25,9 @@ _KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 FlashAttentionMode = Literal["on", "off", "auto"]
 _Count = Annotated[int, Field(ge=1, le=1 << 24)]
 
-CAPABILITIES = Capabilities(structured=True, logprobs=True, embeddings=True, lora=True, ignored=("beam_size",))
+CAPABILITIES = Capabilities(
+    structured=True, logprobs=True, embeddings=True, rerank=True, infill=True, lora=True, ignored=("beam_size",)
+)
 
 # field → its type and range: what the admin API may override for one load
 LIVE_OVERRIDES: dict[str, Any] = {
@@ -129,6 +133,10 @@ class Options(BaseModel):
     yarn_beta_fast: float | None = Field(default=None, description="YaRN low correction dimension; unset: the file's.")
     yarn_beta_slow: float | None = Field(default=None, description="YaRN high correction dimension; unset: the file's.")
     yarn_orig_ctx: int | None = Field(default=None, gt=0, description="YaRN's trained length; unset: the file's.")
+    embeddings: bool | None = Field(
+        default=None,
+        description="Offer embeddings; unset means that embedding models do. true adds them to a model that generates.",
+    )
     pooling: Literal["mean", "cls", "last"] | None = Field(
         default=None,
         description="How the vectors of an input's tokens become one; unset means as the file says, else mean.",
@@ -174,6 +182,17 @@ class Options(BaseModel):
         """With the cache's own settings applied."""
         own = {name: getattr(cache, name) for name in ("n_batch", "n_ubatch", "n_threads", "flash_attn")}
         return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
+def model_capabilities(purpose: ModelPurpose, options: Options) -> Capabilities:
+    """What a model with this purpose can do: generate, or embed, or rank."""
+    embeds = purpose.task == "embedding" if options.embeddings is None else options.embeddings
+    return structs.replace(
+        CAPABILITIES,
+        chat=purpose.task == "chat",
+        embeddings=embeds and purpose.has_vectors and purpose.task in ("chat", "embedding"),
+        rerank=purpose.task == "reranking",
+    )
 
 
 def kv_type_bytes(name: str) -> float:

@@ -10,6 +10,7 @@ from modelyard.engines.llama_cpp import selftest
 from modelyard.engines.llama_cpp.estimate import estimate_memory, read_model_shape
 from modelyard.engines.llama_server.engine import CAPABILITIES as CAPABILITIES
 from modelyard.engines.llama_server.engine import LlamaServerEngine
+from modelyard.engines.llama_server.options import KV_TYPES as KV_TYPES
 from modelyard.engines.llama_server.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_server.options import LlamaServerOptions as Options
 from modelyard.engines.llama_server.server import combined_cache

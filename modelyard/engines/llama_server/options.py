@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 # flags that other fields set: llama_server_extra_args must not contradict them
 _RESERVED_FLAGS = {
@@ -15,7 +15,14 @@ _RESERVED_FLAGS = {
     "--port": "llama_server_port",
     **dict.fromkeys(("--api-key", "--api-key-file"), "nothing: the gateway creates a key"),
 }
-_SPEC_TYPE_PATTERN = r"^[a-z0-9][a-z0-9-]*(,[a-z0-9][a-z0-9-]*)*$"
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+# our short names → llama-server's
+SPEC_ALIASES = {"draft": "draft-simple", "mtp": "draft-mtp", "eagle3": "draft-eagle3"}
+SPEC_TYPES = (
+    "none",
+    *("draft-simple", "draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark"),
+    *("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"),
+)
 
 
 def _int_to_text(value: Any) -> Any:
@@ -29,13 +36,24 @@ def _switch(value: Any) -> Any:
     return "off" if value == "none" else value
 
 
+def _check_spec_types(value: str) -> str:
+    for name in value.split(","):
+        if name not in SPEC_TYPES and name not in SPEC_ALIASES:
+            known = ", ".join((*SPEC_ALIASES, *SPEC_TYPES))
+            raise ValueError(
+                f"{name!r} is not a kind of speculative decoding; known: {known}. For one that only a newer program has, "
+                "put --spec-type into llama_server_extra_args"
+            )
+    return value
+
+
 TextList = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Layers = Annotated[str, BeforeValidator(_int_to_text), Field(pattern=r"^(-1|\d+|auto|all)$")]
 Switch = Annotated[Literal["on", "off", "auto"], BeforeValidator(_switch)]
 
 Window = Annotated[int, Field(ge=1, le=1 << 24)]
 ImageTokens = Annotated[int, Field(ge=1, le=1 << 16)]
-SpecType = Annotated[str, Field(pattern=_SPEC_TYPE_PATTERN)]
+SpecType = Annotated[str, AfterValidator(_check_spec_types)]
 DraftTokens = Annotated[int, Field(ge=1, le=6)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 

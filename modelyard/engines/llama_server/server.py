@@ -16,14 +16,13 @@ from typing import cast
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.engines import cores
-from modelyard.engines.llama_server.options import LlamaServerOptions
+from modelyard.engines.llama_server.options import SPEC_ALIASES, LlamaServerOptions
 from modelyard.engines.managed import ListenAddress, ServerCommand, child_environment, find_program
 from modelyard.library import llama_server as downloads
 from modelyard.library.model_files import locate_model_file
 
 log = logging.getLogger(__name__)
 
-_SPEC_TYPES = {"draft": "draft-simple", "mtp": "draft-mtp", "eagle3": "draft-eagle3"}
 _DEFAULT_TYPE = "f16"
 
 
@@ -108,7 +107,7 @@ def _optional_flags(options: LlamaServerOptions, cache: CacheInfo) -> Iterator[t
     yield "--image-max-tokens", options.llama_server_image_max_tokens
     yield "--model-draft", _expand(options.llama_server_draft_model_path)
     if (types := options.llama_server_spec_type) is not None:
-        yield "--spec-type", ",".join(_SPEC_TYPES.get(type_, type_) for type_ in types.split(","))
+        yield "--spec-type", ",".join(SPEC_ALIASES.get(type_, type_) for type_ in types.split(","))
     yield "--spec-draft-n-max", options.llama_server_spec_draft_n_max
     yield "--spec-draft-p-min", options.llama_server_spec_draft_p_min
     yield "--spec-draft-ngl", options.llama_server_spec_draft_ngl

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -21,12 +21,15 @@ from modelyard.core.request import Caller
 from modelyard.http.admin import schemas
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import merge_requests
+from modelyard.telemetry.log import recent_records
 from modelyard.telemetry.masking import mask_secret_values
 
 log = logging.getLogger(__name__)
 
 Overrides = Annotated[dict[str, Any] | None, Body()]
 _MAX_REQUESTS = 1000
+_MAX_LINES = 2000
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def admin_router(context: AdminContext, keepalive_s: float) -> APIRouter:
@@ -61,6 +64,7 @@ class AdminRoutes:
             ("GET", "/requests", self.requests, "Running and waiting requests, and recent ones"),
             ("GET", "/requests/{id}", self.request, "One request: timeline, tokens and texts"),
             ("POST", "/requests/{id}/cancel", self.cancel, "Cancel a running or waiting request"),
+            ("GET", "/logs", self.logs, "The server's last log lines, by time, level and request"),
             ("GET", "/history", self.history, "The last hour in slices of ten seconds"),
             ("POST", "/history", self.keep, "Whether the texts of requests are kept in memory"),
             ("GET", "/route", self.route, "Which route, cache and model a name resolves to"),
@@ -189,6 +193,22 @@ class AdminRoutes:
         if not ended:
             raise NotFound(f"no request {id!r} runs or waits")
         return _json({"id": id, "cancelled": ended})
+
+    async def logs(
+        self,
+        request: StarletteRequest,
+        limit: Annotated[int, Query(ge=0, le=_MAX_LINES)] = 200,
+        since: float = 0.0,
+        level: LogLevel = "debug",
+        id: str = "",
+        own: bool = False,
+    ) -> Response:
+        """`since` (unix time): lines after it. `id`: of a request, or its end. A line has `at`, its unix time."""
+        lines = recent_records.read(since, logging.getLevelNamesMapping()[level.upper()], id.removeprefix("req_"), limit)
+        path = f"logs?limit={limit}&since={since!r}&level={level}&id={quote(id, safe='')}"
+        others = [] if own else await self._context.peers.request("GET", path, request.headers)
+        lines += [line for other in others for line in other["lines"]]
+        return _json({"lines": sorted(lines, key=lambda line: line["at"])[-limit:] if limit else []})
 
     async def history(self) -> Response:
         context = self._context
