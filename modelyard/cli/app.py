@@ -13,7 +13,7 @@ from modelyard.cli.config_files import config_app
 from modelyard.cli.console import out
 from modelyard.cli.diagnostics import explain, parse
 from modelyard.cli.measure import BENCH_HELP, OPTIMIZE_HELP, bench, optimize
-from modelyard.cli.models import models_app
+from modelyard.cli.models import models_app, pull
 from modelyard.cli.serve import keys, launch, scheduler, serve, workbench, worker
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-for command in (serve, check, schema, chat, launch, explain, workbench, parse, scheduler, worker, keys):
+for command in (serve, pull, check, schema, chat, launch, explain, workbench, parse, scheduler, worker, keys):
     app.command()(command)
 app.add_typer(models_app, name="models")
 app.add_typer(config_app, name="config")

@@ -14,12 +14,11 @@ from rich.table import Table
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.settings import LoadedConfig
-from modelyard.core.errors import ModelyardError
+from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.processes.supervisor import INDEX_VARIABLE
 
 out, err = Console(), Console(stderr=True)
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
@@ -29,8 +28,18 @@ ConfigOption = Annotated[
         "this folder: see modelyard config path.",
     ),
 ]
-UrlOption = Annotated[str, typer.Option(help="URL of the server, without /v1.", envvar="MODELYARD_URL")]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(help="URL of the server, without /v1. Default: the configured address.", envvar="MODELYARD_URL"),
+]
 KeyOption = Annotated[str | None, typer.Option(help="API key, if the server needs one.", envvar="MODELYARD_API_KEY")]
+AdminKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--key", help="Admin key, if the server has keys.", envvar=["MODELYARD_ADMIN_KEY", "MODELYARD_API_KEY"]
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None) -> LoadedConfig:
@@ -49,7 +58,7 @@ def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None) -> 
 
 
 def run_or_exit(work: Any, *args: Any) -> Any:
-    """Call `work`. Print an expected error as one line and exit with status 2."""
+    """Call `work`. Print an expected error as one line and exit: 2 if the command was wrong, 1 if it failed."""
     try:
         return work(*args)
     except ModelyardError as error:
@@ -58,7 +67,7 @@ def run_or_exit(work: Any, *args: Any) -> Any:
 
 def _fail(error: ModelyardError) -> NoReturn:
     err.print(f"[red]error[/red] {escape(error.message)}", soft_wrap=True)
-    raise typer.Exit(2)
+    raise typer.Exit(2 if isinstance(error, InvalidRequest) else 1)
 
 
 def print_problem(problem: ConfigProblem) -> None:

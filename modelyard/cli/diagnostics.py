@@ -8,16 +8,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.markup import escape
 
-from modelyard.cli.console import DEFAULT_URL, KeyOption, UrlOption, make_table, out, run_or_exit
-from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable
+from modelyard.cli.console import AdminKeyOption, UrlOption, make_table, out, run_or_exit
+from modelyard.cli.server_client import ServerClient, find_url
+from modelyard.core.errors import NotFound
 
 COLUMNS = ("ended", "prompt", "reused", "evaluated", "output", "cause", "from token")
 _MAX_REQUESTS = 1000  # the admin API's limit
-_KEY_ERRORS = {401: "the server needs an API key: --key or MODELYARD_API_KEY", 403: "this needs an admin key"}
 
 Row = tuple[str, ...]
 
@@ -27,11 +26,11 @@ def explain(
         str | None, typer.Argument(help="The end of a session's name; default: the session of the newest request.")
     ] = None,
     last: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 20,
-    url: UrlOption = DEFAULT_URL,
-    key: KeyOption = None,
+    url: UrlOption = None,
+    key: AdminKeyOption = None,
 ) -> None:
     """Show a session's last requests on a running server: how much of each prompt was cached, and why not more."""
-    heading, found = run_or_exit(request_rows, url, key, session, last)
+    heading, found = run_or_exit(request_rows, find_url(url), key, session, last)
     table = make_table(*COLUMNS)
     for column in table.columns[:-1]:
         column.no_wrap = True
@@ -43,8 +42,8 @@ def explain(
 
 def request_rows(url: str, key: str | None, session: str | None, last: int) -> tuple[str, list[Row]]:
     """A heading and one row per request, the newest last."""
-    path = f"/v1/admin/requests?limit={_MAX_REQUESTS}"
-    ended: Sequence[Mapping[str, Any]] = _get(url.rstrip("/") + path, key)["ended"]
+    with ServerClient(url, key) as server:
+        ended: Sequence[Mapping[str, Any]] = server.get("/v1/admin/requests", limit=_MAX_REQUESTS)["ended"]
     if not ended:
         raise NotFound(f"{url} has not answered any request yet")
     if session is None:
@@ -70,22 +69,6 @@ def _row(record: Mapping[str, Any]) -> Row:
         message = reuse["message"]
         where = str(reuse["token"]) + ("" if message is None else f", message {message} ({reuse['role'] or 'gone'})")
     return (when, *map(str, counts), str(usage["output"]), reuse["cause"], where)
-
-
-def _get(url: str, key: str | None) -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        reply = httpx.get(url, headers=headers, timeout=30, trust_env=False)
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise InvalidRequest(f"{url} is not a URL: {error}") from None
-    except httpx.HTTPError as error:
-        raise Unavailable(f"no server answers at {url}: {error}; --url sets another") from None
-    if reply.status_code in _KEY_ERRORS:
-        raise Forbidden(_KEY_ERRORS[reply.status_code])
-    if reply.status_code != 200:
-        raise Unavailable(f"{url} answered {reply.status_code}: is it a Modelyard server?")
-    found: dict[str, Any] = reply.json()
-    return found
 
 
 def parse(

@@ -13,27 +13,55 @@ from modelyard.cli.config import describe_config
 from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, run_or_exit
 from modelyard.config.settings import Config
 from modelyard.core.errors import NotFound
+from modelyard.library.model_files import LibraryEntry
 from modelyard.library.progress import ProgressReporter
 
 models_app = typer.Typer(help="The models of a configuration, and the library of model files.", no_args_is_help=True)
 
 
-@models_app.command("add")
-def add(
-    source: Annotated[str, typer.Argument(help="A GGUF file, a folder, or a hub repository such as org/name.")],
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A repository of the hub (owner/repo, owner/repo:Q4_K_M, hf.co/owner/repo or its URL), a GGUF file, a "
+        "folder, or a name in the library.",
+    ),
+]
+
+
+def pull(
+    source: SourceArgument,
+    quant: Annotated[
+        str | None, typer.Option(help="The quantization, such as Q4_K_M; default: the best that fits the memory.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Its name; default: from its file or repository.")] = None,
-    quant: Annotated[str | None, typer.Option(help="Which variant, such as Q4_K_M, if there are several.")] = None,
 ) -> None:
-    """Add a model to the library: register a local file, or download from a Hugging Face repository."""
+    """Fetch a model from the Hugging Face hub, or add a local one to the library. Every server offers it at once."""
+    entry = pull_model(source, quant=quant, name=name, update=True)
+    out.print(f"{escape(entry.name)} is in the library. Try it: modelyard run {escape(entry.name)}", soft_wrap=True)
+
+
+models_app.command("add", help="The same as modelyard pull.")(pull)
+
+
+def pull_model(source: str, *, quant: str | None = None, name: str | None = None, update: bool = False) -> LibraryEntry:
+    """`library.models.pull` with a progress bar and the memory of this machine. Exits with one line on an error."""
+    from modelyard.config.library_models import machine_budget
     from modelyard.library import models
 
-    entry = run_or_exit(lambda: models.add_model(source, name=name, quant=quant, progress=_progress()))
-    out.print(f"{escape(entry.name)} is in the library. To serve it, add to modelyard.toml:", soft_wrap=True)
-    out.print(models.config_snippet(entry), markup=False, highlight=False, soft_wrap=True)
+    def work() -> LibraryEntry:
+        return models.pull(source, name=name, quant=quant, progress=_progress(), budget=machine_budget(), update=update)
+
+    try:
+        found: LibraryEntry = run_or_exit(work)
+    except KeyboardInterrupt:
+        err.print("stopped; what has arrived is kept, and the same command continues there", highlight=False)
+        raise typer.Exit(130) from None
+    return found
 
 
 def _progress() -> ProgressReporter:
-    return ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
+    return ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False, soft_wrap=True))
 
 
 @models_app.command("list")

@@ -11,7 +11,6 @@ import typer
 from rich.markup import escape
 
 from modelyard.cli.console import (
-    DEFAULT_URL,
     ConfigOption,
     KeyOption,
     UrlOption,
@@ -21,6 +20,7 @@ from modelyard.cli.console import (
     print_problem,
     run_or_exit,
 )
+from modelyard.cli.server_client import find_url
 from modelyard.config.load import load_config
 
 SharedConfigOption = Annotated[
@@ -118,7 +118,7 @@ def keys(
 
 
 def workbench(
-    url: UrlOption = DEFAULT_URL,
+    url: UrlOption = None,
     port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 takes a free one.")] = 8010,
 ) -> None:
     """Open the workbench of a server on another machine. A server's own workbench is at /workbench."""
@@ -127,7 +127,7 @@ def workbench(
     from modelyard.workbench.app import serve as serve_workbench
 
     log.setup(LogSettings())
-    raise typer.Exit(run_or_exit(serve_workbench, url, port))
+    raise typer.Exit(run_or_exit(serve_workbench, find_url(url), port))
 
 
 def launch(
@@ -136,7 +136,7 @@ def launch(
     model: Annotated[
         str | None, typer.Option(help="Any model name of the server; default: the first that it lists.")
     ] = None,
-    url: UrlOption = DEFAULT_URL,
+    url: UrlOption = None,
     key: KeyOption = None,
     config: ConfigOption = None,
     show: Annotated[bool, typer.Option("--print", help="Only print the equivalent shell commands.")] = False,
@@ -148,7 +148,7 @@ def launch(
     from modelyard.launch.launch import LaunchOptions, launch_agent, launch_script
 
     arguments = tuple(own or ())
-    options = LaunchOptions(agent=agent, url=url, model=model, key=key, config=config, arguments=arguments)
+    options = LaunchOptions(agent=agent, url=find_url(url), model=model, key=key, config=config, arguments=arguments)
     if show:
         sys.stdout.write(run_or_exit(launch_script, options, os.environ))
         return

@@ -39,6 +39,7 @@ from modelyard.config.sources import (
     read_file,
     with_lines,
 )
+from modelyard.http.settings import HttpSettings
 from modelyard.library.default_model import DEFAULT_MODEL
 
 # Used if no source defines a model. The model's file is fetched when the server starts.
@@ -94,6 +95,21 @@ def load_config(
     if loaded is None or any(problem.level == "error" for problem in problems):
         raise ConfigError([problem for problem in problems if problem.level in ("error", "unavailable")], loaded)
     return loaded
+
+
+def read_address(
+    path: Path | None = None, *, env: Mapping[str, str] = os.environ, cwd: Path | None = None
+) -> tuple[str, int, bool]:
+    """Host, port and TLS of the configured server, for its clients: other mistakes in the sources do not matter."""
+    merged: Table = {}
+    try:
+        files = [file.path for file in config_files(path, env, cwd or Path.cwd()) if file.state == "read"]
+        for layer in _read_layers(files, env, {})[0]:
+            merged = merge_tables(merged, layer.data)
+        http = HttpSettings.model_validate(merged.get("http") or {})
+    except (ConfigError, ValidationError):
+        http = HttpSettings()
+    return http.host, http.port, http.ssl_certfile is not None
 
 
 def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:

@@ -13,6 +13,7 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     LIVE_OVERRIDES      field → type with range: what one load may override (default: nothing)
     LOCAL_OPTIONS       those of them that name files: a worker takes them from its own configuration only
     verify()            raises if its native library does not work on this machine (optional)
+    capabilities(…)     what a model with these options can do, before it is loaded (default CAPABILITIES)
     explain(error, …)   why it did not open, from the last lines of its process (optional)
     KIND                "text" or "chat"; an option with the name `kind` takes precedence
     create(spec)        the engine, not yet opened
@@ -33,7 +34,7 @@ from msgspec import Struct, field
 
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event, Timings, Usage
-from modelyard.core.request import Constraint, Priority, Request, Sampling
+from modelyard.core.request import Constraint, EmbeddingRequest, Priority, Request, RerankRequest, Sampling
 from modelyard.core.tokenizer import IdLogprob
 
 T_co = TypeVar("T_co", covariant=True)
@@ -159,10 +160,12 @@ class Capabilities(Struct, frozen=True):
     lora: bool = False
     embeddings: bool = False
     rerank: bool = False
-    infill: bool = False  # it fills a gap between two texts; a text engine does if the vocabulary has tokens for it
     ignored: tuple[str, ...] = ()  # sampling fields that the engine accepts and ignores; reported to the client
-    # Of an engine that renders by itself; for others the template decides (`Renderer.thinking_modes`).
+    # Of an engine that renders by itself; for others the template decides (`Renderer.thinking_modes`), and whether the
+    # vocabulary has tokens for a gap between two texts.
     thinking_modes: tuple[str, ...] = ("default",)
+    infill: bool = False
+    prompts: bool = True  # it takes bare prompts, without a conversation
 
 
 class EngineInfo(Struct, frozen=True):
@@ -275,11 +278,26 @@ class Embeddings(Struct, frozen=True):
     prompt_tokens: int
 
 
+class Ranking(Struct, frozen=True):
+    """Documents by their numbers in the request, each with its score; the higher, the more relevant."""
+
+    scores: list[tuple[int, float]]
+    prompt_tokens: int
+
+
 @runtime_checkable
 class EmbeddingEngine(Protocol):
-    """An engine that also computes embeddings."""
+    """A text engine that also computes vectors: the embedding of each input, or the scores of a model that ranks."""
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings: ...
+
+
+@runtime_checkable
+class ForwardingEngine(Protocol):
+    """A chat engine whose server also embeds and ranks."""
+
+    async def embed_inputs(self, request: EmbeddingRequest) -> Embeddings: ...
+    async def rerank(self, request: RerankRequest) -> Ranking: ...
 
 
 class AvailableMemory(Struct, frozen=True):

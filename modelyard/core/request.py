@@ -187,7 +187,8 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     store: bool | None = None
     encrypted_reasoning: bool = False  # return reasoning in a form that the client can send back
     echo: bool = False  # legacy completions: repeat the prompt in the reply
-    suffix: str | None = None
+    suffix: str | None = None  # the text after the gap that the model fills; the prompt is the text before it
+    files: tuple[tuple[str, str], ...] = ()  # with a suffix: names and texts of other files of the project
     allow_remote: bool = False  # the client consents to remote engines; it counts on a server without keys
     kv_scope: str = ""  # as `Prompt.scope`; the gateway sets it
     dialect: str = ""  # on a path with several dialects: the reply's dialect
@@ -201,6 +202,18 @@ class EmbeddingRequest(Struct, frozen=True, kw_only=True):
     inputs: tuple[str | tuple[int, ...], ...]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
+    user: str | None = None
+
+
+class RerankRequest(Struct, frozen=True, kw_only=True):
+    """Documents to order by their relevance to a query. `top_n` limits the reply."""
+
+    model: str
+    query: str
+    documents: tuple[str, ...]
+    top_n: int | None = None
+    return_documents: bool = False
+    dialect: Literal["jina", "tei"] = "jina"  # the shape of the reply
     user: str | None = None
 
 

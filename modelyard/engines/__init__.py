@@ -10,6 +10,7 @@ NOT_PLUGINS = frozenset(
         "hf_folder",
         "in_process",
         "managed",
+        "option_faults",
         "upstream",
     }
 )

@@ -30,6 +30,7 @@ from modelyard.core.engine import (
 from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event
 from modelyard.core.request import Reasoning, Request, Sampling
+from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.engines.upstream import (
     Emit,
     RetryableError,
@@ -219,3 +220,8 @@ def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     """It loads no weights."""
     del spec, machine
     return MemoryEstimate()
+
+
+def faults(spec: EngineSpec) -> Iterator[OptionFault]:
+    options: LiteLlmOptions = spec.options
+    yield from try_options({"litellm_api_key_env": lambda: read_api_key(spec.model, options.litellm_api_key_env)})

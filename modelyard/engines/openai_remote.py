@@ -27,6 +27,7 @@ from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Message, Reasoning, Request, Sampling, Text, Thinking
+from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.engines.upstream import (
     Emit,
     RetryPolicy,
@@ -353,3 +354,8 @@ def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     """It loads nothing."""
     del spec, machine
     return MemoryEstimate()
+
+
+def faults(spec: EngineSpec) -> Iterator[OptionFault]:
+    options: OpenAiRemoteOptions = spec.options
+    yield from try_options({"remote_api_key_env": lambda: read_api_key(spec.model, options.remote_api_key_env)})

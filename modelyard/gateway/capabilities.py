@@ -19,19 +19,23 @@ _UNKNOWN_ENGINE = Capabilities(
     logprobs=True,
     lora=True,
     embeddings=True,
+    rerank=True,
     thinking_modes=THINKING_MODES,
+    infill=True,
 )
 
 
 def effective_capabilities(model: Model, engine: Capabilities | None = None) -> Capabilities:
-    """The definition decides modalities, turns and thinking; the engine decides everything that it computes."""
-    engine = engine or _UNKNOWN_ENGINE
+    """The definition decides modalities, turns, thinking and infill; the engine decides everything that it computes."""
+    engine = engine or model.capabilities or _UNKNOWN_ENGINE
+    tokenizer = model.text.tokenizer if model.text is not None and model.kind == "text" else None
     return msgspec.structs.replace(
         engine,
         modalities=tuple(modality for modality in model.modalities if modality in engine.modalities),
         multi_turn=engine.multi_turn and not model.translates,
         tools=engine.tools and not model.translates,
         thinking_modes=engine.thinking_modes if model.text is None else model.text.renderer.thinking_modes,
+        infill=engine.infill if tokenizer is None else tokenizer.fim is not None,
     )
 
 
@@ -50,6 +54,11 @@ class CapabilityCache:
 
 def check_capabilities(request: Request, can: Capabilities, name: str, *, images: bool) -> None:
     """Raise Unsupported with the missing capability. `images`: the request has some."""
+    if not can.chat:
+        raise no_chat(can, name)
+    if request.suffix is not None and not can.infill:
+        reason = "cannot fill a gap between two texts; send the request without it or to a model with FIM tokens"
+        raise Unsupported(f"the model {name!r} {reason}", code="suffix_unsupported", param="suffix")
     if images and "image" not in can.modalities:
         reason = "takes text only; send the request without images or to another model"
         raise Unsupported(f"the model {name!r} {reason}", code="modality_unsupported", param="messages")
@@ -73,6 +82,31 @@ def check_capabilities(request: Request, can: Capabilities, name: str, *, images
         raise Unsupported(f"the model {name!r} {reason}", code="streaming_unsupported", param="stream")
     if request.lora_adapter is not None and not can.lora:
         raise Unsupported(f"the model {name!r} takes no LoRA adapters", code="lora_unsupported", param="lora_adapter")
+
+
+def no_chat(can: Capabilities, name: str) -> Unsupported:
+    use = "it runs by diffusion, which this engine does not do; use another model"
+    if can.embeddings or can.rerank:
+        use = "send texts to /v1/embeddings" if can.embeddings else "send a query and documents to /v1/rerank"
+    return Unsupported(f"the model {name!r} does not generate text: {use}", code="model_has_no_chat", param="model")
+
+
+def check_embeddings(can: Capabilities, name: str, *, local: bool) -> None:
+    """`local`: the model's settings are here."""
+    if not can.embeddings:
+        how = " or set embeddings = true for this model" if local and can.chat else ""
+        raise Unsupported(
+            f"the model {name!r} makes no embeddings; use an embedding model{how}",
+            code="embeddings_unsupported",
+            param="model",
+        )
+
+
+def check_rerank(can: Capabilities, name: str) -> None:
+    if not can.rerank:
+        raise Unsupported(
+            f"the model {name!r} ranks no documents; use a reranking model", code="rerank_unsupported", param="model"
+        )
 
 
 def ignored_parameters(sampling: Sampling, can: Capabilities) -> tuple[str, ...]:

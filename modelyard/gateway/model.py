@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from modelyard.core.engine import Capabilities
 from modelyard.core.errors import ModelyardError, Unavailable, Unimplemented
 from modelyard.core.output_format import OutputFormat
 from modelyard.core.request import Request, Sampling
@@ -27,6 +28,7 @@ class TextPipeline(Struct, frozen=True):
     tools_prompt_format: OutputFormat | None = None
     stop_strings: tuple[str, ...] = ()  # end-of-turn texts that are not tokens of the vocabulary
     specials: frozenset[str] = frozenset()  # the tokenizer's control tokens, hashed once
+    rerank_template: str | None = None  # the file's prompt for a query and a document
 
     def __post_init__(self) -> None:
         force_setattr(self, "specials", frozenset(self.tokenizer.specials))
@@ -48,6 +50,8 @@ class Model(Struct, frozen=True, kw_only=True):
     constrain_calls: bool = False
     modalities: tuple[str, ...] = ("text",)
     translates: bool = False  # takes one text and two language codes, nothing else
+    spm_infill: bool = False  # fills a gap with the text after it before the text before it
+    capabilities: Capabilities | None = None  # as far as they are known before it is loaded
     fault: ModelyardError | None = None  # why it could not be defined; requests for it fail with this
 
     @property

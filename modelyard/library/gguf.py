@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -143,14 +143,12 @@ def read_metadata(file: IO[bytes]) -> dict[str, Any]:
 
 
 def read_first_metadata(file: IO[bytes]) -> dict[str, Any]:
-    """The metadata in the first bytes of a file: all entries before the data end. Empty for another kind of file."""
+    """The metadata in the first bytes of a file: all entries that are complete. Empty for another kind of file."""
     found: dict[str, Any] = {}
-    try:
+    with suppress(ValueError):
         _, count = _read_counts(file)
         for name, value in _read_metadata(file, count, "short"):
-            found[name] = value
-    except ValueError:
-        pass
+            found[name] = value  # noqa: PERF403
     return found
 
 
@@ -265,3 +263,18 @@ def _read(file: IO[bytes], size: int) -> bytes:
     if len(data) != size:
         raise ValueError("the GGUF file ends in the middle of its metadata")
     return data
+
+
+# --- completeness -----------------------------------------------------------------------------------------------------
+
+
+def require_complete(file: Path) -> None:
+    """Raises if a part of the model ends before its last tensor begins, as after an interrupted download."""
+    for part in split_parts(file):
+        _, tensors = read_contents(part, lists="short")
+        needed, size = max((tensor.offset for tensor in tensors), default=0), part.stat().st_size
+        if needed >= max(size, 1):
+            raise InvalidRequest(
+                f"{part} is incomplete: it has {size} bytes, and its last tensor begins at {needed}. Download it again",
+                code="model_unreadable",
+            )

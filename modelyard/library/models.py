@@ -141,11 +141,7 @@ def add_model(
 
 def default_budget() -> MemoryBudget:
     """What one model may take of the RAM. The rest is for other programs."""
-    return ram_budget(psutil.virtual_memory().total)
-
-
-def ram_budget(total: int) -> MemoryBudget:
-    return MemoryBudget(int(0.7 * total))
+    return MemoryBudget(int(0.7 * psutil.virtual_memory().total))
 
 
 def _register(entry: LibraryEntry) -> LibraryEntry:

@@ -72,7 +72,7 @@ class ProgressReporter:
 
 
 def format_rate(done: int, left: int, seconds: float) -> str:
-    """", 35 MB/s, 12 s left" once it can be told."""
+    """ ", 35 MB/s, 12 s left" once it can be told."""
     if seconds < 0.5 or not done:
         return ""
     rate = done / seconds

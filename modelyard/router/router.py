@@ -61,6 +61,7 @@ class ModelEntry(Struct, frozen=True, kw_only=True):
     show_thinking: bool = True
     tool_stream: bool = True
     constrain_calls: bool = False
+    spm_infill: bool = False
     sampling: Sampling = Sampling()
     has_window: bool = True  # the settings set its window; the default says nothing about a remote model
     configured_sampling: Sampling = Sampling()  # `sampling` without the built-in defaults
@@ -121,6 +122,7 @@ def _model_entry(
         show_thinking=model.show_thinking,
         tool_stream=model.tool_stream,
         constrain_calls=model.constrain_calls,
+        spm_infill=model.spm_infill,
         sampling=sampling.over(DEFAULT_SAMPLING),
         has_window=bool(configured) or model.n_ctx is not None,
         configured_sampling=sampling,

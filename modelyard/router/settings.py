@@ -208,6 +208,11 @@ class ModelSettings(BaseModel):
         description="Constrain every tool call to its schema; false does so only if the client requires a call or "
         "marks a tool as strict.",
     )
+    spm_infill: bool = Field(
+        default=False,
+        description="Fill-in-the-middle prompts begin with the text after the gap (suffix, prefix, middle), as some "
+        "models were trained; false begins with the text before it.",
+    )
     enable_thinking: bool | None = Field(
         default=None, description="Thinking switch of the template if the client sets none."
     )

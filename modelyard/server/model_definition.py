@@ -12,6 +12,7 @@ from msgspec import Struct, field
 
 from modelyard import plugins
 from modelyard.config.settings import engine_options
+from modelyard.core.engine import Capabilities
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import Message, Request, Text
 from modelyard.gateway.model import Model, TextPipeline
@@ -41,14 +42,16 @@ def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
         kind = plugins.engine_kind(module, options)
         text = (_text_pipeline if kind == "text" else _local_counting)(entry, settings, module, options, notes)
         translates = _translates(settings, text)
+        capabilities = module.capabilities(options) if hasattr(module, "capabilities") else None
     except ModelyardError as error:
         return ModelDefinition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
-    return ModelDefinition(_model(entry, kind, text, getattr(module, "REMOTE", False), translates=translates), notes)
+    remote = getattr(module, "REMOTE", False)
+    return ModelDefinition(_model(entry, kind, text, remote, translates=translates, capabilities=capabilities), notes)
 
 
 def trial_fault(model: Model) -> ModelyardError | None:
     """Why the model's template cannot render one short message. A template may parse and still fail."""
-    if model.text is None or model.translates:
+    if model.text is None or model.translates or (model.capabilities is not None and not model.capabilities.chat):
         return None
     try:
         model.text.renderer.text(Request(model=model.name, messages=(Message("user", (Text("Hi"),)),)))
@@ -84,6 +87,7 @@ def _model(
     remote: bool = False,
     fault: ModelyardError | None = None,
     translates: bool = False,
+    capabilities: Capabilities | None = None,
 ) -> Model:
     return Model(
         name=entry.name,
@@ -98,6 +102,8 @@ def _model(
         constrain_calls=entry.constrain_calls,
         modalities=entry.modalities,
         translates=translates,
+        spm_infill=entry.spm_infill,
+        capabilities=capabilities,
         fault=fault,
     )
 
@@ -130,7 +136,13 @@ def _text_pipeline(
     ]
     tools_format = with_hermes_calls(format) if renderer.describes_tools else None
     return TextPipeline(
-        renderer, tokenizer, format, tuple(sorted(tokenizer.eos | stops)), tools_format, stop_strings=stop_strings
+        renderer,
+        tokenizer,
+        format,
+        tuple(sorted(tokenizer.eos | stops)),
+        tools_format,
+        stop_strings=stop_strings,
+        rerank_template=tokenizer.named_template("rerank"),
     )
 
 

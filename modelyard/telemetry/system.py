@@ -149,6 +149,15 @@ def free_memory(*, with_gpus: bool) -> AvailableMemory:
     return AvailableMemory(min(psutil.virtual_memory().available, _cgroup_free(_CGROUP)), gpus)
 
 
+def total_ram() -> int:
+    """The RAM of the machine, or the limit of its container."""
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+    except (OSError, ValueError):
+        limit = 2**63
+    return min(int(psutil.virtual_memory().total), limit)
+
+
 def _cgroup_free(group: Path) -> int:
     """What a container's limit leaves. The page cache counts as free: the kernel reclaims it."""
     try:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from modelyard import libllama
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Detokenizer, FimTokens
 from modelyard.tokenizer import slices
@@ -23,11 +24,9 @@ class GgufVocabulary:
     """Owns a vocab-only model, and frees it as soon as no tokenizer and no stream uses it."""
 
     def __init__(self, path: Path) -> None:
-        from llama_cpp import llama_cpp as lib
-
         from modelyard.tokenizer import llama_log
 
-        self._lib = lib
+        self._lib = lib = libllama.load()
         self._pieces: dict[int, bytes] = {}  # a call into the library takes microseconds
         params = lib.llama_model_default_params()
         params.vocab_only = True
@@ -65,9 +64,8 @@ class GgufTokenizer:
     """Tokenizing is thread-safe: it changes no state."""
 
     def __init__(self, path: Path) -> None:
-        from llama_cpp import llama_cpp as lib
-
-        self._lib, self._owner = lib, GgufVocabulary(path)
+        self._lib = lib = libllama.load()
+        self._owner = GgufVocabulary(path)
         self._vocab, self.size = self._owner.handle, self._owner.size
         attributes = {id: lib.llama_vocab_get_attr(self._vocab, id) for id in range(self.size)}
         marked = {id: a for id, a in attributes.items() if a & (_CONTROL | _USER_DEFINED) and not a & _UNUSED}

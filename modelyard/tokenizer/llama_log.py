@@ -12,9 +12,10 @@ import threading
 from collections import deque
 from typing import Any
 
-from llama_cpp import llama_cpp as lib
+from modelyard import libllama
 
 log = logging.getLogger("modelyard.llama_cpp")
+lib = libllama.load()
 
 _WARNING, _ERROR, _CONTINUED = 3, 4, 5  # GGML_LOG_LEVEL_…
 _FUNCTION = re.compile(r"^\w+: (error loading model: )?")  # the C function that logs
@@ -41,7 +42,7 @@ _callback: Any = lib.llama_log_callback(_on_log)  # C keeps its address
 
 
 def clear() -> None:
-    """Forget this thread's errors. llama-cpp-python installs a callback that prints, so ours is set each time."""
+    """Forget this thread's errors. The callback is set each time: whoever shares the process may have set another."""
     lib.llama_log_set(_callback, None)
     _errors.lines.clear()
 

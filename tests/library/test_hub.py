@@ -157,7 +157,12 @@ def test_a_file_from_an_older_version_of_the_program_is_hashed_and_kept(
 def test_a_download_continues_after_disconnects(hub: Hub, progress: ProgressReporter):
     hub.cut[FILE] = [1 << 20, 0, 5, 1 << 20]
     assert Path(pull(progress, quant="Q4_K_M").path).read_bytes() == DATA
-    assert hub.ranges == [f"bytes={1 << 20}-", f"bytes={1 << 20}-", f"bytes={(1 << 20) + 5}-", f"bytes={(2 << 20) + 5}-"]
+    assert hub.ranges == [
+        f"bytes={1 << 20}-",
+        f"bytes={1 << 20}-",
+        f"bytes={(1 << 20) + 5}-",
+        f"bytes={(2 << 20) + 5}-",
+    ]
 
 
 def test_a_download_that_makes_no_progress_fails_and_keeps_what_has_arrived(
@@ -314,7 +319,7 @@ def test_gated_missing_and_unsuitable_repositories_are_one_sentence(
 
 def test_an_unreachable_hub_is_an_error(monkeypatch: pytest.MonkeyPatch, progress: ProgressReporter):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(Unavailable, match=r"maker/Tiny-GGUF could not be fetched from http://127\.0\.0\.1:9: .*refused"):
+    with pytest.raises(Unavailable, match=r"maker/Tiny-GGUF could not be fetched from http://.*:9: .*refused"):
         pull(progress)
     monkeypatch.setenv("HF_ENDPOINT", "ftp://x")
     with pytest.raises(InvalidRequest, match="HF_ENDPOINT is not an http or https URL"):

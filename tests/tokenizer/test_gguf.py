@@ -176,8 +176,7 @@ def test_reading_a_vocabulary_prints_nothing(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_reading_a_vocabulary_initialises_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama_cpp import llama_cpp as lib
-
+    lib = libllama.load()
     plain, lists = lib.llama_model_load_from_file, []
 
     def load(path: bytes, params: Any) -> Any:

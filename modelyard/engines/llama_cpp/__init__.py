@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelyard.core.engine import Engine, EngineSpec
+from modelyard.core.engine import Capabilities, Engine, EngineSpec
 from modelyard.engines.llama_cpp.estimate import estimate as estimate
 from modelyard.engines.llama_cpp.library import offloads_to_gpu
 from modelyard.engines.llama_cpp.options import CAPABILITIES as CAPABILITIES
 from modelyard.engines.llama_cpp.options import KV_TYPES as KV_TYPES
 from modelyard.engines.llama_cpp.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_cpp.options import Options as Options
+from modelyard.engines.llama_cpp.options import flash_attention_mode, model_capabilities
+from modelyard.engines.option_faults import OptionFault, try_options
+from modelyard.library.gguf import read_purpose, require_complete
 from modelyard.library.model_files import locate_model_file
 
 KIND = "text"
 HOLDS_WEIGHTS = True
+_PLAIN_TYPES = ("f32", "f16", "bf16")
 
 
 def own_process(options: Mapping[str, Any]) -> bool:
@@ -25,6 +30,11 @@ def own_process(options: Mapping[str, Any]) -> bool:
     return bool(options.get("use_mmap")) or offloads_to_gpu(
         options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", -1))
     )
+
+
+def capabilities(options: Options) -> Capabilities:
+    """By the file: a model generates, embeds or ranks."""
+    return model_capabilities(read_purpose(locate_model_file(options.path)), options)
 
 
 def verify() -> None:
@@ -46,3 +56,22 @@ def create(spec: EngineSpec) -> Engine:
 def tokenizer_path(options: Options) -> Path:
     """The model file: its vocabulary is read without its weights."""
     return locate_model_file(options.path)
+
+
+def faults(spec: EngineSpec) -> Iterator[OptionFault]:
+    from modelyard.engines.llama_cpp.replay import read_rules
+
+    options: Options = spec.options
+    draft, replay = options.draft_model_path, options.replay
+    yield from try_options(
+        {
+            "path": lambda: require_complete(locate_model_file(options.path)),
+            "draft_model_path": draft and (lambda: locate_model_file(draft)),
+            "replay": replay and (lambda: read_rules(Path(replay))),
+            **{f"lora.{name}": partial(locate_model_file, lora.path) for name, lora in options.lora.items()},
+        }
+    )
+    for name, cache in spec.caches.items():
+        if flash_attention_mode(options.for_cache(cache), gpu=False) == "off" and cache.type_v not in _PLAIN_TYPES:
+            message = f"{cache.type_v} values of the cache {name!r} need flash attention, which flash_attn turns off"
+            yield "type_v", message

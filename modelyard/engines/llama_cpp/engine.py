@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from modelyard.core.engine import Control, Embeddings, EngineInfo, EngineSpec, EngineStats, Prompt
-from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Overloaded
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Overloaded, Unsupported
 from modelyard.engines.in_process import ThreadedEngine
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
@@ -25,11 +28,12 @@ from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
-from modelyard.engines.llama_cpp.options import CAPABILITIES, Options
+from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, model_capabilities
 from modelyard.engines.llama_cpp.replay import Replay, create_replay
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
 from modelyard.engines.llama_cpp.sequence_manager import create_sequence_manager, link_compatible
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
+from modelyard.library.gguf import ModelPurpose
 from modelyard.library.model_files import locate_model_file
 
 log = logging.getLogger(__name__)
@@ -46,7 +50,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     _thread_pool: ThreadPool
 
     def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec, EngineInfo("llama_cpp", dict(spec.caches), CAPABILITIES))
+        super().__init__(spec, EngineInfo("llama_cpp", dict(spec.caches), CAPABILITIES))  # completed when it is loaded
         self._job_count = 0
         self._model: Any = None
         self._vocab: Any = None
@@ -61,8 +65,11 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     def _load_model(self, report: Callable[[float], bool]) -> None:
         path = locate_model_file(self.spec.options.path)
         shape = loading.check_before_loading(path, self.spec)
-        self.spec = loading.resolve_options(self.spec, shape)
+        self.spec = loading.resolve_options(loading.limit_windows(self.spec, shape), shape)
         options: Options = self.spec.options
+        purpose = shape.purpose if shape is not None else ModelPurpose()
+        capabilities = model_capabilities(purpose, options)
+        self.info = replace(self.info, caches=dict(self.spec.caches), capabilities=capabilities)
         defer = self._resources.callback
         self._model = loading.load_model(path, options, report)
         defer(lib.llama_model_free, self._model)
@@ -78,6 +85,11 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._dry = DrySamplers(self._vocab)
         defer(self._dry.close)
         defer(self._masks.close)
+        if capabilities.chat:
+            self._create_caches(options, path)
+
+    def _create_caches(self, options: Options, path: Path) -> None:
+        defer, attach = self._resources.callback, self._thread_pool.attach
         if options.uses_draft_model:
             self._draft_model = DraftModel(options, self._model, attach, lambda _: self._stop_error is None)
             defer(self._draft_model.close)
@@ -121,6 +133,11 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._resources.close()
 
     # --- the event loop's side ----------------------------------------------------------------------------------------
+
+    def _check(self, job: LlamaCppJob) -> None:
+        if not self.info.capabilities.chat:
+            raise Unsupported("this model does not generate", code="model_has_no_chat")
+        super()._check(job)
 
     def _create_job(self, prompt: Prompt) -> LlamaCppJob:
         self._job_count += 1
@@ -169,7 +186,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             await self.run_on_thread(partial(self._unload_adapter, op.argument or ""))
             return
         names = list(self._caches) if op.cache is None else [self._cache_name(op.cache)]
-        caches = [self._caches[name] for name in names]
+        caches = [self._caches[name] for name in names if name in self._caches]  # a model that embeds has none
         if op.op == "evict":
             for cache in caches:
                 await self.run_on_thread(cache.evict)
@@ -181,6 +198,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
         self._require_open()
+        if not (self.info.capabilities.embeddings or self.info.capabilities.rerank):
+            raise Unsupported("this model makes no embeddings", code="embeddings_unsupported")
         return await self._embedder.embed(batch)
 
     # --- the thread's side --------------------------------------------------------------------------------------------

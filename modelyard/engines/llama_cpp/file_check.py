@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp.library import library_folder
 from modelyard.engines.llama_cpp.selftest import fingerprint
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.model_files import split_parts

@@ -146,7 +146,7 @@ class GrammarVocabulary:
         self.tokenizer: LLTokenizer = create.from_llamacpp(
             tokens=marked,
             vocab_ptr=vocab,
-            tokenize_fptr=ctypes.cast(lib._lib.llama_tokenize, ctypes.c_void_p).value,
+            tokenize_fptr=ctypes.cast(lib.llama_tokenize, ctypes.c_void_p).value,
             eos_token=[eos, *others] if eos >= 0 else others,
             slices=None,
         )

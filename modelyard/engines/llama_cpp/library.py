@@ -1,4 +1,4 @@
-"""The built llama.cpp library: where it is, its release, and what it can do. Nothing here loads it.
+"""The llama.cpp library that is used: its release, and what it can do. Nothing here loads it.
 
 A library that was built for another CPU may kill the process that loads it (`selftest.py` finds out in a child
 process), so its features are read from its files.
@@ -6,11 +6,8 @@ process), so its features are read from its files.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import platform
 import re
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,10 @@ from typing import Any
 from msgspec import structs
 
 from modelyard.core.engine import AvailableMemory
+from modelyard.library.llama_cpp_package import library_folder
 from modelyard.plugins import MissingLibrary
 
-# The pinned release of llama-cpp-python (pyproject.toml): sizes of its structs, and the defaults that its C code fills
-# in. With another layout the values would be in other fields.
-RELEASE = "0.3.36"
-SIZES = {"llama_context_params": 160, "llama_model_params": 80, "llama_batch": 56}
+# What the C code of the releases that we support fills in. With another layout the values would be in other fields.
 CONTEXT_DEFAULTS: dict[str, Any] = {
     "n_ctx": 512,
     "n_batch": 2048,
@@ -53,16 +48,6 @@ MODEL_DEFAULTS: dict[str, Any] = {
 }
 
 
-def library_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """The folder of the shared libraries."""
-    if override := env.get("LLAMA_CPP_LIB_PATH"):  # llama-cpp-python reads it, too
-        return Path(override)
-    spec = importlib.util.find_spec("llama_cpp")
-    if spec is None or spec.origin is None:
-        raise MissingLibrary("llama.cpp is not built here: `make install` builds it for this machine.")
-    return Path(spec.origin).parent / "lib"
-
-
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 _GPU_BACKENDS = ("cann", "cuda", "hip", "metal", "musa", "opencl", "sycl", "vulkan")
@@ -82,7 +67,7 @@ def offloads_to_gpu(layers: int) -> bool:
 
 
 def visible_memory(machine: AvailableMemory) -> AvailableMemory:
-    """What the library can use. `make install` builds it for CPUs: then models are in RAM even if there are GPUs."""
+    """What the library can use. A library for CPUs puts models into RAM even if there are GPUs."""
     return machine if offloads_to_gpu(-1) else structs.replace(machine, gpus={})
 
 

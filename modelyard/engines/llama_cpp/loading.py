@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,11 @@ from modelyard.engines.llama_cpp.estimate import (
     read_model_shape,
 )
 from modelyard.engines.llama_cpp.options import KV_TYPES, Options, flash_attention_mode
+from modelyard.library.gguf import Pooling
 from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
+
+log = logging.getLogger(__name__)
 
 _FLASH_ATTENTION_TYPES = {"on": 1, "off": 0, "auto": -1}
 _ROPE_SCALING_TYPES = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
@@ -37,7 +41,7 @@ ROPE_OPTIONS = (
     "yarn_beta_slow",
     "yarn_orig_ctx",
 )
-_NO_POOLING = 0
+_POOLING_TYPES: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 
 lib.llama_backend_init()
 
@@ -71,6 +75,18 @@ def check_memory(
 
 def uses_gpu(options: Options) -> bool:
     return bool(lib.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
+
+
+def limit_windows(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
+    """A model with a table of positions cannot read further than the table goes: llama.cpp would end the process."""
+    if model is None or model.positions is None:
+        return spec
+    limit, caches = model.positions, dict(spec.caches)
+    for name, info in caches.items():
+        if info.window > limit:
+            log.info("the window of the cache %r of %r is %d: the model has no more positions", name, spec.model, limit)
+            caches[name] = structs.replace(info, window=limit)
+    return structs.replace(spec, caches=caches)
 
 
 def resolve_options(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
@@ -115,12 +131,12 @@ def create_context(model: Any, name: str, info: CacheInfo, options: Options) -> 
     return _create_context(model, context_parameters(info, options), f"the cache {name!r}")
 
 
-def create_embedding_context(model: Any, options: Options, cells: int, sequences: int) -> Any:
-    """A context that returns the vector of each token. Its sequences share one pool of cells: they are read and
-    forgotten together."""
+def create_embedding_context(model: Any, options: Options, cells: int, sequences: int, pooling: Pooling) -> Any:
+    """A context that returns vectors: with the pooling `none` of each token, else of each sequence. Its sequences share
+    one pool of cells: they are read and forgotten together."""
     params = context_parameters(CacheInfo(cells), options)
     params.n_seq_max, params.kv_unified = sequences, True
-    params.embeddings, params.pooling_type = True, _NO_POOLING
+    params.embeddings, params.pooling_type = True, _POOLING_TYPES[pooling]
     params.n_batch = params.n_ubatch
     return _create_context(model, params, "the context for embeddings")
 

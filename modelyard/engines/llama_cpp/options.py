@@ -26,7 +26,7 @@ FlashAttentionMode = Literal["on", "off", "auto"]
 _Count = Annotated[int, Field(ge=1, le=1 << 24)]
 
 CAPABILITIES = Capabilities(
-    structured=True, logprobs=True, embeddings=True, rerank=True, infill=True, lora=True, ignored=("beam_size",)
+    structured=True, logprobs=True, embeddings=True, rerank=True, lora=True, ignored=("beam_size",)
 )
 
 # field → its type and range: what the admin API may override for one load

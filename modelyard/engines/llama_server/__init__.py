@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
@@ -13,7 +15,9 @@ from modelyard.engines.llama_server.engine import LlamaServerEngine
 from modelyard.engines.llama_server.options import KV_TYPES as KV_TYPES
 from modelyard.engines.llama_server.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_server.options import LlamaServerOptions as Options
-from modelyard.engines.llama_server.server import combined_cache
+from modelyard.engines.llama_server.server import combined_cache, find_binary
+from modelyard.engines.option_faults import OptionFault, require_file, require_folder, require_template, try_options
+from modelyard.library.gguf import require_complete
 from modelyard.library.model_files import locate_model_file
 
 KIND = "chat"
@@ -52,3 +56,20 @@ def _estimate_file(path: str, layers: str | None, spec: EngineSpec, machine: Ava
     )
     shape = read_model_shape(locate_model_file(path))
     return estimate_memory(shape, options, {"all": combined_cache(spec.caches)}, machine)
+
+
+def faults(spec: EngineSpec) -> Iterator[OptionFault]:
+    options: Options = spec.options
+    draft, projector = options.llama_server_draft_model_path, options.llama_server_mmproj_path
+    template = options.chat_template
+    yield from try_options(
+        {
+            "llama_server_binary": lambda: find_binary(options),
+            "path": lambda: require_complete(locate_model_file(options.path)),
+            "llama_server_draft_model_path": draft and (lambda: locate_model_file(draft)),
+            "llama_server_mmproj_path": projector and (lambda: require_file(projector)),
+            "chat_template": template and (lambda: require_template(template)),
+        }
+    )
+    for folder in options.llama_server_library_path:
+        yield from try_options({"llama_server_library_path": partial(require_folder, folder)})

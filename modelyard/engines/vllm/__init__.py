@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from modelyard.core.engine import Capabilities, Engine, EngineSpec
 from modelyard.core.errors import ModelyardError
+from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.engines.vllm.errors import with_cause
 from modelyard.engines.vllm.estimate import estimate as estimate
 from modelyard.engines.vllm.log_parser import failure_reason
-from modelyard.engines.vllm.model_folder import require_folder
+from modelyard.engines.vllm.model_folder import folder_faults, require_folder
 from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.vllm.options import LOCAL_OPTIONS as LOCAL_OPTIONS
 from modelyard.engines.vllm.options import VllmOptions as Options
@@ -37,3 +38,10 @@ def tokenizer_path(options: Options) -> Path:
 def explain(error: ModelyardError, lines: Sequence[str]) -> ModelyardError:
     """vLLM's message often says only that one of its processes failed; the cause is in that process's output."""
     return with_cause(error, failure_reason(lines))
+
+
+def faults(spec: EngineSpec) -> Iterator[OptionFault]:
+    from modelyard.engines.vllm.async_llm import check_installed
+
+    yield from try_options({"backend": check_installed if spec.python is None else None})
+    yield from folder_faults(spec.options)

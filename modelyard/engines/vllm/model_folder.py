@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from modelyard.core.errors import NotFound
+from modelyard.engines import option_faults
 from modelyard.engines.hf_folder import CONFIG, read_config, read_tensors
+from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.engines.vllm.options import VllmOptions
 from modelyard.library.model_files import candidate_paths
 
 __all__ = ["check_weights", "find_folder", "read_config", "require_folder", "resolve_companions", "resolve_model"]
 
 OptionsT = TypeVar("OptionsT", bound=VllmOptions)
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _COMPANIONS = ("vllm_tokenizer", "vllm_speculative_model")
 
 
@@ -45,6 +51,20 @@ def resolve_companions(options: OptionsT) -> OptionsT:
     names = {field: getattr(options, field) for field in _COMPANIONS}
     folders = {field: find_folder(name) for field, name in names.items() if name is not None}
     return options.model_copy(update={field: str(folder) for field, folder in folders.items() if folder is not None})
+
+
+def folder_faults(options: VllmOptions) -> Iterator[OptionFault]:
+    """Paths that lead nowhere. A name of the hub may still be downloaded."""
+    named = {"vllm_model" if options.vllm_model else "path": options.model_name}
+    named |= {field: name for field in _COMPANIONS if (name := getattr(options, field)) is not None}
+    paths = {field: name for field, name in named.items() if not _HUB_NAME.fullmatch(name)}
+    yield from try_options({field: partial(require_folder, name) for field, name in paths.items()})
+    yield from try_options({f"lora.{name}": partial(require_adapter, path) for name, path in options.lora.items()})
+
+
+def require_adapter(path: str) -> None:
+    if not _HUB_NAME.fullmatch(path):
+        option_faults.require_folder(path)
 
 
 def check_weights(folder: Path) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from modelyard.core.engine import EngineSpec
+from modelyard.engines import option_faults
+from modelyard.engines.option_faults import OptionFault, require_template, try_options
 from modelyard.engines.vllm import estimate as estimate
-from modelyard.engines.vllm.model_folder import require_folder
+from modelyard.engines.vllm.model_folder import folder_faults, require_folder
 from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.vllm.options import LOCAL_OPTIONS as LOCAL_OPTIONS
 from modelyard.engines.vllm_serve.engine import CAPABILITIES as CAPABILITIES
 from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.engines.vllm_serve.options import VllmServeOptions as Options
+from modelyard.engines.vllm_serve.server import find_binary
 
 KIND = "chat"
 create = VllmServeEngine
@@ -20,3 +26,17 @@ COUNTS_LOCALLY = True
 
 def tokenizer_path(options: Options) -> Path:
     return require_folder(options.vllm_tokenizer or options.model_name)
+
+
+def faults(spec: EngineSpec) -> Iterator[OptionFault]:
+    options: Options = spec.options
+    template = options.chat_template
+    yield from try_options(
+        {
+            "vllm_serve_binary": lambda: find_binary(options),
+            "chat_template": template and (lambda: require_template(template)),
+        }
+    )
+    for folder in options.vllm_serve_library_path:
+        yield from try_options({"vllm_serve_library_path": partial(option_faults.require_folder, folder)})
+    yield from folder_faults(options)

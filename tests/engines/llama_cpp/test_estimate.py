@@ -304,7 +304,7 @@ def test_amx_kernels_are_found_in_the_librarys_file(tmp_path: Path) -> None:
 
 
 def test_the_installed_library_has_the_expected_buffer_types() -> None:
-    library = lib._lib
+    library = lib.raw
     library.ggml_backend_dev_by_type.restype = library.ggml_backend_dev_backend_reg.restype = ctypes.c_void_p
     library.ggml_backend_reg_get_proc_address.restype = ctypes.c_void_p
     library.ggml_backend_buft_name.restype = ctypes.c_char_p

@@ -1,0 +1,114 @@
+"""A synchronous client of a running server for the commands: its address, its admin API, and errors as sentences."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+import httpx
+import msgspec
+
+from modelyard.config.load import read_address
+from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unauthenticated, Unavailable
+from modelyard.protocols import openai_chat
+from modelyard.server.running_servers import running_servers, server_url
+
+Json = dict[str, Any]
+
+_LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+_CONNECT_S = 10.0
+
+
+def find_url(url: str | None, env: Mapping[str, str] = os.environ) -> str:
+    """The given URL, else the address in the configuration, whatever else is wrong with it."""
+    return (url or server_url(*read_address(env=env))).rstrip("/")
+
+
+def is_local(url: str) -> bool:
+    try:
+        return urlsplit(url).hostname in _LOCAL_HOSTS
+    except ValueError:
+        return False
+
+
+def no_server(url: str) -> Unavailable:
+    """Names another server of this user, if there is one."""
+    try:
+        others = [server.url for server in running_servers() if server.url != url]
+    except ModelyardError:
+        others = []
+    hint = f"; one runs at {others[0]}: --url {others[0]}" if others else "; start one with: modelyard serve"
+    return Unavailable(f"no server answers at {url}{hint}")
+
+
+class ServerClient:
+    """Every method raises a ModelyardError if it fails."""
+
+    def __init__(self, url: str, key: str | None = None, timeout_s: float | None = 60) -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        # A proxy of the environment is for other machines.
+        self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=not url.startswith("http://127."))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def is_running(self) -> bool:
+        """False if nothing listens there. Something that is not a Modelyard server is an error."""
+        try:
+            reply = self._http.get(f"{self.url}/health/live")
+        except httpx.ConnectError:
+            return False
+        except httpx.HTTPError as error:
+            raise self._explained(error) from None
+        except httpx.InvalidURL as error:
+            raise self._explained(error) from None
+        if reply.status_code != 200 or b"alive" not in reply.content:
+            raise InvalidRequest(f"the server at {self.url} is not Modelyard: choose another address with --url")
+        return True
+
+    def get(self, path: str, **params: Any) -> Json:
+        return self._call("GET", path, params)
+
+    def post(self, path: str, **params: Any) -> Json:
+        return self._call("POST", path, params)
+
+    def health(self) -> Json:
+        """Also of an unhealthy server, which answers 503."""
+        return self._call("GET", "/health", {}, accepted=(200, 503))
+
+    def model_path(self, name: str, verb: str) -> str:
+        return f"/v1/admin/models/{quote(name)}/{verb}"
+
+    def _call(self, method: str, path: str, params: Mapping[str, Any], accepted: tuple[int, ...] = (200, 202)) -> Json:
+        query = {name: str(value).lower() if isinstance(value, bool) else value for name, value in params.items()}
+        try:
+            reply = self._http.request(method, self.url + path, params=query)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._explained(error) from None
+        if reply.status_code == 401:
+            raise Unauthenticated("the server needs an API key: --key or MODELYARD_API_KEY")
+        if reply.status_code == 403:
+            raise Forbidden("this needs an admin key: --key or MODELYARD_ADMIN_KEY")
+        if reply.status_code not in accepted:
+            raise openai_chat.read_error(reply.status_code, reply.headers, reply.content)
+        try:
+            return msgspec.json.decode(reply.content, type=Json)
+        except msgspec.MsgspecError:
+            raise InvalidRequest(f"the server at {self.url} is not Modelyard: choose another with --url") from None
+
+    def _explained(self, error: httpx.HTTPError | httpx.InvalidURL) -> ModelyardError:
+        match error:
+            case httpx.ConnectError():
+                return no_server(self.url)
+            case httpx.InvalidURL() | httpx.UnsupportedProtocol():
+                return InvalidRequest(f"{self.url} is not a URL: {error}")
+            case httpx.TimeoutException():
+                return Unavailable(f"{self.url} does not answer: it took too long")
+        return Unavailable(f"the connection to {self.url} broke: {error}")

@@ -1,0 +1,346 @@
+"""libllama, llama.cpp's C library, through ctypes: what we use of llama.h and ggml.h, declared here.
+
+`load()` opens the library of `library_folder()` once per process; nothing else opens it. The declarations are those of
+the pinned releases, prebuilt and built here. A struct of another layout would corrupt memory silently, so the engine's
+self-test compares sizes and defaults in a child process before a library is used.
+
+A call that releases the GIL waits up to a switch interval to get it back. That is worth it only for long calls: decode,
+loading, state copies. Sampling, logits and memory operations keep it (`short`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import threading
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_bool,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_void_p,
+)
+from pathlib import Path
+from typing import Any
+
+from modelyard.library.llama_cpp_package import library_folder
+from modelyard.plugins import MissingLibrary
+
+# --- the structs of llama.h -------------------------------------------------------------------------------------------
+
+# Handles (models, contexts, samplers …) are `c_void_p`. C keeps the address of a callback: keep the object, too.
+llama_token = c_int32
+llama_progress_callback = CFUNCTYPE(c_bool, c_float, c_void_p)
+llama_log_callback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
+
+
+class llama_model_params(Structure):  # noqa: N801 the names of llama.h
+    _fields_ = (
+        ("devices", c_void_p),
+        ("tensor_buft_overrides", c_void_p),
+        ("n_gpu_layers", c_int32),
+        ("split_mode", c_int),
+        ("load_mode", c_int),
+        ("lazy_mode", c_int),
+        ("main_gpu", c_int32),
+        ("tensor_split", POINTER(c_float)),
+        ("progress_callback", llama_progress_callback),
+        ("progress_callback_user_data", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("vocab_only", c_bool),
+        ("check_tensors", c_bool),
+        ("use_extra_bufts", c_bool),
+        ("no_host", c_bool),
+        ("no_alloc", c_bool),
+        ("load_mtp", c_bool),
+    )
+
+
+class llama_context_params(Structure):  # noqa: N801
+    _fields_ = (
+        ("n_ctx", c_uint32),
+        ("n_batch", c_uint32),
+        ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32),
+        ("n_rs_seq", c_uint32),
+        ("n_outputs_max", c_uint32),
+        ("n_outputs_max_per_seq", c_uint32),
+        ("n_threads", c_int32),
+        ("n_threads_batch", c_int32),
+        ("ctx_type", c_int),
+        ("rope_scaling_type", c_int),
+        ("pooling_type", c_int),
+        ("attention_type", c_int),
+        ("flash_attn_type", c_int),
+        ("rope_freq_base", c_float),
+        ("rope_freq_scale", c_float),
+        ("yarn_ext_factor", c_float),
+        ("yarn_attn_factor", c_float),
+        ("yarn_beta_fast", c_float),
+        ("yarn_beta_slow", c_float),
+        ("yarn_orig_ctx", c_uint32),
+        ("defrag_thold", c_float),
+        ("cb_eval", c_void_p),
+        ("cb_eval_user_data", c_void_p),
+        ("type_k", c_int),
+        ("type_v", c_int),
+        ("abort_callback", c_void_p),
+        ("abort_callback_data", c_void_p),
+        ("embeddings", c_bool),
+        ("offload_kqv", c_bool),
+        ("no_perf", c_bool),
+        ("op_offload", c_bool),
+        ("swa_full", c_bool),
+        ("kv_unified", c_bool),
+        ("samplers", c_void_p),
+        ("n_samplers", c_size_t),
+        ("ctx_other", c_void_p),
+    )
+
+
+class llama_batch(Structure):  # noqa: N801
+    _fields_ = (
+        ("n_tokens", c_int32),
+        ("token", POINTER(c_int32)),
+        ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    )
+
+
+class llama_token_data(Structure):  # noqa: N801
+    _fields_ = (("id", c_int32), ("logit", c_float), ("p", c_float))
+
+
+class llama_token_data_array(Structure):  # noqa: N801
+    _fields_ = (("data", POINTER(llama_token_data)), ("size", c_size_t), ("selected", c_int64), ("sorted", c_bool))
+
+
+class llama_logit_bias(Structure):  # noqa: N801
+    _fields_ = (("token", c_int32), ("bias", c_float))
+
+
+class llama_sampler_chain_params(Structure):  # noqa: N801
+    _fields_ = (("no_perf", c_bool),)
+
+
+class ggml_threadpool_params(Structure):  # noqa: N801
+    _fields_ = (
+        ("cpumask", c_bool * 512),  # GGML_MAX_N_THREADS
+        ("n_threads", c_int),
+        ("prio", c_int),
+        ("poll", c_uint32),
+        ("strict_cpu", c_bool),
+        ("paused", c_bool),
+    )
+
+
+# --- the functions ----------------------------------------------------------------------------------------------------
+
+_Declaration = tuple[Any, list[Any]]  # result, arguments
+
+_FUNCTIONS: dict[str, _Declaration] = {
+    # library and log
+    "llama_backend_init": (None, []),
+    "llama_log_set": (None, [llama_log_callback, c_void_p]),
+    "llama_supports_gpu_offload": (c_bool, []),
+    # models
+    "llama_model_default_params": (llama_model_params, []),
+    "llama_model_load_from_file": (c_void_p, [c_char_p, llama_model_params]),
+    "llama_model_free": (None, [c_void_p]),
+    "llama_model_get_vocab": (c_void_p, [c_void_p]),
+    "llama_model_chat_template": (c_char_p, [c_void_p, c_char_p]),
+    "llama_model_meta_val_str": (c_int32, [c_void_p, c_char_p, c_char_p, c_size_t]),
+    "llama_model_n_embd_out": (c_int32, [c_void_p]),
+    "llama_model_n_swa": (c_int32, [c_void_p]),
+    "llama_model_has_encoder": (c_bool, [c_void_p]),
+    "llama_model_is_recurrent": (c_bool, [c_void_p]),
+    "llama_model_is_hybrid": (c_bool, [c_void_p]),
+    "llama_adapter_lora_init": (c_void_p, [c_void_p, c_char_p]),
+    "llama_adapter_lora_free": (None, [c_void_p]),
+    # vocabularies
+    "llama_vocab_n_tokens": (c_int32, [c_void_p]),
+    "llama_vocab_type": (c_int, [c_void_p]),
+    "llama_vocab_get_text": (c_char_p, [c_void_p, c_int32]),
+    "llama_vocab_get_attr": (c_int, [c_void_p, c_int32]),
+    "llama_vocab_is_eog": (c_bool, [c_void_p, c_int32]),
+    "llama_vocab_bos": (c_int32, [c_void_p]),
+    "llama_vocab_eos": (c_int32, [c_void_p]),
+    "llama_vocab_get_add_bos": (c_bool, [c_void_p]),
+    "llama_tokenize": (c_int32, [c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
+    "llama_token_to_piece": (c_int32, [c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool]),
+    # contexts
+    "llama_context_default_params": (llama_context_params, []),
+    "llama_init_from_model": (c_void_p, [c_void_p, llama_context_params]),
+    "llama_free": (None, [c_void_p]),
+    "llama_get_model": (c_void_p, [c_void_p]),
+    "llama_get_memory": (c_void_p, [c_void_p]),
+    "llama_set_adapters_lora": (c_int32, [c_void_p, POINTER(c_void_p), c_size_t, POINTER(c_float)]),
+    "llama_attach_threadpool": (None, [c_void_p, c_void_p, c_void_p]),
+    "llama_batch_init": (llama_batch, [c_int32, c_int32, c_int32]),
+    "llama_batch_free": (None, [llama_batch]),
+    "llama_batch_get_one": (llama_batch, [POINTER(c_int32), c_int32]),
+    "llama_decode": (c_int32, [c_void_p, llama_batch]),
+    "llama_synchronize": (None, [c_void_p]),
+    "llama_get_logits": (POINTER(c_float), [c_void_p]),
+    "llama_get_logits_ith": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_get_embeddings": (POINTER(c_float), [c_void_p]),
+    "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_memory_clear": (None, [c_void_p, c_bool]),
+    "llama_state_seq_get_size_ext": (c_size_t, [c_void_p, c_int32, c_uint32]),
+    "llama_state_seq_get_data_ext": (c_size_t, [c_void_p, POINTER(c_uint8), c_size_t, c_int32, c_uint32]),
+    "llama_state_seq_set_data_ext": (c_size_t, [c_void_p, POINTER(c_uint8), c_size_t, c_int32, c_uint32]),
+    # samplers
+    "llama_sampler_chain_default_params": (llama_sampler_chain_params, []),
+    "llama_sampler_chain_init": (c_void_p, [llama_sampler_chain_params]),
+    "llama_sampler_apply": (None, [c_void_p, POINTER(llama_token_data_array)]),
+    # ggml: found in the libraries that libllama is linked to
+    "ggml_backend_reg_count": (c_size_t, []),
+    "ggml_backend_reg_by_name": (c_void_p, [c_char_p]),
+    "ggml_backend_reg_get_proc_address": (c_void_p, [c_void_p, c_char_p]),
+    "ggml_backend_load_all_from_path": (None, [c_char_p]),
+    "ggml_threadpool_params_init": (None, [POINTER(ggml_threadpool_params), c_int]),
+}
+
+_SHORT: dict[str, _Declaration] = {
+    "llama_get_logits": (c_void_p, [c_void_p]),
+    "llama_get_logits_ith": (c_void_p, [c_void_p, c_int32]),
+    "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
+    "llama_sampler_accept": (None, [c_void_p, c_int32]),
+    "llama_sampler_clone": (c_void_p, [c_void_p]),
+    "llama_sampler_free": (None, [c_void_p]),
+    "llama_sampler_chain_add": (None, [c_void_p, c_void_p]),
+    "llama_sampler_init_greedy": (c_void_p, []),
+    "llama_sampler_init_dist": (c_void_p, [c_uint32]),
+    "llama_sampler_init_top_k": (c_void_p, [c_int32]),
+    "llama_sampler_init_top_p": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_min_p": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_typical": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_temp": (c_void_p, [c_float]),
+    "llama_sampler_init_xtc": (c_void_p, [c_float, c_float, c_size_t, c_uint32]),
+    "llama_sampler_init_mirostat": (c_void_p, [c_int32, c_uint32, c_float, c_float, c_int32]),
+    "llama_sampler_init_mirostat_v2": (c_void_p, [c_uint32, c_float, c_float]),
+    "llama_sampler_init_penalties": (c_void_p, [c_int32, c_int32, c_float, c_float, c_float]),
+    "llama_sampler_init_dry": (c_void_p, [c_void_p, c_float, c_float, c_int32, c_int32, POINTER(c_char_p), c_size_t]),
+    "llama_sampler_init_logit_bias": (c_void_p, [c_int32, c_int32, c_void_p]),
+    "llama_memory_seq_rm": (c_bool, [c_void_p, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_cp": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_pos_min": (c_int32, [c_void_p, c_int32]),
+    "llama_memory_seq_pos_max": (c_int32, [c_void_p, c_int32]),
+}
+
+
+class ShortCalls:
+    """Calls that keep the GIL, by their names in llama.h without `llama_`."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.PyDLL(str(path))
+        for name, declaration in _SHORT.items():
+            setattr(self, name.removeprefix("llama_"), _function(library, name, declaration))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is not one of the short calls")
+
+
+class WaitingCalls:
+    """Short calls that may take long. `llama_get_logits` waits for the GPU; `llama_sampler_init_dry` compares each
+    sequence breaker with the whole vocabulary, 2 to 25 ms for each."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.get_logits: Any = _function(library, "llama_get_logits", _SHORT["llama_get_logits"])
+        self.sampler_init_dry: Any = _function(library, "llama_sampler_init_dry", _SHORT["llama_sampler_init_dry"])
+
+
+class LibLlama:
+    """The loaded library: its functions by their names in llama.h and ggml.h; these calls release the GIL.
+
+    Short calls are here, too, for those who have no step loop.
+    """
+
+    llama_batch = llama_batch
+    llama_context_params = llama_context_params
+    llama_log_callback = llama_log_callback
+    llama_logit_bias = llama_logit_bias
+    llama_model_params = llama_model_params
+    llama_progress_callback = llama_progress_callback
+    llama_token = llama_token
+    llama_token_data = llama_token_data
+    llama_token_data_array = llama_token_data_array
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, find_library(folder)
+        try:
+            self.raw = ctypes.CDLL(str(self.path))
+        except OSError as error:
+            raise MissingLibrary(f"{self.path} cannot be loaded: {error}") from error
+        for name, declaration in (_SHORT | _FUNCTIONS).items():
+            setattr(self, name, _function(self.raw, name, declaration))
+        self.short, self.waiting = ShortCalls(self.path), WaitingCalls(self.path)
+        self.llama_log_set(_silent, None)
+        if self.ggml_backend_reg_count() == 0:  # the backends are plug-ins: the best for this CPU, and those of GPUs
+            self.ggml_backend_load_all_from_path(str(folder).encode())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is not declared in modelyard/libllama.py")
+
+    def cpu_function(self, name: str, result: Any, *arguments: Any) -> Any | None:
+        """A function of the CPU backend, wherever that is: in a plug-in or linked. None if it has no such function."""
+        backend = self.ggml_backend_reg_by_name(b"CPU")
+        address = self.ggml_backend_reg_get_proc_address(backend, name.encode()) if backend else None
+        return CFUNCTYPE(result, *arguments)(address) if address else None
+
+
+def _function(library: ctypes.CDLL, name: str, declaration: _Declaration) -> Any:
+    try:
+        function = getattr(library, name)
+    except AttributeError:
+        raise MissingLibrary(
+            f"{library._name} is another release of llama.cpp than this program is written for: it has no function {name}"
+        ) from None
+    function.restype, function.argtypes = declaration
+    return function
+
+
+_silent = llama_log_callback(lambda _level, _text, _data: None)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+_FILE = re.compile(r"(?:lib)?llama(?:\.[\w.]+)?\.(?:so|dylib|dll)(?:\.[\d.]+)?")
+_lock = threading.Lock()
+_loaded: LibLlama | None = None
+
+
+def find_library(folder: Path) -> Path:
+    """libllama's file; its name has the release and the kind of GPU in some packages."""
+    names = sorted((file.name for file in folder.glob("*llama*") if _FILE.fullmatch(file.name)), key=len)
+    if not names:
+        raise MissingLibrary(f"There is no llama.cpp library in {folder}: `modelyard setup` fetches one.")
+    return folder / names[0]
+
+
+def load() -> LibLlama:
+    """The library of this process. It stays loaded until the process ends, whatever is chosen meanwhile."""
+    global _loaded  # noqa: PLW0603
+    with _lock:
+        if _loaded is None:
+            folder = library_folder()
+            if sys.platform == "win32":
+                os.add_dll_directory(str(folder))
+            _loaded = LibLlama(folder)
+        return _loaded
