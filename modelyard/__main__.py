@@ -1,6 +1,6 @@
 """`python -m modelyard` is the command `modelyard`."""
 
-from modelyard.cli.app import main
+from modelyard.cli import main
 
 if __name__ == "__main__":
     main()

@@ -290,6 +290,7 @@ class LibLlama:
             raise MissingLibrary(f"{self.path} cannot be loaded: {error}") from error
         for name, declaration in (_SHORT | _FUNCTIONS).items():
             setattr(self, name, _function(self.raw, name, declaration))
+        self.identity = f"{self.path.name} {self.path.stat().st_size}"  # states of another build must not be restored
         self.short, self.waiting = ShortCalls(self.path), WaitingCalls(self.path)
         self.llama_log_set(_silent, None)
         if self.ggml_backend_reg_count() == 0:  # the backends are plug-ins: the best for this CPU, and those of GPUs
@@ -310,7 +311,7 @@ def _function(library: ctypes.CDLL, name: str, declaration: _Declaration) -> Any
         function = getattr(library, name)
     except AttributeError:
         raise MissingLibrary(
-            f"{library._name} is another release of llama.cpp than this program is written for: it has no function {name}"
+            f"{library._name} is a release of llama.cpp that this program does not know: it has no function {name}"
         ) from None
     function.restype, function.argtypes = declaration
     return function

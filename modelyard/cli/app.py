@@ -13,24 +13,49 @@ from modelyard.cli.config_files import config_app
 from modelyard.cli.console import out
 from modelyard.cli.diagnostics import explain, parse
 from modelyard.cli.measure import BENCH_HELP, OPTIMIZE_HELP, bench, optimize
-from modelyard.cli.models import models_app, pull
+from modelyard.cli.models import models_app, pull, rm
+from modelyard.cli.pool import logs, ps, status, stop
+from modelyard.cli.run import run
 from modelyard.cli.serve import keys, launch, scheduler, serve, workbench, worker
+
+EPILOG = """\b
+[bold]Try a model[/bold]
+  modelyard run smollm2 "Why is the sky blue?"   a small one, fetched once
+  modelyard run hf.co/Qwen/Qwen3-4B-GGUF         one of the hub, as a chat
+  git diff | modelyard run qwen "Review this"    in a pipe
+[bold]Serve it to every client and agent[/bold]
+  modelyard serve
+  modelyard launch claude                        an agent on a local model
+  modelyard status                               and ps, and logs -f
+[dim]modelyard COMMAND --help explains a command; docs/cli.md has them all.[/dim]
+"""
 
 app = typer.Typer(
     name="modelyard",
     help="One port, every client, every engine: a local LLM gateway and model pool.",
+    epilog=EPILOG,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
-for command in (serve, pull, check, schema, chat, launch, explain, workbench, parse, scheduler, worker, keys):
-    app.command()(command)
-app.add_typer(models_app, name="models")
-app.add_typer(config_app, name="config")
-app.command(help=BENCH_HELP)(bench)
-app.command(help=OPTIMIZE_HELP)(optimize)
+_USE, _SERVER, _LIBRARY = "Use models", "The server", "Models on this machine"
+_SETUP, _MEASURE, _CLUSTER = "Set up", "Measure and explain", "Several processes and machines"
+
+for panel, commands in {
+    _USE: (run, chat, launch),
+    _SERVER: (serve, ps, stop, status, logs, workbench),
+    _LIBRARY: (pull, rm),
+    _SETUP: (check, schema),
+    _MEASURE: (explain, parse),
+    _CLUSTER: (scheduler, worker, keys),
+}.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)
+app.add_typer(models_app, name="models", rich_help_panel=_LIBRARY)
+app.add_typer(config_app, name="config", rich_help_panel=_SETUP)
+app.command(help=BENCH_HELP, rich_help_panel=_MEASURE)(bench)
+app.command(help=OPTIMIZE_HELP, rich_help_panel=_MEASURE)(optimize)
 
 
 @app.callback(invoke_without_command=True)
@@ -38,7 +63,3 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
     if version:
         out.print(__version__)
         raise typer.Exit
-
-
-def main() -> None:
-    app()

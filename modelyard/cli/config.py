@@ -2,62 +2,64 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
 import typer
 from msgspec import Struct
+from msgspec.structs import replace
 from rich.markup import escape
 
-from modelyard import plugins
-from modelyard.cli.console import ConfigOption, load_or_exit, make_table, out, print_problem
-from modelyard.config.problems import ConfigProblem
-from modelyard.config.settings import Config, LoadedConfig, json_schema
-from modelyard.core.errors import ModelyardError
+from modelyard.cli.console import ConfigOption, err, make_table, out, print_notes, print_problem
+from modelyard.config.load import load_config
+from modelyard.config.problems import ConfigError, ConfigProblem
+from modelyard.config.settings import LoadedConfig, json_schema
+from modelyard.core.engine import AvailableMemory
 from modelyard.router.router import CacheEntry, Catalog, ModelEntry, Router
+from modelyard.server.memory_estimate import ModelMemory, available_memory, estimate_all, format_size
+from modelyard.server.model_check import check_models
+from modelyard.telemetry.system import read_memory
 
 
 def check(config: ConfigOption = None) -> None:
-    """Show a configuration as it is resolved: models, caches, routes, memory, problems, and engines that fail."""
-    loaded = load_or_exit(config)
-    description = describe_config(loaded)
-    out.print(f"[dim]from {', '.join(description.sources)}[/dim]")
-    _print_tables(description)
-    _print_memory(loaded)
-    problems = [*description.problems, *engine_problems(loaded.config)]
+    """Show a configuration as it is resolved, and everything in it that is wrong or cannot run on this machine.
+
+    The exit status is 1 if there is an error: an invalid setting, or a missing engine, program, file or memory of a
+    model that requests can reach.
+    """
+    try:
+        loaded, problems = load_config(config), list[ConfigProblem]()
+    except ConfigError as error:
+        loaded, problems = error.rest, list(error.problems)
+    if loaded is not None:
+        problems = _check(loaded, show=not problems)
     for problem in problems:
         print_problem(problem)
-    raise typer.Exit(1 if any(p.level != "warning" for p in problems) else 0)
+    errors = sum(problem.level in ("error", "unavailable") for problem in problems)
+    if errors > 1:
+        err.print(f"[red]{errors} errors[/red]")
+    raise typer.Exit(1 if errors else 0)
+
+
+def _check(loaded: LoadedConfig, *, show: bool) -> list[ConfigProblem]:
+    """The problems of the files and of this machine. The rest of a configuration with errors is checked, not shown."""
+    if show:
+        print_notes(loaded)
+        out.print(f"[dim]from {', '.join(map(str, loaded.sources))}[/dim]")
+        _print_tables(describe_config(loaded))
+    else:
+        loaded = replace(loaded, config=loaded.config.without_faults())
+    available = available_memory()
+    estimates = list(estimate_all(loaded.config, available))
+    if show:
+        _print_memory(estimates, available)
+    return check_models(loaded, estimates, read_memory())
 
 
 def schema() -> None:
     """Print the configuration's JSON Schema, for editors that complete from it."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n")
-
-
-def engine_problems(config: Config) -> list[ConfigProblem]:
-    """One problem per model whose engine's native library is missing or does not work on this machine."""
-    entries = config.router().catalog.models.values()
-    return [problem for entry in entries for problem in _engine_problem(entry, config.models[entry.name].python)]
-
-
-def _engine_problem(entry: ModelEntry, python: str | None) -> Iterator[ConfigProblem]:
-    """With another interpreter, that interpreter must be able to run the engine."""
-    from modelyard.workers import interpreter
-
-    if entry.backend not in plugins.names("engines"):
-        return  # reported by the configuration's checks
-    try:
-        if python is None:
-            plugins.verify(plugins.load("engines", entry.backend))
-        elif interpreter.interpreter_exists(python):  # a missing one is reported by the configuration's checks
-            asyncio.run(interpreter.check_interpreter(python))
-    except ModelyardError as error:
-        field = "backend" if python is None else "python"
-        yield ConfigProblem("", f"models.{entry.name}.{field}", error.message, "unavailable")
 
 
 def _print_tables(description: ConfigDescription) -> None:
@@ -75,13 +77,10 @@ def _print_tables(description: ConfigDescription) -> None:
     out.print(routes)
 
 
-def _print_memory(loaded: LoadedConfig) -> None:
-    """Estimated memory of each model; a model without an estimate is reported as a problem."""
-    from modelyard.server.memory_estimate import available_memory, estimate_all, format_size
-
-    available = available_memory()
+def _print_memory(estimates: list[ModelMemory], available: AvailableMemory) -> None:
+    """Estimated memory of each model; why there is no estimate is reported as a problem."""
     table = make_table("memory", "weights", "KV caches", "compute", "total")
-    for estimated in estimate_all(loaded.config, available):
+    for estimated in estimates:
         if (m := estimated.memory) is not None and m.total:
             table.add_row(escape(estimated.model), *map(format_size, (m.weights, m.kv, m.compute, m.total)))
     if table.row_count:
@@ -129,7 +128,6 @@ class ConfigDescription(Struct, frozen=True):
     models: list[ModelRow]
     caches: list[CacheRow]
     routes: list[RouteRow]
-    problems: list[ConfigProblem]  # of the sources, and advice about the whole
 
 
 def describe_config(loaded: LoadedConfig) -> ConfigDescription:
@@ -140,7 +138,6 @@ def describe_config(loaded: LoadedConfig) -> ConfigDescription:
         models=[_model_row(entry) for entry in catalog.models.values()],
         caches=[_cache_row(cache) for cache in catalog.caches.values()],
         routes=[*_configured_routes(loaded, catalog), *_routes_by_name(router)],
-        problems=[*loaded.problems, *_advice(catalog)],
     )
 
 
@@ -170,11 +167,3 @@ def _routes_by_name(router: Router) -> Iterator[RouteRow]:
         target, own = router.resolve(name, "/"), router.catalog.find(name)
         if own is not None and target.cache == own.name:
             yield RouteRow(name, "*", target.model, target.cache, target.window, target.allow_remote)
-
-
-def _advice(catalog: Catalog) -> Iterator[ConfigProblem]:
-    for model, count in Counter(cache.model for cache in catalog.caches.values()).items():
-        if count > 1:
-            names = ", ".join(catalog.models[model].caches)
-            message = f"has {count} caches ({names}): their requests are isolated, so they are not batched together."
-            yield ConfigProblem("", f"models.{model}", message, "warning")

@@ -105,7 +105,9 @@ def settings_as_toml(settings: Iterable[EffectiveSetting]) -> Iterator[str]:
 
 def _key(path: ConfigPath) -> str:
     parts = (str(part) for part in path)
-    return ".".join(p if p.replace("-", "").replace("_", "").isalnum() and p.isascii() else json.dumps(p) for p in parts)
+    return ".".join(
+        p if p.replace("-", "").replace("_", "").isalnum() and p.isascii() else json.dumps(p) for p in parts
+    )
 
 
 def _toml(value: Any) -> str:

@@ -42,7 +42,8 @@ AdminKeyOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
-def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None) -> LoadedConfig:
+def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None, *, quiet: bool = False) -> LoadedConfig:
+    """`quiet`: the notes were printed before."""
     try:
         loaded = load_config(path, overrides=overrides)
     except ConfigError as error:
@@ -51,10 +52,16 @@ def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None) -> 
         raise typer.Exit(2) from None
     except ModelyardError as error:
         _fail(error)
+    if not quiet:
+        print_notes(loaded)
+    return loaded
+
+
+def print_notes(loaded: LoadedConfig) -> None:
+    """About files that are ignored."""
     if INDEX_VARIABLE not in os.environ:  # the supervisor has said it
         for note in loaded.notes:
             err.print(f"[yellow]note[/yellow] {escape(note)}", soft_wrap=True)
-    return loaded
 
 
 def run_or_exit(work: Any, *args: Any) -> Any:
@@ -71,7 +78,7 @@ def _fail(error: ModelyardError) -> NoReturn:
 
 
 def print_problem(problem: ConfigProblem) -> None:
-    colour = {"error": "red", "unavailable": "yellow", "warning": "yellow"}[problem.level]
+    colour = {"error": "red", "unavailable": "yellow", "warning": "yellow", "note": "dim"}[problem.level]
     err.print(f"[{colour}]{problem.level}[/{colour}] {escape(str(problem))}", soft_wrap=True)
 
 

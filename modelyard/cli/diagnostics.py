@@ -12,8 +12,8 @@ import typer
 from rich.markup import escape
 
 from modelyard.cli.console import AdminKeyOption, UrlOption, make_table, out, run_or_exit
-from modelyard.cli.server_client import ServerClient, find_url
 from modelyard.core.errors import NotFound
+from modelyard.server.client import ServerClient, find_url
 
 COLUMNS = ("ended", "prompt", "reused", "evaluated", "output", "cause", "from token")
 _MAX_REQUESTS = 1000  # the admin API's limit

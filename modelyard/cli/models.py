@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from modelyard.cli.completion import complete_library
 from modelyard.cli.config import describe_config
 from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, run_or_exit
 from modelyard.config.settings import Config
@@ -50,7 +51,9 @@ def pull_model(source: str, *, quant: str | None = None, name: str | None = None
     from modelyard.library import models
 
     def work() -> LibraryEntry:
-        return models.pull(source, name=name, quant=quant, progress=_progress(), budget=machine_budget(), update=update)
+        return models.pull(
+            source, name=name, quant=quant, progress=make_progress(), budget=machine_budget(), update=update
+        )
 
     try:
         found: LibraryEntry = run_or_exit(work)
@@ -60,7 +63,7 @@ def pull_model(source: str, *, quant: str | None = None, name: str | None = None
     return found
 
 
-def _progress() -> ProgressReporter:
+def make_progress() -> ProgressReporter:
     return ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False, soft_wrap=True))
 
 
@@ -133,6 +136,17 @@ def remove(
     out.print(f"{escape(name)} is no longer in the library.")
 
 
+def rm(
+    names: Annotated[
+        list[str], typer.Argument(metavar="MODEL…", help="Names in the library.", autocompletion=complete_library)
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Remove models from the library. Only files that the library downloaded are deleted."""
+    for name in names:
+        remove(name, yes)
+
+
 @models_app.command("convert")
 def convert(
     name: Annotated[str, typer.Argument(help="A GGUF model: a name in the library, or a path.")],
@@ -146,7 +160,9 @@ def convert(
     from modelyard.library import models
     from modelyard.library.convert import convert as convert_model
 
-    entry = run_or_exit(lambda: convert_model(name, to, out=target, quantization=quantization, progress=_progress()))
+    entry = run_or_exit(
+        lambda: convert_model(name, to, out=target, quantization=quantization, progress=make_progress())
+    )
     out.print(f"{escape(entry.name)} is in the library: {escape(entry.path)}", soft_wrap=True)
     if to == "ct2":
         out.print("To serve it, add to modelyard.toml:")

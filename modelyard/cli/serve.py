@@ -20,8 +20,8 @@ from modelyard.cli.console import (
     print_problem,
     run_or_exit,
 )
-from modelyard.cli.server_client import find_url
 from modelyard.config.load import load_config
+from modelyard.server.client import find_url
 
 SharedConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML or JSON file, the same for all processes.")
@@ -54,7 +54,7 @@ def serve(
 
     Then point a client at it, for example: [bold]ANTHROPIC_BASE_URL=http://localhost:8000 claude[/bold]
     """
-    from modelyard.server.serve import serve as run
+    from modelyard.server.serve import serve as run_server
 
     if cluster is not None:  # the scheduler is another process
         os.environ |= {"MODELYARD_WORKERS__CLUSTER": "ray", "MODELYARD_WORKERS__RAY_ADDRESS": cluster}
@@ -63,7 +63,7 @@ def serve(
     loaded = load_or_exit(config, {"http": http, "log": log})
     for problem in loaded.problems:
         print_problem(problem)
-    raise typer.Exit(run_or_exit(run, loaded.config, config, http, debug, scheduler))
+    raise typer.Exit(run_or_exit(run_server, loaded.config, config, http, debug, scheduler))
 
 
 def scheduler(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from modelyard import plugins
 from modelyard.config.problems import ConfigPath, ProblemLevel, Table, errors_by_setting, suggest, validation_messages
@@ -62,8 +62,8 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
         ("prompt_format", model.prompt_format, template_source.prompt_formats()),
     ):
         if value is not None and value not in known:
-            message = f"there is no such format; choose one of {', '.join(known)}.{suggest(value, known)}"
-            yield (*path, field), message, "error"
+            hint = suggest(value, known) or f" Choose one of {', '.join(known)}."
+            yield (*path, field), f"there is no {field} {value!r}.{hint}", "error"
     engines, backend = plugins.names("engines"), model.backend
     if backend is None:
         return
@@ -72,7 +72,7 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
         yield (*path, "backend"), message + suggest(backend, engines), "unavailable"
         return
     try:
-        engine_options(model)
+        yield from _check_known_names(path, backend, engine_options(model))
     except plugins.MissingLibrary as error:
         yield (*path, "backend"), error.message, "unavailable"
     except InvalidRequest as error:  # an option that names an unreadable file
@@ -86,6 +86,16 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
             else:
                 message = validation_messages(errors)
             yield (*path, *loc), message, "error"
+
+
+def _check_known_names(path: ConfigPath, backend: str, options: BaseModel) -> Iterator[ConfigFinding]:
+    """Names that another program defines: its version decides, so an unknown one is a warning."""
+    known_names: Mapping[str, Collection[str]] = getattr(plugins.load("engines", backend), "KNOWN_NAMES", {})
+    for option, known in known_names.items():
+        value = getattr(options, option, None)
+        if value is not None and value.lower() not in known:
+            hint = suggest(value, known) or f" Known: {', '.join(known)}."
+            yield (*path, option), f"the versions of {backend} that we know have no {value!r}.{hint}", "warning"
 
 
 def _check_kv_types(name: str, model: ModelSettings, caches: Mapping[str, CacheSettings]) -> Iterator[ConfigFinding]:

@@ -1,22 +1,335 @@
-"""The models of the library as a part of the configuration: every pulled or added model can be served by its name."""
+"""The models of the library as the lowest source of the configuration: every pulled or added model is served by its
+name, without a line in a file.
+
+Each gets what its file says: the engine by its format, its sampling values, and a window that is bounded by the memory
+of the machine. It is loaded at the first request. A section of the same name in a file overrides single settings; one
+that has its own path replaces it.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
 
-from modelyard.core.engine import AvailableMemory
+import msgspec
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from modelyard import plugins
+from modelyard.config.problems import Table
+from modelyard.core.engine import AvailableMemory, CacheInfo
 from modelyard.core.errors import ModelyardError
+from modelyard.engines.hf_folder import CONFIG, read_config, read_json
+from modelyard.engines.llama_cpp.estimate import ModelShape, estimate_memory, read_model_shape
 from modelyard.engines.llama_cpp.library import visible_memory
+from modelyard.engines.llama_cpp.options import Options
+from modelyard.library import gguf, llama_server, vllm_env
+from modelyard.library.cache_dir import models_dir
+from modelyard.library.gguf import ModelPurpose
+from modelyard.library.model_files import LibraryEntry, folder_format, read_entries, split_parts
 from modelyard.library.variants import MemoryBudget
 from modelyard.telemetry import system
+
+LIBRARY_SOURCE: Final = "library"
+
+# --- the memory of this machine ---------------------------------------------------------------------------------------
 
 _RAM_SHARE, _GPU_SHARE = 0.7, 0.9  # the rest is for other programs
 
 
+@cache
 def machine_budget() -> MemoryBudget:
     """What one model may take of this machine, whatever is free now: the choice of a quantization or of a window is
-    for longer than a moment, and the pool unloads other models for it."""
+    for longer than a moment, must be the same in all processes, and the pool unloads other models for it."""
     total = AvailableMemory(system.total_ram(), {gpu.uuid: gpu.total for gpu in system.read_gpus()})
-    with suppress(ModelyardError):  # no llama.cpp: another engine may use the GPUs
-        total = visible_memory(total)
+    if total.gpus:
+        with suppress(ModelyardError):  # no llama.cpp: another engine may use the GPUs
+            total = visible_memory(total)
     return MemoryBudget(int(_RAM_SHARE * total.ram_free), int(_GPU_SHARE * sum(total.gpus.values())))
+
+
+# --- what a file says -------------------------------------------------------------------------------------------------
+#
+# Reading the header of a GGUF file takes a tenth of a second or more, so it is stored, with the size and time of the
+# file by which a change is noticed.
+
+_FACTS = "facts.json"
+
+# names of llama.cpp (general.sampling.*) and of generation_config.json → ours
+_SAMPLING = {
+    "temp": "temperature",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "penalty_repeat": "repetition_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "mirostat": "mirostat",
+    "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
+}
+
+
+class ModelFacts(Struct, frozen=True):
+    """`shape` is without tensors. `sampling` has our names of the values that the file recommends."""
+
+    stamp: tuple[int, int]  # bytes and modification time
+    shape: ModelShape
+    sampling: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        return self.shape.purpose.task == "chat"
+
+
+def read_facts(path: Path) -> ModelFacts:
+    """Raises ModelyardError for a file or folder that is no model."""
+    if path.is_dir():
+        return _folder_facts(path)
+    with path.open("rb") as file:
+        metadata = gguf.read_first_metadata(file)
+    shape = replace(read_model_shape(path), files=())
+    return ModelFacts(_stamp(path), shape, _sampling(metadata, "general.sampling."))
+
+
+def _folder_facts(folder: Path) -> ModelFacts:
+    config: Mapping[str, Any] = read_config(folder) if (folder / CONFIG).is_file() else {}
+    with suppress(ModelyardError):
+        generation = read_json(folder / "generation_config.json")
+        return ModelFacts(_stamp(folder), _folder_shape(folder, config), _sampling(generation, ""))
+    return ModelFacts(_stamp(folder), _folder_shape(folder, config))
+
+
+def _folder_shape(folder: Path, config: Mapping[str, Any]) -> ModelShape:
+    def number(*names: str) -> int:
+        return next((value for name in names if isinstance(value := config.get(name), int)), 0)
+
+    layers, width = number("num_hidden_layers", "n_layer"), number("hidden_size", "n_embd")
+    heads = number("num_attention_heads", "n_head")
+    head_size = number("head_dim") or (width // heads if heads else 0)
+    kv = layers * (number("num_key_value_heads") or heads) * head_size
+    files = [*folder.glob("*.safetensors"), *folder.glob("model.bin")]
+    is_encoder = (folder / "modules.json").is_file() or any(
+        str(name).startswith(("Bert", "Roberta", "XLMRoberta", "ModernBert", "MPNet"))
+        for name in _architectures(config)
+    )
+    return ModelShape(
+        weights=sum(file.stat().st_size for file in files),
+        trained=number("max_position_embeddings", "n_positions"),
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocab=number("vocab_size"),
+        key=kv,
+        value=kv,
+        head_size=head_size,
+        purpose=ModelPurpose("embedding") if is_encoder else ModelPurpose(),
+    )
+
+
+def _architectures(config: Mapping[str, Any]) -> Sequence[Any]:
+    found = config.get("architectures")
+    return found if isinstance(found, list) else ()
+
+
+def _sampling(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    found = {ours: values.get(prefix + name) for name, ours in _SAMPLING.items() if prefix + name in values}
+    if values.get("do_sample") is False:  # Hugging Face: the model is meant to be greedy
+        return {"temperature": 0.0}
+    return {name: value for name, value in found.items() if isinstance(value, int | float) and value >= 0}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    parts = split_parts(path) if path.is_file() else [path, *path.glob("*.safetensors"), path / CONFIG]
+    stats = [part.stat() for part in parts if part.exists()]
+    return sum(each.st_size for each in stats), max(each.st_mtime_ns for each in stats)
+
+
+class _FactsStore:
+    """The facts of all models, kept in a file of the library's folder. A file that cannot be written costs time only."""
+
+    def __init__(self) -> None:
+        self._file = models_dir() / _FACTS
+        try:
+            self._known = msgspec.json.decode(self._file.read_bytes(), type=dict[str, ModelFacts])
+        except (OSError, msgspec.MsgspecError):  # none yet, or of another version
+            self._known = {}
+        self._found: dict[str, ModelFacts] = {}
+
+    def read(self, path: Path) -> ModelFacts:
+        known = self._known.get(str(path))
+        if known is None or known.stamp != _stamp(path):
+            known = read_facts(path)
+        self._found[str(path)] = known
+        return known
+
+    def save(self) -> None:
+        if self._found == self._known:
+            return
+        with suppress(OSError):
+            temporary = self._file.with_suffix(f".{os.getpid()}")
+            temporary.write_bytes(msgspec.json.encode(self._found))
+            temporary.replace(self._file)
+
+
+# --- the window -------------------------------------------------------------------------------------------------------
+
+_WINDOWS = (131_072, 98_304, 65_536, 49_152, 40_960, 32_768, 24_576, 16_384, 12_288, 8_192, 6_144, 4_096)
+_LONGEST = 131_072
+_LONGEST_ON_CPU = 65_536  # a longer prompt takes a CPU half an hour
+_AGENT = 40_960  # what a coding agent needs; two such conversations are better than one that is longer
+_KV_SHARE = 0.3  # of the memory, or as much as the weights take: a model that nobody asked for leaves room
+
+
+class WindowChoice(Struct, frozen=True):
+    """The window of a conversation, how many are kept at the same time, and why, as a clause for people."""
+
+    window: int
+    parallel: int
+    reason: str
+
+
+def choose_window(shape: ModelShape, budget: MemoryBudget) -> WindowChoice:
+    """The largest window that the model was trained for and the memory allows. Where an agent's conversation fits
+    twice, two are kept, so that its side requests do not push out the main one; with more memory four."""
+    on_gpu = bool(budget.gpu) and shape.weights < budget.gpu
+    memory = budget.gpu if on_gpu else budget.gpu + budget.ram
+    room = min(memory - shape.weights, max(shape.weights, int(_KV_SHARE * memory)))
+    longest = min(shape.trained or 32_768, _LONGEST if on_gpu else _LONGEST_ON_CPU)
+    windows = sorted({longest, *(window for window in _WINDOWS if window < longest)}, reverse=True)
+
+    def fits(window: int, parallel: int) -> bool:
+        return _beyond_weights(shape, CacheInfo(window, parallel), on_gpu) <= room
+
+    window = next((window for window in windows if fits(window, 1)), windows[-1])
+    parallel = next((count for count in (4, 2) if fits(window, count)), 1)
+    if parallel == 1 and window > _AGENT:
+        smaller = [other for other in windows if _AGENT <= other < window and fits(other, 2)]
+        window, parallel = (smaller[0], 2) if smaller else (window, 1)
+    return WindowChoice(window, parallel, _reason(shape, window, longest, budget, on_gpu))
+
+
+def _beyond_weights(shape: ModelShape, cache: CacheInfo, on_gpu: bool) -> int:
+    machine = AvailableMemory(0, {"": 1} if on_gpu else {})
+    estimated = estimate_memory(shape, Options(path=""), {"": cache}, machine, buffers=())
+    return estimated.kv + estimated.compute
+
+
+def _reason(shape: ModelShape, window: int, longest: int, budget: MemoryBudget, on_gpu: bool) -> str:
+    if window == shape.trained:
+        return "as trained"
+    trained = f"trained {shape.trained}" if shape.trained else "trained length unknown"
+    if window == longest:
+        return f"{trained}, and more is slow on a CPU" if not on_gpu else trained
+    return f"{trained}, bounded by the memory: {budget.describe()} may be used"
+
+
+# --- the models -------------------------------------------------------------------------------------------------------
+
+
+class LibraryModel(Struct, frozen=True):
+    """`table` is its section of the configuration; None: it cannot be served here, for this `reason`."""
+
+    entry: LibraryEntry
+    table: Table | None = None
+    reason: str = ""
+    is_chat: bool = False
+
+
+def read_library_models(budget: MemoryBudget | None = None) -> list[LibraryModel]:
+    """All models of the library, oldest first."""
+    entries = read_entries()
+    if not entries:
+        return []
+    store, memory = _FactsStore(), budget or machine_budget()
+    found = [_library_model(entry, store, memory) for entry in entries]
+    store.save()
+    return found
+
+
+def _library_model(entry: LibraryEntry, store: _FactsStore, budget: MemoryBudget) -> LibraryModel:
+    path = Path(entry.path)
+    if not path.exists():
+        return LibraryModel(entry, reason=f"{path} is missing")
+    try:
+        facts, backend = store.read(path), entry_backend(entry)
+        _verify(str(backend["backend"]))
+    except (ModelyardError, OSError) as error:
+        return LibraryModel(entry, reason=error.message if isinstance(error, ModelyardError) else str(error))
+    choice = choose_window(facts.shape, budget)
+    table: Table = {
+        **backend,
+        "path": entry.path,
+        "enabled": False,
+        "autoload": True,
+        "n_ctx": choice.window,
+        "parallel": choice.parallel,
+        "description": " ".join(text for text in (entry.source, entry.quant) if text),
+    }
+    if facts.sampling:
+        table["decoding"] = dict(facts.sampling)
+    if not facts.is_chat:
+        del table["n_ctx"], table["parallel"]  # it reads single texts, as long as the file says
+        return LibraryModel(entry, table, facts.shape.purpose.task)
+    plural = "s" if choice.parallel > 1 else ""
+    reason = f"{choice.parallel} conversation{plural} of {choice.window} tokens: {choice.reason}"
+    return LibraryModel(entry, table, reason, is_chat=True)
+
+
+def entry_backend(entry: LibraryEntry) -> Table:
+    """The engine for the format of a model, and its options. llama.cpp in process has no images: a model with a
+    projector runs in a llama-server, if there is one."""
+    path = Path(entry.path)
+    if path.is_dir():
+        return folder_backend(path)
+    program = shutil.which(llama_server.PROGRAM) or (
+        path_of if (path_of := llama_server.binary_path()).is_file() else ""
+    )
+    if entry.projector and program:
+        images = {"llama_server_mmproj_path": entry.projector, "modalities": ["text", "image"]}
+        return {"backend": "llama_server", **images}
+    return {"backend": "llama_cpp"}
+
+
+def folder_backend(folder: Path) -> Table:
+    """ct2 for CTranslate2, exllamav3 for EXL3, and vLLM for other Hugging Face folders: in process if it is installed
+    here, else as the program."""
+    if folder_format(folder) == "ct2":
+        return {"backend": "ct2"}
+    with suppress(ModelyardError):
+        quantization = read_config(folder).get("quantization_config")
+        if isinstance(quantization, dict) and quantization.get("quant_method") == "exl3":
+            return {"backend": "exllamav3"}
+    if find_spec("vllm") is None and (shutil.which("vllm") or vllm_env.is_ready()):
+        return {"backend": "vllm_serve"}
+    return {"backend": "vllm"}
+
+
+def _verify(backend: str) -> None:
+    """Raises if the engine cannot run here."""
+    if backend == "vllm" and find_spec("vllm") is None:
+        raise plugins.MissingLibrary(
+            "a Hugging Face folder needs vLLM: pip install 'modelyard[vllm]', or put the program vllm on the PATH"
+        )
+    if backend != "llama_cpp":  # its self-test takes a moment, and a failure concerns every model
+        plugins.verify(plugins.load("engines", backend))
+
+
+def default_for_any_name(models: Sequence[LibraryModel]) -> str | None:
+    """Without a configuration, the model that answers to names that nobody has: the one that was pulled last. Coding
+    agents ask for names such as claude-sonnet."""
+    names = [model.entry.name for model in models if model.table is not None and model.is_chat]
+    return names[-1] if names else None
+
+
+def describe_unserved(models: Sequence[LibraryModel]) -> dict[str, str]:
+    return {model.entry.name: model.reason for model in models if model.table is None}

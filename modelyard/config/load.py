@@ -1,5 +1,5 @@
-"""Loads the configuration from its sources: embedded default < user's file < project's files < environment < command
-line.
+"""Loads the configuration from its sources: library < embedded default < user's file < project's files < environment <
+command line.
 
 find and read sources → convert to our names → merge → resolve defaults → validate → check
 """
@@ -7,8 +7,9 @@ find and read sources → convert to our names → merge → resolve defaults �
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from modelyard.config.checks import check_config
+from modelyard.config.library_models import LIBRARY_SOURCE, LibraryModel, default_for_any_name
 from modelyard.config.normalize import normalize_layer, resolve_defaults
 from modelyard.config.problems import (
     ConfigError,
@@ -40,9 +42,9 @@ from modelyard.config.sources import (
     with_lines,
 )
 from modelyard.http.settings import HttpSettings
-from modelyard.library.default_model import DEFAULT_MODEL
+from modelyard.library.default_model import DEFAULT_MODEL, is_fetched
 
-# Used if no source defines a model. The model's file is fetched when the server starts.
+# Used if no source defines a model and none was pulled. The model's file is fetched when the server starts.
 EMBEDDED_DEFAULTS: Final[dict[str, Any]] = {
     "models": {
         "smollm2": {
@@ -55,9 +57,11 @@ EMBEDDED_DEFAULTS: Final[dict[str, Any]] = {
         "main": {"model": "smollm2", "n_ctx": 8192, "parallel": 2, "description": "Conversations"},
         "fast": {"model": "smollm2", "n_ctx": 4096, "parallel": 2, "description": "Background tasks"},
     },
-    "routes": [{"match": "*haiku*", "cache": "fast"}, {"match": "*", "cache": "main"}],
+    "routes": [{"match": "*haiku*", "cache": "fast"}],
+    "default_model": "smollm2",
 }
 EMBEDDED_SOURCE = "embedded default"
+ReadLibrary = Callable[[], Sequence[LibraryModel]]
 COMMAND_LINE = "command line"
 _VALIDATION_ROUNDS = 3  # removing an invalid value may leave its table without a required one
 
@@ -68,14 +72,16 @@ def load_config(
     env: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
+    library: ReadLibrary | None = None,
 ) -> LoadedConfig:
     """Load the configuration. Raises ConfigError with all errors; warnings are in the result.
 
-    `overrides` are values of the command line under our names, such as `{"http": {"port": 9000}}`.
+    `overrides` are values of the command line under our names, such as `{"http": {"port": 9000}}`. `library` reads the
+    models of the library; None: they are left out.
     """
     candidates = config_files(path, env, cwd or Path.cwd())
     files = [file.path for file in candidates if file.state == "read"]
-    layers, problems = _read_layers(files, env, overrides or {})
+    layers, problems = _read_layers(files, env, overrides or {}, library)
     merged: Table = {}
     for layer in layers:
         merged = merge_tables(merged, layer.data)
@@ -85,6 +91,7 @@ def load_config(
         merged["keys"] = [*(keys if isinstance(keys, list) else []), *added]
     config = _validate(merged, layers, problems)
     if config is not None:
+        _mark(config, layers)
         findings = check_config(config, merged, env)
         problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]
     problems = with_lines(dict.fromkeys(problems))
@@ -123,10 +130,10 @@ def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def _read_layers(
-    files: list[Path], env: Mapping[str, str], overrides: Mapping[str, Any]
+    files: list[Path], env: Mapping[str, str], overrides: Mapping[str, Any], library: ReadLibrary | None = None
 ) -> tuple[list[ConfigLayer], list[ConfigProblem]]:
     """All sources under our names, lowest priority first. The embedded model is added if no other is defined."""
-    tables = _read_files(files)
+    tables, in_library = _read_files(files), library() if library is not None else []
     found = [normalize_layer(str(file), table) for file, table in zip(files, tables, strict=True)]
     names = {
         key: [name for layer, _ in found if isinstance(table := layer.data.get(key), dict) for name in table]
@@ -134,15 +141,78 @@ def _read_layers(
     }
     if not names["models"]:
         names = {key: list(EMBEDDED_DEFAULTS[key]) for key in names}
+    names["models"] += [model.entry.name for model in in_library]
     environment = read_environment(env, names)
     if environment.data:
         found.append(normalize_layer(ENVIRONMENT, environment.data, environment.variables))
     if given := _without_none(overrides):
         found.append(normalize_layer(COMMAND_LINE, given))
     layers, problems = [layer for layer, _ in found], [p for _, problems in found for p in problems]
-    if _needs_embedded_model(layers):
-        layers.insert(0, ConfigLayer(EMBEDDED_SOURCE, deepcopy(EMBEDDED_DEFAULTS)))
+    if not next((layer.data["library"] for layer in reversed(layers) if "library" in layer.data), True):
+        in_library = []
+    if _needs_embedded_model(layers, [model.entry.name for model in in_library]):
+        layers.insert(0, ConfigLayer(EMBEDDED_SOURCE, _embedded_defaults(layers, in_library)))
+    if served := _library_tables(layers, in_library):
+        layers.insert(0, ConfigLayer(LIBRARY_SOURCE, {"models": served}))
     return layers, problems + environment.problems
+
+
+# --- models of the library --------------------------------------------------------------------------------------------
+
+
+def _embedded_defaults(layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> Table:
+    """With a pulled model, the one that was pulled last answers to all names that no model has. The built-in one is
+    then loaded on demand, if it is here."""
+    default = default_for_any_name(in_library)
+    if default is None or any(layer.has((key, "smollm2")) for layer in layers for key in ("models", "caches")):
+        return deepcopy(EMBEDDED_DEFAULTS)
+    models = deepcopy(EMBEDDED_DEFAULTS["models"])
+    models["smollm2"] |= {"enabled": False, "autoload": True, "n_ctx": 8192, "parallel": 2}
+    return {"models": models if is_fetched() else {}, "default_model": default}
+
+
+def _library_tables(layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> dict[str, Table]:
+    """Without models that another source defines in full, and without those whose name leads elsewhere."""
+    routes = next((layer.data["routes"] for layer in reversed(layers) if "routes" in layer.data), [])
+    taken = {
+        name
+        for layer in layers
+        for name, table in _tables(layer.data.get("models"))
+        if _defines_model(table)
+    }
+    taken |= {name for layer in layers for name, _ in _tables(layer.data.get("caches"))}
+    aliases = {
+        alias
+        for layer in layers
+        for _, table in _tables(layer.data.get("models"))
+        if isinstance(table, dict)
+        for alias in (table["aliases"] if isinstance(table.get("aliases"), list) else [table.get("aliases")])
+    }
+    return {
+        model.entry.name: deepcopy(model.table)
+        for model in in_library
+        if model.table is not None and model.entry.name not in taken | aliases and not _is_routed(model.entry.name, routes)
+    }
+
+
+def _tables(section: Any) -> Iterable[tuple[str, Any]]:
+    return section.items() if isinstance(section, dict) else ()
+
+
+def _is_routed(name: str, routes: Any) -> bool:
+    """Whether a route for all paths takes this name."""
+    for route in routes if isinstance(routes, list) else ():
+        if isinstance(route, dict) and not route.get("endpoint") and route.get("model") != name:
+            patterns = route.get("match", "*")
+            patterns = patterns if isinstance(patterns, list) else [patterns]
+            if any(isinstance(each, str) and fnmatchcase(name.lower(), each.lower()) for each in patterns):
+                return True
+    return False
+
+
+def _mark(config: Config, layers: list[ConfigLayer]) -> None:
+    found = next((layer.data["models"] for layer in layers if layer.source == LIBRARY_SOURCE), {})
+    config.mark(config.models.keys() & found.keys(), any(layer.source == EMBEDDED_SOURCE for layer in layers))
 
 
 def _read_files(files: list[Path]) -> list[Table]:
@@ -164,17 +234,23 @@ def _without_none(overrides: Mapping[str, Any]) -> Table:
     return {k: v for k, v in given.items() if v != {}}
 
 
-def _needs_embedded_model(layers: list[ConfigLayer]) -> bool:
-    """No file defines models, and the environment and command line change at most the embedded one."""
+def _needs_embedded_model(layers: list[ConfigLayer], in_library: Sequence[str]) -> bool:
+    """No file defines models, and the environment and command line change at most the embedded one. A section that
+    changes a model of the library defines none."""
     if any(layer.names_model for layer in layers):
         return False
-    tables = [(layer.source, layer.data["models"]) for layer in layers if layer.data.get("models") is not None]
-    return all(
-        source in (ENVIRONMENT, COMMAND_LINE)
-        and isinstance(table, dict)
-        and table.keys() <= EMBEDDED_DEFAULTS["models"].keys()
-        for source, table in tables
-    )
+    for layer in layers:
+        if (table := layer.data.get("models")) is None:
+            continue
+        known = {*in_library, *(EMBEDDED_DEFAULTS["models"] if layer.source in (ENVIRONMENT, COMMAND_LINE) else ())}
+        if not isinstance(table, dict) or not table.keys() <= known or any(map(_defines_model, table.values())):
+            return False
+    return True
+
+
+def _defines_model(table: Any) -> bool:
+    """Whether a model's section says what to load, so that it needs no entry of the library."""
+    return isinstance(table, dict) and any(table.get(key) is not None for key in ("path", "vllm_model"))
 
 
 def _validate(merged: Table, layers: list[ConfigLayer], problems: list[ConfigProblem]) -> Config | None:

@@ -95,7 +95,8 @@ def validation_messages(errors: Sequence[ErrorDetails], *, secret: bool = False)
             return "unknown key."
         case "value_error" | "assertion_error":
             return error["msg"].split(", ", 1)[-1] + "."
-    expected = " or ".join(dict.fromkeys(map(_expected, errors)))
+    alternatives = list(dict.fromkeys(map(_expected, errors)))
+    expected = " or ".join([alternatives[0], *(text.removeprefix("must be ") for text in alternatives[1:])])
     value = repr(error["input"])
     got = "" if secret else f", got {value if len(value) <= _MAX_QUOTED else f'{value[:_MAX_QUOTED]}…'}"
     words = re.findall(r"'([^']+)'", expected) if isinstance(error["input"], str) and not secret else []

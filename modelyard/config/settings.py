@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, Union, get_args, get_origin
 
 from msgspec import Struct
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from modelyard import plugins
 from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem
 from modelyard.core.engine import EngineSpec
+from modelyard.core.errors import ModelyardError
 from modelyard.http.settings import HttpSettings, KeySettings
 from modelyard.library.model_files import find_model_folder, leads_to_gguf
 from modelyard.prompt.settings import ImageSettings
@@ -51,13 +52,52 @@ class Config(BaseModel):
     default_model: str | None = Field(
         default=None, description="Model for names that match no route, id or alias; unset answers them with 404."
     )
+    library: bool = Field(
+        default=True,
+        description="Serve every model of the library (modelyard pull) by its name, too; it is loaded at the first "
+        "request. Models and routes of the configuration take precedence.",
+    )
     watch: bool = Field(
         default=False,
         description="Reload the configuration when one of its files changes. SIGHUP and the admin API reload it, too.",
     )
 
+    # Not settings: which models come from the library, and whether no source defines a model.
+    _library_models: frozenset[str] = PrivateAttr(default=frozenset())
+    _is_embedded: bool = PrivateAttr(default=False)
+
+    @property
+    def library_models(self) -> frozenset[str]:
+        return self._library_models
+
+    @property
+    def is_embedded(self) -> bool:
+        return self._is_embedded
+
+    def mark(self, library_models: Iterable[str], is_embedded: bool) -> None:
+        self._library_models, self._is_embedded = frozenset(library_models), is_embedded
+
     def router(self) -> Router:
         return build_router(self.models, self.caches, self.routes, self.default_model, self.decoding)
+
+    def without_faults(self) -> Config:
+        """What is left of a configuration with errors, for checks of each model: without routes, aliases, caches of
+        unknown models, and options that the engine refuses."""
+        caches = {name: cache for name, cache in self.caches.items() if cache.model in self.models}
+        models = {name: _without_faults(model) for name, model in self.models.items()}
+        return self.model_copy(update={"models": models, "caches": caches, "routes": [], "default_model": None})
+
+
+def _without_faults(model: ModelSettings) -> ModelSettings:
+    refused = set[Any]()
+    try:
+        engine_options(model)
+    except ValidationError as error:
+        refused = {details["loc"][0] for details in error.errors() if details["loc"]}
+    except ModelyardError:
+        pass
+    options = {name: value for name, value in model.options.items() if name not in refused}
+    return model.model_copy(update={"aliases": [], "options": options})
 
 
 class LoadedConfig(Struct):
@@ -130,13 +170,17 @@ def keys_by_section() -> dict[str, list[str]]:
 
 def infer_backend(path: Any) -> str | None:
     """llama_cpp for a GGUF file, a folder or library name with one, or a missing path that contains "gguf"; ct2 for a
-    CTranslate2 folder."""
+    CTranslate2 folder, exllamav3 for EXL3, vLLM for another Hugging Face folder."""
     if not isinstance(path, str):
         return None
     if "gguf" in path.lower() or leads_to_gguf(path):
         return "llama_cpp"
     folder = find_model_folder(path)
-    return "ct2" if folder is not None and folder.kind == "ct2" else None
+    if folder is None:
+        return None
+    from modelyard.config.library_models import folder_backend  # it imports engines
+
+    return str(folder_backend(folder.path)["backend"])
 
 
 def engine_options(model: ModelSettings) -> BaseModel:

@@ -165,7 +165,6 @@ class Capabilities(Struct, frozen=True):
     # vocabulary has tokens for a gap between two texts.
     thinking_modes: tuple[str, ...] = ("default",)
     infill: bool = False
-    prompts: bool = True  # it takes bare prompts, without a conversation
 
 
 class EngineInfo(Struct, frozen=True):

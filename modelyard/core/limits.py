@@ -40,6 +40,8 @@ TokenIds = Annotated[list[int], Meta(max_length=1 << 21)]
 Prompts = Annotated[list[Text | int | TokenIds], Meta(max_length=1 << 21)]  # or the token ids of one
 JsonObject = Annotated[dict[str, Any], Meta(max_length=100_000)]
 Documents = Annotated[tuple[JsonObject, ...], Meta(max_length=10_000)]
+RankedDocuments = Annotated[list[Text | JsonObject], Meta(max_length=10_000)]
+ProjectFiles = Annotated[list[JsonObject], Meta(max_length=10_000)]
 
 Messages = Meta(max_length=100_000)  # messages of a conversation, or items of an input
 Parts = Meta(max_length=100_000)  # of one message

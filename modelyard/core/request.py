@@ -156,6 +156,15 @@ class Reasoning(Struct, frozen=True):
     strict: bool = False  # refuse the request if the model has no such switch
 
 
+class Infill(Struct, frozen=True):
+    """What is behind a gap in a text, `suffix`, and what is in it already, `start`. `files` are names and texts of
+    other files of the project; None: the model is not told that there is a project."""
+
+    suffix: str
+    start: str = ""
+    files: tuple[tuple[str, str], ...] | None = None
+
+
 Priority = Literal["main", "background"]
 
 
@@ -187,8 +196,8 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     store: bool | None = None
     encrypted_reasoning: bool = False  # return reasoning in a form that the client can send back
     echo: bool = False  # legacy completions: repeat the prompt in the reply
-    suffix: str | None = None  # the text after the gap that the model fills; the prompt is the text before it
-    files: tuple[tuple[str, str], ...] = ()  # with a suffix: names and texts of other files of the project
+    infill: Infill | None = None  # each prompt is the text before a gap that the model fills
+    reply_fields: tuple[str, ...] = ()  # the fields of the reply that the client wants; empty: all
     allow_remote: bool = False  # the client consents to remote engines; it counts on a server without keys
     kv_scope: str = ""  # as `Prompt.scope`; the gateway sets it
     dialect: str = ""  # on a path with several dialects: the reply's dialect

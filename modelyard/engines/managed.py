@@ -7,19 +7,27 @@ import secrets
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.engine import EngineInfo, EngineSpec, EngineStats, Generation, OnProgress
+from modelyard.core.engine import (
+    Embeddings,
+    EngineInfo,
+    EngineSpec,
+    EngineStats,
+    Generation,
+    OnProgress,
+    Ranking,
+)
 from modelyard.core.errors import ENGINE_DIED, Incomplete, ModelyardError, NotFound, Timeout, Unavailable
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.protocol import WireProtocol
-from modelyard.core.request import Request
+from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.upstream import (
     UPSTREAM_LOST,
     UPSTREAM_UNREACHABLE,
@@ -28,10 +36,14 @@ from modelyard.engines.upstream import (
     UpstreamAddress,
     UpstreamJobs,
     append_fields,
+    embed_inputs,
+    rerank_documents,
 )
 from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.processes.ports import reserve_port
-from modelyard.protocols import openai_chat
+from modelyard.protocols import openai_chat, openai_completions
+
+T = TypeVar("T")
 
 _POLL_S = 0.1
 
@@ -163,8 +175,9 @@ class ManagedServer:
 
 # --- the engine -------------------------------------------------------------------------------------------------------
 
-_PROTOCOL = cast(WireProtocol, openai_chat)
-_PATH = "/v1/chat/completions"
+Endpoint = tuple[str, WireProtocol]  # path and protocol
+CHAT: Endpoint = ("/v1/chat/completions", cast(WireProtocol, openai_chat))
+COMPLETIONS: Endpoint = ("/v1/completions", cast(WireProtocol, openai_completions))
 
 
 def server_request(request: Request, *, enable_thinking: bool | None) -> Request:
@@ -214,6 +227,9 @@ class ManagedEngine(ABC):
 
     @abstractmethod
     async def count(self, request: Request) -> int | None: ...
+
+    def _endpoint(self, request: Request) -> Endpoint:
+        return COMPLETIONS if request.prompts else CHAT
 
     @contextmanager
     def _placed(self, request: Request) -> Iterator[Mapping[str, Any]]:
@@ -302,17 +318,30 @@ class ManagedEngine(ABC):
             try:
                 with self._placed(request) as fields:
                     body = append_fields(self._request_body(request), fields)
-                    await server.upstream.stream_chat(_PATH, body, _PROTOCOL, inspect)
+                    path, protocol = self._endpoint(request)
+                    await server.upstream.stream_chat(path, body, protocol, inspect)
             except ModelyardError as error:
                 raise await self._diagnose(error, server, request) from error
 
         return self._jobs.start(run)
 
+    async def embed_inputs(self, request: EmbeddingRequest) -> Embeddings:
+        return await self._call(embed_inputs(self.server.upstream, "/v1/embeddings", request, self._spec.model))
+
+    async def rerank(self, request: RerankRequest) -> Ranking:
+        return await self._call(rerank_documents(self.server.upstream, "/v1/rerank", request, self._spec.model))
+
+    async def _call(self, call: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await call
+        except ModelyardError as error:
+            raise await self._diagnose(error, self.server, None) from error
+
     async def _diagnose(
         self,
         error: ModelyardError,
         server: ManagedServer,
-        request: Request,  # noqa: ARG002 - for subclasses
+        request: Request | None,  # noqa: ARG002 - for subclasses
     ) -> ModelyardError:
         """A connection breaks just before the exit of the process is known; the log of the process has the reason."""
         if not self._may_be_exit(error) or not await server.wait_exited(self.exit_grace_s):

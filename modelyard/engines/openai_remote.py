@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
@@ -16,17 +16,28 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from modelyard.core.engine import (
     AvailableMemory,
     Capabilities,
+    Embeddings,
     EngineInfo,
     EngineSpec,
     EngineStats,
     Generation,
     MemoryEstimate,
     OnProgress,
+    Ranking,
 )
 from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event
 from modelyard.core.protocol import WireProtocol
-from modelyard.core.request import Message, Reasoning, Request, Sampling, Text, Thinking
+from modelyard.core.request import (
+    EmbeddingRequest,
+    Message,
+    Reasoning,
+    Request,
+    RerankRequest,
+    Sampling,
+    Text,
+    Thinking,
+)
 from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.engines.upstream import (
     Emit,
@@ -35,11 +46,13 @@ from modelyard.engines.upstream import (
     UpstreamAddress,
     UpstreamJobs,
     append_fields,
+    embed_inputs,
     map_auth_error,
     read_api_key,
     reject_bare_prompts,
+    rerank_documents,
 )
-from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
+from modelyard.protocols import anthropic_messages, openai_chat, openai_completions, openai_responses
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 
 ApiKind = Literal["chat_completions", "responses", "anthropic_messages"]
@@ -103,6 +116,9 @@ CAPABILITIES = Capabilities(
     structured=True,
     logprobs=True,
     thinking_modes=("default", "enabled", "disabled"),
+    embeddings=True,
+    rerank=True,
+    infill=True,
 )
 
 
@@ -153,7 +169,10 @@ class OpenAiRemoteEngine:
     def chat(self, request: Request) -> Generation[Event]:
         async def run(emit: Emit) -> None:
             body = chat_body(request, self._options, self._api)
-            await self._open_upstream.stream_chat(self._api.path, body, self._api.protocol, emit)
+            path, protocol = self._api.path, self._api.protocol
+            if request.prompts:
+                path, protocol = "/completions", cast(WireProtocol, openai_completions)
+            await self._open_upstream.stream_chat(path, body, protocol, emit)
 
         return self._jobs.start(run)
 
@@ -168,6 +187,12 @@ class OpenAiRemoteEngine:
         if not isinstance(count, int):
             raise Unavailable(f"{self._open_upstream.address.name} cannot count tokens now: it answered {status}")
         return count
+
+    async def embed_inputs(self, request: EmbeddingRequest) -> Embeddings:
+        return await embed_inputs(self._open_upstream, "/embeddings", request, self._options.remote_model)
+
+    async def rerank(self, request: RerankRequest) -> Ranking:
+        return await rerank_documents(self._open_upstream, "/rerank", request, self._options.remote_model)
 
     @property
     def _open_upstream(self) -> Upstream:
@@ -193,6 +218,9 @@ def _capabilities(spec: EngineSpec, api: RemoteApi) -> Capabilities:
         CAPABILITIES,
         modalities=spec.modalities,
         logprobs=api.has_logprobs,
+        embeddings=api.has_prompts,
+        rerank=api.has_prompts,
+        infill=api.has_prompts,
         ignored=() if takes_all else tuple(name for name in Sampling.__struct_fields__ if name not in api.sampling),
         thinking_modes=CAPABILITIES.thinking_modes if can_switch_thinking else ("default",),
     )
@@ -213,6 +241,7 @@ class RemoteApi(Struct, frozen=True, kw_only=True):
     path: str
     count_path: str | None = None
     sampling: frozenset[str]
+    has_prompts: bool = True  # it also has completions, embeddings and rankings, as servers with OpenAI's API do
     has_stop: bool = True
     has_logprobs: bool = True
     needs_max_tokens: bool = False
@@ -246,6 +275,7 @@ APIS: Mapping[ApiKind, RemoteApi] = {
         path="/messages",
         count_path="/messages/count_tokens",
         sampling=frozenset({"temperature", "top_p", "top_k"}),
+        has_prompts=False,
         has_logprobs=False,
         needs_max_tokens=True,
         reads_signed_reasoning=True,
@@ -259,8 +289,9 @@ def base_url(kind: ApiKind, url: str) -> str:
 
 
 def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -> bytes:
-    """The complete request; always a stream with usage."""
-    reject_bare_prompts(request)
+    """The complete request; always a stream with usage. A bare prompt goes to an OpenAI upstream's completions."""
+    if not api.has_prompts:
+        reject_bare_prompts(request)
     max_tokens = request.max_tokens or options.remote_max_tokens
     streamed = replace(
         _accepted_request(request, options, api),
@@ -277,6 +308,8 @@ def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) ->
         # Chat providers that can switch thinking agree on this field.
         is_enabled = _reasoning(request, options).enabled
         fields["thinking"] = {"type": "enabled" if is_enabled else "disabled"}
+    if request.prompts:
+        return openai_completions.write_request(streamed)
     return append_fields(api.protocol.write_request(streamed), fields)
 
 

@@ -18,7 +18,7 @@ def try_options(attempts: Mapping[str, Callable[[], object] | None]) -> Iterator
         try:
             attempt()
         except ModelyardError as error:
-            yield option, error.message
+            yield option, error.message.removeprefix(f"{option}: ")
 
 
 def require_file(path: str) -> None:

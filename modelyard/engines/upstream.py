@@ -13,7 +13,7 @@ import ssl
 import threading
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,7 +21,7 @@ import certifi
 import msgspec
 from msgspec import Struct
 
-from modelyard.core.engine import Generation
+from modelyard.core.engine import Embeddings, Generation, Ranking
 from modelyard.core.errors import (
     Cancelled,
     Forbidden,
@@ -29,16 +29,19 @@ from modelyard.core.errors import (
     Internal,
     InvalidRequest,
     ModelyardError,
+    NotFound,
     Timeout,
     Unauthenticated,
     Unavailable,
+    Unimplemented,
     Unsupported,
     with_message,
 )
 from modelyard.core.events import Event, Failed, Finished, reply_events
 from modelyard.core.protocol import WireProtocol
-from modelyard.core.request import Request
+from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.protocols import openai_embeddings, rerank
 from modelyard.telemetry.masking import add_secrets, header_secrets, mask_secrets, url_secrets
 
 UPSTREAM_LOST, UPSTREAM_UNREACHABLE = "upstream_lost", "upstream_unreachable"  # error codes
@@ -220,6 +223,12 @@ async def with_retries(attempt: Callable[[], Awaitable[None]], policy: RetryPoli
 # --- forwarding -------------------------------------------------------------------------------------------------------
 
 
+class UpstreamErrors(Protocol):
+    """The part of a protocol that reads errors."""
+
+    def read_error(self, status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError: ...
+
+
 class Upstream:
     """Another server. Create it on the event loop that uses it."""
 
@@ -300,13 +309,37 @@ class Upstream:
                 raise Incomplete(f"the reply of {self.address.name} is longer than {_MAX_BODY} bytes")
         return bytes(body)
 
-    async def _refusal(self, reply: aiohttp.ClientResponse, protocol: WireProtocol) -> RetryableError:
+    async def _refusal(self, reply: aiohttp.ClientResponse, protocol: UpstreamErrors) -> RetryableError:
         try:
             body = await self._read(reply)
         except ModelyardError:
             body = b""  # the status is enough
         error = protocol.read_error(reply.status, reply.headers, body)
         return RetryableError(map_auth_error(error, self.address), "retry-after" in reply.headers)
+
+    async def call(self, path: str, body: bytes, protocol: UpstreamErrors) -> Any:
+        """The JSON of a request without a stream. Retries like `stream_chat`."""
+        replies: list[Any] = []
+
+        async def attempt() -> None:
+            try:
+                reply = await self._send("POST", path, body)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise RetryableError(transport_error(error, self.address.name)) from error
+            try:
+                if reply.status >= 300:
+                    raise await self._refusal(reply, protocol)
+                replies.append(msgspec.json.decode(await self._read(reply)))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise Incomplete(f"the reply of {self.address.name} is not JSON: {error}") from None
+            finally:
+                reply.close()
+
+        try:
+            await with_retries(attempt, self._retries)
+        except ModelyardError as error:
+            raise without_secrets(error) from error
+        return replies[0]
 
     async def request_json(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
         """Status and JSON of a short request; None if the reply is not JSON."""
@@ -380,3 +413,25 @@ def reject_bare_prompts(request: Request) -> None:
 def append_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
     """Appends fields to a JSON object without parsing it: it may hold a long conversation."""
     return body[:-1] + b"," + msgspec.json.encode(fields)[1:] if fields else body
+
+
+async def embed_inputs(upstream: Upstream, path: str, request: EmbeddingRequest, model: str) -> Embeddings:
+    """Embeddings of an upstream with OpenAI's API; `model` is its name there."""
+    body = openai_embeddings.write_request(request, model)
+    try:
+        reply = await upstream.call(path, body, openai_embeddings)
+    except (NotFound, Unimplemented) as error:
+        raise Unsupported(
+            f"{upstream.address.name} makes no embeddings: {error.message}", code="embeddings_unsupported"
+        ) from error
+    return openai_embeddings.read_reply(reply, len(request.inputs))
+
+
+async def rerank_documents(upstream: Upstream, path: str, request: RerankRequest, model: str) -> Ranking:
+    try:
+        reply = await upstream.call(path, rerank.write_request(request, model), rerank)
+    except (NotFound, Unimplemented) as error:
+        raise Unsupported(
+            f"{upstream.address.name} ranks no documents: {error.message}", code="rerank_unsupported"
+        ) from error
+    return rerank.read_reply(reply, request.documents)

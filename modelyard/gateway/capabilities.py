@@ -56,7 +56,7 @@ def check_capabilities(request: Request, can: Capabilities, name: str, *, images
     """Raise Unsupported with the missing capability. `images`: the request has some."""
     if not can.chat:
         raise no_chat(can, name)
-    if request.suffix is not None and not can.infill:
+    if request.infill is not None and not can.infill:
         reason = "cannot fill a gap between two texts; send the request without it or to a model with FIM tokens"
         raise Unsupported(f"the model {name!r} {reason}", code="suffix_unsupported", param="suffix")
     if images and "image" not in can.modalities:

@@ -18,9 +18,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -33,18 +33,22 @@ from modelyard.core.engine import (
     Embeddings,
     End,
     Engine,
+    ForwardingEngine,
     Generation,
+    Ranking,
     TextEngine,
     Tokens,
 )
 from modelyard.core.errors import (
     ENGINE_DIED,
     Cancelled,
+    ContextOverflow,
     Forbidden,
     Incomplete,
     Internal,
     InvalidRequest,
     ModelyardError,
+    Timeout,
     Unavailable,
     Unimplemented,
     Unsupported,
@@ -58,16 +62,19 @@ from modelyard.core.events import (
     Finished,
     Started,
     StopReason,
+    Timings,
     Usage,
 )
 from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
 from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
-from modelyard.core.request import Caller, EmbeddingRequest, Request
+from modelyard.core.request import Caller, EmbeddingRequest, Infill, Request, RerankRequest
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics
 from modelyard.gateway.capabilities import (
     CapabilityCache,
     check_capabilities,
+    check_embeddings,
+    check_rerank,
     has_images,
     ignored_parameters,
     without_tool_images,
@@ -79,10 +86,11 @@ from modelyard.gateway.model import Model
 from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, output_budget
 from modelyard.gateway.priority import priority
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
-from modelyard.gateway.request_record import gateway_timings, request_record
+from modelyard.gateway.request_record import gateway_timings, input_record, request_record
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.prompt.images import Images
+from modelyard.prompt.infill import infill_prompt
 from modelyard.prompt.translation import translated
 from modelyard.router.router import Router, Target
 from modelyard.scanner.scanner import Scanner
@@ -100,6 +108,10 @@ _HISTORY_REQUESTS = 1000
 _INLINE_CHARS = 20_000  # of uncached text to tokenize
 _INLINE_MESSAGES = 300  # messages and tools to render
 _WARNING_CHARS = 500  # of a warning in the log
+_UNLIMITED = 1 << 40  # tokens
+
+R = TypeVar("R", EmbeddingRequest, RerankRequest)
+Read = TypeVar("Read")
 
 Watch = Callable[[int], OnProgress]  # for a text of so many characters
 
@@ -126,6 +138,7 @@ class Gateway:
         self._dedup = RequestDeduplicator()
         self._streams: set[ChoiceStream | MultiChoiceStream] = set()
         self._background: set[asyncio.Task[None]] = set()
+        self._defining: dict[str, asyncio.Future[Model]] = {}
         self.newest_start = WeakKeyDictionary[Engine, float]()  # when an engine's last request started
 
     # --- read, prepare, start -------------------------------------------------------------------------------------
@@ -150,6 +163,8 @@ class Gateway:
     async def prepare(self, request: Request, caller: Caller, work: RequestWork | None = None) -> PreparedRequest:
         began, urgency = time.perf_counter(), priority(request)
         target, model, engine = self._resolve(request.model, caller, request.allow_remote)
+        if model.define is not None:
+            model = await self._defined(model)
         request, capabilities = await self._adapt(request, caller, model, engine)
         requested = request.max_tokens if request.max_tokens is not None else model.max_tokens
         prompts: list[RenderedPrompt] = []
@@ -212,6 +227,19 @@ class Gateway:
         engine = self.leases.engine(target.model)
         return _with_loaded_window(target, engine), model, engine
 
+    async def _defined(self, model: Model) -> Model:
+        """A model of the library is defined at its first request: reading all of them would delay the start."""
+        name, define = model.name, model.define
+        if define is None:
+            return model
+        if (work := self._defining.get(name)) is None:
+            work = self._defining[name] = asyncio.ensure_future(asyncio.to_thread(define))
+            work.add_done_callback(lambda _: self._defining.pop(name, None))
+        defined = await asyncio.shield(work)
+        if self.models.get(name) is model:  # otherwise the configuration was reloaded meanwhile
+            self.models = {**self.models, name: defined}
+        return defined
+
     async def _adapt(
         self, request: Request, caller: Caller, model: Model, engine: Engine | None
     ) -> tuple[Request, Capabilities | None]:
@@ -242,9 +270,9 @@ class Gateway:
             return ()
         renderer = model.pipeline.renderer
         if request.prompts:
-            if sum(map(len, request.prompts)) <= _INLINE_CHARS:
-                return _encode_raw(request, model)
-            return await work.run(_encode_raw, request, model, partial(work.watch_window, window=window))
+            if sum(map(len, request.prompts)) + _infill_chars(request.infill) <= _INLINE_CHARS:
+                return _encode_raw(request, model, window)
+            return await work.run(_encode_raw, request, model, window, partial(work.watch_window, window=window))
         is_large = work.size > INLINE_BYTES
         if is_large or len(request.messages) + len(request.tools) > _INLINE_MESSAGES or renderer.is_costly:
             text = await work.run(renderer.text, request)
@@ -323,6 +351,8 @@ class Gateway:
     async def count(self, request: Request, caller: Caller, work: RequestWork | None = None) -> int:
         """Prompt tokens, by the same steps as `prepare`. It does not queue and needs no loaded model."""
         _, model, engine = self._resolve(request.model, caller, request.allow_remote)
+        if model.define is not None:
+            model = await self._defined(model)
         request, _ = await self._adapt(request, caller, model, engine)
         if rendered := await self._render(request, model, None, work or RequestWork(0, caller.deadline)):
             return sum(len(ids) for ids, _ in rendered)
@@ -332,24 +362,111 @@ class Gateway:
         return counted
 
     async def embed(self, request: EmbeddingRequest, caller: Caller, work: RequestWork | None = None) -> Embeddings:
-        target, model, _ = self._resolve(request.model, caller)
-        if sum(map(len, request.inputs)) > _INLINE_CHARS:
+        target, model, can = await self._resolve_reader(request.model, caller)
+        check_embeddings(can, model.name, local=model.kind == "text")
+        chars = sum(map(len, request.inputs))
+        batch = await self._encode(_encode_inputs, request, target, model, chars, caller, work)
+
+        async def read(engine: Engine) -> Embeddings:
+            if isinstance(engine, EmbeddingEngine):
+                return await engine.embed(batch)
+            if isinstance(engine, ForwardingEngine):
+                return await engine.embed_inputs(request)
+            raise Unsupported(f"the model {model.name!r} makes no embeddings", code="embeddings_unsupported")
+
+        return await self._read_inputs(read, target, caller, batch, lambda made: made.prompt_tokens)
+
+    async def rerank(self, request: RerankRequest, caller: Caller, work: RequestWork | None = None) -> Ranking:
+        """The documents, the most relevant first."""
+        target, model, can = await self._resolve_reader(request.model, caller)
+        check_rerank(can, model.name)
+        chars = sum(map(len, request.documents)) + len(request.query) * len(request.documents)
+        batch = await self._encode(_encode_pairs, request, target, model, chars, caller, work)
+
+        async def read(engine: Engine) -> Ranking:
+            if isinstance(engine, EmbeddingEngine):
+                made = await engine.embed(batch)
+                return Ranking([(at, vector[0]) for at, vector in enumerate(made.vectors)], made.prompt_tokens)
+            if isinstance(engine, ForwardingEngine):
+                return await engine.rerank(request)
+            raise Unsupported(f"the model {model.name!r} ranks no documents", code="rerank_unsupported")
+
+        found = await self._read_inputs(read, target, caller, batch, lambda made: made.prompt_tokens)
+        best = sorted(found.scores, key=lambda scored: -scored[1])
+        return Ranking(best[: request.top_n], found.prompt_tokens)
+
+    async def _resolve_reader(self, name: str, caller: Caller) -> tuple[Target, Model, Capabilities]:
+        """As `_resolve`, with what the model can do."""
+        target, model, engine = self._resolve(name, caller)
+        if model.define is not None:
+            model = await self._defined(model)
+        if model.fault is not None:
+            raise model.failed()
+        return target, model, self.capabilities.effective(model, engine and engine.info.capabilities)
+
+    async def _encode(
+        self,
+        encode: Callable[[R, Model, Watch | None], list[list[int]]],
+        request: R,
+        target: Target,
+        model: Model,
+        chars: int,
+        caller: Caller,
+        work: RequestWork | None,
+    ) -> list[list[int]]:
+        """The token ids of each input, all of which fit the window. Empty for an engine that tokenizes by itself."""
+        if model.kind != "text":
+            return []
+        if chars > _INLINE_CHARS:
             work = work or RequestWork(0, caller.deadline)
-            batch = await work.run(_encode_inputs, request, model, partial(work.watch_window, window=target.window + 1))
+            batch = await work.run(encode, request, model, partial(work.watch_window, window=target.window))
         else:
-            batch = _encode_inputs(request, model)
-        for ids in batch:
-            output_budget(len(ids), 1, target.window + 1, strict=False)
-        ticket = self.leases.request(
-            LeaseRequest(model=target.model, cache=target.cache, tokens=sum(map(len, batch)), key=caller.key)
+            batch = encode(request, model, None)
+        if (longest := max(map(len, batch))) > target.window:
+            raise ContextOverflow(longest, target.window)
+        return batch
+
+    async def _read_inputs(
+        self,
+        read: Callable[[Engine], Awaitable[Read]],
+        target: Target,
+        caller: Caller,
+        batch: Sequence[Sequence[int]],
+        count: Callable[[Read], int],
+    ) -> Read:
+        """Wait for a slot, let the engine read the inputs, and record what it took."""
+        lease_request = LeaseRequest(
+            model=target.model,
+            cache=target.cache,
+            tokens=sum(map(len, batch)),
+            key=caller.key,
+            deadline=caller.deadline,
+            trace=caller.trace,
         )
+        began, queued = time.perf_counter(), 0.0
+        ticket = self.leases.request(lease_request)
+        status, usage, failed = "end", Usage(), True
         try:
-            engine = (await ticket.lease()).engine
-            if not isinstance(engine, EmbeddingEngine):
-                raise Unsupported(f"the model {model.name!r} makes no embeddings", code="embeddings_unsupported")
-            return await engine.embed(batch)
+            lease = await ticket.lease()
+            queued = time.perf_counter() - began
+            async with asyncio.timeout(_seconds_left(caller.deadline)):
+                made = await read(lease.engine)
+            usage, failed = Usage(count(made)), False
+            self.metrics.inputs_read(target.model, usage)
+            return made
+        except ModelyardError as error:
+            status = error.code or error.kind
+            raise
+        except TimeoutError:
+            status = Timeout.default_code or ""
+            raise Timeout("the request was not finished in the time that the client allows") from None
+        except asyncio.CancelledError:
+            status = "cancelled"
+            raise
         finally:
             ticket.cancel()
+            timings = Timings(queue=queued, total=time.perf_counter() - (caller.arrived or began))
+            self.history.add(input_record(target, caller, status, failed, usage, timings, time.time()))
 
     def target(self, name: str, endpoint: str) -> Target:
         """Where requests for this name go, with the window that the cache was loaded with."""
@@ -416,9 +533,14 @@ def _with_tool_choice(request: Request) -> Request:
     return request
 
 
-def _encode_raw(request: Request, model: Model, watch: Watch | None = None) -> list[tuple[list[int], str]]:
+def _encode_raw(
+    request: Request, model: Model, window: int | None, watch: Watch | None = None
+) -> list[tuple[list[int], str]]:
     """Prompts without a template, given as text or token ids."""
     renderer, tokenizer = model.pipeline.renderer, model.pipeline.tokenizer
+    if request.infill is not None:
+        gaps = [_encode_gap(request, str(prompt), request.infill, model, window) for prompt in request.prompts]
+        return [(ids, tokenizer.decode(ids)) for ids in gaps]
     return [
         (renderer.raw(p, watch and watch(len(p))), p)
         if isinstance(p, str)
@@ -427,12 +549,43 @@ def _encode_raw(request: Request, model: Model, watch: Watch | None = None) -> l
     ]
 
 
-def _encode_inputs(request: EmbeddingRequest, model: Model, watch: Watch | None = None) -> list[list[int]]:
+def _infill_chars(infill: Infill | None) -> int:
+    if infill is None:
+        return 0
+    return len(infill.suffix) + len(infill.start) + sum(len(text) for file in infill.files or () for text in file)
+
+
+def _encode_gap(request: Request, prompt: str, infill: Infill, model: Model, window: int | None) -> list[int]:
+    """The prompt is cut so that the answer has room: an editor sends what is around the cursor, not what fits."""
+    requested = request.max_tokens if request.max_tokens is not None else model.max_tokens
+    room = _UNLIMITED if window is None else window - min(requested or window // 4, window // 2)
+    return infill_prompt(model.pipeline.tokenizer, prompt, infill, room=room, suffix_first=model.spm_infill)
+
+
+def _encode_inputs(request: EmbeddingRequest, model: Model, watch: Watch | None) -> list[list[int]]:
+    """Texts with the tokens that the model expects around them; a client's own token ids as they are."""
+    tokenizer = model.pipeline.tokenizer
+    first, last = tokenizer.wrapping
+
     def encode(text: str) -> list[int]:
-        tokenizer = model.pipeline.tokenizer
-        return tokenizer.encode(text) if watch is None else encode_long(tokenizer, text, watch(len(text)))
+        ids = tokenizer.encode(text) if watch is None else encode_long(tokenizer, text, watch(len(text)))
+        return [*first, *ids, *last]
 
     return [encode(i) if isinstance(i, str) else _checked_ids(i, model, "input") for i in request.inputs]
+
+
+def _encode_pairs(request: RerankRequest, model: Model, watch: Watch | None) -> list[list[int]]:
+    renderer, template = model.pipeline.renderer, model.pipeline.rerank_template
+    batch: list[list[int]] = []
+    for document in request.documents:
+        batch.append(renderer.pair(request.query, document, template))
+        if watch is not None:
+            watch(len(document))(len(batch[-1]), len(document))  # raises if the client has left or it is too long
+    return batch
+
+
+def _seconds_left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _checked_ids(ids: Sequence[int], model: Model, param: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from msgspec import Struct
@@ -53,14 +54,20 @@ class Model(Struct, frozen=True, kw_only=True):
     spm_infill: bool = False  # fills a gap with the text after it before the text before it
     capabilities: Capabilities | None = None  # as far as they are known before it is loaded
     fault: ModelyardError | None = None  # why it could not be defined; requests for it fail with this
+    define: Callable[[], Model] | None = None  # it is not defined yet: reads its files, at the first request
 
     @property
     def pipeline(self) -> TextPipeline:
         """`text`, or the error that explains why there is none."""
         if self.fault is not None:
-            raise Unavailable(f"the model {self.name!r} could not be loaded: {self.fault.message}", code="model_failed")
+            raise self.failed()
         if self.text is None:
             raise Unimplemented(
                 f"the model {self.name!r} runs on another server; its tokenizer and template are not available here"
             )
         return self.text
+
+    def failed(self) -> Unavailable:
+        """The error of requests for a model that could not be defined."""
+        why = self.fault.message if self.fault is not None else "it has no definition"
+        return Unavailable(f"the model {self.name!r} could not be loaded: {why}", code="model_failed")

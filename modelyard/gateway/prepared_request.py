@@ -62,7 +62,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def choices(self) -> int:
-        return (len(self.prompts) or 1) * self.request.n
+        return (len(self.prompts) or len(self.request.prompts) or 1) * self.request.n
 
     def session_key(self) -> str | None:
         """The session name scoped by API key, because clients choose the names. A background task of a session gets
@@ -130,6 +130,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
         request, model = self.request, self.model
         return replace(
             request,
+            prompts=request.prompts[choice // request.n :][:1],
             n=1,
             sampling=_with_seed(self.sampling, choice % request.n),
             max_tokens=request.max_tokens if request.max_tokens is not None else model.max_tokens,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from modelyard.core.engine import Accepted
 from modelyard.core.events import Failed, Finished, Timings, Usage
+from modelyard.core.request import Caller
 from modelyard.gateway.prepared_request import PreparedRequest
+from modelyard.router.router import Target
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 from modelyard.telemetry.history import RequestRecord
 
@@ -69,4 +71,22 @@ def request_record(
         divergence=accepted.divergence if accepted is not None else None,
         evicted=accepted is not None and accepted.evicted,
         reuse=reuse,
+    )
+
+
+def input_record(
+    target: Target, caller: Caller, status: str, failed: bool, usage: Usage, timings: Timings, now: float
+) -> RequestRecord:
+    """Of a request that generates nothing: embeddings, a ranking."""
+    return RequestRecord(
+        trace=caller.trace,
+        model=target.model,
+        cache=target.cache,
+        endpoint=caller.endpoint,
+        key=caller.key,
+        at=now,
+        status=status,
+        failed=failed,
+        usage=usage,
+        timings=timings,
     )

@@ -29,6 +29,8 @@ _ROUTES = frozenset(
         "/v1/responses/input_tokens",
         "/v1/completions",
         "/v1/embeddings",
+        "/v1/rerank",
+        "/infill",
         "/v1/models",
         "/models",
         "/tokenize",
@@ -41,7 +43,11 @@ _ROUTES = frozenset(
         "/",
     }
 )
-_UNPREFIXED = frozenset({"/chat/completions", "/completions", "/embeddings", "/responses"})
+_UNPREFIXED = frozenset({"/chat/completions", "/completions", "/embeddings", "/rerank", "/responses"})
+_OTHER_NAMES = {
+    **dict.fromkeys(("/v2/rerank", "/reranking", "/v1/reranking"), "/v1/rerank"),  # Cohere's and llama-server's
+    "/v1/infill": "/infill",
+}
 _DEBUG_ONLY = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
 _POLLED = "/v1/admin/"  # open pages read it every second
 
@@ -168,9 +174,9 @@ def _read_headers(scope: Scope) -> tuple[dict[str, str], int]:
 
 
 def _canonical(path: str) -> str:
-    """A trailing slash or a missing /v1 leads to the same route, with the same errors and metrics."""
+    """A trailing slash, a missing /v1 or another name leads to the same route, with the same errors and metrics."""
     path = path.rstrip("/") or "/"
-    return f"/v1{path}" if path in _UNPREFIXED else path
+    return f"/v1{path}" if path in _UNPREFIXED else _OTHER_NAMES.get(path, path)
 
 
 def _pattern(path: str) -> str:

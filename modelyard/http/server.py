@@ -94,7 +94,7 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
 
 def _inference_routes(context: HttpContext) -> list[Route]:
     routes: list[Route] = []
-    for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions"):
+    for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions", "llama_infill"):
         protocol, stores = load_protocol(name), name == "openai_responses"
         endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures, stores=stores)
         routes += [Route(path, endpoint, methods=["POST"], name=name) for path in protocol.PATHS]
@@ -106,8 +106,8 @@ def _token_routes(context: HttpContext) -> list[BaseRoute]:
     endpoints: dict[str, ASGIApp] = {
         "/v1/messages/count_tokens": tokens.CountTokens(load_protocol("anthropic_messages"), *common),
         "/v1/responses/input_tokens": tokens.InputTokens(load_protocol("openai_responses"), *common),
-        "/v1/embeddings": tokens.EmbeddingsEndpoint(chat, *common),
-        "/embeddings": tokens.EmbeddingsEndpoint(chat, *common),
+        "/v1/embeddings": tokens.EmbeddingsEndpoint(load_protocol("openai_embeddings"), *common),
+        "/v1/rerank": tokens.RerankEndpoint(load_protocol("rerank"), *common),
         "/tokenize": tokens.Tokenize(chat, *common),
         "/detokenize": tokens.Detokenize(chat, *common),
         "/apply-template": tokens.ApplyTemplate(chat, *common),

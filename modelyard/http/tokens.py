@@ -1,4 +1,5 @@
-"""Token endpoints: count_tokens, input_tokens, embeddings, /tokenize, /detokenize, /apply-template.
+"""Endpoints that generate nothing: count_tokens, input_tokens, embeddings, rerank, /tokenize, /detokenize and
+/apply-template.
 
 Counting and tokenizing do not queue and need no loaded model. The last three take the bodies of llama-server and vLLM:
 `content` or `prompt`, `tokens`, or a whole Chat body with `messages`.
@@ -23,8 +24,9 @@ from modelyard.http.connection import watched_work
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
-from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses
+from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses, rerank
 from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.tokenizer.shield import unshield
 from modelyard.tokenizer.slices import OnProgress, encode_long
 
@@ -44,7 +46,6 @@ class TokenBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = False
 
 
-_DEFAULT_MODEL = "default"
 _object_decoder = msgspec.json.Decoder(dict[str, Any])
 _body_decoder = msgspec.json.Decoder(TokenBody)
 _TOKENIZE_COST = 12  # tokenizing a byte costs about as much as parsing a dozen
@@ -65,7 +66,7 @@ class TokenRequest(msgspec.Struct, frozen=True):
         """The body as a Chat request. Unlike there, `model` is optional."""
         body = self.body
         if not self.parsed.model:
-            body = encode(decode(_object_decoder, self.body) | {"model": _DEFAULT_MODEL})
+            body = encode(decode(_object_decoder, self.body) | {"model": DEFAULT_MODEL})
         return openai_chat.read_request(body, self.headers)
 
 
@@ -122,12 +123,18 @@ class EmbeddingsEndpoint(JsonEndpoint):
         return openai_embeddings.write_reply(result.vectors, result.prompt_tokens, request)
 
 
+class RerankEndpoint(JsonEndpoint):
+    async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
+        request = await _run(work, 1, rerank.read_request, body, context.headers)
+        return rerank.write_reply(await self._gateway.rerank(request, context.caller(), work), request)
+
+
 class TokenEndpoint(JsonEndpoint):
     """Work of the tokenizer and the template alone; a long body is handled in a thread."""
 
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         parsed = await _run(work, 1, decode, _body_decoder, body)
-        target, model = self._gateway.model_for(parsed.model or _DEFAULT_MODEL, context.caller())
+        target, model = self._gateway.model_for(parsed.model or DEFAULT_MODEL, context.caller())
         request = TokenRequest(parsed, model, target.window, body, context.headers, work)
         return encode(await _run(work, _TOKENIZE_COST, self.compute, request))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from modelyard.core.errors import Unsupported
+from modelyard.core.request import Infill
 from modelyard.core.tokenizer import FimTokens, Tokenizer
 
 _REPOSITORY, _CURRENT_FILE = "myproject\n", "filename\n"
@@ -21,25 +22,21 @@ Encode = Callable[[str], list[int]]
 
 
 def infill_prompt(
-    tokenizer: Tokenizer,
-    prefix: str,
-    suffix: str,
-    files: Sequence[tuple[str, str]] = (),
-    *,
-    room: int,
-    suffix_first: bool = False,
+    tokenizer: Tokenizer, prefix: str, infill: Infill, *, room: int, suffix_first: bool = False
 ) -> list[int]:
-    """At most `room` tokens: the farthest texts are cut, files first, then what is far from the gap."""
+    """At most `room` tokens: other files are cut first, then what is far from the gap."""
     fim = tokenizer.fim
     if fim is None:
         raise Unsupported("the model has no tokens to fill a gap with", code="suffix_unsupported", param="suffix")
     encode = tokenizer.encode_plain
     bos = [tokenizer.bos] if tokenizer.bos is not None else []
-    before, after = _fit(encode(prefix), encode(suffix), room - len(bos) - 3)
-    before, after = [fim.prefix, *before], [fim.suffix, *after]
+    start = encode(infill.start)
+    before, after = _fit(encode(prefix), encode(infill.suffix), room - len(bos) - len(start) - 3)
+    before, after = [fim.prefix, *before, *start], [fim.suffix, *after]
     gap = [*bos, *(after + before if suffix_first else before + after), fim.middle]
-    others = _encode_files(fim, encode, files) if room > len(gap) else []
-    return [*others[-(room - len(gap)) :], *gap] if others else gap
+    if infill.files is None or room <= len(gap):
+        return gap
+    return [*_encode_files(fim, encode, infill.files)[len(gap) - room :], *gap]
 
 
 def _fit(before: list[int], after: list[int], room: int) -> tuple[list[int], list[int]]:

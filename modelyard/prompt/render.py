@@ -7,6 +7,7 @@ except for reasoning tags, which templates search for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -208,6 +209,7 @@ _KEEP_REASONING = {
     "truncate_history_thinking": False,
     "drop_thinking": False,
 }
+_PLACES = re.compile(r"\{query\}|\{document\}")
 _RESERVED = frozenset({"messages", "range", "raise_exception", "strftime_now"})
 
 
@@ -333,6 +335,14 @@ class Renderer:
         ids = self._tokens.encode(unshield(prompt), on_progress)
         bos = self.tokenizer.bos
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def pair(self, query: str, document: str, template: str | None = None) -> list[int]:
+        """The input of a model that ranks. `template` has places for {query} and {document}; without one the tokenizer
+        joins the two."""
+        if template is None:
+            return self.tokenizer.encode_pair(query, document)
+        texts = {"{query}": self._shield(query), "{document}": self._shield(document)}
+        return self._tokens.encode(_PLACES.sub(lambda found: texts[found[0]], template))
 
     def apply(self, request: Request) -> Rendered:
         text = self.text(request)

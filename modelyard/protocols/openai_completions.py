@@ -1,4 +1,4 @@
-"""OpenAI's legacy completions, server role: `POST /v1/completions`, raw prompts in, text out.
+"""OpenAI's legacy completions, both roles: `POST /v1/completions`, raw prompts in, text out.
 
     data: {"id": "cmpl-…", "object": "text_completion", "choices": [{"index": 0, "text": "Hi", "finish_reason": null}]}
 
@@ -12,37 +12,56 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from modelyard.core import limits
 from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError
-from modelyard.core.events import BlockDelta, Event, Failed, Finished, Reply, Started, TokenLogprob, Usage
+from modelyard.core.events import (
+    Block,
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Reply,
+    Started,
+    StopReason,
+    TokenLogprob,
+    Usage,
+)
 from modelyard.core.protocol import WireError
-from modelyard.core.request import Request, ToolCall
+from modelyard.core.request import Infill, Request, Text, ToolCall
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
     check_positive,
+    present,
     read_constraint,
     read_priority,
     read_sampling,
+    write_extensions,
 )
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_errors import error_body, write_http_error
+from modelyard.protocols.common.openai_errors import error_body, read_error_field, read_http_error, write_http_error
 from modelyard.protocols.common.openai_fields import (
     DONE,
     FINGERPRINT,
     FINISH_REASONS,
     MAX_N,
     MIN_LOGPROB,
+    OpenAIUsage,
     PromptField,
+    Prompts,
     StreamOptions,
     check_range,
     read_prompts,
     read_session,
     read_stop,
+    read_usage,
     require_model,
     write_usage,
 )
-from modelyard.protocols.common.sse import comment, frame
+from modelyard.protocols.common.sse import SseParser, comment, frame
 
 NAME = "openai_completions"
 PATHS: tuple[str, ...] = ("/v1/completions", "/completions")
@@ -98,9 +117,18 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         session=read_session(headers, parsed.prompt_cache_key),
         user=parsed.user,
         echo=parsed.echo is True,
-        suffix=parsed.suffix,
+        infill=_read_infill(parsed.suffix, prompts),
         warnings=tuple(warnings),
     )
+
+
+def _read_infill(suffix: str | None, prompts: Prompts) -> Infill | None:
+    """Editors send an empty suffix where there is nothing behind the gap; without text in it there is no gap."""
+    if not suffix:
+        return None
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequest("with a suffix the prompt must be text, not token ids", param="prompt")
+    return Infill(suffix)
 
 
 def _read_n(body: CompletionBody, prompts: int, warnings: list[str]) -> int:
@@ -265,3 +293,194 @@ class CompletionStreamWriter:
 
 def writer(request: Request, trace: str) -> CompletionStreamWriter:
     return CompletionStreamWriter(request, trace)
+
+
+# --- the client role ------------------------------------------------------------------------------------------------
+
+read_error = read_http_error
+
+
+def write_request(request: Request) -> bytes:
+    """One prompt. `echo` is not sent: the writer of the reply repeats the prompt."""
+    prompt = request.prompts[0]
+    body: dict[str, Any] = {"model": request.model, "prompt": prompt} | write_extensions(request)
+    body |= present(
+        suffix=request.infill.suffix if request.infill is not None else None,
+        max_tokens=request.max_tokens,
+        stop=request.stop or None,
+        logprobs=request.logprobs,
+        stream=request.stream or None,
+        stream_options={"include_usage": True} if request.include_usage else None,
+        prompt_cache_key=request.session,
+        user=request.user,
+    )
+    if request.constraint is not None and request.constraint.kind == "json_schema":
+        body["json_schema"] = msgspec.Raw(request.constraint.text.encode())
+    return encode(body)
+
+
+class UpstreamTokenLogprobs(Struct):
+    """OpenAI's lists, or the entries of Chat Completions, which llama-server sends here too."""
+
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[dict[str, Any]] | None = None
+
+
+class UpstreamText(Struct):
+    index: int = 0
+    text: str | None = None
+    logprobs: UpstreamTokenLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+
+
+class UpstreamTextChunk(Struct):
+    """A chunk of the stream, or the whole reply."""
+
+    id: str | None = None
+    created: float | None = None
+    model: str | None = None
+    choices: list[UpstreamText] | None = None
+    usage: OpenAIUsage | None = None
+    error: Any = None
+
+
+_chunk_decoder = msgspec.json.Decoder(UpstreamTextChunk)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def read_reply(body: bytes) -> Reply:
+    """The first choice of an upstream's reply. An `error` field or an unreadable body raises."""
+    try:
+        parsed = _chunk_decoder.decode(body)
+    except _UNREADABLE as error:
+        raise Incomplete(f"the upstream's reply cannot be read: {error}") from None
+    if parsed.error:
+        raise read_error_field(parsed.error)
+    choice = next((c for c in parsed.choices or () if c.index == 0), None)
+    if choice is None:
+        raise Incomplete("the upstream's reply has no choice")
+    reason, stop = _read_finish(choice)
+    block = Block(Text(choice.text or ""), _read_logprobs(choice.logprobs))
+    return Reply(_read_started(parsed), (block,), Finished(reason, read_usage(parsed.usage), stop))
+
+
+def _read_started(chunk: UpstreamTextChunk) -> Started:
+    return Started((chunk.id or "").removeprefix("cmpl-"), chunk.model or "", int(chunk.created or 0))
+
+
+def _read_finish(choice: UpstreamText) -> tuple[StopReason, str | None]:
+    if choice.finish_reason == "length":
+        return "max_tokens", None
+    if choice.finish_reason == "content_filter":
+        return "content_filter", None
+    return ("stop_string", choice.stop_reason) if isinstance(choice.stop_reason, str) else ("end", None)
+
+
+def _read_logprobs(found: UpstreamTokenLogprobs | None) -> tuple[TokenLogprob, ...]:
+    if found is None:
+        return ()
+    if found.content is not None:
+        return tuple(_read_logprob(entry) for entry in found.content)
+    tokens, values = found.tokens or [], found.token_logprobs or []
+    tops = found.top_logprobs or [None] * len(tokens)
+    return tuple(
+        TokenLogprob(
+            token,
+            MIN_LOGPROB if value is None else value,
+            token.encode("utf-8", "replace"),
+            tuple(
+                TokenLogprob(text, logprob, text.encode("utf-8", "replace")) for text, logprob in (top or {}).items()
+            ),
+        )
+        for token, value, top in zip(tokens, values, tops, strict=False)
+    )
+
+
+def _read_logprob(entry: dict[str, Any]) -> TokenLogprob:
+    token, logprob = str(entry.get("token", "")), entry.get("logprob")
+    top = tuple(_read_logprob(other) for other in entry.get("top_logprobs") or () if isinstance(other, dict))
+    value = float(logprob) if isinstance(logprob, int | float) else MIN_LOGPROB
+    return TokenLogprob(token, value, token.encode("utf-8", "replace"), top)
+
+
+class CompletionStreamReader:
+    """Bytes of a stream to events: one block of text."""
+
+    def __init__(self) -> None:
+        self._sse = SseParser()
+        self._started = self._done = False
+        self._stop: tuple[StopReason, str | None] | None = None
+        self._usage: Usage | None = None
+        self._out: list[Event] = []
+
+    def feed(self, data: bytes) -> list[Event]:
+        for event in self._sse.feed(data):
+            self._read(event.data)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        for event in self._sse.finish():
+            self._read(event.data)
+        if not self._done and self._stop is None:
+            self._fail(Incomplete("the upstream's stream ended before its answer did"))
+        self._finish()
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        out, self._out = self._out, []
+        return out
+
+    def _read(self, data: bytes) -> None:
+        if self._done:
+            return
+        if data == b"[DONE]":
+            self._finish()
+            return
+        try:
+            chunk = _chunk_decoder.decode(data)
+        except _UNREADABLE as error:
+            self._fail(Incomplete(f"the upstream sent a chunk that cannot be read: {error}"))
+            return
+        if chunk.error:
+            self._fail(read_error_field(chunk.error))
+            return
+        self._read_chunk(chunk)
+
+    def _read_chunk(self, chunk: UpstreamTextChunk) -> None:
+        if not self._started:
+            self._started = True
+            self._out += [_read_started(chunk), BlockStart(0, "text")]
+        for choice in chunk.choices or ():
+            if choice.index != 0 or self._stop is not None:
+                continue
+            logprobs = _read_logprobs(choice.logprobs)
+            if choice.text or logprobs:
+                self._out.append(BlockDelta(0, choice.text or "", logprobs))
+            if choice.finish_reason is not None:
+                self._stop = _read_finish(choice)
+        if chunk.usage is not None:
+            self._usage = read_usage(chunk.usage)
+        if self._stop is not None and self._usage is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        """[DONE] without a finish_reason ends an answer that has begun."""
+        if self._done:
+            return
+        if not self._started:
+            self._fail(Incomplete("the upstream's stream has no answer"))
+            return
+        self._done = True
+        reason, stop = self._stop or ("end", None)
+        self._out += [BlockEnd(0), Finished(reason, self._usage or Usage(), stop)]
+
+    def _fail(self, error: ModelyardError) -> None:
+        self._done = True
+        self._out.append(Failed(error))
+
+
+def reader() -> CompletionStreamReader:
+    return CompletionStreamReader()

@@ -1,4 +1,4 @@
-"""OpenAI embeddings, server role: `POST /v1/embeddings`, vectors as numbers or as base64 of little-endian float32."""
+"""OpenAI embeddings, both roles: `POST /v1/embeddings`, vectors as numbers or as base64 of little-endian float32."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import base64
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from modelyard.core import limits
-from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.engine import Embeddings
+from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError
 from modelyard.core.protocol import WireError
 from modelyard.core.request import EmbeddingRequest
 from modelyard.protocols.common.extensions import check_positive
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_errors import write_http_error
+from modelyard.protocols.common.openai_errors import read_http_error, write_http_error
 from modelyard.protocols.common.openai_fields import PromptField, Prompts, read_prompts, require_model
 
 NAME = "openai_embeddings"
@@ -100,3 +101,40 @@ def write_error(
     request: EmbeddingRequest | None = None,  # noqa: ARG001
 ) -> WireError:
     return write_http_error(error, trace, overflow_param="input")
+
+
+# --- the client role --------------------------------------------------------------------------------------------------
+
+read_error = read_http_error
+
+
+def write_request(request: EmbeddingRequest, model: str) -> bytes:
+    """Whole vectors, as numbers: `write_reply` shortens and encodes them."""
+    return encode({"model": model, "input": request.inputs, "encoding_format": "float"})
+
+
+class UpstreamVector(Struct):
+    embedding: list[float]
+    index: int | None = None
+
+
+class UpstreamTokenCount(Struct):
+    prompt_tokens: int | None = None
+
+
+class UpstreamEmbeddings(Struct):
+    data: list[UpstreamVector]
+    usage: UpstreamTokenCount | None = None
+
+
+def read_reply(reply: Any, count: int) -> Embeddings:
+    """`count` is the number of inputs."""
+    try:
+        parsed = msgspec.convert(reply, UpstreamEmbeddings)
+    except msgspec.ValidationError as error:
+        raise Incomplete(f"the upstream's embeddings cannot be read: {error}") from None
+    found = {at if vector.index is None else vector.index: vector.embedding for at, vector in enumerate(parsed.data)}
+    if sorted(found) != list(range(count)):
+        raise Incomplete(f"the upstream sent {len(parsed.data)} embeddings for {count} inputs")
+    tokens = parsed.usage.prompt_tokens if parsed.usage is not None else None
+    return Embeddings([found[at] for at in range(count)], tokens or 0)

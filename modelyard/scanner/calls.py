@@ -7,6 +7,7 @@ warning.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ class CallBuilder:
         buffer: TextBuffer,
         blocks: BlockWriter,
         visible: VisibleOutput,
-        remove_markers: Callable[[str], str],
+        remove_tags: Callable[[str], str],
         *,
         tools: Sequence[Tool] | None,
         new_id: Callable[[], str],
@@ -35,7 +36,7 @@ class CallBuilder:
     ) -> None:
         self._buffer, self._blocks, self._visible = buffer, blocks, visible
         self._tools = None if tools is None else tools_by_name(tools)
-        self._remove_markers, self._new_id, self._stream = remove_markers, new_id, stream
+        self._remove_tags, self._new_id, self._stream = remove_tags, new_id, stream
         self._name: str | None = None
         self._held: list[str] = []
         self._is_sent = False
@@ -46,6 +47,8 @@ class CallBuilder:
         self.parallel = True
         self.warnings: list[str] = []
         self.kind: VisibleKind = "text"  # how a call that cannot be read is shown
+        self.is_broken = False  # a call could not be read, and its end has not come yet
+        self.quoted: Counter[str] = Counter()  # tags that are shown because they belong to no call, and are still open
 
     @property
     def is_open(self) -> bool:
@@ -71,7 +74,7 @@ class CallBuilder:
         return self._visible.is_blank
 
     def start(self, name: str) -> None:
-        if not name or (self._tools is None and self._remove_markers(name) != name):
+        if not name or (self._tools is None and self._remove_tags(name) != name):
             raise ParseError("a call without a name")
         self._name, self._is_sent = name, False
         self._held.clear()
@@ -79,6 +82,12 @@ class CallBuilder:
             self.tool = self._tools.get(name) or self._tools.get(name.rpartition("functions.")[2])
         if self.tool is not None:
             self._name = self.tool.name
+
+    def knows(self, name: str) -> bool:
+        """Whether an offered tool or one of its parameters has this name. Without a list of tools every name counts."""
+        if self._tools is None or not name:
+            return self._tools is None
+        return any(name in (tool.name, *(tool.parameters.get("properties") or ())) for tool in self._tools.values())
 
     def find_tool(self, arguments: str) -> str | None:
         """The name of the only offered tool, or of the only one that accepts these arguments."""
@@ -129,7 +138,7 @@ class CallBuilder:
         self._warn(self._name)
         name, arguments = msgspec.json.encode(self._name).decode(), "".join(self._held)
         self._visible.mark_gap()
-        self._visible.show(self.kind, self._remove_markers(f'{{"name": {name}, "arguments": {arguments}}}'))
+        self._visible.show(self.kind, self._remove_tags(f'{{"name": {name}, "arguments": {arguments}}}'))
 
     def _warn(self, name: str | None) -> None:
         self.warnings.append(f"the model called {name!r}, which was not offered: passed on as text")
@@ -155,7 +164,7 @@ class CallBuilder:
     def show_text(self, text: str) -> None:
         """Show a block of visible text, such as a message to an unknown recipient."""
         self._visible.end_block()
-        self._visible.show("text", self._remove_markers(text))
+        self._visible.show("text", self._remove_tags(text))
 
     def abort(self) -> bool:
         """The open call cannot be completed. True: part of it was sent and has ended as an incomplete call."""

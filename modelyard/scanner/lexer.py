@@ -10,12 +10,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import lru_cache
-from typing import TypeVar
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, TypeVar
 
-from modelyard.core.output_format import OutputFormat
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.automaton import Automaton
 from modelyard.scanner.marker_filter import MarkerSpellings, remove_markers
+
+if TYPE_CHECKING:
+    from modelyard.scanner.calls import CallBuilder
 
 T = TypeVar("T")
 Incremental = Generator[None, None, T]  # yields when it needs more input
@@ -25,6 +28,9 @@ NAME_LIMIT = 128  # characters of a function or parameter name
 _FIRST_CODE = 0xDC00
 _SPACE = re.compile(r"\s*")
 _HEADER = re.compile(rf"[^<\n{SURROGATES}]*")
+_ELEMENT = re.compile(r"<([^\s=<>/]+)[^<>]*=\Z")  # the name in a marker that is the beginning of a tag
+_TAG_END = re.compile(rf"[>\n<{SURROGATES}]")
+_ATTRIBUTE = re.compile(r"""[\s"']*(?:name)?[\s="']*([\w.:/-]*)""")
 
 
 class ParseError(Exception):
@@ -244,20 +250,28 @@ class MarkerTable:
         known = all_markers(form)
         self.codes = _codes(known, specials)
         never_shown = [*form.markers, *(m for m in form.inner_markers if m in specials)]
-        spelled = [*(self.codes[m] for m in never_shown), *form.bare_markers]
-        self.bare = frozenset(form.bare_markers)
+        stray = stray_tags(form)
+        self.bare = frozenset((*form.bare_markers, *(m for m, action in stray.items() if action.bare)))
+        spelled = [*(self.codes[m] for m in never_shown), *self.bare]
         self.actions = {
-            name: {self.codes.get(marker, marker): action for marker, action in region.markers.items()}
+            name: {self.codes.get(marker, marker): action for marker, action in (stray | region.markers).items()}
             for name, region in form.regions.items()
         }
+        openings = [_ELEMENT.match(self.codes.get(m, m)) for m in (*known, *form.bare_markers)]
+        names = "|".join(sorted({re.escape(found[1]) for found in openings if found}))
+        self._tag = re.compile(rf"</?(?:{names})(?=[\s=/>])[^<>\n]*>" if names else r"(?!)")
+        self._opening = re.compile(rf"<({names})(?=[\s=/>])" if names else r"(?!)")
         self.token_codes = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
         self._finder = TextFinder(spelled)
         self.find, self.partial_start = self._finder.find, self._finder.partial_start
         self._longest_first = sorted(self.codes, key=len, reverse=True)
         self._all_spellings = frozenset((*known, *self.codes.values()))
         self._any_spelling = _any_text(self._all_spellings)
+        self._shown_never = frozenset((*never_shown, *(self.codes[m] for m in never_shown)))
+        self._any_shown_never = _any_text(self._shown_never)
         as_text = [m for m in never_shown if self.codes[m] == m]
-        self.spellings = MarkerSpellings(as_text, [m for m in never_shown if m not in as_text])
+        as_token = [m for m in known if m not in as_text]
+        self.spellings = MarkerSpellings(as_text, as_token)
         newline = frozenset("\n" if form.trims_newlines else "")
         self._first_chars = frozenset(s[0] for s in spelled) | self.spellings.first | newline
 
@@ -275,13 +289,75 @@ class MarkerTable:
         return found is not None and found.group() not in self.bare
 
     def remove_markers(self, text: str) -> str:
-        return remove_markers(text, self._any_spelling, self._all_spellings)
+        """Ordinary text without markers. It may quote the tags of a call."""
+        return remove_markers(text, self._any_shown_never, self._shown_never)
+
+    def remove_tags(self, text: str) -> str:
+        """The words of a call that cannot be read: without its markers and its complete tags."""
+        return remove_markers(self._tag.sub("", text), self._any_spelling, self._all_spellings)
+
+    def openings(self, text: str) -> list[str]:
+        """The names of the call's tags that this text opens."""
+        return self._opening.findall(text)
 
     def encode(self, text: str) -> str:
         """Encode the tail of a prompt, where every marker is a token."""
         for marker in self._longest_first:
             text = text.replace(marker, self.codes[marker])
         return text
+
+
+# --- tags of a call outside of calls ------------------------------------------------------------------------------------
+
+
+def stray_tags(form: OutputFormat) -> dict[str, StartReader]:
+    """What to do with the tags of a call where no call is open: they are what is left of a call that broke.
+
+    Families that call in XML share the names of their elements with other documents, which a model may quote. An inner
+    tag is a quotation if it names no parameter and no tool that is offered, or closes such a tag.
+    """
+    acting = {marker: action for region in form.regions.values() for marker, action in region.markers.items()}
+    readers = [m for m, action in acting.items() if isinstance(action, StartReader) and not action.bare]
+    found: dict[str, StartReader] = {}
+    for marker in dict.fromkeys((*acting, *form.hidden_markers, *form.inner_markers)):
+        element = _ELEMENT.match(marker)
+        if element is None:
+            continue
+        name, closing = element[1], f"</{element[1]}>"
+        if any(f"<{name}".startswith(reader) for reader in readers):
+            continue
+        found[f"<{name}"] = StartReader(partial(_skip_opening, is_whole=False, is_marker=False), bare=True)
+        if marker not in acting:
+            is_marker = marker in form.hidden_markers
+            found[marker] = StartReader(partial(_skip_opening, is_whole=True, is_marker=is_marker), bare=not is_marker)
+        if closing in form.inner_markers:
+            found[closing] = StartReader(partial(_skip_closing, name=name), bare=True)
+    return found
+
+
+def _skip_opening(
+    buffer: TextBuffer, calls: CallBuilder, *, is_whole: bool, is_marker: bool
+) -> Incremental[str | None]:
+    """After the beginning of a tag. `is_whole`: the name that it gives comes next. `is_marker`: it is never text."""
+    rest = yield from buffer.read_until(_TAG_END, may_end=True)
+    is_closed = (yield from buffer.peek()) == ">"
+    if not is_whole and (rest[:1] not in ("", "=", "/") and not rest[:1].isspace()):
+        raise ParseError("another element")
+    found = _ATTRIBUTE.match(rest)
+    is_call = is_marker or calls.is_broken or calls.knows(found[1] if found else "")
+    is_cut = buffer.is_empty and " " not in rest  # the output ends inside the tag
+    if not is_call or not (is_closed or is_cut):
+        raise ParseError("a quoted tag")
+    yield from buffer.skip_if(">")
+    return None
+
+
+def _skip_closing(_: TextBuffer, calls: CallBuilder, *, name: str) -> Incremental[str | None]:
+    yield from ()
+    if calls.quoted[name]:
+        calls.quoted[name] -= 1
+        raise ParseError("the end of a quoted tag")
+    return None
 
 
 @lru_cache(maxsize=256)

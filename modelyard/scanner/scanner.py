@@ -51,13 +51,15 @@ class Scanner:
             self._buffer,
             self._blocks,
             self._visible,
-            table.remove_markers,
+            table.remove_tags,
             tools=tools,
             new_id=new_id,
             stream=tool_stream,
         )
         self._reader: Generator[None, None, str | None] | None = None
         self._reader_start: StartReader | None = None
+        self._broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
+        self._calls_before = 0  # how many calls were complete when the reader started
         self._token_text = token_text
         self.reasoning_tokens = 0
         self._prompt_end = 0  # the position in the input where the prompt ends: text before it is not repeated
@@ -199,12 +201,14 @@ class Scanner:
         action = self._actions.get(marker)
         if marker not in self._table.bare:
             self._visible.mark_gap()
+        if self._calls.is_broken and marker in self._broken_ends:
+            self._calls.is_broken = False
         if isinstance(action, SwitchRegion):
             self._visible.end_block()
             self._enter(action.region)
         elif isinstance(action, StartReader):
-            self._buffer.uncommitted = [from_model] if action.bare else []
-            self._reader_start = action
+            self._buffer.uncommitted = [from_model if action.bare else marker]
+            self._reader_start, self._calls_before = action, self._calls.count
             self._reader = action.reader(self._buffer, self._calls)
 
     def _enter(self, region: str) -> None:
@@ -219,6 +223,7 @@ class Scanner:
         except StopIteration as over:
             self._reader, self._buffer.uncommitted = None, None
             self._visible.mark_gap()
+            self._calls.is_broken = self._calls.is_broken and self._calls.count == self._calls_before
             if over.value is not None:
                 self._visible.end_block()
                 self._enter(over.value)
@@ -239,8 +244,11 @@ class Scanner:
         (A word that a limit cut off is not text. It belongs to the call.)
         """
         buffer = self._buffer
-        text, was_sent = "".join(buffer.uncommitted or ()), self._calls.abort()
+        text, is_call = "".join(buffer.uncommitted or ()), self._calls.is_open and self._calls.is_offered
+        was_sent, start = self._calls.abort(), self._reader_start
         self._reader, buffer.uncommitted = None, None
+        if start and (is_call or not start.bare):
+            self._calls.is_broken, self._broken_ends = True, tuple(map(buffer.encoded, start.closing))
         if not (was_sent and buffer.truncated and buffer.is_empty):
             self._show_uncommitted(text)
         if isinstance(error, UnknownTool):
@@ -249,7 +257,11 @@ class Scanner:
             self._reader = self._read_broken(error, was_sent)
 
     def _show_uncommitted(self, text: str) -> None:
-        cleaned = self._table.remove_markers(text)
+        if self._calls.is_broken:
+            cleaned = self._table.remove_tags(text)
+        else:
+            cleaned = self._table.remove_markers(text)
+            self._calls.quoted.update(self._table.openings(cleaned))
         if cleaned != text:
             self._visible.mark_gap()
         if cleaned:
@@ -289,6 +301,7 @@ class Scanner:
                 buffer.pos = found.end()
                 self._visible.mark_gap()
                 if found.group() in closing:
+                    self._calls.is_broken = False
                     return
 
     def _show_to_bracket(self, depth: int, *, was_sent: bool) -> Incremental[bool]:

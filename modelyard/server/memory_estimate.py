@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msgspec import Struct
+from pydantic import ValidationError
 
 from modelyard import plugins
 from modelyard.config.settings import Config, engine_spec
@@ -14,7 +15,15 @@ from modelyard.engines.llama_cpp.estimate import format_size
 from modelyard.router.router import ModelEntry
 from modelyard.telemetry import system
 
-__all__ = ["ModelMemory", "available_memory", "describe_memory", "estimate_all", "estimate_memory", "format_size"]
+__all__ = [
+    "ModelMemory",
+    "available_memory",
+    "describe_memory",
+    "estimate_all",
+    "estimate_memory",
+    "format_size",
+    "memory_parts",
+]
 
 
 class ModelMemory(Struct, frozen=True):
@@ -40,13 +49,15 @@ def estimate_memory(config: Config, entry: ModelEntry, available: AvailableMemor
         return ModelMemory(entry.name, module.estimate(engine_spec(entry, config.models[entry.name]), available))
     except ModelyardError as error:
         return ModelMemory(entry.name, None, error.message)
+    except ValidationError:  # in the rest of a configuration with errors
+        return ModelMemory(entry.name, None, "its settings are not valid")
 
 
 def describe_memory(estimated: ModelMemory, available: AvailableMemory) -> str:
     """A sentence for people: the total, its parts, and what is free."""
     if estimated.memory is None:
         return f"unknown: {estimated.note}"
-    parts = ((format_size(b), what) for b, what in _parts(estimated.memory) if b)
+    parts = ((format_size(b), what) for b, what in memory_parts(estimated.memory) if b)
     total = f"about {format_size(estimated.memory.total)} ({', '.join(f'{what} {count}' for count, what in parts)})"
     if not estimated.memory.total:
         return "none in this process"
@@ -54,5 +65,5 @@ def describe_memory(estimated: ModelMemory, available: AvailableMemory) -> str:
     return f"{total}; free now: {format_size(available.ram_free)} of RAM{gpus}"
 
 
-def _parts(memory: MemoryEstimate) -> tuple[tuple[int, str], ...]:
+def memory_parts(memory: MemoryEstimate) -> tuple[tuple[int, str], ...]:
     return (memory.weights, "weights"), (memory.kv, "KV caches"), (memory.compute, "compute buffers")

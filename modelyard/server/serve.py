@@ -45,15 +45,15 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     """
     log.setup(config.log)
     check_bind(config.http, read_keys(config.keys))
-    _prepare(config)
+    prepare(config)
     scheduler = scheduler or config.scheduler.endpoint or None
     scheduler = None if scheduler is None else scheduler_address(scheduler)
     split = config.http.workers > 1 or (config.workers.cluster and scheduler is None)
     if split and INDEX_VARIABLE not in os.environ:
         return _serve_supervised(config, path, http, debug, scheduler)
     with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
-        load = lambda: load_config(path, overrides=_overrides(http, debug))  # noqa: E731
-        return runner.run(_serve_one(config, load, path, scheduler))
+        reload = lambda: load_config(path, overrides=_overrides(http, debug))  # noqa: E731
+        return runner.run(_serve_one(config, reload, path, scheduler))
 
 
 def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:
     return {"http": dict(http), "log": {"debug_dir": "debug"} if debug else {}}
 
 
-def _prepare(config: Config) -> None:
+def prepare(config: Config, progress: ProgressReporter | None = None) -> None:
     """Everything that may take long or fail, before the server announces itself."""
     here = [model for model in config.models.values() if model.enabled]
     if here and all(model.backend == "llama_cpp" for model in here) and find_spec("llama_cpp") is None:
@@ -70,7 +70,7 @@ def _prepare(config: Config) -> None:
             "or try --config configs/demo.toml, which needs no engine"
         )
     if any(default_model.is_default(model.path) for model in config.models.values()):
-        default_model.fetch(ProgressReporter(write_line=logging.getLogger("modelyard.library").info))
+        default_model.fetch(progress or ProgressReporter(write_line=logging.getLogger("modelyard.library").info))
 
 
 async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, scheduler: str | None = None) -> int:
@@ -86,7 +86,11 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
     is_alone = INDEX_VARIABLE not in os.environ
     listener = listen(config.http.host, config.http.port, shared=not is_alone)
     http = config.http
-    note = announced(http.host, listener.getsockname()[1], tls=http.ssl_certfile is not None) if is_alone else nullcontext()
+    note = (
+        announced(http.host, listener.getsockname()[1], tls=http.ssl_certfile is not None)
+        if is_alone
+        else nullcontext()
+    )
     with note, on_hangup(built.admin.reload):
         watching = asyncio.create_task(watch(watched_files(path), built.admin.reload)) if config.watch else None
         await server.serve(sockets=[listener])

@@ -302,6 +302,12 @@ class Metrics:
             self._cached_tokens.observe(model, usage.cached)
         self._output_tokens.observe(model, usage.output)
 
+    def inputs_read(self, model: str, usage: Usage) -> None:
+        """Embeddings or a ranking: prompt tokens without an answer."""
+        self._prompt_total.add((model,), usage.prompt)
+        if usage.prompt:
+            self._prompt_tokens.observe(model, usage.prompt)
+
     def request_failed(self, code: str) -> None:
         self._errors.add((code,))
 

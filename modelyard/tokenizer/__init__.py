@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Protocol
 
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.plugins import MissingLibrary
 
 
 class FileTokenizer(Tokenizer, Protocol):
@@ -24,16 +23,9 @@ class FileTokenizer(Tokenizer, Protocol):
 def open_tokenizer(path: Path) -> FileTokenizer:
     """Through llama.cpp for a GGUF file, through `tokenizers` for everything else."""
     if path.suffix.lower() == ".gguf":
-        return _open_gguf(path)
-    from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-
-    return HuggingFaceTokenizer.load(path)
-
-
-def _open_gguf(path: Path) -> FileTokenizer:
-    try:
         from modelyard.tokenizer.gguf import GgufTokenizer
 
         return GgufTokenizer(path)
-    except ModuleNotFoundError as error:
-        raise MissingLibrary(f"a GGUF file needs the Python package {error.name!r}: run make install") from error
+    from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer.load(path)

@@ -60,7 +60,7 @@ SIZES = {
         (
             MemoryBudget(64 * GB),
             "Q8_0",
-            "it takes 10.5 GB with the KV of 16384 tokens, and 64 GB of memory",
+            "it takes 10.6 GB with the KV of 16384 tokens, and 64 GB of memory",
         ),
         (MemoryBudget(9 * GB), "Q6_K", "9 GB of memory"),
         (MemoryBudget(64 * GB, 8 * GB), "Q4_K_M", "8 GB of GPU memory"),

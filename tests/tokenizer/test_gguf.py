@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import weakref
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from modelyard import libllama
 from modelyard.core.errors import InvalidRequest
 from modelyard.library.convert.writers import tokenizer_files
 from modelyard.library.default_model import fetch
@@ -225,15 +225,10 @@ def test_a_null_message_is_accepted() -> None:
 # Which library reads which file, and the error if it is missing.
 
 
-def test_a_gguf_file_without_llama_cpp_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
-    for name in [
-        name
-        for name in sys.modules
-        if name.startswith(("llama_cpp", "modelyard.tokenizer.gguf", "modelyard.tokenizer.llama"))
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(MissingLibrary, match="run make install"):
+def test_a_gguf_file_without_a_library_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(libllama, "_loaded", None)
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
+    with pytest.raises(MissingLibrary, match=r"no llama.cpp library in .*: `modelyard setup` fetches one"):
         open_tokenizer(Path("x.GGUF"))
 
 

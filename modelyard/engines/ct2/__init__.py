@@ -11,6 +11,7 @@ Limits:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from modelyard.engines.ct2.model_folder import find_folder
 from modelyard.engines.ct2.options import CAPABILITIES as CAPABILITIES
 from modelyard.engines.ct2.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.ct2.options import Ct2Options as Options
+from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.plugins import MissingLibrary
 
 KIND = "text"
@@ -42,3 +44,7 @@ def create(spec: EngineSpec) -> Engine:
 def tokenizer_path(options: Options) -> Path:
     """A converted model has its tokenizer beside the weights."""
     return find_folder(options.path)
+
+
+def faults(spec: EngineSpec) -> Iterator[OptionFault]:
+    yield from try_options({"path": lambda: find_folder(spec.options.path)})

@@ -10,6 +10,7 @@ Limits:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from modelyard.engines.exllamav3.model_folder import find_folder
 from modelyard.engines.exllamav3.options import CAPABILITIES as CAPABILITIES
 from modelyard.engines.exllamav3.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.exllamav3.options import ExllamaOptions as Options
+from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.plugins import MissingLibrary
 
 KIND = "text"
@@ -49,3 +51,7 @@ def create(spec: EngineSpec) -> Engine:
 def tokenizer_path(options: Options) -> Path:
     """A quantized model has its tokenizer beside the weights."""
     return find_folder(options.path)
+
+
+def faults(spec: EngineSpec) -> Iterator[OptionFault]:
+    yield from try_options({"path": lambda: find_folder(spec.options.path)})

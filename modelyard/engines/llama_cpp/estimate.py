@@ -21,9 +21,10 @@ from msgspec import Struct
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels, library_folder, visible_memory
+from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels, visible_memory
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode, kv_type_bytes
 from modelyard.library.gguf import ModelPurpose, TensorInfo, model_purpose, read_contents
+from modelyard.library.llama_cpp_package import library_folder
 from modelyard.library.model_files import locate_model_file, split_parts
 from modelyard.plugins import MissingLibrary
 

@@ -25,9 +25,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from modelyard import libllama
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp.selftest import fingerprint
 from modelyard.library.cache_dir import cache_dir
+from modelyard.library.llama_cpp_package import library_folder
 from modelyard.library.model_files import split_parts
 
 try:
@@ -171,8 +173,7 @@ def _use_vocabulary(model: Path) -> str | None:
 
 
 def _use_weights(model: Path, adapters: Sequence[str]) -> str | None:
-    from llama_cpp import llama_cpp as lib
-
+    lib = libllama.load()
     lib.llama_backend_init()
     _begin("reading the header")
     if not adapters and (fault := _compute(lib, model, (), header_only=True)) is not None:

@@ -22,6 +22,7 @@ import psutil
 from msgspec.structs import replace
 
 from modelyard.core.engine import EngineSpec
+from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.kv_memory import kv_layout
 from modelyard.engines.llama_cpp.kv_snapshot import (
@@ -36,7 +37,6 @@ from modelyard.engines.llama_cpp.kv_snapshot import (
     file_identity,
     origin_differences,
 )
-from modelyard.engines.llama_cpp.library import RELEASE
 from modelyard.engines.llama_cpp.loading import ROPE_OPTIONS
 from modelyard.engines.llama_cpp.lora import LoraAdapters
 from modelyard.engines.llama_cpp.options import Options
@@ -74,7 +74,7 @@ class KvStore:
         values = {name: getattr(options, name) for name in _POSITION_OPTIONS}
         positions = {name: value for name, value in values.items() if value is not None}
         self._origins = {
-            name: KvOrigin(RELEASE, model, name, info.window, kv_layout(info, options), positions)
+            name: KvOrigin(lib.identity, model, name, info.window, kv_layout(info, options), positions)
             for name, info in spec.caches.items()
         }
 

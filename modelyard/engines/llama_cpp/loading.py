@@ -25,6 +25,7 @@ from modelyard.engines.llama_cpp.estimate import (
 )
 from modelyard.engines.llama_cpp.options import KV_TYPES, Options, flash_attention_mode
 from modelyard.library.gguf import Pooling
+from modelyard.library.llama_cpp_package import library_folder
 from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
 
@@ -94,7 +95,7 @@ def resolve_options(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
 
     def is_slow() -> bool:
         head_size = model.head_size if model is not None else 0
-        return library.is_flash_attention_slow(head_size, library.library_folder())
+        return library.is_flash_attention_slow(head_size, library_folder())
 
     return resolve_flash_attention(spec, gpu=uses_gpu(spec.options), is_slow=is_slow)
 

@@ -7,7 +7,7 @@ that was computed with one set is never used with another (`sequences.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import POINTER, c_float, c_void_p
+from ctypes import c_float, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class LoraAdapters:
         """Replaces the context's set. A request's scale is multiplied with the adapter's own."""
         count = len(adapters)
         held = [self._adapters[name] for name, _ in adapters]
-        raws = (POINTER(c_void_p) * count)(*(each.raw for each in held))
+        raws = (c_void_p * count)(*(each.raw for each in held))
         scales = (c_float * count)(*(each.scale * scale for each, (_, scale) in zip(held, adapters, strict=True)))
         lib.llama_set_adapters_lora(context, raws, count, scales)
 

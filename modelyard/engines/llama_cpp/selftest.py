@@ -3,7 +3,7 @@
     python -m modelyard.engines.llama_cpp.selftest [--model FILE]
 
 A library that was built for another CPU, or by a faulty compiler, kills its process at the first decode. So a child
-loads it, compares its structs with those of the pinned release, and decodes a tiny random model with the machine's
+loads it, compares its structs with our declarations, and decodes a tiny random model with the machine's
 fastest kernels and with the generic ones: both must agree. The child prints each stage before it begins, so the parent
 knows where it died. A pass is stored in the user's cache folder, by the library's files and the CPU. A failure is not
 stored: the cause may be temporary, and repeating the test costs a second.
@@ -31,13 +31,16 @@ from typing import Any
 
 from msgspec import Struct
 
+from modelyard import libllama
 from modelyard.core.errors import Unavailable
-from modelyard.engines.llama_cpp.library import CONTEXT_DEFAULTS, MODEL_DEFAULTS, RELEASE, SIZES, library_folder
+from modelyard.engines.llama_cpp.library import CONTEXT_DEFAULTS, MODEL_DEFAULTS
 from modelyard.library.cache_dir import cache_dir
+from modelyard.library.llama_cpp_package import library_folder
+from modelyard.plugins import MissingLibrary
 
 SELFTEST_COMMAND = (sys.executable, "-m", "modelyard.engines.llama_cpp.selftest")
 _TIMEOUT_S = 120.0  # the test takes a second; the first use of a GPU takes longer
-_REBUILD = "`make rebuild-engine` builds it again for this machine"
+_REBUILD = "`modelyard setup --build` builds one for this machine"
 _PORTABLE = "with CMAKE_ARGS=-DGGML_NATIVE=OFF it is built for any CPU of this kind"
 _SIGNALS = {
     "SIGILL": "SIGILL, an instruction that this CPU does not have or that the compiler got wrong",
@@ -58,21 +61,35 @@ def require_working_library(
     env: Mapping[str, str] = os.environ, examine: Callable[[], str | None] | None = None
 ) -> None:
     """Raises if the library is missing or broken. Starts the child only if no pass is stored."""
-    marker = cache_dir(env) / "selftest" / fingerprint(library_folder(env))
-    if marker.exists():
-        return
-    fault = (examine or run_selftest)()
+    fault = find_fault(library_folder(env), env, examine)
     if fault is not None:
         raise BrokenLibrary(fault)
-    with suppress(OSError):  # without the marker each start takes a second longer
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
 
 
-def run_selftest(child: Sequence[str] = SELFTEST_COMMAND, timeout: float = _TIMEOUT_S) -> str | None:
-    """Runs the child. Returns what is wrong, in one sentence, or None."""
+def find_fault(
+    folder: Path, env: Mapping[str, str] = os.environ, examine: Callable[[], str | None] | None = None
+) -> str | None:
+    """What is wrong with the library in a folder, in one sentence, or None."""
+    marker = cache_dir(env) / "selftest" / fingerprint(folder)
+    if marker.exists():
+        return None
+    fault = examine() if examine else run_selftest(folder=folder)
+    if fault is None:
+        with suppress(OSError):  # without the marker each start takes a second longer
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+    return fault
+
+
+def run_selftest(
+    child: Sequence[str] = SELFTEST_COMMAND, timeout: float = _TIMEOUT_S, folder: Path | None = None
+) -> str | None:
+    """Runs the child, on the library in `folder` or the one in use. Returns what is wrong, in one sentence, or None."""
+    env = os.environ | ({"LLAMA_CPP_LIB_PATH": str(folder)} if folder else {})
     try:
-        done = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)  # noqa: S603
+        done = subprocess.run(  # noqa: S603
+            child, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=env
+        )
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode("utf-8", "replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         return explain_failure(None, timeout, output)
@@ -102,9 +119,9 @@ def _last_line(output: str, prefix: str) -> str | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Changes with the library's files, the CPU and the release that this program is written for."""
+    """Changes with the library's files, the CPU and our declarations."""
     files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.glob("*") if p.is_file())
-    text = json.dumps([RELEASE, str(folder), files, cpu_description()])
+    text = json.dumps([struct_sizes(), str(folder), files, cpu_description()])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -151,19 +168,12 @@ def _stages(model: Path | None, owns_process: bool) -> Iterator[Stage]:
         yield f"decoding {model.name}", lambda: _decode_model(model)
 
 
-def _binding() -> Any:
-    from llama_cpp import llama_cpp
-
-    return llama_cpp
-
-
 def _load_library(owns_process: bool) -> str | None:
     global _log_callback  # noqa: PLW0603
-    import llama_cpp
-
-    if llama_cpp.__version__ != RELEASE:
-        return f"llama-cpp-python is {llama_cpp.__version__}, and this program is written for {RELEASE}"
-    lib = _binding()
+    try:
+        lib = libllama.load()
+    except MissingLibrary as error:
+        return error.message
     if owns_process:
         _log_callback = lib.llama_log_callback(_print_errors)
         lib.llama_log_set(_log_callback, None)
@@ -177,21 +187,50 @@ def _print_errors(level: int, text: bytes | None, _: Any) -> None:
 
 
 def _check_layout() -> str | None:
-    lib = _binding()
-    for name, size in SIZES.items():
-        if (found := ctypes.sizeof(getattr(lib, name))) != size:
-            return f"{name} has {found} bytes where release {RELEASE} has {size}"
+    lib = libllama.load()
     return (
-        first_difference("llama_context_params", lib.llama_context_default_params(), CONTEXT_DEFAULTS)
+        _check_extent(lib, "llama_context_default_params", struct_sizes()["llama_context_params"])
+        or _check_extent(lib, "llama_model_default_params", struct_sizes()["llama_model_params"])
+        or first_difference("llama_context_params", lib.llama_context_default_params(), CONTEXT_DEFAULTS)
         or first_difference("llama_model_params", lib.llama_model_default_params(), MODEL_DEFAULTS)
         or _check_batch_layout(lib)
     )
 
 
+def struct_sizes() -> dict[str, int]:
+    """Bytes of the structs as we declare them."""
+    structs = (libllama.llama_context_params, libllama.llama_model_params, libllama.llama_batch)
+    return {each.__name__: ctypes.sizeof(each) for each in structs}
+
+
+_X86 = ("x86_64", "amd64")
+_MAX_STRUCT, _PADDING = 1024, 8
+
+
+def _check_extent(lib: Any, function: str, size: int) -> str | None:
+    """Compares the bytes that the C function writes with our struct.
+
+    On x86-64 a function that returns a big struct takes its address as the first argument. Bytes that keep two
+    different fillings were not written; padding at the end may be among them.
+    """
+    if platform.machine().lower() not in _X86:
+        return None  # there the address is elsewhere; the defaults are compared on every machine
+    call = ctypes.CDLL(str(lib.path))[function]
+    call.restype, call.argtypes = None, [ctypes.c_void_p]
+    buffers = [ctypes.create_string_buffer(filling * _MAX_STRUCT, _MAX_STRUCT) for filling in (b"\xaa", b"\x55")]
+    for buffer in buffers:
+        call(ctypes.addressof(buffer))
+    written = [n for n, (a, b) in enumerate(zip(buffers[0].raw, buffers[1].raw, strict=True)) if a == b]
+    found = written[-1] + 1
+    if size - _PADDING < found <= size:
+        return None
+    return f"{function} writes {found} bytes where the struct has {size}"
+
+
 def first_difference(name: str, struct_: Any, defaults: dict[str, Any]) -> str | None:
     for field, value in defaults.items():
         if (found := getattr(struct_, field)) != value:
-            return f"{name}.{field} is {found} where release {RELEASE} has {value}"
+            return f"{name}.{field} is {found} where the supported releases have {value}"
     return None
 
 
@@ -199,7 +238,7 @@ def _check_batch_layout(lib: Any) -> str | None:
     batch = lib.llama_batch_init(4, 0, 1)
     allocated = [bool(getattr(batch, name)) for name in ("token", "embd", "pos", "n_seq_id", "seq_id", "logits")]
     if batch.n_tokens != 0 or allocated != [True, False, True, True, True, True]:
-        return "llama_batch has another layout than that of the release"
+        return "llama_batch has another layout than that of the supported releases"
     lib.llama_batch_free(batch)
     return None
 
@@ -226,7 +265,7 @@ def _decode_model(path: Path) -> str | None:
 
 def _decode(path: Path, *, fast: bool) -> list[float] | None:
     """The logits after a prompt and a few single tokens; None if a call fails."""
-    lib = _binding()
+    lib = libllama.load()
     model_params = lib.llama_model_default_params()
     model_params.use_extra_bufts = fast
     model = lib.llama_model_load_from_file(str(path).encode(), model_params)

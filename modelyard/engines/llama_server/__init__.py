@@ -11,7 +11,7 @@ from modelyard.engines.llama_cpp import Options as LlamaCppOptions
 from modelyard.engines.llama_cpp import selftest
 from modelyard.engines.llama_cpp.estimate import estimate_memory, read_model_shape
 from modelyard.engines.llama_server.engine import CAPABILITIES as CAPABILITIES
-from modelyard.engines.llama_server.engine import LlamaServerEngine
+from modelyard.engines.llama_server.engine import LlamaServerEngine, model_capabilities
 from modelyard.engines.llama_server.options import KV_TYPES as KV_TYPES
 from modelyard.engines.llama_server.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_server.options import LlamaServerOptions as Options
@@ -24,6 +24,7 @@ KIND = "chat"
 create = LlamaServerEngine
 HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True
+capabilities = model_capabilities
 
 
 def tokenizer_path(options: Options) -> Path:

@@ -11,13 +11,14 @@ from msgspec.structs import replace
 
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgress
 from modelyard.core.errors import ModelyardError, Unsupported
+from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
 from modelyard.engines.llama_server.options import LlamaServerOptions
-from modelyard.engines.llama_server.server import combined_cache, server_command
+from modelyard.engines.llama_server.server import combined_cache, server_command, server_task
 from modelyard.engines.llama_server.slots import ScopedSlots
-from modelyard.engines.managed import ManagedEngine, ManagedServer, server_request
-from modelyard.engines.upstream import append_fields, reject_bare_prompts
-from modelyard.protocols import openai_chat
+from modelyard.engines.managed import Endpoint, ManagedEngine, ManagedServer, server_request
+from modelyard.engines.upstream import append_fields
+from modelyard.protocols import llama_infill, openai_chat, openai_completions
 
 CAPABILITIES = Capabilities(
     modalities=("text", "image"),
@@ -25,6 +26,9 @@ CAPABILITIES = Capabilities(
     logprobs=True,
     ignored=("beam_size",),
     thinking_modes=("default", "enabled", "disabled"),
+    embeddings=True,
+    rerank=True,
+    infill=True,
 )
 
 
@@ -33,7 +37,7 @@ class LlamaServerEngine(ManagedEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         self._options = cast(LlamaServerOptions, spec.options)
-        capabilities = replace(CAPABILITIES, modalities=spec.modalities)
+        capabilities = replace(model_capabilities(self._options), modalities=spec.modalities)
         info = EngineInfo("llama_server", dict(spec.caches), capabilities)
         super().__init__(spec, info, self._options.llama_server_start_timeout_s)
         is_known = not {"--parallel", "-np"} & set(self._options.llama_server_extra_args)
@@ -54,6 +58,9 @@ class LlamaServerEngine(ManagedEngine):
 
     def _request_body(self, request: Request) -> bytes:
         return chat_body(request, self._options)
+
+    def _endpoint(self, request: Request) -> Endpoint:
+        return INFILL if request.infill is not None else super()._endpoint(request)
 
     @contextmanager
     def _placed(self, request: Request) -> Iterator[Mapping[str, Any]]:
@@ -76,20 +83,37 @@ class LlamaServerEngine(ManagedEngine):
         return len(tokens) if status == 200 and isinstance(tokens, list) else None
 
 
+INFILL: Endpoint = ("/infill", cast(WireProtocol, llama_infill))
+
+
+def model_capabilities(options: LlamaServerOptions) -> Capabilities:
+    """llama-server embeds or ranks if it is started for that, and then does nothing else."""
+    task = server_task(options)
+    return replace(
+        CAPABILITIES,
+        chat=task == "chat",
+        embeddings=task == "embedding",
+        rerank=task == "reranking",
+        infill=task == "chat",
+    )
+
+
 def chat_body(request: Request, options: LlamaServerOptions) -> bytes:
     """The body of /v1/chat/completions: OpenAI Chat with llama-server's extensions. It is always a stream with usage.
-    `return_progress` keeps a long prefill from running into the timeout."""
-    reject_bare_prompts(request)
+    `return_progress` keeps a long prefill from running into the timeout. A bare prompt has the same extensions."""
     if request.constraint is not None and request.constraint.kind in ("regex", "lark"):
         raise Unsupported(
             f"llama-server takes JSON schemas and GBNF grammars, not {request.constraint.kind}",
             code="structured_unsupported",
         )
     streamed = replace(_llama_request(request, options), n=1, stream=True, include_usage=True)
+    if request.infill is not None:
+        return llama_infill.write_request(streamed)
     fields: dict[str, Any] = {"return_progress": True}
     if request.sampling.repetition_penalty is not None:
         fields["repeat_penalty"] = request.sampling.repetition_penalty
-    return append_fields(openai_chat.write_request(streamed), fields)
+    written = (openai_completions if request.prompts else openai_chat).write_request(streamed)
+    return append_fields(written, fields)
 
 
 def _llama_request(request: Request, options: LlamaServerOptions) -> Request:

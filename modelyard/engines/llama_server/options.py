@@ -73,6 +73,7 @@ class LlamaServerOptions(BaseModel):
     path: str = Field(description="The GGUF file, its folder, or the first file of a split model.")
     chat_template: str | None = Field(default=None, description="The Jinja chat template, as text or as a file's path.")
     enable_thinking: bool | None = Field(default=None, description="Thinking if the request does not say.")
+    spm_infill: bool = Field(default=False, description="Fill-in-the-middle prompts begin with the suffix.")
     llama_server_binary: str | None = Field(
         default=None,
         description="The program. Unset: llama-server on the PATH, else the one that setup/llama_server.py downloaded.",

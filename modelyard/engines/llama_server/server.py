@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import cast
 
 from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.core.errors import ModelyardError
 from modelyard.engines import cores
 from modelyard.engines.llama_server.options import SPEC_ALIASES, LlamaServerOptions
 from modelyard.engines.managed import ListenAddress, ServerCommand, child_environment, find_program
 from modelyard.library import llama_server as downloads
+from modelyard.library.gguf import Task, read_purpose
 from modelyard.library.model_files import locate_model_file
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,34 @@ def find_binary(options: LlamaServerOptions) -> str:
     )
 
 
+_TASK_FLAGS: dict[str, Task] = {
+    **dict.fromkeys(("--embedding", "--embeddings"), "embedding"),
+    **dict.fromkeys(("--rerank", "--reranking"), "reranking"),
+}
+
+
+def server_task(options: LlamaServerOptions) -> Task:
+    """What the server is started for: as the extra arguments say, else what the model was trained for."""
+    for argument in options.llama_server_extra_args:
+        if argument in _TASK_FLAGS:
+            return _TASK_FLAGS[argument]
+    try:
+        return read_purpose(locate_model_file(options.path)).task
+    except ModelyardError:
+        return "chat"  # llama-server explains what is wrong with the file
+
+
+def _task_arguments(options: LlamaServerOptions, cache: CacheInfo) -> list[str]:
+    """A text is embedded in one micro-batch, so that is as long as the window."""
+    task = server_task(options)
+    if task not in ("embedding", "reranking"):
+        return []
+    flags = ["--embeddings"] if task == "embedding" else ["--reranking"]
+    for flag, rows in (("--batch-size", cache.n_batch), ("--ubatch-size", cache.n_ubatch)):
+        flags += [flag, str(cache.window)] if rows is None else []
+    return flags
+
+
 def combined_cache(caches: Mapping[str, CacheInfo]) -> CacheInfo:
     """The caches of a model as llama-server has them: one, with the slots of all."""
     first = next(iter(caches.values()))
@@ -84,7 +114,9 @@ def command_line(
     if address.port is not None:
         argv += ["--port", str(address.port)]
     argv += ["--ctx-size", str(cache.window * cache.parallel), "--parallel", str(cache.parallel)]
-    argv += ["--jinja", "--no-webui"]
+    argv += ["--jinja", "--no-webui", *_task_arguments(options, cache)]
+    if options.spm_infill:
+        argv.append("--spm-infill")
     for flag, value in _optional_flags(options, cache):
         if value is not None:
             argv += [flag, str(value)]

@@ -11,14 +11,14 @@ from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgre
 from modelyard.core.errors import ContextOverflow, ModelyardError, NotFound
 from modelyard.core.request import Request
 from modelyard.engines.managed import ManagedEngine, ManagedServer, server_request
-from modelyard.engines.upstream import append_fields, reject_bare_prompts
+from modelyard.engines.upstream import append_fields
 from modelyard.engines.vllm.log_parser import startup_stage
 from modelyard.engines.vllm.options import max_model_len
 from modelyard.engines.vllm.request import IGNORED
 from modelyard.engines.vllm_serve.options import VllmServeOptions
 from modelyard.engines.vllm_serve.server import lists_models, model_template, server_command, tool_call_parser
 from modelyard.engines.vllm_serve.sleep import sleeping_servers
-from modelyard.protocols import openai_chat
+from modelyard.protocols import openai_chat, openai_completions
 
 _GRAMMARS = {"gbnf": "grammar", "lark": "grammar", "regex": "regex"}
 
@@ -29,6 +29,8 @@ CAPABILITIES = Capabilities(
     lora=True,
     ignored=IGNORED,
     thinking_modes=("default", "enabled", "disabled"),
+    embeddings=True,  # a server of a pooling model does; others refuse
+    rerank=True,
 )
 
 
@@ -96,9 +98,15 @@ class VllmServeEngine(ManagedEngine):
     def _request_body(self, request: Request) -> bytes:
         return chat_body(request, self._options, self._spec.model, max_model_len(self._spec.caches))
 
-    async def _diagnose(self, error: ModelyardError, server: ManagedServer, request: Request) -> ModelyardError:
+    async def _diagnose(self, error: ModelyardError, server: ManagedServer, request: Request | None) -> ModelyardError:
         """vLLM stops counting at the end of the window; its tokenizer endpoint knows the true length of the prompt."""
-        if isinstance(error, ContextOverflow) and (counted := await self.count(request)) is not None:
+        has_messages = request is not None and bool(request.messages)
+        if (
+            isinstance(error, ContextOverflow)
+            and request
+            and has_messages
+            and (counted := await self.count(request)) is not None
+        ):
             return ContextOverflow(max(counted, error.prompt_tokens), error.window)
         return await super()._diagnose(error, server, request)
 
@@ -119,7 +127,6 @@ def chat_body(request: Request, options: VllmServeOptions, model: str, window: i
     `model` is the name that the server knows. vLLM ends an answer at the end of the window, but it refuses a
     `max_tokens` larger than the window.
     """
-    reject_bare_prompts(request)
     max_tokens = min(request.max_tokens, window) if request.max_tokens is not None else None
     streamed = replace(
         _vllm_request(request, options, model), max_tokens=max_tokens, n=1, stream=True, include_usage=True
@@ -129,7 +136,19 @@ def chat_body(request: Request, options: VllmServeOptions, model: str, window: i
         fields["structured_outputs"] = {grammar: request.constraint.text}
     if request.kv_scope:
         fields["cache_salt"] = request.kv_scope  # prefixes are reused among equal salts only
+    if request.prompts:
+        return append_fields(openai_completions.write_request(_with_schema(streamed, fields)), fields)
     return append_fields(openai_chat.write_request(streamed), fields | _continuation(request))
+
+
+def _with_schema(request: Request, fields: dict[str, Any]) -> Request:
+    """vLLM takes the schema of a bare prompt among the structured outputs."""
+    if request.constraint is None or request.constraint.kind not in ("json_schema", "json_object"):
+        return request
+    is_any = request.constraint.kind == "json_object"
+    schema = {"json_object": True} if is_any else {"json": msgspec.Raw(request.constraint.text.encode())}
+    fields["structured_outputs"] = schema
+    return replace(request, constraint=None)
 
 
 def tokenize_body(request: Request, options: VllmServeOptions, model: str) -> bytes:

@@ -12,6 +12,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import StopReason, Usage
 
 FINGERPRINT = "fp_modelyard"
+DEFAULT_MODEL = "default"  # for bodies in which the model is optional: the name that the router falls back from
 DONE = b"data: [DONE]\n\n"
 MAX_N = 128
 MAX_PROMPTS = 2048

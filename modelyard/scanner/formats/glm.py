@@ -43,6 +43,7 @@ from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuf
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_INNER = (_KEY, _VALUE, _KEY_END, _VALUE_END)
 _TAGS = ParameterTags(_KEY, _KEY_END, _VALUE_END, (_CALL_END,), (_CALL,), on_lines=False)
 _NAME_END = re.compile(rf"[\n<{{{SURROGATES}]")
 _TAG = re.compile(rf"[<{SURROGATES}]")
@@ -100,8 +101,7 @@ _READERS = {_CALL: StartReader(_read_call, (_CALL_END,))}
 _GLM45 = OutputFormat(
     name="glm45",
     regions=regions(_READERS, closes_alone=True),
-    hidden_markers=(_CALL_END, "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
-    inner_markers=(_KEY, _VALUE, _KEY_END, _VALUE_END),
+    hidden_markers=(_CALL_END, *_INNER, "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     stop_tokens=("<|user|>", "<|observation|>", "<|endoftext|>"),
     turn_starts=("<|assistant|>",),
     template_hints=((_KEY, _VALUE),),
@@ -136,8 +136,7 @@ def _relative(
     return OutputFormat(
         name=name,
         regions=regions(_READERS, closes_alone=True, ends=ends),
-        hidden_markers=(_CALL_END, turn_start),
-        inner_markers=_GLM45.inner_markers,
+        hidden_markers=(_CALL_END, *_INNER, turn_start),
         stop_tokens=ends,
         turn_starts=(turn_start,),
         template_hints=((hint, _KEY, _VALUE),),

@@ -57,8 +57,7 @@ class _TagSet:
         ends = (self._call_end, self._block_end)
         self._parameters = ParameterTags(key, self._key_end, value_end, ends, (self._call,), on_lines=False)
         self.readers = {block: StartReader(self._read_block, ends), self._call: StartReader(self._read_call, ends)}
-        self.hidden_markers = (*ends, self._separator)
-        self.inner_markers = (key, self._key_end, self._value, value_end)
+        self.hidden_markers = (*ends, self._separator, key, self._key_end, self._value, value_end)
 
     def _read_block(self, buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
         """After the outer opening: calls one after another."""
@@ -101,7 +100,6 @@ _HY3 = OutputFormat(
         ends=_ENDS,
     ),
     hidden_markers=(*(marker for tags in _TAG_SETS for marker in tags.hidden_markers), *_TURN_STARTS),
-    inner_markers=tuple(marker for tags in _TAG_SETS for marker in tags.inner_markers),
     stop_tokens=_ENDS,
     turn_starts=_TURN_STARTS,
     template_hints=(("<tool_sep{}>", "hy_Assistant"), ("<tool_sep>", "<arg_key>")),

@@ -59,8 +59,7 @@ FORMATS = (
         regions=regions(
             {_CALL: StartReader(_read_call, (_CALL_END,))}, tags=(("<longcat_think>", "</longcat_think>"), *THINK)
         ),
-        hidden_markers=(_CALL_END, "</longcat_s>"),
-        inner_markers=(_KEY, _KEY_END, _VALUE, _VALUE_END),
+        hidden_markers=(_CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END, "</longcat_s>"),
         stop_tokens=("</longcat_s>",),
         turn_starts=("ASSISTANT:", "<longcat_assistant>"),
         template_hints=((_CALL,),),

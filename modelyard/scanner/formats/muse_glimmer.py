@@ -9,8 +9,8 @@
     </atem:function_calls><|eot|>
 
 Messages to `self` are reasoning, those to `user` are text. The prompt contains `<|start|>assistant`. Models also
-forget it before later messages. Tags in other messages are quoted, unless they are the first thing in the text: then
-the header is missing. Only `<|eot|>` ends the turn.
+forget it before later messages. Tags in other messages are no call, and only the words between them are shown, unless
+they are the first thing in the text: then the header is missing. Only `<|eot|>` ends the turn.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _START, _TO, _MESSAGE, _ENDS = "<|start|>", "to=", "<|message|>", ("<|eom|>", "<
 _TAGS = InvokeTags("<atem:", "</atem:", ("function_calls",))
 _HEADER = re.compile(r"\s*(?:assistant)?\s*(?:to=([\w.:/-]*))?\s*")
 _HEADER_END = re.compile(rf"[<\n{SURROGATES}]")
+_TAG_END = re.compile(rf"[>\n<{SURROGATES}]")
 _HEADER_LIMIT = 256
 _REGIONS = {None: "text", "": "text", "user": "text", "self": "thinking"}
 
@@ -83,21 +84,24 @@ def _read_tool_message(buffer: TextBuffer, calls: CallBuilder, recipient: str) -
         yield from readers[end](buffer, calls)
 
 
-def _without_header(call: StartReader) -> StartReader:
+def _without_header(marker: str, call: StartReader) -> StartReader:
     """A call without a header counts only at the beginning of a text."""
 
     def read(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
         if calls.kind != "text" or not calls.is_first:
+            if marker.endswith("="):
+                yield from buffer.read_until(_TAG_END, may_end=True)
+                yield from buffer.skip_if(">")
             raise ParseError("a quoted call")
         return (yield from call.reader(buffer, calls))
 
-    return StartReader(read, call.closing, bare=True)
+    return StartReader(read, call.closing)
 
 
 _MARKERS: dict[str, SwitchRegion | StartReader] = {
     _START: StartReader(_read_header, _ENDS),
     _TO: StartReader(_read_recipient, _ENDS, bare=True),
-    **{marker: _without_header(call) for marker, call in _TAGS.readers.items()},
+    **{marker: _without_header(marker, call) for marker, call in _TAGS.readers.items()},
     **{end: SwitchRegion("text") for end in _ENDS},
 }
 
@@ -105,8 +109,7 @@ FORMATS = (
     OutputFormat(
         name="muse_glimmer",
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
-        hidden_markers=(_MESSAGE,),
-        inner_markers=(_TAGS.parameters.opening, _TAGS.parameters.closing, *_TAGS.parameters.ends),
+        hidden_markers=(_MESSAGE, _TAGS.parameters.opening, _TAGS.parameters.closing, *_TAGS.parameters.ends),
         stop_tokens=("<|eot|>",),
         turn_starts=_ENDS,
         template_hints=(("<atem:function_calls>",), ("<atem:function_calls>", "<|eom|>")),

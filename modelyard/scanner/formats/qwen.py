@@ -138,8 +138,8 @@ def _read_name(buffer: TextBuffer) -> Incremental[str]:
 QWEN3_CODER = OutputFormat(
     name="qwen3_coder",
     regions=regions(FunctionTagReader("<tool_call>", "</tool_call>").readers),
-    hidden_markers=("</tool_call>", FUNCTION_END, "</think>", "<|im_end|>"),
-    inner_markers=(PARAMETER, PARAMETER_END),
+    hidden_markers=("</tool_call>", FUNCTION_END, PARAMETER, "</think>", "<|im_end|>"),
+    inner_markers=(PARAMETER_END,),
     stop_tokens=("<|im_end|>",),
     turn_starts=("<|im_start|>assistant",),
     template_hints=((FUNCTION, PARAMETER),),

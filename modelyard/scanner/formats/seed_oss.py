@@ -29,8 +29,11 @@ FORMATS = (
     OutputFormat(
         name="seed_oss",
         regions=regions(FunctionTagReader(_CALL, _CALL_END, on_lines=False).readers, tags=(_THINK,)),
-        hidden_markers=(_CALL_END, FUNCTION_END, _THINK[1], *_BUDGET, "<seed:bos>", "<seed:eos>", "<seed:pad>"),
-        inner_markers=(PARAMETER, PARAMETER_END),
+        hidden_markers=(
+            *(_CALL_END, FUNCTION_END, PARAMETER, _THINK[1], *_BUDGET),
+            *("<seed:bos>", "<seed:eos>", "<seed:pad>"),
+        ),
+        inner_markers=(PARAMETER_END,),
         stop_tokens=("<seed:eos>",),
         turn_starts=("<seed:bos>assistant",),
         template_hints=((_CALL, FUNCTION),),

@@ -169,7 +169,7 @@ def windows_text(record: Json) -> str:
 def capability_tags(record: Json) -> Iterator[str]:
     capabilities = record["capabilities"]
     yield from capabilities["modalities"]
-    for name in ("tools", "structured", "logprobs", "lora", "embeddings"):
+    for name in ("tools", "structured", "logprobs", "lora", "embeddings", "rerank", "infill"):
         if capabilities[name]:
             yield name
     if len(capabilities["thinking_modes"]) > 1:

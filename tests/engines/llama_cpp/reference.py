@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import llama_cpp as lib
 
+from modelyard.engines.llama_cpp.binding import lib
 from modelyard.tokenizer import llama_log
 from tests.engines.llama_cpp.helpers import UBATCH
 

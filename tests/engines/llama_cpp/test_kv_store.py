@@ -250,10 +250,11 @@ async def test_kv_of_another_release_is_ignored(
 ) -> None:
     async with opened(folder) as engine:
         await answer(engine)
-    monkeypatch.setattr(kv_store, "RELEASE", "9.9")
+    identity = kv_store.lib.identity
+    monkeypatch.setattr(kv_store.lib, "identity", "libllama.v9.9.so 1")
     async with opened(folder) as engine:
         assert engine.stats().restored_tokens == 0
-    assert "release was 0.3.36 and is 9.9" in caplog.text
+    assert f"release was {identity} and is libllama.v9.9.so 1" in caplog.text
 
 
 LAW = (("law", 1.0),)

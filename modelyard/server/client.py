@@ -47,16 +47,19 @@ class ServerClient:
     """Every method raises a ModelyardError if it fails."""
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float | None = 60) -> None:
-        self.url = url.rstrip("/")
+        self.url, self.key = url.rstrip("/"), key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         # A proxy of the environment is for other machines.
-        self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=not url.startswith("http://127."))
+        self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=not is_local(url))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._http.close()
 
     def is_running(self) -> bool:
@@ -65,9 +68,7 @@ class ServerClient:
             reply = self._http.get(f"{self.url}/health/live")
         except httpx.ConnectError:
             return False
-        except httpx.HTTPError as error:
-            raise self._explained(error) from None
-        except httpx.InvalidURL as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._explained(error) from None
         if reply.status_code != 200 or b"alive" not in reply.content:
             raise InvalidRequest(f"the server at {self.url} is not Modelyard: choose another address with --url")

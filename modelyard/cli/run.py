@@ -1,0 +1,179 @@
+"""`modelyard run`: one prompt or a conversation, on a running server or on one of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.markup import escape
+
+from modelyard.cli.chat import (
+    ChatLoop,
+    ImageOption,
+    SetOption,
+    SystemOption,
+    ThinkingOption,
+    ThinkOption,
+    VerboseOption,
+    make_screen,
+    one_shot_parts,
+    read_options,
+)
+from modelyard.cli.chat_screen import ChatScreen
+from modelyard.cli.completion import complete_models
+from modelyard.cli.console import ConfigOption, KeyOption, UrlOption, err, load_or_exit, out, run_or_exit
+from modelyard.cli.conversation import Conversation
+from modelyard.cli.models import make_progress, pull_model
+from modelyard.config.load import EMBEDDED_DEFAULTS
+from modelyard.config.settings import Config
+from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
+from modelyard.library import default_model
+from modelyard.server.client import ServerClient, find_url, is_local
+from modelyard.server.temporary_server import TemporaryServer, log_path
+
+_POLL_S = 0.1
+
+
+def run(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A name of the server or the library, a GGUF file, a folder, owner/repo[:quant] or a URL of the hub.",
+            autocompletion=complete_models,
+        ),
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="One message to answer; without it, a conversation.")
+    ] = None,
+    system: SystemOption = None,
+    parameters: SetOption = None,
+    think: ThinkOption = None,
+    thinking: ThinkingOption = "auto",
+    image: ImageOption = None,
+    verbose: VerboseOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one reply as JSON, with usage and times.")] = False,
+    url: UrlOption = None,
+    key: KeyOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Run a model: answer one prompt, or talk with it. A model that is not here is fetched first.
+
+    A running server is used; without one, a server is started for as long as this runs. The reply goes to standard
+    output and everything else to standard error, so that pipes work:
+
+    \b
+      modelyard run smollm2 "Why is the sky blue?"
+      modelyard run ./model.gguf                        a conversation; /help lists its commands
+      cat notes.txt | modelyard run qwen "Summarise"
+      modelyard run llava "What is this?" -i photo.jpg
+      modelyard run qwen --set temperature=0 --json "Name a colour" | jq -r .content
+    """
+    settings, images = run_or_exit(read_options, system, parameters, think, image)
+    asked, piped = " ".join(prompt or ()), b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+    parts = run_or_exit(one_shot_parts, asked, piped, images)
+    is_one_shot = bool(asked) or not sys.stdin.isatty() or as_json
+    if is_one_shot and not parts:
+        err.print("[red]error[/red] there is no prompt: give one after the model, or pipe one in")
+        raise typer.Exit(2)
+    screen = ChatScreen(out, err, show_thinking=_shown(thinking)) if is_one_shot else make_screen(thinking)
+    with served_model(model, url, key, config) as (address, name):
+        conversation = Conversation(address, name, key=key, settings=settings)
+        loop = ChatLoop(conversation, screen, verbose=verbose, images=() if is_one_shot else images)
+        code = loop.once(parts, as_json=as_json) if is_one_shot else loop.run()
+    raise typer.Exit(code)
+
+
+def _shown(thinking: str) -> bool | None:
+    return None if thinking == "auto" else thinking == "show"
+
+
+@contextmanager
+def served_model(model: str, url: str | None, key: str | None, config: Path | None) -> Iterator[tuple[str, str]]:
+    """The URL of a server that has the model, and its name there. Exits with one line on an error."""
+    address = find_url(url)
+    with ServerClient(address, key) as server:
+        try:
+            is_running = server.is_running()
+        except InvalidRequest as error:
+            if url is not None:
+                run_or_exit(_raise, error)
+            is_running, address = False, f"http://127.0.0.1:{free_port()}"  # another program has the usual port
+        if is_running:
+            yield address, run_or_exit(_name_on_server, server, model)
+            return
+    if not is_local(address):
+        run_or_exit(_raise, Unavailable(f"no server answers at {address}"))
+    name, env = _prepare(model, config)
+    with TemporaryServer(address, config, log_path(env), env) as temporary:
+        with err.status(f"[dim]starting {escape(name)} …[/dim]"), ServerClient(address, key) as server:
+            run_or_exit(_wait_until_listening, server, temporary)
+        yield address, name
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _names(server: ServerClient) -> list[str]:
+    return [str(name) for card in server.get("/v1/models")["data"] for name in (card["id"], *card.get("aliases", ()))]
+
+
+def _name_on_server(server: ServerClient, model: str) -> str:
+    """A name that the server lists; else a model of this machine, which a server on it sees as soon as it is here."""
+    names = _names(server)
+    if model in names:
+        return model
+    if not is_local(server.url):
+        raise NotFound(f"the server at {server.url} has no model {model!r}; it has {', '.join(names) or 'none'}")
+    name = pull_model(model).name
+    if name not in names and name not in _names(server):
+        raise NotFound(
+            f"{name} is in the library, and the server at {server.url} does not offer it: it has "
+            f"{', '.join(names) or 'none'}. End that server, or name another one with --url"
+        )
+    return name
+
+
+def _prepare(model: str, config: Path | None) -> tuple[str, dict[str, str]]:
+    """Fetch what the model needs, with progress. Returns its name in the configuration, and the environment in which a
+    server loads this model at start and others on demand."""
+    from modelyard.server.serve import prepare
+
+    name = _configured_name(load_or_exit(config).config, model)
+    if name is None and model in EMBEDDED_DEFAULTS["models"]:  # it is left out while other models are here
+        run_or_exit(default_model.fetch, make_progress())
+        name = model
+    name = name or pull_model(model).name
+    configured = load_or_exit(config, quiet=True).config
+    cache = configured.router().catalog.find(name)
+    wanted = cache.model if cache is not None else name
+    only = {other: {"enabled": other == wanted, "autoload": True} for other in configured.models}
+    loaded = load_or_exit(config, {"models": only}, quiet=True)
+    run_or_exit(prepare, loaded.config, make_progress())
+    return name, {**os.environ, "MODELYARD_MODELS": msgspec.json.encode(only).decode()}
+
+
+def _configured_name(config: Config, model: str) -> str | None:
+    catalog = config.router().catalog
+    return model if model in (*catalog.models, *catalog.caches, *catalog.aliases) else None
+
+
+def _wait_until_listening(server: ServerClient, temporary: TemporaryServer) -> None:
+    """The model is loaded while the user types, or while the first request waits."""
+    while not server.is_running():
+        temporary.check_alive()
+        time.sleep(_POLL_S)

@@ -1,0 +1,338 @@
+"""llama-server's fill-in-the-middle, both roles: `POST /infill`, the texts around a gap in, what belongs into it out.
+
+{"input_prefix": "def f():\\n    ", "input_suffix": "\\n", "prompt": "", "n_predict": 32, "stream": true,
+ "input_extra": [{"filename": "a.py", "text": "…"}]}
+data: {"index": 0, "content": "return", "tokens": [], "stop": false, …}
+data: {"index": 0, "content": "", "stop": true, "stop_type": "eos", "timings": {…}, …}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from modelyard.core import limits
+from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError, Unsupported
+from modelyard.core.events import (
+    Block,
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Reply,
+    Started,
+    StopReason,
+    Timings,
+    Usage,
+)
+from modelyard.core.protocol import WireError
+from modelyard.core.request import Infill, Request, Text
+from modelyard.protocols.common.extensions import (
+    ExtensionFields,
+    present,
+    read_constraint,
+    read_priority,
+    read_sampling,
+    write_extensions,
+)
+from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.openai_errors import error_body, read_error_field, read_http_error, write_http_error
+from modelyard.protocols.common.openai_fields import DEFAULT_MODEL, read_session, read_stop
+from modelyard.protocols.common.sse import SseParser, comment, frame
+
+NAME = "llama_infill"
+PATHS: tuple[str, ...] = ("/infill",)
+
+read_error = read_http_error
+
+_STOP_TYPES: Mapping[StopReason, str] = {"end": "eos", "stop_string": "word", "max_tokens": "limit", "window": "limit"}
+_MISSING = "missing_required_parameter"
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+class InfillBody(ExtensionFields):
+    model: limits.Name | None = None
+    input_prefix: limits.Text | None = None
+    input_suffix: limits.Text | None = None
+    input_extra: limits.ProjectFiles | None = None
+    prompt: limits.Text | None = None
+    n_predict: int | None = None
+    max_tokens: int | None = None
+    repeat_penalty: float | None = None
+    stop: limits.StopString | limits.StopStrings | None = None
+    stream: bool | None = None
+    response_fields: limits.Words | None = None
+
+
+_decoder = msgspec.json.Decoder(InfillBody)
+
+
+def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
+    """`n_predict` 0 only reads the prompt into the cache, and -1 is no limit."""
+    parsed = decode(_decoder, body)
+    if parsed.input_prefix is None or parsed.input_suffix is None:
+        name = "input_prefix" if parsed.input_prefix is None else "input_suffix"
+        raise InvalidRequest(f"{name} is required; it may be empty", param=name, code=_MISSING)
+    limit = parsed.n_predict if parsed.n_predict is not None else parsed.max_tokens
+    if limit is not None and limit < -1:
+        raise InvalidRequest(f"n_predict must be -1, 0 or more, got {limit}", param="n_predict")
+    sampling, warnings = read_sampling(parsed), list[str]()
+    if parsed.repeat_penalty is not None:
+        sampling = replace(sampling, repetition_penalty=parsed.repeat_penalty)
+    files = tuple(_read_file(file, f"input_extra[{at}]") for at, file in enumerate(parsed.input_extra or ()))
+    return Request(
+        model=parsed.model or DEFAULT_MODEL,
+        prompts=(parsed.input_prefix,),
+        infill=Infill(parsed.input_suffix, parsed.prompt or "", files),
+        sampling=sampling,
+        max_tokens=None if limit == -1 else max(1, limit) if limit is not None else None,
+        stop=read_stop(parsed.stop, warnings),
+        constraint=read_constraint(parsed),
+        stream=parsed.stream is True,
+        lora_adapter=parsed.lora_adapter,
+        priority=read_priority(parsed),
+        session=read_session(headers, None),
+        reply_fields=tuple(parsed.response_fields or ()),
+        warnings=tuple(warnings),
+    )
+
+
+def _read_file(file: dict[str, Any], path: str) -> tuple[str, str]:
+    name, text = file.get("filename", "tmp"), file.get("text", "")
+    if not isinstance(name, str) or not isinstance(text, str):
+        raise InvalidRequest(f"{path} must have a text and may have a filename", param=path)
+    return name, text
+
+
+# --- the reply --------------------------------------------------------------------------------------------------------
+
+
+def write_reply(replies: list[Reply], request: Request) -> bytes:
+    reply = replies[0]
+    text = "".join(block.part.text for block in reply.blocks if isinstance(block.part, Text))
+    return encode(_selected(_write_last(text, reply.started, reply.finished), request.reply_fields))
+
+
+def _write_last(content: str, started: Started, finished: Finished) -> dict[str, Any]:
+    usage, timings = finished.usage, finished.timings
+    return {
+        "index": 0,
+        "content": content,
+        "tokens": [],
+        "id_slot": -1,
+        "stop": True,
+        "model": started.model,
+        "tokens_predicted": usage.output,
+        "tokens_evaluated": usage.prompt,
+        "tokens_cached": usage.prompt + usage.output,
+        "truncated": False,
+        "stop_type": _STOP_TYPES.get(finished.reason, "none"),
+        "stopping_word": finished.stop_string or "",
+        "timings": _write_timings(usage, timings),
+    }
+
+
+def _write_timings(usage: Usage, timings: Timings) -> dict[str, Any]:
+    read, made = usage.prompt - usage.cached, usage.output
+    prompt_s, decode_s = timings.first_token or 0.0, timings.decode or 0.0
+    return {
+        "cache_n": usage.cached,
+        "prompt_n": read,
+        "prompt_ms": prompt_s * 1000,
+        "prompt_per_token_ms": prompt_s * 1000 / max(1, read),
+        "prompt_per_second": read / prompt_s if prompt_s else 0.0,
+        "predicted_n": made,
+        "predicted_ms": decode_s * 1000,
+        "predicted_per_token_ms": decode_s * 1000 / max(1, made),
+        "predicted_per_second": made / decode_s if decode_s else 0.0,
+    }
+
+
+def _selected(reply: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Only the fields with these names. A name with slashes reaches into an object and stays the name."""
+    if not names:
+        return reply
+    chosen: dict[str, Any] = {}
+    for name in names:
+        value: Any = reply
+        for key in name.split("/"):
+            value = value.get(key, msgspec.UNSET) if isinstance(value, dict) else msgspec.UNSET
+        if value is not msgspec.UNSET:
+            chosen[name] = value
+    return chosen
+
+
+def write_error(
+    error: ModelyardError,
+    *,
+    trace: str,
+    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
+    request: Request | None = None,  # noqa: ARG001
+) -> WireError:
+    return write_http_error(error, trace, overflow_param="input_prefix")
+
+
+class InfillStreamWriter:
+    def __init__(self, request: Request, trace: str) -> None:
+        self._fields, self._trace = request.reply_fields, trace
+        self._started: Started | None = None
+        self._tokens = 0
+        self._over = False
+
+    def write(self, event: Event, choice: int = 0) -> bytes:  # noqa: ARG002 - there is one
+        if self._over:
+            return b""
+        if isinstance(event, BlockDelta):
+            return self._write_delta(event.text) if event.text else b""
+        if isinstance(event, Started):
+            self._started = event
+            return b""
+        if isinstance(event, Finished) and self._started is not None:
+            self._over = True
+            return frame(encode(_selected(_write_last("", self._started, event), self._fields)))
+        return self._fail(event.error) if isinstance(event, Failed) else b""
+
+    def _write_delta(self, text: str) -> bytes:
+        return frame(encode({"index": 0, "content": text, "tokens": [], "stop": False, "id_slot": -1}))
+
+    def keepalive(self) -> bytes:
+        return comment()
+
+    def end(self) -> bytes:
+        """A stream without its last chunk must not look complete."""
+        return b"" if self._over else self._fail(Incomplete("the answer ended before it was complete", id=self._trace))
+
+    def _fail(self, error: ModelyardError) -> bytes:
+        self._over = True
+        return frame(encode({"error": error_body(error, "input_prefix")}))
+
+
+def writer(request: Request, trace: str) -> InfillStreamWriter:
+    return InfillStreamWriter(request, trace)
+
+
+# --- the client role --------------------------------------------------------------------------------------------------
+
+
+def write_request(request: Request) -> bytes:
+    """`/infill` has neither logprobs nor prompts of token ids."""
+    infill = request.infill or Infill("")
+    if request.logprobs is not None:
+        raise Unsupported("llama-server fills gaps without logprobs", code="logprobs_unsupported", param="logprobs")
+    files = [{"filename": name, "text": text} for name, text in infill.files or ()]
+    body: dict[str, Any] = {"input_prefix": request.prompts[0], "input_suffix": infill.suffix}
+    body |= {"prompt": infill.start, "input_extra": files} | write_extensions(request)
+    if (penalty := body.pop("repetition_penalty", None)) is not None:
+        body["repeat_penalty"] = penalty
+    if "logit_bias" in body:
+        body["logit_bias"] = [[int(token), bias] for token, bias in body["logit_bias"].items()]
+    schema = request.constraint.text if request.constraint and request.constraint.kind == "json_schema" else None
+    return encode(
+        body
+        | present(
+            n_predict=request.max_tokens,
+            stop=request.stop or None,
+            stream=request.stream or None,
+            json_schema=None if schema is None else msgspec.Raw(schema.encode()),
+        )
+    )
+
+
+class UpstreamTimings(Struct):
+    cache_n: int | None = None
+
+
+class UpstreamPiece(Struct):
+    """A chunk of the stream, or the whole reply. The last one has the counts."""
+
+    content: str = ""
+    stop: bool = False
+    model: str | None = None
+    stop_type: str | None = None
+    stopping_word: str | None = None
+    tokens_predicted: int | None = None
+    tokens_evaluated: int | None = None
+    timings: UpstreamTimings | None = None
+    error: Any = None
+
+
+_piece_decoder = msgspec.json.Decoder(UpstreamPiece)
+
+
+def _read_finished(piece: UpstreamPiece) -> Finished:
+    cached = piece.timings.cache_n if piece.timings is not None else None
+    usage = Usage(piece.tokens_evaluated or 0, cached or 0, piece.tokens_predicted or 0)
+    if piece.stop_type == "word":
+        return Finished("stop_string", usage, piece.stopping_word)
+    return Finished("max_tokens" if piece.stop_type == "limit" else "end", usage)
+
+
+def read_reply(body: bytes) -> Reply:
+    try:
+        piece = _piece_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Incomplete(f"the upstream's reply cannot be read: {error}") from None
+    if piece.error:
+        raise read_error_field(piece.error)
+    return Reply(Started("", piece.model or "", 0), (Block(Text(piece.content)),), _read_finished(piece))
+
+
+class InfillStreamReader:
+    """Bytes of a stream to events: one block of text."""
+
+    def __init__(self) -> None:
+        self._sse = SseParser()
+        self._started = self._done = False
+        self._out: list[Event] = []
+
+    def feed(self, data: bytes) -> list[Event]:
+        for event in self._sse.feed(data):
+            self._read(event.data)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        for event in self._sse.finish():
+            self._read(event.data)
+        if not self._done:
+            self._fail(Incomplete("the upstream's stream ended before its answer did"))
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        out, self._out = self._out, []
+        return out
+
+    def _read(self, data: bytes) -> None:
+        if self._done or data == b"[DONE]":
+            return
+        try:
+            piece = _piece_decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._fail(Incomplete(f"the upstream sent a chunk that cannot be read: {error}"))
+            return
+        if piece.error:
+            self._fail(read_error_field(piece.error))
+            return
+        if not self._started:
+            self._started = True
+            self._out += [Started("", piece.model or "", 0), BlockStart(0, "text")]
+        if piece.content:
+            self._out.append(BlockDelta(0, piece.content))
+        if piece.stop:
+            self._done = True
+            self._out += [BlockEnd(0), _read_finished(piece)]
+
+    def _fail(self, error: ModelyardError) -> None:
+        self._done = True
+        self._out.append(Failed(error))
+
+
+def reader() -> InfillStreamReader:
+    return InfillStreamReader()

@@ -1,0 +1,222 @@
+"""What keeps the models of a configuration from running on this machine: engines, programs, files, templates, memory.
+
+Nothing is loaded and nothing is fetched. A fault of a model that a request can reach is an error; that of one that only
+an administrator loads is a note, because a file may be meant for several machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+from pydantic import BaseModel, ValidationError
+
+from modelyard import plugins
+from modelyard.config.problems import ConfigPath, ConfigProblem, ProblemLevel, problem_at
+from modelyard.config.settings import Config, LoadedConfig, engine_spec
+from modelyard.config.sources import with_lines
+from modelyard.core.engine import AvailableMemory, MemoryEstimate
+from modelyard.core.errors import ModelyardError
+from modelyard.http.auth import is_loopback
+from modelyard.library import default_model
+from modelyard.prompt.template_source import find_template
+from modelyard.router.router import ModelEntry
+from modelyard.router.settings import ModelSettings
+from modelyard.scheduler.memory_planner import MemoryLimits
+from modelyard.server.memory_estimate import ModelMemory, format_size, memory_parts
+from modelyard.server.model_definition import define_model, trial_fault
+from modelyard.telemetry.system import MachineMemory
+from modelyard.workers import interpreter
+
+ModelFault = tuple[ConfigPath, str, ProblemLevel]
+_OPTIONS_THAT_SPLIT = ("n_gpu_layers", "llama_server_n_gpu_layers")  # such an engine puts the rest into RAM
+
+
+def check_models(loaded: LoadedConfig, estimates: Iterable[ModelMemory], machine: MachineMemory) -> list[ConfigProblem]:
+    """The problems of the sources and of all models on this machine, in the order of the files."""
+    config, memory = loaded.config, {each.model: each.memory for each in estimates}
+    used = {entry.name for entry in config.router().catalog.models.values() if entry.enabled or entry.autoload}
+    found = [_graded(problem, used, config) for problem in loaded.problems]
+    for entry in config.router().catalog.models.values():
+        for path, message, level in _model_faults(config, entry, memory.get(entry.name), machine):
+            level = "note" if level == "error" and entry.name not in used else level
+            found.append(problem_at(loaded.layers, ("models", entry.name, *path), message, level))
+    general = (*_server_faults(config), *_total_faults(config, memory, machine))
+    found += [problem_at(loaded.layers, *each) for each in general]
+    return with_lines(dict.fromkeys(found))
+
+
+def _graded(problem: ConfigProblem, used: set[str], config: Config) -> ConfigProblem:
+    """What is unavailable is an error if requests can reach the model."""
+    if problem.level != "unavailable":
+        return problem
+    idle = [f"models.{name}." for name in config.models if name not in used]
+    is_idle = any(problem.path.removeprefix("engine.").startswith(prefix) for prefix in idle)
+    return replace(problem, level="note" if is_idle else "error")
+
+
+def _model_faults(
+    config: Config, entry: ModelEntry, memory: MemoryEstimate | None, machine: MachineMemory
+) -> Iterator[ModelFault]:
+    settings = config.models[entry.name]
+    if entry.backend not in plugins.names("engines"):
+        return  # reported by the checks of the configuration
+    if default_model.is_default(settings.path) and not default_model.is_fetched():
+        size = format_size(default_model.DEFAULT_MODEL.size)
+        yield ("path",), f"is not on this machine yet: modelyard serve fetches it ({size}).", "note"
+        return
+    try:
+        spec = engine_spec(entry, settings)
+    except (ModelyardError, ValidationError):
+        return  # so are its options
+    module = plugins.load("engines", entry.backend)
+    faults = [*_engine_faults(entry, settings)]
+    if hasattr(module, "faults"):
+        faults += [((*option.split("."),), message) for option, message in module.faults(spec)]
+    faults += _definition_faults(entry, settings, complete=not faults)
+    yield from ((path, _sentence(message), "error") for path, message in dict(reversed(faults)).items())
+    if memory is not None:
+        yield from _memory_faults(memory, spec.options, config.scheduler.memory_limits(), machine)
+
+
+def _engine_faults(entry: ModelEntry, settings: ModelSettings) -> Iterator[tuple[ConfigPath, str]]:
+    """With another interpreter, that interpreter must be able to run the engine."""
+    try:
+        if settings.python is None:
+            plugins.verify(plugins.load("engines", entry.backend))
+        elif interpreter.interpreter_exists(settings.python):  # else reported by the checks of the configuration
+            asyncio.run(interpreter.check_interpreter(settings.python))
+    except ModelyardError as error:
+        yield ("backend" if settings.python is None else "python",), error.message
+
+
+def _definition_faults(
+    entry: ModelEntry, settings: ModelSettings, *, complete: bool
+) -> Iterator[tuple[ConfigPath, str]]:
+    """A definition ends at its first fault, so the template is also tried alone. `complete`: nothing that the definition
+    needs is missing."""
+    if settings.chat_template is not None:
+        folder = Path(settings.path).expanduser() if settings.path is not None else None
+        try:
+            find_template(chat_template=settings.chat_template, folder=folder)
+        except ModelyardError as error:
+            yield ("chat_template",), error.message
+    if complete:
+        model = define_model(entry, settings).model
+        if (fault := model.fault or trial_fault(model)) is not None:
+            yield (_field_at_fault(fault, settings),), fault.message
+
+
+def _field_at_fault(fault: ModelyardError, settings: ModelSettings) -> str:
+    if fault.param in ModelSettings.model_fields:
+        return fault.param
+    code = fault.code or ""
+    if "template" in code:
+        return "chat_template"
+    if "tokenizer" in code and settings.tokenizer_path is not None:
+        return "tokenizer_path"
+    return "path" if settings.path is not None else "backend"
+
+
+def _sentence(message: str) -> str:
+    return message if message.endswith((".", "?")) else f"{message}."
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+def _server_faults(config: Config) -> Iterator[ModelFault]:
+    """What ends a start: an open address without keys, certificates that cannot be used, folders that cannot be
+    written."""
+    http = config.http
+    if not is_loopback(http.host) and not config.keys:
+        message = (
+            f"other machines can reach {http.host}, so the server needs an API key: set MODELYARD_API_KEY, or add "
+        )
+        yield ("http", "host"), f"{message}[[keys]], or listen on 127.0.0.1.", "error"
+    if http.ssl_certfile is not None and http.ssl_keyfile is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                http.ssl_certfile, http.ssl_keyfile, password=lambda: b""
+            )
+        except FileNotFoundError:
+            pass  # reported by the checks of the configuration
+        except (OSError, ssl.SSLError) as error:
+            reason = getattr(error, "reason", None) or error.strerror or str(error)
+            message = f"cannot be used together with ssl_keyfile: {reason.lower().replace('_', ' ')}."
+            yield ("http", "ssl_certfile"), message, "error"
+    written = {("store", "path"): config.store.path, ("log", "debug_dir"): config.log.debug_dir}
+    for path, file in written.items():
+        if file is not None and (reason := _not_writable(file.expanduser().absolute())):
+            yield path, reason, "error"
+
+
+def _not_writable(file: Path) -> str | None:
+    existing = file if file.exists() else next(parent for parent in file.parents if parent.exists())
+    if existing != file and not existing.is_dir():
+        return f"{existing} is a file, not a folder."
+    return None if os.access(existing, os.W_OK) else f"{existing} cannot be written by this user."
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class _Capacity(Struct, frozen=True):
+    """Bytes of a device, and whose they are."""
+
+    bytes: int
+    owner: str
+
+
+def _capacities(
+    memory: MemoryEstimate, options: BaseModel, limits: MemoryLimits, machine: MachineMemory
+) -> list[_Capacity]:
+    """All that the memory must fit in."""
+    gpus = {gpu.uuid: gpu.total for gpu in machine.gpus}
+    allowed = limits.by_device(AvailableMemory(machine.ram_total, gpus))
+    if memory.device in ("", "cpu"):
+        found = [_Capacity(machine.ram_total, "this machine has {} of RAM")]
+        limit = ("cpu", "scheduler.memory_limit allows {}")
+    else:
+        splits = any(name in type(options).model_fields for name in _OPTIONS_THAT_SPLIT)
+        found = [_Capacity(sum(gpus.values()) + (machine.ram_total if splits else 0), "this machine has {}")]
+        limit = ("gpu", "scheduler.gpu_memory_limit allows {}")
+    if getattr(options, "overcommit", False):
+        found = []
+    return [*found, *([_Capacity(allowed[limit[0]], limit[1])] if limit[0] in allowed else [])]
+
+
+def _memory_faults(
+    memory: MemoryEstimate, options: BaseModel, limits: MemoryLimits, machine: MachineMemory
+) -> Iterator[ModelFault]:
+    for capacity in _capacities(memory, options, limits, machine):
+        if memory.total > capacity.bytes:
+            parts = ", ".join(f"{what} {format_size(size)}" for size, what in memory_parts(memory) if size)
+            message = f"needs about {format_size(memory.total)} ({parts}), and "
+            message += capacity.owner.format(format_size(capacity.bytes))
+            yield (), f"{message}. Use a smaller n_ctx, parallel or KV type, or a smaller model.", "error"
+            return
+
+
+def _total_faults(
+    config: Config, memory: dict[str, MemoryEstimate | None], machine: MachineMemory
+) -> Iterator[ModelFault]:
+    """The models that are loaded at start, together. They take turns if they do not fit."""
+    entries = [entry for entry in config.router().catalog.models.values() if entry.enabled]
+    sizes = {
+        entry.name: estimate.total * config.models[entry.name].replicas
+        for entry in entries
+        if (estimate := memory.get(entry.name)) is not None and estimate.device in ("", "cpu")
+    }
+    limit = min(machine.ram_total, config.scheduler.memory_limit or machine.ram_total)
+    if len(sizes) > 1 and sum(sizes.values()) > limit >= max(sizes.values()):
+        message = f"the models that are loaded at start need about {format_size(sum(sizes.values()))} together, and "
+        message += (
+            f"{format_size(limit)} can be used: they take turns. Set enabled = false and autoload = true on some."
+        )
+        yield ("models",), message, "warning"

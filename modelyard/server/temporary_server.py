@@ -1,0 +1,62 @@
+"""A `modelyard serve` that runs as long as a command needs it: an agent, or `modelyard run`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+from modelyard.core.errors import Unavailable
+from modelyard.library.cache_dir import cache_dir
+from modelyard.server.client import is_local
+
+_STOP_TIMEOUT_S = 30.0
+
+
+def log_path(env: Mapping[str, str]) -> Path:
+    return cache_dir(env) / "launch" / "server.log"
+
+
+class TemporaryServer:
+    """A context manager that runs `modelyard serve` at `url` until the block ends, with more `arguments`."""
+
+    def __init__(
+        self, url: str, config: Path | None, log: Path, env: Mapping[str, str], arguments: Sequence[str] = ()
+    ) -> None:
+        if not is_local(url):
+            raise Unavailable(f"no server answers at {url}, and a server can be started only on this machine")
+        self._port, self._config, self._log, self._env = urlsplit(url).port or 8000, config, log, env
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes]
+
+    def __enter__(self) -> Self:
+        config = ("--config", str(self._config)) if self._config else ()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("w") as log:
+            # In its own session, so that Ctrl-C in the terminal does not reach it.
+            self._process = subprocess.Popen(  # noqa: S603  our own program
+                [sys.executable, "-m", "modelyard", "serve", "--port", str(self._port), *config, *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(self._env),
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def check_alive(self) -> None:
+        """Raise with the last line of the log if the process has exited."""
+        if self._process.poll() is not None:
+            last = "".join(self._log.read_text(errors="replace").strip().splitlines()[-1:])
+            raise Unavailable(f"the server exited before it was ready ({self._log}): {last or 'its log is empty'}")
