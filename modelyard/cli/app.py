@@ -18,7 +18,7 @@ from modelyard.cli.pool import logs, ps, status, stop
 from modelyard.cli.run import run
 from modelyard.cli.serve import keys, launch, scheduler, serve, workbench, worker
 
-EPILOG = """\b
+EPILOG = """
 [bold]Try a model[/bold]
   modelyard run smollm2 "Why is the sky blue?"   a small one, fetched once
   modelyard run hf.co/Qwen/Qwen3-4B-GGUF         one of the hub, as a chat

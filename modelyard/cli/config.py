@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from rich.markup import escape
 
 from modelyard.cli.console import ConfigOption, err, make_table, out, print_notes, print_problem
+from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.settings import LoadedConfig, json_schema
@@ -28,8 +29,10 @@ def check(config: ConfigOption = None) -> None:
     The exit status is 1 if there is an error: an invalid setting, or a missing engine, program, file or memory of a
     model that requests can reach.
     """
+    problems = list[ConfigProblem]()
+    loaded: LoadedConfig | None
     try:
-        loaded, problems = load_config(config), list[ConfigProblem]()
+        loaded = load_config(config, library=read_library_models)
     except ConfigError as error:
         loaded, problems = error.rest, list(error.problems)
     if loaded is not None:

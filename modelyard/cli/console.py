@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.settings import LoadedConfig
@@ -45,7 +46,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for progra
 def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None, *, quiet: bool = False) -> LoadedConfig:
     """`quiet`: the notes were printed before."""
     try:
-        loaded = load_config(path, overrides=overrides)
+        loaded = load_config(path, overrides=overrides, library=read_library_models)
     except ConfigError as error:
         for problem in error.problems:
             print_problem(problem)

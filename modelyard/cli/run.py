@@ -66,15 +66,15 @@ def run(
 ) -> None:
     """Run a model: answer one prompt, or talk with it. A model that is not here is fetched first.
 
-    A running server is used; without one, a server is started for as long as this runs. The reply goes to standard
-    output and everything else to standard error, so that pipes work:
+    A running server is used; without one, a server is started for as long
+    as this runs. The reply goes to standard output, everything else to
+    standard error, so that pipes work:
 
-    \b
       modelyard run smollm2 "Why is the sky blue?"
-      modelyard run ./model.gguf                        a conversation; /help lists its commands
+      modelyard run ./model.gguf                  a conversation: /help
       cat notes.txt | modelyard run qwen "Summarise"
       modelyard run llava "What is this?" -i photo.jpg
-      modelyard run qwen --set temperature=0 --json "Name a colour" | jq -r .content
+      modelyard run qwen --json "Name a colour" | jq -r .content
     """
     settings, images = run_or_exit(read_options, system, parameters, think, image)
     asked, piped = " ".join(prompt or ()), b"" if sys.stdin.isatty() else sys.stdin.buffer.read()

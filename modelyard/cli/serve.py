@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from modelyard.cli.console import (
     print_problem,
     run_or_exit,
 )
+from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.server.client import find_url
 
@@ -83,7 +85,8 @@ def scheduler(
     from modelyard.server.scheduler_process import run_scheduler
 
     loaded = load_or_exit(config)
-    raise typer.Exit(run_or_exit(run_scheduler, loaded.config, listen, lambda: load_config(config)))
+    reload = partial(load_config, config, library=read_library_models)
+    raise typer.Exit(run_or_exit(run_scheduler, loaded.config, listen, reload))
 
 
 def worker(
@@ -103,7 +106,8 @@ def worker(
     from modelyard.server.scheduler_process import run_worker_for
 
     loaded = load_or_exit(config)
-    raise typer.Exit(run_or_exit(run_worker_for, loaded.config, scheduler, listen, lambda: load_config(config)))
+    reload = partial(load_config, config, library=read_library_models)
+    raise typer.Exit(run_or_exit(run_worker_for, loaded.config, scheduler, listen, reload))
 
 
 def keys(

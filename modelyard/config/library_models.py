@@ -155,7 +155,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 class _FactsStore:
-    """The facts of all models, kept in a file of the library's folder. A file that cannot be written costs time only."""
+    """The facts of all models, kept in a file of the library's folder. If it cannot be written, they are read again."""
 
     def __init__(self) -> None:
         self._file = models_dir() / _FACTS
@@ -243,6 +243,7 @@ class LibraryModel(Struct, frozen=True):
     table: Table | None = None
     reason: str = ""
     is_chat: bool = False
+    stamp: tuple[int, int] = (0, 0)  # changes with its files
 
 
 def read_library_models(budget: MemoryBudget | None = None) -> list[LibraryModel]:
@@ -279,10 +280,10 @@ def _library_model(entry: LibraryEntry, store: _FactsStore, budget: MemoryBudget
         table["decoding"] = dict(facts.sampling)
     if not facts.is_chat:
         del table["n_ctx"], table["parallel"]  # it reads single texts, as long as the file says
-        return LibraryModel(entry, table, facts.shape.purpose.task)
+        return LibraryModel(entry, table, facts.shape.purpose.task, stamp=facts.stamp)
     plural = "s" if choice.parallel > 1 else ""
     reason = f"{choice.parallel} conversation{plural} of {choice.window} tokens: {choice.reason}"
-    return LibraryModel(entry, table, reason, is_chat=True)
+    return LibraryModel(entry, table, reason, is_chat=True, stamp=facts.stamp)
 
 
 def entry_backend(entry: LibraryEntry) -> Table:

@@ -81,7 +81,8 @@ def load_config(
     """
     candidates = config_files(path, env, cwd or Path.cwd())
     files = [file.path for file in candidates if file.state == "read"]
-    layers, problems = _read_layers(files, env, overrides or {}, library)
+    in_library = library() if library is not None else []
+    layers, problems = _read_layers(files, env, overrides or {}, in_library)
     merged: Table = {}
     for layer in layers:
         merged = merge_tables(merged, layer.data)
@@ -91,7 +92,7 @@ def load_config(
         merged["keys"] = [*(keys if isinstance(keys, list) else []), *added]
     config = _validate(merged, layers, problems)
     if config is not None:
-        _mark(config, layers)
+        _mark(config, layers, in_library)
         findings = check_config(config, merged, env)
         problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]
     problems = with_lines(dict.fromkeys(problems))
@@ -130,10 +131,13 @@ def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def _read_layers(
-    files: list[Path], env: Mapping[str, str], overrides: Mapping[str, Any], library: ReadLibrary | None = None
+    files: list[Path],
+    env: Mapping[str, str],
+    overrides: Mapping[str, Any],
+    in_library: Sequence[LibraryModel] = (),
 ) -> tuple[list[ConfigLayer], list[ConfigProblem]]:
     """All sources under our names, lowest priority first. The embedded model is added if no other is defined."""
-    tables, in_library = _read_files(files), library() if library is not None else []
+    tables = _read_files(files)
     found = [normalize_layer(str(file), table) for file, table in zip(files, tables, strict=True)]
     names = {
         key: [name for layer, _ in found if isinstance(table := layer.data.get(key), dict) for name in table]
@@ -174,12 +178,7 @@ def _embedded_defaults(layers: list[ConfigLayer], in_library: Sequence[LibraryMo
 def _library_tables(layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> dict[str, Table]:
     """Without models that another source defines in full, and without those whose name leads elsewhere."""
     routes = next((layer.data["routes"] for layer in reversed(layers) if "routes" in layer.data), [])
-    taken = {
-        name
-        for layer in layers
-        for name, table in _tables(layer.data.get("models"))
-        if _defines_model(table)
-    }
+    taken = {name for layer in layers for name, table in _tables(layer.data.get("models")) if _defines_model(table)}
     taken |= {name for layer in layers for name, _ in _tables(layer.data.get("caches"))}
     aliases = {
         alias
@@ -191,7 +190,9 @@ def _library_tables(layers: list[ConfigLayer], in_library: Sequence[LibraryModel
     return {
         model.entry.name: deepcopy(model.table)
         for model in in_library
-        if model.table is not None and model.entry.name not in taken | aliases and not _is_routed(model.entry.name, routes)
+        if model.table is not None
+        and model.entry.name not in taken | aliases
+        and not _is_routed(model.entry.name, routes)
     }
 
 
@@ -210,9 +211,10 @@ def _is_routed(name: str, routes: Any) -> bool:
     return False
 
 
-def _mark(config: Config, layers: list[ConfigLayer]) -> None:
-    found = next((layer.data["models"] for layer in layers if layer.source == LIBRARY_SOURCE), {})
-    config.mark(config.models.keys() & found.keys(), any(layer.source == EMBEDDED_SOURCE for layer in layers))
+def _mark(config: Config, layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> None:
+    served = next((layer.data["models"] for layer in layers if layer.source == LIBRARY_SOURCE), {})
+    found = {model.entry.name: model for model in in_library if model.entry.name in served}
+    config.mark(found, any(layer.source == EMBEDDED_SOURCE for layer in layers))
 
 
 def _read_files(files: list[Path]) -> list[Table]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, Union, get_args, get_origin
@@ -11,6 +11,7 @@ from msgspec import Struct
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from modelyard import plugins
+from modelyard.config.library_models import LibraryModel, folder_backend
 from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import ModelyardError
@@ -62,20 +63,20 @@ class Config(BaseModel):
         description="Reload the configuration when one of its files changes. SIGHUP and the admin API reload it, too.",
     )
 
-    # Not settings: which models come from the library, and whether no source defines a model.
-    _library_models: frozenset[str] = PrivateAttr(default=frozenset())
+    # Not settings: the models that come from the library, and whether no source defines a model.
+    _library_models: Mapping[str, LibraryModel] = PrivateAttr(default_factory=dict)
     _is_embedded: bool = PrivateAttr(default=False)
 
     @property
-    def library_models(self) -> frozenset[str]:
+    def library_models(self) -> Mapping[str, LibraryModel]:
         return self._library_models
 
     @property
     def is_embedded(self) -> bool:
         return self._is_embedded
 
-    def mark(self, library_models: Iterable[str], is_embedded: bool) -> None:
-        self._library_models, self._is_embedded = frozenset(library_models), is_embedded
+    def mark(self, library_models: Mapping[str, LibraryModel], is_embedded: bool) -> None:
+        self._library_models, self._is_embedded = library_models, is_embedded
 
     def router(self) -> Router:
         return build_router(self.models, self.caches, self.routes, self.default_model, self.decoding)
@@ -178,8 +179,6 @@ def infer_backend(path: Any) -> str | None:
     folder = find_model_folder(path)
     if folder is None:
         return None
-    from modelyard.config.library_models import folder_backend  # it imports engines
-
     return str(folder_backend(folder.path)["backend"])
 
 

@@ -390,5 +390,5 @@ def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
 
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
-    options: OpenAiRemoteOptions = spec.options
-    yield from try_options({"remote_api_key_env": lambda: read_api_key(spec.model, options.remote_api_key_env)})
+    variable: str | None = spec.options.remote_api_key_env
+    yield from try_options(("remote_api_key_env", lambda name: read_api_key(spec.model, name), variable))

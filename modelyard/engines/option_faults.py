@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from modelyard.core.errors import ModelyardError, NotFound
@@ -10,15 +10,19 @@ from modelyard.core.errors import ModelyardError, NotFound
 OptionFault = tuple[str, str]  # the option, and what is wrong with it
 
 
-def try_options(attempts: Mapping[str, Callable[[], object] | None]) -> Iterator[OptionFault]:
-    """The attempts, by option, that fail. None: the option is not set."""
-    for option, attempt in attempts.items():
-        if attempt is None:
+def try_options(*attempts: tuple[str, Callable[[str], object], str | None]) -> Iterator[OptionFault]:
+    """The attempts that fail: an option, what is done with its value, and the value; None if it is not set."""
+    for option, attempt, value in attempts:
+        if value is None:
             continue
         try:
-            attempt()
+            attempt(value)
         except ModelyardError as error:
             yield option, error.message.removeprefix(f"{option}: ")
+
+
+def try_call(option: str, call: Callable[[], object]) -> Iterator[OptionFault]:
+    yield from try_options((option, lambda _: call(), ""))
 
 
 def require_file(path: str) -> None:

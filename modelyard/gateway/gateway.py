@@ -414,8 +414,8 @@ class Gateway:
         caller: Caller,
         work: RequestWork | None,
     ) -> list[list[int]]:
-        """The token ids of each input, all of which fit the window. Empty for an engine that tokenizes by itself."""
-        if model.kind != "text":
+        """The token ids of each input, all of which fit the window. Empty if only the engine has the tokenizer."""
+        if model.kind != "text" and model.text is None:
             return []
         if chars > _INLINE_CHARS:
             work = work or RequestWork(0, caller.deadline)
@@ -475,6 +475,11 @@ class Gateway:
 
     def model_for(self, name: str, caller: Caller) -> tuple[Target, Model]:
         return self._resolve(name, caller)[:2]
+
+    async def defined_model(self, name: str, caller: Caller) -> tuple[Target, Model]:
+        """With its tokenizer and template."""
+        target, model = self.model_for(name, caller)
+        return target, await self._defined(model)
 
     # --- the end --------------------------------------------------------------------------------------------------
 

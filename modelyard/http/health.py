@@ -42,7 +42,9 @@ class HealthEndpoints:
             "status": status,
             "version": __version__,
             "scheduler_connected": is_connected,
-            "tokenizer_loaded": all(m.text is not None for m in self._gateway.models.values() if m.kind == "text"),
+            "tokenizer_loaded": all(
+                m.text is not None for m in self._gateway.models.values() if m.kind == "text" and m.define is None
+            ),
             "active_requests": self._gateway.metrics.active,
         }
         context = RequestContext.of(request.scope)

@@ -134,7 +134,7 @@ class TokenEndpoint(JsonEndpoint):
 
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         parsed = await _run(work, 1, decode, _body_decoder, body)
-        target, model = self._gateway.model_for(parsed.model or DEFAULT_MODEL, context.caller())
+        target, model = await self._gateway.defined_model(parsed.model or DEFAULT_MODEL, context.caller())
         request = TokenRequest(parsed, model, target.window, body, context.headers, work)
         return encode(await _run(work, _TOKENIZE_COST, self.compute, request))
 

@@ -192,8 +192,12 @@ class LibraryEntry(Struct, frozen=True, omit_defaults=True):
     choice: str = ""
 
 
+def library_file() -> Path:
+    return models_dir() / _ENTRIES
+
+
 def read_entries() -> list[LibraryEntry]:
-    file = models_dir() / _ENTRIES
+    file = library_file()
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[LibraryEntry])
     except FileNotFoundError:

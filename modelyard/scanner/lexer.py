@@ -29,6 +29,7 @@ _FIRST_CODE = 0xDC00
 _SPACE = re.compile(r"\s*")
 _HEADER = re.compile(rf"[^<\n{SURROGATES}]*")
 _ELEMENT = re.compile(r"<([^\s=<>/]+)[^<>]*=\Z")  # the name in a marker that is the beginning of a tag
+_WHOLE_TAG = re.compile(r"</?[\w:]+>\Z")
 _TAG_END = re.compile(rf"[>\n<{SURROGATES}]")
 _ATTRIBUTE = re.compile(r"""[\s"']*(?:name)?[\s="']*([\w.:/-]*)""")
 
@@ -250,7 +251,7 @@ class MarkerTable:
         known = all_markers(form)
         self.codes = _codes(known, specials)
         never_shown = [*form.markers, *(m for m in form.inner_markers if m in specials)]
-        stray = stray_tags(form)
+        stray = stray_tags(form, specials)
         self.bare = frozenset((*form.bare_markers, *(m for m, action in stray.items() if action.bare)))
         spelled = [*(self.codes[m] for m in never_shown), *self.bare]
         self.actions = {
@@ -310,15 +311,19 @@ class MarkerTable:
 # --- tags of a call outside of calls ------------------------------------------------------------------------------------
 
 
-def stray_tags(form: OutputFormat) -> dict[str, StartReader]:
+def stray_tags(form: OutputFormat, specials: frozenset[str]) -> dict[str, StartReader]:
     """What to do with the tags of a call where no call is open: they are what is left of a call that broke.
 
     Families that call in XML share the names of their elements with other documents, which a model may quote. An inner
-    tag is a quotation if it names no parameter and no tool that is offered, or closes such a tag.
+    tag is a quotation if it names no parameter and no tool that is offered, or closes such a tag. If only a token of
+    the vocabulary can begin a call, every tag in ordinary text is one.
     """
     acting = {marker: action for region in form.regions.values() for marker, action in region.markers.items()}
-    readers = [m for m, action in acting.items() if isinstance(action, StartReader) and not action.bare]
-    found: dict[str, StartReader] = {}
+    starting = {m: action for m, action in acting.items() if isinstance(action, StartReader)}
+    if specials.issuperset(starting):
+        return {}
+    readers = [m for m, action in starting.items() if not action.bare]
+    found = {m: StartReader(_skip_tag, bare=True) for m in form.inner_markers if _WHOLE_TAG.match(m)}
     for marker in dict.fromkeys((*acting, *form.hidden_markers, *form.inner_markers)):
         element = _ELEMENT.match(marker)
         if element is None:
@@ -346,9 +351,16 @@ def _skip_opening(
     found = _ATTRIBUTE.match(rest)
     is_call = is_marker or calls.is_broken or calls.knows(found[1] if found else "")
     is_cut = buffer.is_empty and " " not in rest  # the output ends inside the tag
+    if is_whole and not is_closed and buffer.uncommitted:
+        del buffer.uncommitted[0]  # the beginning of a tag alone quotes nothing
     if not is_call or not (is_closed or is_cut):
         raise ParseError("a quoted tag")
     yield from buffer.skip_if(">")
+    return None
+
+
+def _skip_tag(_: TextBuffer, __: CallBuilder) -> Incremental[str | None]:
+    yield from ()
     return None
 
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from modelyard.config.load import EMBEDDED_DEFAULTS, EMBEDDED_SOURCE
 from modelyard.config.problems import ConfigError
 from modelyard.config.secrets import config_paths, config_secrets, public_settings
 from modelyard.config.settings import Config, LoadedConfig
@@ -22,7 +21,7 @@ from modelyard.http.admin.context import ModelDetails, ReloadResult
 from modelyard.library.cache_dir import cache_dir
 from modelyard.server.engine_factory import model_specs, override_schemas, with_overrides
 from modelyard.server.memory_estimate import available_memory, estimate_memory
-from modelyard.server.model_definition import ModelDefinition, define_model, trial_fault
+from modelyard.server.model_definition import ModelDefinition, define_later, define_model, trial_fault
 from modelyard.telemetry.masking import add_paths, add_secrets
 from modelyard.telemetry.system import MachineMemory, read_memory
 from modelyard.workers.remote_pool import RemotePool
@@ -128,9 +127,10 @@ class AdminService:
 
     # --- a new configuration ------------------------------------------------------------------------------------------
 
-    async def reload(self, *, local_only: bool = False) -> ReloadResult:
+    async def reload(self, *, local_only: bool = False, keep_unchanged: bool = False) -> ReloadResult:
         """All or nothing: a file with errors, or one that would break a model in use, changes nothing. A scheduler in
-        another process reloads first, unless `local_only`."""
+        another process reloads first, unless `local_only`. `keep_unchanged`: models whose settings stay the same do not
+        read their files again."""
         if self._reread is None:
             raise Conflict("this server's configuration does not come from a file", code="no_file")
         if self._busy:
@@ -138,14 +138,26 @@ class AdminService:
         self._busy = True
         try:
             loaded = await asyncio.to_thread(reread_config, self._reread, self._config)
-            definitions = await asyncio.to_thread(define_models, loaded.config)
-            models = {name: definition.model for name, definition in definitions.items()}
+            kept = _unchanged(self._config, loaded.config, self._gateway.models) if keep_unchanged else {}
+            definitions = await asyncio.to_thread(define_models, loaded.config, kept)
+            defined = kept | {name: definition.model for name, definition in definitions.items()}
+            models = {name: defined[name] for name in loaded.config.models}
             self._check_models_in_use(await asyncio.to_thread(new_faults, self._gateway.models, models))
             if isinstance(self._pool, RemotePool) and not local_only:
                 await self._pool.reload()
             return self._replace(loaded, models)
         finally:
             self._busy = False
+
+    async def reload_library(self) -> None:
+        """A model was pulled, added or removed."""
+        done = await self.reload(keep_unchanged=True)
+        for word, names in (("added", done.added), ("removed", done.removed), ("changed", done.changed)):
+            if names:
+                log.info("library: %s %s", word, ", ".join(names))
+        for name in done.added:
+            if (model := self._config.library_models.get(name)) is not None:
+                log.info("%s: %s", name, model.reason)
 
     def _check_models_in_use(self, faults: Mapping[str, ModelyardError]) -> None:
         """A model that serves requests keeps its working definition. Files that only its worker has are no fault."""
@@ -178,13 +190,25 @@ def reread_config(load_config: ConfigLoader, before: Config) -> LoadedConfig:
         loaded = load_config()
     except ConfigError as error:
         raise config_refused("; ".join(str(problem) for problem in error.problems)) from None
-    if EMBEDDED_SOURCE in loaded.sources and before.models.keys() != EMBEDDED_DEFAULTS["models"].keys():
+    if loaded.config.is_embedded and not before.is_embedded:
         raise config_refused("no model is defined any more. To serve the built-in model instead, restart the server")
     return loaded
 
 
 def config_refused(why: str) -> InvalidRequest:
     return InvalidRequest(f"the configuration has errors, the old one stays: {why}", code="config")
+
+
+def _unchanged(before: Config, after: Config, models: Mapping[str, Model]) -> dict[str, Model]:
+    """The models with the same settings and, in the library, the same files."""
+    return {
+        name: models[name]
+        for name, settings in after.models.items()
+        if name in models
+        and before.models.get(name) == settings
+        and before.library_models.get(name) == after.library_models.get(name)
+        and before.router().catalog.models[name] == after.router().catalog.models[name]
+    }
 
 
 def new_faults(before: Mapping[str, Model], after: Mapping[str, Model]) -> dict[str, ModelyardError]:
@@ -197,8 +221,13 @@ def _fault(model: Model) -> ModelyardError | None:
     return model.fault or trial_fault(model)
 
 
-def define_models(config: Config) -> dict[str, ModelDefinition]:
-    return {name: define_model(entry, config.models[name]) for name, entry in config.router().catalog.models.items()}
+def define_models(config: Config, skip: Collection[str] = ()) -> dict[str, ModelDefinition]:
+    """All but `skip`. Models of the library are defined at their first request: there may be many."""
+    return {
+        name: (define_later if name in config.library_models else define_model)(entry, config.models[name])
+        for name, entry in config.router().catalog.models.items()
+        if name not in skip
+    }
 
 
 def config_difference(before: Config, after: Config, warnings: tuple[str, ...] = ()) -> ReloadResult:

@@ -1,4 +1,4 @@
-"""Reloads the configuration when its files change, and on SIGHUP."""
+"""Reloads the configuration when its files change, on SIGHUP, and when a model was pulled or removed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from modelyard.core.errors import ModelyardError
+from modelyard.core.errors import Conflict, ModelyardError
 from modelyard.http.admin.context import ReloadResult
+from modelyard.library.model_files import library_file
 
 log = logging.getLogger(__name__)
 
@@ -78,3 +79,26 @@ def on_hangup(reload: Reload) -> Iterator[None]:
     finally:
         with contextlib.suppress(NotImplementedError, AttributeError):
             loop.remove_signal_handler(signal.SIGHUP)
+
+
+# --- the library ------------------------------------------------------------------------------------------------------
+
+_LIBRARY_POLL_S = 0.25
+
+
+async def watch_library(reload: Callable[[], Awaitable[object]], poll_s: float = _LIBRARY_POLL_S) -> None:
+    """Run until cancelled. `reload` is called when a model was pulled, added or removed: its list is replaced as a
+    whole, so a change counts at once. A reload that is already running may have read the old list: then again."""
+    file = library_file()
+    known = _stamp(file)
+    while True:
+        await asyncio.sleep(poll_s)
+        if (now := _stamp(file)) == known:
+            continue
+        try:
+            await reload()
+        except Conflict:
+            continue
+        except ModelyardError as error:
+            log.error("the library has changed: %s", error.message)
+        known = now

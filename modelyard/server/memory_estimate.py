@@ -62,7 +62,12 @@ def describe_memory(estimated: ModelMemory, available: AvailableMemory) -> str:
     if not estimated.memory.total:
         return "none in this process"
     gpus = f", {format_size(sum(available.gpus.values()))} of GPU memory" if available.gpus else ""
-    return f"{total}; free now: {format_size(available.ram_free)} of RAM{gpus}"
+    return f"{total}{describe_layers(estimated.memory)}; free now: {format_size(available.ram_free)} of RAM{gpus}"
+
+
+def describe_layers(memory: MemoryEstimate) -> str:
+    """Where the layers go; nothing for an engine or a machine without that choice."""
+    return f", {memory.gpu_layers} of {memory.layers} layers on the GPU" if memory.gpu_layers else ""
 
 
 def memory_parts(memory: MemoryEstimate) -> tuple[tuple[int, str], ...]:

@@ -44,8 +44,8 @@ def check_models(loaded: LoadedConfig, estimates: Iterable[ModelMemory], machine
     found = [_graded(problem, used, config) for problem in loaded.problems]
     for entry in config.router().catalog.models.values():
         for path, message, level in _model_faults(config, entry, memory.get(entry.name), machine):
-            level = "note" if level == "error" and entry.name not in used else level
-            found.append(problem_at(loaded.layers, ("models", entry.name, *path), message, level))
+            graded: ProblemLevel = level if entry.name in used else "note"
+            found.append(problem_at(loaded.layers, ("models", entry.name, *path), message, graded))
     general = (*_server_faults(config), *_total_faults(config, memory, machine))
     found += [problem_at(loaded.layers, *each) for each in general]
     return with_lines(dict.fromkeys(found))
@@ -98,8 +98,8 @@ def _engine_faults(entry: ModelEntry, settings: ModelSettings) -> Iterator[tuple
 def _definition_faults(
     entry: ModelEntry, settings: ModelSettings, *, complete: bool
 ) -> Iterator[tuple[ConfigPath, str]]:
-    """A definition ends at its first fault, so the template is also tried alone. `complete`: nothing that the definition
-    needs is missing."""
+    """A definition ends at its first fault, so the template is also tried alone. `complete`: nothing else that the
+    definition needs is missing."""
     if settings.chat_template is not None:
         folder = Path(settings.path).expanduser() if settings.path is not None else None
         try:

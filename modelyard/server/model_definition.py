@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from modelyard import plugins
 from modelyard.config.settings import engine_options
@@ -47,6 +48,17 @@ def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
         return ModelDefinition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
     remote = getattr(module, "REMOTE", False)
     return ModelDefinition(_model(entry, kind, text, remote, translates=translates, capabilities=capabilities), notes)
+
+
+def define_later(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
+    """A model that reads its files at its first request."""
+    try:
+        module = plugins.load("engines", entry.backend)
+        kind = plugins.engine_kind(module, engine_options(settings))
+    except ModelyardError as error:
+        return ModelDefinition(_model(entry, "text", fault=error))
+    model = _model(entry, kind, remote=getattr(module, "REMOTE", False))
+    return ModelDefinition(replace(model, define=lambda: define_model(entry, settings).model))
 
 
 def trial_fault(model: Model) -> ModelyardError | None:
@@ -116,7 +128,7 @@ def _text_pipeline(
     # A chat engine always uses the file's template.
     if tokenizer.template and plugins.engine_kind(module, options) == "chat":
         settings = settings.model_copy(update={"prompt_format": None})
-    source = _template(entry, settings, tokenizer.template, getattr(module, "PROMPT_FORMAT", None), where)
+    source = _template(entry, settings, tokenizer.template, _fallback_template(module, options, tokenizer), where)
     detected = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
     format = load_format(detected.format)
     stops = {tokenizer.specials[text] for text in (*format.stop_tokens, *source.stops) if text in tokenizer.specials}
@@ -166,6 +178,13 @@ def _template(
         name=entry.name,
         fallback=fallback,
     )
+
+
+def _fallback_template(module: Any, options: Any, tokenizer: FileTokenizer) -> str | None:
+    """A model that only embeds or ranks needs no template, and one that fills gaps often has none."""
+    if tokenizer.fim is not None or (hasattr(module, "capabilities") and not module.capabilities(options).chat):
+        return "generic"
+    return getattr(module, "PROMPT_FORMAT", None)
 
 
 def _compile(text: str, tokenizer: FileTokenizer) -> ChatTemplate:

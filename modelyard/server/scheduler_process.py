@@ -13,9 +13,11 @@ from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.core.errors import ModelyardError
 from modelyard.library.cache_dir import run_dir
+from modelyard.library.model_files import library_file
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import ConfigLoader, reread_config
 from modelyard.server.app import make_scheduler
+from modelyard.server.config_watcher import watch_library
 from modelyard.server.engine_factory import model_specs
 from modelyard.store import open_store
 from modelyard.telemetry import log
@@ -95,6 +97,11 @@ class SchedulerProcess:
         self._install(loaded.config)
         self._config = loaded.config
 
+    async def reload_library(self) -> None:
+        """A model was pulled, added or removed: here first, then in all gateways."""
+        if self.server is not None:
+            await self.server.reload()
+
     async def close(self) -> None:
         if self.server is not None:
             await self.server.close()
@@ -119,10 +126,16 @@ async def _run(config: Config, endpoint: str, load_config: ConfigLoader) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     process = SchedulerProcess(config, endpoint, load_config)
+    watching: asyncio.Task[None] | None = None
     try:
         await process.open()
+        if config.library:
+            watching = asyncio.create_task(watch_library(process.reload_library))
         await stopped.wait()
     finally:
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         await process.close()
     return 0
 
@@ -135,7 +148,7 @@ class ConfiguredDefinitions:
         self._read = self._changed()
 
     def _changed(self) -> int:
-        files = [source for source in self._loaded.sources if isinstance(source, Path)]
+        files = [library_file(), *(source for source in self._loaded.sources if isinstance(source, Path))]
         return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
 
     def _config(self) -> Config:

@@ -10,12 +10,14 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from modelyard import plugins
+from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
 from modelyard.config.sources import config_files
@@ -27,7 +29,7 @@ from modelyard.processes.ports import listen, reserve_port
 from modelyard.processes.supervisor import INDEX_VARIABLE, run_supervised
 from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import compose, key_limits
-from modelyard.server.config_watcher import on_hangup, watch
+from modelyard.server.config_watcher import on_hangup, watch, watch_library
 from modelyard.server.running_servers import announced
 from modelyard.telemetry import log
 from modelyard.telemetry.metrics_hub import MetricsHub
@@ -52,7 +54,7 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     if split and INDEX_VARIABLE not in os.environ:
         return _serve_supervised(config, path, http, debug, scheduler)
     with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
-        reload = lambda: load_config(path, overrides=_overrides(http, debug))  # noqa: E731
+        reload = partial(load_config, path, overrides=_overrides(http, debug), library=read_library_models)
         return runner.run(_serve_one(config, reload, path, scheduler))
 
 
@@ -92,11 +94,13 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
         else nullcontext()
     )
     with note, on_hangup(built.admin.reload):
-        watching = asyncio.create_task(watch(watched_files(path), built.admin.reload)) if config.watch else None
+        watching = [asyncio.create_task(watch(watched_files(path), built.admin.reload))] if config.watch else []
+        if config.library and pool is None:  # with a scheduler in another process, that one watches and tells us
+            watching.append(asyncio.create_task(watch_library(built.admin.reload_library)))
         await server.serve(sockets=[listener])
-        if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
     return 0 if server.started else 1
 
 

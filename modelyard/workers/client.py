@@ -18,10 +18,20 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from modelyard.core.engine import Chunk, Control, Embeddings, End, EngineStats, Generation, OnProgress, Prompt
+from modelyard.core.engine import (
+    Chunk,
+    Control,
+    Embeddings,
+    End,
+    EngineStats,
+    Generation,
+    OnProgress,
+    Prompt,
+    Ranking,
+)
 from modelyard.core.errors import ENGINE_DIED, ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event, Failed, Finished
-from modelyard.core.request import Request
+from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers import messages as msg
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
@@ -440,6 +450,21 @@ class RemoteChatEngine(RemoteEngine):
 
     async def count(self, request: Request) -> int | None:
         return (await self._session.call(lambda id: msg.CountChatTokens(id, self.id, request))).tokens
+
+    async def embed_inputs(self, request: EmbeddingRequest) -> Embeddings:
+        await self._require_forwarding()
+        reply = await self._session.call(lambda id: msg.EmbedInputs(id, self.id, request))
+        return Embeddings([msg.unpack_vector(vector) for vector in reply.vectors], reply.tokens or 0)
+
+    async def rerank(self, request: RerankRequest) -> Ranking:
+        await self._require_forwarding()
+        reply = await self._session.call(lambda id: msg.RerankDocuments(id, self.id, request))
+        return Ranking(reply.scores, reply.tokens or 0)
+
+    async def _require_forwarding(self) -> None:
+        welcome = await self._session.connect()
+        if msg.FORWARD_FEATURE not in welcome.features:
+            raise Unsupported(f"the worker {welcome.worker} is too old to embed and to rank: update it")
 
 
 def remote_engine(

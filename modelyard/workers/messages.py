@@ -49,12 +49,13 @@ from modelyard.core.errors import Internal, InvalidRequest, ModelyardError
 from modelyard.core.events import Event, Timings, Usage
 from modelyard.core.lease import LeaseRequest, ModelStatus
 from modelyard.core.pool import ModelStateChange
-from modelyard.core.request import Constraint, Priority, Request, Sampling
+from modelyard.core.request import Constraint, EmbeddingRequest, Priority, Request, RerankRequest, Sampling
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.workers.definitions import define, message_options
 
 VERSION = 2  # 2: a message names a model, not files or programs; a deadline is the time left; "placing" is "reserved"
 TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
+FORWARD_FEATURE = "forward"  # the worker understands `EmbedInputs` and `RerankDocuments`
 _AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
 
 # --- wire forms of token ids, vectors, prompts and errors -----------------------------------------------------------
@@ -301,6 +302,20 @@ class EmbedTokens(ToWorker, frozen=True, tag="embed"):
     batch: list[bytes]
 
 
+class EmbedInputs(ToWorker, frozen=True, tag="vectors"):
+    """To a chat engine: its server has the tokenizer."""
+
+    request_id: int
+    engine: str
+    request: EmbeddingRequest
+
+
+class RerankDocuments(ToWorker, frozen=True, tag="rank"):
+    request_id: int
+    engine: str
+    request: RerankRequest
+
+
 class CountChatTokens(ToWorker, frozen=True, tag="count"):
     request_id: int
     engine: str
@@ -432,8 +447,8 @@ class UpdateBatch(ToClient, frozen=True, tag="frame"):
 
 
 class WorkerReply(ToClient, frozen=True, tag="done"):
-    """The reply to `ControlEngine`, `EmbedTokens`, `CountChatTokens`, `DropClient` and `FetchTokenizer`. `tokenizer` is
-    the hash of the files; `files` is empty if the client has them."""
+    """The reply to `ControlEngine`, `EmbedTokens`, `EmbedInputs`, `RerankDocuments`, `CountChatTokens`, `DropClient` and
+    `FetchTokenizer`. `tokenizer` is the hash of the files; `files` is empty if the client has them."""
 
     request_id: int
     error: ModelyardError | None = None
@@ -442,6 +457,7 @@ class WorkerReply(ToClient, frozen=True, tag="done"):
     stats: dict[str, EngineStats] = field(default_factory=dict)
     tokenizer: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
+    scores: list[tuple[int, float]] = []
 
 
 # --- to the scheduler -----------------------------------------------------------------------------------------------

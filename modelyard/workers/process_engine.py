@@ -29,7 +29,7 @@ from modelyard.core.engine import (
 )
 from modelyard.core.errors import ENGINE_DIED, ModelyardError, Timeout, Unavailable
 from modelyard.core.events import Event
-from modelyard.core.request import Request
+from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.workers.client import WorkerSession, remote_engine, result_unless_exited
 from modelyard.workers.definitions import define, write_definition
@@ -175,6 +175,12 @@ class ProcessChatEngine(ProcessEngine):
 
     async def count(self, request: Request) -> int | None:
         return cast("int | None", await self._open_engine().count(request))
+
+    async def embed_inputs(self, request: EmbeddingRequest) -> Embeddings:
+        return cast("Embeddings", await self._open_engine().embed_inputs(request))
+
+    async def rerank(self, request: RerankRequest) -> Ranking:
+        return cast("Ranking", await self._open_engine().rerank(request))
 
 
 def create_process_engine(

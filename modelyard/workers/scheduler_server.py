@@ -303,13 +303,17 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             raise msg.MalformedMessage(str(error)) from None
         self._reply_value(peer, command.id, self._run_command(command, argument))
 
+    async def reload(self) -> None:
+        """Read the configuration again, and let all gateways do it."""
+        await self._reload()
+        self.config_version += 1
+        self._loop.call_later(_PUBLISH_DELAY_S, self._publish)  # a caller gets its reply first
+
     async def _run_command(self, command: msg.PoolCommand, argument: Any) -> bytes | None:
         pool, name, value = self._backend, command.model, None
         match command.verb:
             case "reload":
-                await self._reload()
-                self.config_version += 1
-                self._loop.call_later(_PUBLISH_DELAY_S, self._publish)  # the caller gets its reply first
+                await self.reload()
                 return msgspec.msgpack.encode(self.config_version)
             # Shielded: a command continues when the gateway that sent it disconnects.
             case "load":

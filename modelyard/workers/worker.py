@@ -17,7 +17,15 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from modelyard import plugins
-from modelyard.core.engine import EmbeddingEngine, Engine, EngineStats, Generation, OnProgress, TextEngine
+from modelyard.core.engine import (
+    EmbeddingEngine,
+    Engine,
+    EngineStats,
+    ForwardingEngine,
+    Generation,
+    OnProgress,
+    TextEngine,
+)
 from modelyard.core.errors import Conflict, ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Failed
 from modelyard.engines.generation_queue import GenerationQueue
@@ -172,7 +180,14 @@ def _failure(id: int, kind: str, error: ModelyardError) -> msg.RequestUpdate:
 
 # --- the worker -----------------------------------------------------------------------------------------------------
 
-EngineCall = msg.ControlEngine | msg.EmbedTokens | msg.CountChatTokens | msg.FetchTokenizer
+EngineCall = (
+    msg.ControlEngine
+    | msg.EmbedTokens
+    | msg.EmbedInputs
+    | msg.RerankDocuments
+    | msg.CountChatTokens
+    | msg.FetchTokenizer
+)
 
 
 class Worker(PeerServer[WorkerClient]):
@@ -207,6 +222,8 @@ class Worker(PeerServer[WorkerClient]):
             msg.CloseEngine: self._on_close,
             msg.ControlEngine: self._on_engine_call,
             msg.EmbedTokens: self._on_engine_call,
+            msg.EmbedInputs: self._on_engine_call,
+            msg.RerankDocuments: self._on_engine_call,
             msg.CountChatTokens: self._on_engine_call,
             msg.FetchTokenizer: self._on_engine_call,
             msg.DropClient: self._on_drop_client,
@@ -432,6 +449,15 @@ class Worker(PeerServer[WorkerClient]):
                 raise Unsupported(f"the engine {call.engine!r} makes no embeddings", code="embeddings_unsupported")
             embeddings = await engine.embed(batch)
             return msg.WorkerReply(id, None, [msg.pack_vector(v) for v in embeddings.vectors], embeddings.prompt_tokens)
+        if isinstance(call, msg.EmbedInputs | msg.RerankDocuments):
+            if not isinstance(engine, ForwardingEngine):
+                raise Unsupported(f"the engine {call.engine!r} neither embeds nor ranks", code="embeddings_unsupported")
+            if isinstance(call, msg.EmbedInputs):
+                embeddings = await engine.embed_inputs(call.request)
+                vectors = [msg.pack_vector(vector) for vector in embeddings.vectors]
+                return msg.WorkerReply(id, None, vectors, embeddings.prompt_tokens)
+            ranking = await engine.rerank(call.request)
+            return msg.WorkerReply(id, tokens=ranking.prompt_tokens, scores=ranking.scores)
         if isinstance(engine, TextEngine):
             raise Unsupported(f"the engine {call.engine!r} takes tokens: there is nothing to count")
         return msg.WorkerReply(id, tokens=await engine.count(call.request))

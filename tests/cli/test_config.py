@@ -10,7 +10,6 @@ from modelyard.cli.config import CacheRow, ModelRow, RouteRow, describe_config
 from modelyard.config.load import load_config
 from modelyard.config.settings import LoadedConfig
 
-
 TEXT = """
 [models.m]
 backend = "fake"

@@ -48,7 +48,10 @@ n_ctx = 100
         ('[http]\nssl_certfile = "c"\nssl_keyfile = "k"', "http.ssl_certfile: there is no file 'c'."),
         ('[caches.c]\nmodel = "m"\nn_ctx = 1\ntype_k = "q9"', "caches.c.type_k: must be one of f16, q8_0, got 'q9'."),
         ('[models.o]\nbackend = "toy"\ntype_v = "q8"', "models.o.type_v: must be one of f16, q8_0, got 'q8'. Did you"),
-        ('[models.o]\nbackend = "toy"\nformat = "hermess"', "models.o.format: there is no format 'hermess'. Did you mean 'hermes'?"),
+        (
+            '[models.o]\nbackend = "toy"\nformat = "hermess"',
+            "models.o.format: there is no format 'hermess'. Did you mean 'hermes'?",
+        ),
         ('[models.o]\nbackend = "toy"\nprompt_format = "zz"', "there is no prompt_format 'zz'. Choose one of chatml, "),
     ],
 )

@@ -158,8 +158,8 @@ def test_an_invalid_file_is_reported_by_name(tmp_path: Path) -> None:
         ("a.json", b'{"a": }', r"a\.json:1: is not valid JSON: expecting value\."),
         ("a.json", b"[1]", "must be a table at the top level, found list"),
         ("a.json", b"\xff\xfe\x00", "is not UTF-8 text"),
-        ("a.json", b"{\"a\": [1,]}", "there is a comma before the"),
-        ("a.json", b"{\"a\": 1, \"a\": 2}", "is given twice"),
+        ("a.json", b'{"a": [1,]}', "there is a comma before the"),
+        ("a.json", b'{"a": 1, "a": 2}', "is given twice"),
         ("a.json", b"[" * 100_000, "is not valid JSON"),
         ("a.yaml", b"a: 1", r"a configuration is a \.toml or a \.json file"),
     ]

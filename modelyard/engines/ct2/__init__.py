@@ -47,4 +47,4 @@ def tokenizer_path(options: Options) -> Path:
 
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
-    yield from try_options({"path": lambda: find_folder(spec.options.path)})
+    yield from try_options(("path", find_folder, spec.options.path))

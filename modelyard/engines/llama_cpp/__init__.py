@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def own_process(options: Mapping[str, Any]) -> bool:
     """On a GPU a step takes half a millisecond: the gateway's own work in the same process would slow it down. And
     whoever truncates a mapped file kills the process that reads it (SIGBUS)."""
     return bool(options.get("use_mmap")) or offloads_to_gpu(
-        options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", -1))
+        options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", "auto"))
     )
 
 
@@ -62,14 +61,11 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     from modelyard.engines.llama_cpp.replay import read_rules
 
     options: Options = spec.options
-    draft, replay = options.draft_model_path, options.replay
     yield from try_options(
-        {
-            "path": lambda: require_complete(locate_model_file(options.path)),
-            "draft_model_path": draft and (lambda: locate_model_file(draft)),
-            "replay": replay and (lambda: read_rules(Path(replay))),
-            **{f"lora.{name}": partial(locate_model_file, lora.path) for name, lora in options.lora.items()},
-        }
+        ("path", lambda path: require_complete(locate_model_file(path)), options.path),
+        ("draft_model_path", locate_model_file, options.draft_model_path),
+        ("replay", lambda path: read_rules(Path(path)), options.replay),
+        *((f"lora.{name}", locate_model_file, lora.path) for name, lora in options.lora.items()),
     )
     for name, cache in spec.caches.items():
         if flash_attention_mode(options.for_cache(cache), gpu=False) == "off" and cache.type_v not in _PLAIN_TYPES:

@@ -13,6 +13,7 @@ first use, and checks it then; one that only embeds or ranks has no other contex
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,12 +132,15 @@ def estimate_memory(
         weights_memory(each.files, buffers, mmap=options.use_mmap) if each.files else WeightsMemory(each.weights)
         for each in models
     ]
+    gpu_layers = offloaded_layers(model, options, caches, machine, draft)
     return MemoryEstimate(
         sum(each.needed for each in weights),
         sum(kv_bytes(each, info) for each in models for info in caches.values()),
         sum(compute_bytes(each, info, options.for_cache(info)) for each in models for info in caches.values()),
-        "gpu" if gpu_share(model, options, machine) else "cpu",
+        "gpu" if gpu_layers else "cpu",
         sum(each.page_cache for each in weights),
+        gpu_layers,
+        model.layers + 1,
     )
 
 
@@ -169,11 +173,75 @@ def _cells(info: CacheInfo) -> int:
     return -(-info.window // _WINDOW_MULTIPLE) * _WINDOW_MULTIPLE
 
 
-def gpu_share(model: ModelShape, options: Options, machine: AvailableMemory) -> float:
-    """The share of the layers that is offloaded; the output counts as one layer."""
+# --- the layers on the GPU --------------------------------------------------------------------------------------------
+#
+# llama.cpp offloads the last layers of a model: first the output, which counts as a layer, then the last block and so
+# on. The table of the input's embeddings stays in RAM. Several GPUs share the layers in proportion to their free memory.
+
+_MAX_RESERVE = 1 << 30  # for the driver's own memory, and for what the estimate does not know
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+def offloaded_layers(
+    model: ModelShape,
+    options: Options,
+    caches: Mapping[str, CacheInfo],
+    machine: AvailableMemory,
+    draft: ModelShape | None = None,
+) -> int:
+    """The number of layers on GPUs, with the output as one of them."""
     if not machine.gpus:
-        return 0.0
-    return 1.0 if options.n_gpu_layers < 0 else min(1.0, options.n_gpu_layers / (model.layers + 1))
+        return 0
+    if options.n_gpu_layers == "auto":
+        return layers_that_fit(model, options, caches, tuple(machine.gpus.values()), draft)
+    return model.layers + 1 if options.n_gpu_layers < 0 else min(model.layers + 1, options.n_gpu_layers)
+
+
+def layers_that_fit(
+    model: ModelShape,
+    options: Options,
+    caches: Mapping[str, CacheInfo],
+    free: Sequence[int],
+    draft: ModelShape | None = None,
+) -> int:
+    """As many layers as fit into the free bytes of the GPUs, each with its part of the KV caches. The compute buffers
+    are on each GPU. A draft model is there as a whole, since it is small."""
+    sizes = layer_weights(model)
+    kv = sum(kv_bytes(model, info) for info in caches.values()) // max(1, model.layers)
+    models = [model] if draft is None else [model, draft]
+    compute = sum(compute_bytes(each, info, options.for_cache(info)) for each in models for info in caches.values())
+    room = sum(bytes_ - min(_MAX_RESERVE, bytes_ // 8) - compute for bytes_ in free)
+    room -= (len(free) - 1) * (max(sizes) + kv)  # a layer is not divided
+    if draft is not None:
+        room -= draft.weights + sum(kv_bytes(draft, info) for info in caches.values())
+    for count, size in enumerate(reversed(sizes)):
+        room -= size + (kv if count else 0)  # the output has no KV
+        if room < 0:
+            return count
+    return len(sizes)
+
+
+def layer_weights(model: ModelShape) -> list[int]:
+    """The bytes of each block and of the output."""
+    if not model.files:
+        return [model.weights // (model.layers + 1)] * (model.layers + 1)
+    sizes = [0] * (model.layers + 1)
+    table, has_output = 0, False
+    for size, tensors in model.files:
+        ordered = sorted(tensors, key=lambda tensor: tensor.offset)
+        ends = [*(tensor.offset for tensor in ordered[1:]), size]
+        for tensor, end in zip(ordered, ends, strict=True):
+            bytes_ = max(0, end - tensor.offset)
+            if block := _BLOCK.match(tensor.name):
+                sizes[min(int(block[1]), model.layers)] += bytes_
+            elif tensor.name.startswith("output"):
+                sizes[-1] += bytes_
+                has_output |= tensor.name == "output.weight"
+            elif tensor.name == "token_embd.weight":
+                table = bytes_
+    if not has_output:  # the table is the output matrix, too: the GPU gets a copy
+        sizes[-1] += table
+    return sizes
 
 
 # --- the check --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from modelyard.engines.llama_cpp.estimate import (
     check_fits,
     draft_shape,
     estimate_memory,
-    gpu_share,
+    offloaded_layers,
     read_model_shape,
 )
 from modelyard.engines.llama_cpp.options import KV_TYPES, Options, flash_attention_mode
@@ -66,16 +66,41 @@ def check_before_loading(path: Path, spec: EngineSpec) -> ModelShape | None:
 def check_memory(
     model: ModelShape, name: str, options: Options, caches: Mapping[str, CacheInfo], draft: ModelShape | None = None
 ) -> None:
-    gpu = uses_gpu(options)
-    free = system.free_memory(with_gpus=gpu)
-    if options.overcommit or (gpu and not free.gpus):  # only llama.cpp can see the memory of this GPU
+    if options.overcommit:
         return
+    free = free_memory(options)
     memory = estimate_memory(model, options, caches, free, draft)
-    check_fits(name, memory, gpu_share(model, options, free), free)
+    share = memory.gpu_layers / memory.layers
+    if options.n_gpu_layers == "auto":  # these layers fit: only the rest needs RAM
+        free = structs.replace(free, gpus={"auto": sys.maxsize})
+    check_fits(name, memory, share, free)
+
+
+def free_memory(options: Options) -> AvailableMemory:
+    """RAM and the GPUs that the library uses: some are hidden by variables, others only the library can see."""
+    free = system.free_memory(with_gpus=False)
+    if not uses_gpu(options):
+        return free
+    return structs.replace(free, gpus={gpu.name: gpu.free for gpu in lib.gpu_devices()})
 
 
 def uses_gpu(options: Options) -> bool:
     return bool(lib.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
+
+
+def resolve_gpu_layers(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
+    """Replaces `auto` by a number, and logs what is offloaded. llama.cpp decides for a file that cannot be read."""
+    options: Options = spec.options
+    if not uses_gpu(options):
+        return spec
+    free = free_memory(options)
+    layers = -1 if model is None else offloaded_layers(model, options, spec.caches, free, draft_shape(options))
+    if model is not None and free.gpus:
+        log.info(
+            "%d of %d layers of %r go to the GPU (n_gpu_layers = %s): %s of its memory are free",
+            *(layers, model.layers + 1, spec.model, options.n_gpu_layers, format_size(sum(free.gpus.values()))),
+        )
+    return structs.replace(spec, options=options.model_copy(update={"n_gpu_layers": layers}))
 
 
 def limit_windows(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
@@ -97,6 +122,7 @@ def resolve_options(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
         head_size = model.head_size if model is not None else 0
         return library.is_flash_attention_slow(head_size, library_folder())
 
+    spec = resolve_gpu_layers(spec, model)
     return resolve_flash_attention(spec, gpu=uses_gpu(spec.options), is_slow=is_slow)
 
 
@@ -117,7 +143,7 @@ def load_model(path: Path, options: Options, report: Callable[[float], bool]) ->
     """`report` takes the fraction that is loaded; if it returns False, loading stops."""
     file_check.check_weights(path, lambda: report(0.0))
     params = lib.llama_model_default_params()
-    params.n_gpu_layers = options.n_gpu_layers
+    params.n_gpu_layers = -1 if options.n_gpu_layers == "auto" else options.n_gpu_layers
     params.load_mode = 1 if options.use_mmap else 0
     params.progress_callback = callback = lib.llama_progress_callback(lambda fraction, _: report(fraction))
     llama_log.clear()

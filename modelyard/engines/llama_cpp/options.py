@@ -24,6 +24,7 @@ KV_TYPES = {
 _KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 FlashAttentionMode = Literal["on", "off", "auto"]
 _Count = Annotated[int, Field(ge=1, le=1 << 24)]
+GpuLayers = Annotated[int, Field(ge=-1, le=10_000)] | Literal["auto"]
 
 CAPABILITIES = Capabilities(
     structured=True, logprobs=True, embeddings=True, rerank=True, lora=True, ignored=("beam_size",)
@@ -34,7 +35,7 @@ LIVE_OVERRIDES: dict[str, Any] = {
     "n_ctx": _Count,
     "type_k": _KvType,
     "type_v": _KvType,
-    "n_gpu_layers": Annotated[int, Field(ge=-1, le=10_000)],
+    "n_gpu_layers": GpuLayers,
     "n_threads": Annotated[int, Field(ge=1, le=1024)],
     "n_threads_batch": Annotated[int, Field(ge=1, le=1024)],
     "n_batch": _Count,
@@ -65,10 +66,11 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     path: str = Field(description="The GGUF file, its folder, or the first file of a split model.")
-    n_gpu_layers: int = Field(
-        default=-1,
+    n_gpu_layers: GpuLayers = Field(
+        default="auto",
         validation_alias=AliasChoices("n_gpu_layers", "gguf_n_gpu_layers"),
-        description="Layers on the GPU; -1 means all that a GPU build can take.",
+        description="Layers on the GPU, the output layer included: a number, -1 for all, or auto for as many as fit "
+        "into the GPU's free memory. Without a GPU, or with a library for CPUs, it has no effect.",
     )
     n_threads: int | None = Field(
         default=None, gt=0, description="CPU threads, at most one per logical core; unset means the physical cores."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
@@ -16,7 +15,14 @@ from modelyard.engines.llama_server.options import KV_TYPES as KV_TYPES
 from modelyard.engines.llama_server.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_server.options import LlamaServerOptions as Options
 from modelyard.engines.llama_server.server import combined_cache, find_binary
-from modelyard.engines.option_faults import OptionFault, require_file, require_folder, require_template, try_options
+from modelyard.engines.option_faults import (
+    OptionFault,
+    require_file,
+    require_folder,
+    require_template,
+    try_call,
+    try_options,
+)
 from modelyard.library.gguf import require_complete
 from modelyard.library.model_files import locate_model_file
 
@@ -61,16 +67,11 @@ def _estimate_file(path: str, layers: str | None, spec: EngineSpec, machine: Ava
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     options: Options = spec.options
-    draft, projector = options.llama_server_draft_model_path, options.llama_server_mmproj_path
-    template = options.chat_template
+    yield from try_call("llama_server_binary", lambda: find_binary(options))
     yield from try_options(
-        {
-            "llama_server_binary": lambda: find_binary(options),
-            "path": lambda: require_complete(locate_model_file(options.path)),
-            "llama_server_draft_model_path": draft and (lambda: locate_model_file(draft)),
-            "llama_server_mmproj_path": projector and (lambda: require_file(projector)),
-            "chat_template": template and (lambda: require_template(template)),
-        }
+        ("path", lambda path: require_complete(locate_model_file(path)), options.path),
+        ("llama_server_draft_model_path", locate_model_file, options.llama_server_draft_model_path),
+        ("llama_server_mmproj_path", require_file, options.llama_server_mmproj_path),
+        ("chat_template", require_template, options.chat_template),
+        *(("llama_server_library_path", require_folder, folder) for folder in options.llama_server_library_path),
     )
-    for folder in options.llama_server_library_path:
-        yield from try_options({"llama_server_library_path": partial(require_folder, folder)})

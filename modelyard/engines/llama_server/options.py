@@ -41,8 +41,8 @@ def _check_spec_types(value: str) -> str:
         if name not in SPEC_TYPES and name not in SPEC_ALIASES:
             known = ", ".join((*SPEC_ALIASES, *SPEC_TYPES))
             raise ValueError(
-                f"{name!r} is not a kind of speculative decoding; known: {known}. For one that only a newer program has, "
-                "put --spec-type into llama_server_extra_args"
+                f"{name!r} is not a kind of speculative decoding; known: {known}. For one that only a newer program "
+                "has, put --spec-type into llama_server_extra_args"
             )
     return value
 

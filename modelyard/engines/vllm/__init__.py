@@ -7,7 +7,7 @@ from pathlib import Path
 
 from modelyard.core.engine import Capabilities, Engine, EngineSpec
 from modelyard.core.errors import ModelyardError
-from modelyard.engines.option_faults import OptionFault, try_options
+from modelyard.engines.option_faults import OptionFault, try_call
 from modelyard.engines.vllm.errors import with_cause
 from modelyard.engines.vllm.estimate import estimate as estimate
 from modelyard.engines.vllm.log_parser import failure_reason
@@ -44,5 +44,6 @@ def explain(error: ModelyardError, lines: Sequence[str]) -> ModelyardError:
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     from modelyard.engines.vllm.async_llm import check_installed
 
-    yield from try_options({"backend": check_installed if spec.python is None else None})
+    if spec.python is None:
+        yield from try_call("backend", check_installed)
     yield from folder_faults(spec.options)

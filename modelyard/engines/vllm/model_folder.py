@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,14 +56,13 @@ def folder_faults(options: VllmOptions) -> Iterator[OptionFault]:
     """Paths that lead nowhere. A name of the hub may still be downloaded."""
     named = {"vllm_model" if options.vllm_model else "path": options.model_name}
     named |= {field: name for field in _COMPANIONS if (name := getattr(options, field)) is not None}
-    paths = {field: name for field, name in named.items() if not _HUB_NAME.fullmatch(name)}
-    yield from try_options({field: partial(require_folder, name) for field, name in paths.items()})
-    yield from try_options({f"lora.{name}": partial(require_adapter, path) for name, path in options.lora.items()})
+    yield from try_options(*((field, require_folder, name) for field, name in named.items() if _is_path(name)))
+    adapters = {name: path for name, path in options.lora.items() if _is_path(path)}
+    yield from try_options(*((f"lora.{name}", option_faults.require_folder, path) for name, path in adapters.items()))
 
 
-def require_adapter(path: str) -> None:
-    if not _HUB_NAME.fullmatch(path):
-        option_faults.require_folder(path)
+def _is_path(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is None
 
 
 def check_weights(folder: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from modelyard.core.engine import EngineSpec
 from modelyard.engines import option_faults
-from modelyard.engines.option_faults import OptionFault, require_template, try_options
+from modelyard.engines.option_faults import OptionFault, require_template, try_call, try_options
 from modelyard.engines.vllm import estimate as estimate
 from modelyard.engines.vllm.model_folder import folder_faults, require_folder
 from modelyard.engines.vllm.names import KNOWN_NAMES as KNOWN_NAMES
@@ -31,13 +30,9 @@ def tokenizer_path(options: Options) -> Path:
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     options: Options = spec.options
-    template = options.chat_template
+    yield from try_call("vllm_serve_binary", lambda: find_binary(options))
     yield from try_options(
-        {
-            "vllm_serve_binary": lambda: find_binary(options),
-            "chat_template": template and (lambda: require_template(template)),
-        }
+        ("chat_template", require_template, options.chat_template),
+        *(("vllm_serve_library_path", option_faults.require_folder, path) for path in options.vllm_serve_library_path),
     )
-    for folder in options.vllm_serve_library_path:
-        yield from try_options({"vllm_serve_library_path": partial(option_faults.require_folder, folder)})
     yield from folder_faults(options)

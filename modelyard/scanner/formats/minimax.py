@@ -278,8 +278,8 @@ def _member_schema(schema: Any, root: Mapping[str, Any], name: str | None, depth
 _M3 = OutputFormat(
     name="minimax_m3",
     regions=regions({_NAMESPACE: StartReader(_read_tags)}, tags=(("<mm:think>", "</mm:think>"),), closes_alone=True),
-    hidden_markers=(_BLOCK, _BLOCK_END, _TURN_END),
-    inner_markers=(_INVOKE, _INVOKE_END),
+    hidden_markers=(_TURN_END,),
+    inner_markers=(_BLOCK, _BLOCK_END, _INVOKE, _INVOKE_END),
     stop_tokens=(_TURN_END,),
     turn_starts=(_TURN_START,),
     template_hints=((_NAMESPACE,), (_NAMESPACE, "<mm:think>")),
