@@ -34,6 +34,8 @@ from ctypes import (
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from modelyard.library.llama_cpp_package import library_folder
 from modelyard.plugins import MissingLibrary
 
@@ -222,6 +224,12 @@ _FUNCTIONS: dict[str, _Declaration] = {
     "ggml_backend_reg_by_name": (c_void_p, [c_char_p]),
     "ggml_backend_reg_get_proc_address": (c_void_p, [c_void_p, c_char_p]),
     "ggml_backend_load_all_from_path": (None, [c_char_p]),
+    "ggml_backend_dev_count": (c_size_t, []),
+    "ggml_backend_dev_get": (c_void_p, [c_size_t]),
+    "ggml_backend_dev_name": (c_char_p, [c_void_p]),
+    "ggml_backend_dev_description": (c_char_p, [c_void_p]),
+    "ggml_backend_dev_type": (c_int, [c_void_p]),
+    "ggml_backend_dev_memory": (None, [c_void_p, POINTER(c_size_t), POINTER(c_size_t)]),
     "ggml_threadpool_params_init": (None, [POINTER(ggml_threadpool_params), c_int]),
 }
 
@@ -276,6 +284,18 @@ class WaitingCalls:
         self.sampler_init_dry: Any = _function(library, "llama_sampler_init_dry", _SHORT["llama_sampler_init_dry"])
 
 
+_GPU, _INTEGRATED_GPU = 1, 2  # ggml_backend_dev_type
+
+
+class GpuDevice(Struct, frozen=True):
+    """A GPU that the library uses: its name in llama.cpp's log, what it is, and bytes."""
+
+    name: str
+    description: str
+    free: int
+    total: int
+
+
 class LibLlama:
     """The loaded library: its functions by their names in llama.h and ggml.h; these calls release the GIL.
 
@@ -308,6 +328,19 @@ class LibLlama:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is not declared in modelyard/libllama.py")
+
+    def gpu_devices(self) -> list[GpuDevice]:
+        """The GPUs that models are offloaded to; integrated ones only if there are no others. Starts their driver."""
+        handles = [self.ggml_backend_dev_get(index) for index in range(self.ggml_backend_dev_count())]
+        kinds = [self.ggml_backend_dev_type(handle) for handle in handles]
+        wanted = _GPU if _GPU in kinds else _INTEGRATED_GPU
+        return [self._gpu_device(handle) for handle, kind in zip(handles, kinds, strict=True) if kind == wanted]
+
+    def _gpu_device(self, handle: Any) -> GpuDevice:
+        free, total = c_size_t(), c_size_t()
+        self.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
+        name, description = self.ggml_backend_dev_name(handle), self.ggml_backend_dev_description(handle)
+        return GpuDevice(name.decode(), description.decode("utf-8", "replace"), free.value, total.value)
 
     def cpu_function(self, name: str, result: Any, *arguments: Any) -> Any | None:
         """A function of the CPU backend, wherever that is: in a plug-in or linked. None if it has no such function."""

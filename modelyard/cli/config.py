@@ -82,10 +82,11 @@ def _print_tables(description: ConfigDescription) -> None:
 
 def _print_memory(estimates: list[ModelMemory], available: AvailableMemory) -> None:
     """Estimated memory of each model; why there is no estimate is reported as a problem."""
-    table = make_table("memory", "weights", "KV caches", "compute", "total")
+    table = make_table("memory", "weights", "KV caches", "compute", "total", "layers on the GPU")
     for estimated in estimates:
         if (m := estimated.memory) is not None and m.total:
-            table.add_row(escape(estimated.model), *map(format_size, (m.weights, m.kv, m.compute, m.total)))
+            layers = f"{m.gpu_layers} of {m.layers}" if m.gpu_layers else ""
+            table.add_row(escape(estimated.model), *map(format_size, (m.weights, m.kv, m.compute, m.total)), layers)
     if table.row_count:
         out.print(table)
         gpus = "".join(f", {format_size(free)} on GPU {name}" for name, free in available.gpus.items())

@@ -8,7 +8,7 @@ raw text: it yields when it needs more input and returns the name of the next re
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
@@ -19,11 +19,15 @@ Reader = Callable[..., Generator[None, None, str | None]]
 
 
 class GrammarContext(Struct, frozen=True):
-    """Where a grammar begins: the special tokens of the vocabulary, and whether the prompt left reasoning open."""
+    """Where a grammar begins: the special tokens of the vocabulary, and whether the prompt left reasoning open.
+
+    With a `schema` the output is either calls or a text that matches it.
+    """
 
     specials: Mapping[str, int] = field(default_factory=dict)
     thinking: bool = False
     parallel: bool = True  # several calls may follow each other
+    schema: Mapping[str, Any] | None = None
 
 
 class Grammar(Protocol):

@@ -133,7 +133,8 @@ class Constraint(Struct, frozen=True):
     """A constraint on the output, as data; the engine compiles it.
 
     `text` is the schema (JSON) or the grammar. With a `trigger` the output is free until that text (or its token) was
-    generated; then the grammar applies until it is complete, and the output is free again.
+    generated; then the grammar applies until it is complete, and the output is free again. `schema` is the response
+    schema (JSON) that a grammar includes beside reasoning and calls.
     """
 
     kind: Literal["json_object", "json_schema", "gbnf", "regex", "lark", "tools"]
@@ -143,6 +144,7 @@ class Constraint(Struct, frozen=True):
     strict: bool | None = None
     trigger: str | None = None
     tools: tuple[str, ...] = ()
+    schema: str = ""
 
 
 class Reasoning(Struct, frozen=True):

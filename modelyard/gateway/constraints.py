@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from modelyard.core.output_format import GrammarContext
 from modelyard.core.request import Constraint, Request, Tool
@@ -24,15 +25,14 @@ def constrain(
     own, pipeline = request.constraint, model.text
     if model.kind == "chat" or pipeline is None:
         return own, ()  # the engine renders and constrains by itself
-    if own is not None and own.kind in ("json_schema", "json_object"):
-        own, dropped = enforceable_format(own)
-        begin, schema = _scanner_at_start(request, pipeline, prompt), schema_of(own)
-        if schema is not None and begin.reasoning_end is not None:
-            own = after_reasoning(own, schema, begin.reasoning_end, GrammarContext(pipeline.tokenizer.specials))
-        return own, dropped
-    if own is not None or not request.tools:
-        return own, ()
     is_forced = request.tool_choice.mode in ("required", "named")
+    if own is not None and own.kind in ("json_schema", "json_object"):
+        if not (is_forced and request.tools):  # a schema is for text, and the output must be a call
+            return _response_format(own, request, pipeline, prompt)
+    elif own is not None:
+        return own, ()
+    if not request.tools:
+        return None, ()
     not_enforced = [
         f"grammar_not_enforced: {tool.name}: {error}" for tool in request.tools if (error := input_pattern(tool).error)
     ]
@@ -44,12 +44,39 @@ def constrain(
     grammar = pipeline.format_for(request).grammar
     made: Constraint | None = None
     if grammar is not None:
-        is_thinking = _scanner_at_start(request, pipeline, prompt).is_thinking
-        context = GrammarContext(pipeline.tokenizer.specials, is_thinking, request.parallel_tool_calls is not False)
+        context = _grammar_context(request, pipeline, _scanner_at_start(request, pipeline, prompt))
         made = grammar(tools, request.tool_choice, context)
     if made is None and is_forced:
         return Constraint("tools", tools=tuple(tool.name for tool in tools)), ()
     return made, [*warnings, *not_enforced] if made is not None else not_enforced
+
+
+def _response_format(
+    own: Constraint, request: Request, pipeline: TextPipeline, prompt: str
+) -> tuple[Constraint, Sequence[str]]:
+    """A text that matches the schema, or calls of the tools that are offered."""
+    own, dropped = enforceable_format(own)
+    begin, schema = _scanner_at_start(request, pipeline, prompt), schema_of(own)
+    if schema is None:
+        return own, dropped
+    if offered := _callable_tools(request):
+        tools, warnings = enforceable(offered)
+        context = _grammar_context(request, pipeline, begin, schema)
+        grammar = pipeline.format_for(request).grammar
+        made = None if grammar is None else grammar(tools, request.tool_choice, context)
+        if made is not None:
+            return made, [*dropped, *warnings]
+        dropped = [*dropped, "calls_excluded: the format has no grammar for calls beside a response schema"]
+    if begin.reasoning_end is not None:
+        own = after_reasoning(own, schema, begin.reasoning_end, GrammarContext(pipeline.tokenizer.specials))
+    return own, dropped
+
+
+def _grammar_context(
+    request: Request, pipeline: TextPipeline, begin: Scanner, schema: Mapping[str, Any] | None = None
+) -> GrammarContext:
+    parallel = request.parallel_tool_calls is not False
+    return GrammarContext(pipeline.tokenizer.specials, begin.is_thinking, parallel, schema)
 
 
 def _is_strict(tool: Tool) -> bool:

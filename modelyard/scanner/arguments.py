@@ -7,10 +7,13 @@ types as programming languages do. These names count as the JSON types that they
 
 **Ends.** Code that is written into a file may contain the closing tag. The tag ends the value only if the next
 parameter or the end of the call follows. A tag that is a token of the vocabulary always counts. The next parameter is
-any that was not given yet: models invent parameters, and the tool should get to refuse them. But a parameter that the
-schema does not know counts only after a closing tag of the value itself, not after one that closes a tag which the
+any: models invent parameters, and the tool should get to refuse them. But one that the schema does not know or that was
+given before counts only after a closing tag of the value itself, not after one that closes a tag which the
 value quotes. So an example of a call goes into a file unchanged. A file that contains `</parameter>` and then
 `<parameter=x>` without an opening tag before is cut.
+
+**Repetition.** If a parameter is given twice, the last value counts. If the schema says that it is a list, the values
+are its items. A parameter whose call ends where its value should begin is not given at all.
 
 White space inside a value is exact. Only in families that write values on separate lines, the line breaks around a
 value belong to its tags.
@@ -19,7 +22,7 @@ value belong to its tags.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -49,6 +52,7 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _TAG = re.compile(f"[<{SURROGATES}]")
 _IS_NAME = re.compile(r"[\w.-]+\Z")
 _SPACE_LIMIT = 512
+CONTAINER_OR_TEXT = ("object", "array", "string")  # for families that write only objects and lists as JSON
 ANY_TYPE = ("any",)  # the type that the value looks like, for families that write everything but text as JSON
 STRING_TYPES = ((), ("string",))  # the value is certainly text
 
@@ -166,8 +170,25 @@ def _as_number(text: str, *, integer: bool) -> str | None:
     return head if tail and not tail.strip("0") else None
 
 
+def join_items(values: Sequence[str], item: Any, root: Mapping[str, Any]) -> str:
+    """The list of these JSON values. One that is a list itself adds its items, unless the items are lists."""
+    types, items = schema_types(item, root), []
+    for value in values:
+        decoded: Any = msgspec.json.decode(value)
+        if isinstance(decoded, str):
+            items.append(to_json(decoded, types or ("string",)))
+        elif isinstance(decoded, list) and "array" not in types:
+            items += [msgspec.json.encode(one).decode() for one in decoded]
+        else:
+            items.append(value)
+    return f"[{', '.join(items)}]"
+
+
 class ArgumentWriter:
-    """Writes the arguments object of a call member by member. Values that are certainly text are streamed."""
+    """Writes the arguments object of a call member by member. Values that are certainly text are streamed.
+
+    A list is held back until another parameter follows.
+    """
 
     def __init__(self, calls: CallBuilder) -> None:
         self._calls = calls
@@ -177,6 +198,9 @@ class ArgumentWriter:
         self.properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         self._raw: list[str] | None = None  # the open value, if it is not certainly text
         self._types: tuple[str, ...] = ()
+        self._name = ""
+        self._lists: dict[str, list[str]] = {}  # the values of parameters that are lists
+        self._is_held = False  # the last value is one of a list and was not passed on yet
         self.given: set[str] = set()
 
     @property
@@ -189,9 +213,17 @@ class ArgumentWriter:
 
     def begin(self, name: str, types: tuple[str, ...] | None = None) -> None:
         """`types` is for families that know better than the schema which type they wrote."""
+        if not name:
+            raise ParseError("a parameter without a name")
+        self._types = self.types_of(name) if types is None else types
+        if self._is_held and name == self._name:
+            self._raw = []
+            return
+        self.flush()
+        self._calls.is_repeated = self._calls.is_repeated or name in self.given
         self._calls.append(f'{", " if self.given else "{"}"{escape_json(name)}": ')
         self.given.add(name)
-        self._types = self.types_of(name) if types is None else types
+        self._name = name
         if self._types in STRING_TYPES:
             self._raw = None
             self._calls.append('"')
@@ -205,9 +237,24 @@ class ArgumentWriter:
             self._raw.append(chunk)
 
     def end(self) -> None:
-        self._calls.append('"' if self._raw is None else to_json("".join(self._raw), self._types))
+        if self._raw is None:
+            self._calls.append('"')
+        elif "array" in self._types:
+            self._lists.setdefault(self._name, []).append(to_json("".join(self._raw), self._types))
+            self._is_held = True
+        else:
+            self._calls.append(to_json("".join(self._raw), self._types))
+
+    def flush(self) -> None:
+        """Pass on the list that was held back."""
+        if self._is_held:
+            values, schema = self._lists[self._name], self.properties.get(self._name)
+            item = schema.get("items") if isinstance(schema, Mapping) else None
+            self._calls.append(values[0] if len(values) == 1 else join_items(values, item, self._schema))
+            self._is_held = False
 
     def finish(self) -> None:
+        self.flush()
         self._calls.finish("}" if self.given else "{}")
 
     def read_json(self, buffer: TextBuffer) -> Incremental[None]:
@@ -215,9 +262,9 @@ class ArgumentWriter:
         yield from JsonReader(buffer, self._calls.append).read()
         self._calls.finish()
 
-    def may_begin(self, name: str, *, invented: bool = False) -> bool:
-        """Whether a parameter of that name can come next: one that the schema knows, or an `invented` one."""
-        return name not in self.given and (invented or not self.properties or name in self.properties)
+    def expects(self, name: str) -> bool:
+        """Whether this parameter was not given yet, and the schema knows it or knows none."""
+        return name not in self.given and (not self.properties or name in self.properties)
 
 
 # --- values between tags ----------------------------------------------------------------------------------------------
@@ -242,16 +289,26 @@ def read_parameters(
 ) -> Incremental[None]:
     """All parameters of a call. `read_one` reads one after its opening tag."""
     opening, ends = buffer.encoded(tags.opening), tuple(map(buffer.encoded, (*tags.ends, *tags.after)))
-    while arguments.is_open:
-        yield from buffer.skip_space()
-        found = yield from buffer.match((opening, *ends))
-        if found == opening:
-            buffer.skip(len(opening))
-            yield from read_one(buffer, arguments)
-        elif found or ((yield from buffer.peek()) == "" and not buffer.truncated):
-            arguments.finish()
-        else:
-            raise ParseError("expected a parameter or the end of the call")
+    try:
+        while arguments.is_open:
+            yield from buffer.skip_space()
+            found = yield from buffer.match((opening, *ends))
+            if found == opening:
+                buffer.skip(len(opening))
+                yield from read_one(buffer, arguments)
+            elif found or ((yield from buffer.peek()) == "" and not buffer.truncated):
+                arguments.finish()
+            else:
+                raise ParseError("expected a parameter or the end of the call")
+    except ParseError:
+        if arguments.is_open:
+            arguments.flush()
+        raise
+
+
+def has_value(buffer: TextBuffer, tags: ParameterTags) -> Incremental[bool]:
+    """Whether a value follows a key. The next key or the end of the call may come in its place."""
+    return not (yield from buffer.is_next(tags.opening, *tags.ends, *tags.after))
 
 
 def read_value(
@@ -262,8 +319,11 @@ def read_value(
     types: tuple[str, ...] | None = None,
 ) -> Incremental[None]:
     """The value of a parameter, up to its closing tag."""
+    reader = TagValueReader(buffer, tags, arguments)
+    if name and (yield from reader.is_missing()):
+        return
     arguments.begin(name, types)
-    is_closed = yield from TagValueReader(buffer, tags, arguments).read()
+    is_closed = yield from reader.read()
     if not is_closed and buffer.truncated:
         raise ParseError("cut off inside a value")
     arguments.end()
@@ -281,6 +341,15 @@ class TagValueReader:
         self._newline = ""  # a held line break that belongs to the closing tag if one follows
         self._on_new_line = False
         self._quoted = 0  # parameters that the value itself opens and has not closed yet
+
+    def is_missing(self) -> Incremental[bool]:
+        """Whether the call ends before the value begins."""
+        offset = yield from self._skip_space(0)
+        found = yield from self._buffer.match((*self._ends, *self._after), offset)
+        if found is None or not (yield from self._is_call_end(offset + len(found))):
+            return False
+        self._buffer.skip(offset)
+        return True
 
     def read(self) -> Incremental[bool]:
         """True: closed by its tag or by what follows. False: the output ended inside it."""
@@ -339,7 +408,7 @@ class TagValueReader:
         """
         name = yield from self._name(0)
         is_known = name in self._arguments.properties or self._on_new_line
-        if name is not None and is_known and self._arguments.may_begin(name):
+        if name is not None and is_known and self._arguments.expects(name):
             return True
         self._quoted += name is not None
         return False
@@ -353,7 +422,7 @@ class TagValueReader:
         if found != self._opening:
             return found is not None
         name = yield from self._name(offset)
-        return name is not None and self._arguments.may_begin(name, invented=not self._quoted)
+        return name is not None and (not self._quoted or self._arguments.expects(name))
 
     def _is_call_end(self, offset: int) -> Incremental[bool]:
         """Whether the end of the call, without the end of the value, is followed only by what can follow a call."""
@@ -385,7 +454,7 @@ class TagValueReader:
             end = buffer.text.find(self._named, buffer.pos + start, buffer.pos + start + NAME_LIMIT)
             if end >= 0:
                 name = parameter_name(buffer.text[buffer.pos + start : end])
-                return name if _IS_NAME.match(name) or self._arguments.may_begin(name) else None
+                return name if _IS_NAME.match(name) or self._arguments.expects(name) else None
             if buffer.ended or len(buffer.text) - buffer.pos - start >= NAME_LIMIT:
                 return None
             yield

@@ -7,6 +7,7 @@ warning.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class CallBuilder:
         self._unknown: UnknownTool | None = None
         self._after_unknown = ""
         self.tool: Tool | None = None
+        self.is_repeated = False  # an argument of the open call is given twice
         self.count = 0
         self.parallel = True
         self.warnings: list[str] = []
@@ -79,7 +81,7 @@ class CallBuilder:
         self._name, self._is_sent = name, False
         self._held.clear()
         if self._tools is not None:
-            self.tool = self._tools.get(name) or self._tools.get(name.rpartition("functions.")[2])
+            self.tool = self._tools.get(name) or self._tools.get(_plain_name(name))
         if self.tool is not None:
             self._name = self.tool.name
 
@@ -127,6 +129,8 @@ class CallBuilder:
             if self.is_custom:
                 self._held = [custom_input("".join(self._held))]
             if not self._is_sent:
+                if self.is_repeated:
+                    self._held = [_without_repetition("".join(self._held))]
                 self._send()
             if self._is_sent:
                 self._blocks.close()
@@ -178,9 +182,21 @@ class CallBuilder:
         return was_sent
 
     def _reset(self) -> None:
-        self._name, self.tool, self._is_sent = None, None, False
+        self._name, self.tool, self._is_sent, self.is_repeated = None, None, False, False
         self._held = []
         self._buffer.commit()
+
+
+def _plain_name(name: str) -> str:
+    """The name without the namespace that some models invent: `functions.name`, `name.name`."""
+    plain = name.rpartition("functions.")[2]
+    namespace, _, member = plain.rpartition(".")
+    return member if namespace == member else plain
+
+
+def _without_repetition(arguments: str) -> str:
+    """If a key comes twice, its last value counts. Arguments that are already sent keep both, and parsers agree."""
+    return json.dumps(json.loads(arguments), ensure_ascii=False)
 
 
 def tools_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:

@@ -83,14 +83,16 @@ def after_reasoning(
     """A response schema that applies after `closing`, the marker that ends the reasoning which the prompt opened."""
     lark = LarkBuilder(context)
     body = lark.rule(lark.json(schema))
-    return replace(constraint, kind="lark", text=lark.build(f"{lark.until(closing)} GAP? {body}"))
+    text = lark.build(f"{lark.until(closing)} GAP? {body}")
+    return replace(constraint, kind="lark", text=text, schema=json.dumps(schema, ensure_ascii=False))
 
 
 class CallGrammar(Struct, frozen=True, kw_only=True):
     """`begin opening body closing between opening body closing … end`. All but the body is fixed text of the family.
 
     `trigger` is the prefix of the beginning after which only a call can follow. Without one, optional calls stay
-    unconstrained. `reasoning` is what opens and closes reasoning before a call.
+    unconstrained. `reasoning` is what opens and closes reasoning before a call. `before_text` comes before a text that
+    matches a schema.
     """
 
     body: Callable[[LarkBuilder, Tool], str]
@@ -101,6 +103,7 @@ class CallGrammar(Struct, frozen=True, kw_only=True):
     end: str = ""
     trigger: str = ""
     reasoning: tuple[str, str] = ("<think>", "</think>")
+    before_text: str = ""
     may_repeat: bool = True
 
     def __call__(
@@ -108,21 +111,28 @@ class CallGrammar(Struct, frozen=True, kw_only=True):
     ) -> Constraint | None:
         callable_tools = [t for t in tools if t.kind != "server" and (choice.mode != "named" or t.name == choice.name)]
         is_forced = choice.mode in ("required", "named")
-        if not callable_tools or choice.mode == "none" or not (is_forced or self.trigger):
+        schema = None if is_forced else context.schema
+        from_start = is_forced or schema is not None
+        if not callable_tools or choice.mode == "none" or not (from_start or self.trigger):
             return None
         lark = LarkBuilder(context)
         body = lark.rule(" | ".join(lark.rule(self.body(lark, tool)) for tool in callable_tools))
         beginning = self.begin + self.opening
-        if is_forced:
-            first = f"{self._reasoning(lark, context)} {lark.literal(beginning)} {body}"
-        else:
-            first = f"{lark.literal(beginning.removeprefix(self.trigger))} {body}"
+        first = f"{lark.literal(beginning if from_start else beginning.removeprefix(self.trigger))} {body}"
         # Optional calls without a common end are triggered one by one.
-        repeats = is_forced or self.end
+        repeats = from_start or self.end
         rest = self._after_first(lark, body, context) if repeats else lark.literal(self.closing)
-        trigger = None if is_forced else self.trigger
+        output = f"{first} {rest}"
+        if schema is not None:
+            output = f"({output} | {lark.literal(self.before_text)} {lark.rule(lark.json(schema))})"
+        if from_start:
+            output = f"{self._reasoning(lark, context)} {output}"
         return Constraint(
-            "lark", lark.build(f"{first} {rest}"), trigger=trigger, tools=tuple(t.name for t in callable_tools)
+            "lark",
+            lark.build(output),
+            trigger=None if from_start else self.trigger,
+            tools=tuple(tool.name for tool in callable_tools),
+            schema="" if schema is None else json.dumps(schema, ensure_ascii=False),
         )
 
     def _after_first(self, lark: LarkBuilder, body: str, context: GrammarContext) -> str:

@@ -96,7 +96,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
-    """Bytes of the whole machine; `ram_used_here` is this process with its children."""
+    """Bytes of the whole machine or container; `ram_used_here` is this process with its children."""
 
     ram_total: int
     ram_free: int
@@ -107,8 +107,8 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
 def read_memory() -> MachineMemory:
     machine, process = psutil.virtual_memory(), psutil.Process()
     return MachineMemory(
-        ram_total=int(machine.total),
-        ram_free=int(machine.available),
+        ram_total=min(int(machine.total), _cgroup_limit(_CGROUP)),
+        ram_free=min(int(machine.available), _cgroup_free(_CGROUP)),
         ram_used_here=sum(map(_resident, [process, *process.children(recursive=True)])),
         gpus=read_gpus(),
     )
@@ -156,6 +156,14 @@ def total_ram() -> int:
     except (OSError, ValueError):
         limit = 2**63
     return min(int(psutil.virtual_memory().total), limit)
+
+
+def _cgroup_limit(group: Path) -> int:
+    """A container's limit of RAM."""
+    try:
+        return int((group / "memory.max").read_text())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return 2**63
 
 
 def _cgroup_free(group: Path) -> int:

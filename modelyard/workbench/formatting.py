@@ -8,11 +8,11 @@ MISSING = "–"
 def size(count: float | None) -> str:
     if count is None:
         return MISSING
-    for unit in ("B", "KB", "MB"):
+    for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}"
         count /= 1024
-    return f"{count:.1f} GB"
+    return f"{count:.1f} GiB"
 
 
 def duration(seconds: float | None) -> str:

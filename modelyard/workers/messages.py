@@ -447,8 +447,8 @@ class UpdateBatch(ToClient, frozen=True, tag="frame"):
 
 
 class WorkerReply(ToClient, frozen=True, tag="done"):
-    """The reply to `ControlEngine`, `EmbedTokens`, `EmbedInputs`, `RerankDocuments`, `CountChatTokens`, `DropClient` and
-    `FetchTokenizer`. `tokenizer` is the hash of the files; `files` is empty if the client has them."""
+    """The reply to `ControlEngine`, `EmbedTokens`, `EmbedInputs`, `RerankDocuments`, `CountChatTokens`, `DropClient`
+    and `FetchTokenizer`. `tokenizer` is the hash of the files; `files` is empty if the client has them."""
 
     request_id: int
     error: ModelyardError | None = None

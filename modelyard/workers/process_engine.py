@@ -26,6 +26,7 @@ from modelyard.core.engine import (
     Generation,
     OnProgress,
     Prompt,
+    Ranking,
 )
 from modelyard.core.errors import ENGINE_DIED, ModelyardError, Timeout, Unavailable
 from modelyard.core.events import Event

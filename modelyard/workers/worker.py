@@ -258,7 +258,8 @@ class Worker(PeerServer[WorkerClient]):
             return
         self._peers[identity] = client
         engines = [hosted.info() for hosted in self.engines]
-        self._send(client, msg.Welcome(msg.VERSION, self.name, os.getpid(), engines, (msg.TOKENIZER_FEATURE,)))
+        features = (msg.TOKENIZER_FEATURE, msg.FORWARD_FEATURE)
+        self._send(client, msg.Welcome(msg.VERSION, self.name, os.getpid(), engines, features))
 
     def _on_dropped(self, peer: WorkerClient) -> None:
         for request in list(peer.requests.values()):

@@ -107,14 +107,42 @@ def test_open_reasoning_in_the_prompt_can_be_finished() -> None:
 @pytest.mark.parametrize("own", [Constraint("json_object"), Constraint("json_schema", '{"type": "object"}', name="x")])
 def test_a_response_schema_applies_after_open_reasoning(own: Constraint) -> None:
     opened, closed = (
-        constraint_for(TAIL + "<think>\n", constraint=own),
-        constraint_for(TAIL + "<think>\n</think>", constraint=own),
+        constraint_for(TAIL + "<think>\n", constraint=own, tools=()),
+        constraint_for(TAIL + "<think>\n</think>", constraint=own, tools=()),
     )
     assert opened
     assert (opened.kind, opened.name, opened.trigger) == ("lark", own.name, None)
     assert '%json {"type": "object"' in opened.text
     assert "</think>" in opened.text or f"<[{model().pipeline.tokenizer.specials['</think>']}]>" in opened.text
     assert closed == own
+
+
+def test_a_response_schema_leaves_room_for_calls() -> None:
+    """An agent with tools and a typed answer: it calls its tools first."""
+    own = Constraint("json_schema", '{"type": "object"}', name="x")
+    found = constraint_for(constraint=own)
+    assert found
+    assert (found.kind, found.trigger, found.tools, found.schema) == ("lark", None, ("look_at", "now"), own.text)
+    opened = constraint_for(TAIL + "<think>\n", constraint=own)
+    assert opened
+    assert opened.text.startswith("start: ANY")
+    assert opened.tools
+
+
+def test_a_required_call_wins_over_a_response_schema() -> None:
+    own = Constraint("json_schema", '{"type": "object"}')
+    assert constraint_for(constraint=own, tool_choice=MUST) == constraint_for(tool_choice=MUST)
+    assert constraint_for(constraint=own, tool_choice=MUST, tools=()) == own
+
+
+def test_a_format_without_a_grammar_keeps_the_schema_and_warns() -> None:
+    own = Constraint("json_schema", '{"type": "object"}')
+    parts = msgspec.structs.replace(model().pipeline, format=load("think"))
+    found, warnings = constrain(
+        make_request(tools=(NOW,), constraint=own), msgspec.structs.replace(model(), text=parts), TAIL
+    )
+    assert found == own
+    assert warnings == ["calls_excluded: the format has no grammar for calls beside a response schema"]
 
 
 def test_parallel_tool_calls_false_allows_one_call() -> None:

@@ -293,6 +293,28 @@ def test_a_triggered_grammar_begins_after_its_trigger(format: str, tokens: list[
     assert not accepts(format, raw, tokens=tokens, choice=AUTO)
 
 
+def test_with_a_response_schema_the_output_is_calls_or_a_text_that_matches_it(format: str, tokens: list[str]) -> None:
+    vocabulary, grammar = ByteVocabulary(tokens), load(format).grammar
+    hat = {"type": "object", "properties": {"hat": {"type": "boolean"}}, "required": ["hat"]}
+    assert grammar
+    made = grammar(TOOLS, AUTO, GrammarContext(vocabulary.specials, schema={**hat, "additionalProperties": False}))
+    assert made
+    assert (made.trigger, made.tools, json.loads(made.schema)["required"]) == (None, ("get_weather", "now"), ["hat"])
+
+    def matches(text: str) -> bool:
+        ids, matcher = vocabulary.ids(text), vocabulary.matcher(made)
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+    before = "<|channel|>final<|message|>" if format == "harmony" else ""
+    _, (opening, closing), calls, _ = EXAMPLES[format]
+    assert matches("".join(calls))
+    assert matches(before + '{"hat": true}')
+    assert matches(f'{opening}Let me see.{closing}{before}{{"hat": true}}')
+    assert not matches(before + '{"hat": 3}')
+    assert not matches(before + "Take a hat.")
+    assert [] == parse(before + '{"hat": true}', format=format, tools=TOOLS).tool_calls
+
+
 def test_older_mistral_writes_a_list() -> None:
     tokens = ["[TOOL_CALLS]", "[THINK]", "[/THINK]"]
     assert accepts("mistral", OLD_MISTRAL, tokens=tokens)

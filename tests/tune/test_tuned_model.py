@@ -181,7 +181,7 @@ def test_gpu_layers_are_a_knob_if_there_are_gpus(monkeypatch: pytest.MonkeyPatch
         env={}, overrides={"models": {"m": {"backend": "llama_cpp", "path": str(model_file())}}}
     ).config
     model = TunedModel(config, "m", "chat", AvailableMemory(8 << 30, {"GPU-1": 8 << 30}))
-    assert model.knobs["n_gpu_layers"].values == (-1, 22, 15, 7, 0)
+    assert model.knobs["n_gpu_layers"].values == ("auto", 22, 15, 7, 0)
 
 
 def test_an_engine_without_knobs_is_refused():

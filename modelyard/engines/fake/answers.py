@@ -64,11 +64,12 @@ def constrained_answer(constraint: Constraint | None, conversation: Conversation
     if constraint.kind == "json_object":
         return (ScriptStep(text="{}"),)
     if constraint.kind == "json_schema":
-        try:
-            schema = json.loads(constraint.text)
-        except ValueError as error:
-            raise InvalidRequest(f"the JSON schema is not JSON: {error}", code="invalid_json_schema") from None
-        return (ScriptStep(text=json.dumps(schema_instance(schema), ensure_ascii=False)),)
+        return _schema_answer(constraint.text)
+    if constraint.schema:  # and calls, if any, are optional
+        call = _CALL.search(conversation.user) if conversation.result is None else None
+        if call and call[1] in constraint.tools:
+            return (_call_step(call[1], conversation, call[2]),)
+        return _schema_answer(constraint.schema)
     if constraint.kind == "regex":
         return (ScriptStep(text=regex_sample(constraint.text)),)
     if constraint.kind != "tools" and not constraint.tools:
@@ -79,6 +80,14 @@ def constrained_answer(constraint: Constraint | None, conversation: Conversation
     call = _CALL.search(conversation.user)
     name = call[1] if call and call[1] in allowed else allowed[0]
     return (_call_step(name, conversation, call[2] if call else None),)
+
+
+def _schema_answer(text: str) -> Steps:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"the JSON schema is not JSON: {error}", code="invalid_json_schema") from None
+    return (ScriptStep(text=json.dumps(schema_instance(schema), ensure_ascii=False)),)
 
 
 # --- JSON schema ------------------------------------------------------------------------------------------------------

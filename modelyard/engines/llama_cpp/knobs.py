@@ -40,13 +40,13 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
         yield Knob(name="draft_n_max", values=(2, 4, 8, 16), stage=8)
 
 
-def _layers(spec: EngineSpec) -> tuple[int, ...]:
-    """All, and the quarters; all or none if the number of layers is unknown."""
+def _layers(spec: EngineSpec) -> tuple[Value, ...]:
+    """All that fit, and the quarters; all or none if the number of layers is unknown."""
     try:
         layers = read_model_shape(locate_model_file(spec.options.path)).layers
     except InvalidRequest:
-        return (-1, 0)
-    return (-1, *dict.fromkeys(layers * share // 4 for share in (3, 2, 1, 0)))
+        return ("auto", 0)
+    return ("auto", *dict.fromkeys(layers * share // 4 for share in (3, 2, 1, 0)))
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
-from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import cores
 from modelyard.engines.in_process import warn_about_trained_length
@@ -20,6 +21,7 @@ from modelyard.engines.llama_cpp.estimate import (
     check_fits,
     draft_shape,
     estimate_memory,
+    format_size,
     offloaded_layers,
     read_model_shape,
 )

@@ -121,7 +121,8 @@ class AdminRoutes:
         """Nothing is loaded. An override that a load would refuse is refused here too."""
         self._snapshot(name)
         service = self._context.service
-        return _json(schemas.estimate(name, await service.estimate(name, overrides or {}), await service.memory()))
+        taken, machine = await service.estimate(name, overrides or {}), await service.memory()
+        return _json(schemas.estimate(name, taken, machine, self._context.pool.snapshot().devices))
 
     async def _run_command(self, name: str, command: asyncio.Future[None], wait: bool) -> Response:
         """The command continues if its client disconnects."""

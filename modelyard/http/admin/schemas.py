@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
 import msgspec
 
 from modelyard.core.engine import CacheStats, Capabilities, Engine, MemoryEstimate
-from modelyard.core.pool import ModelSnapshot, PoolSnapshot, RequestSnapshot
+from modelyard.core.pool import DeviceSnapshot, ModelSnapshot, PoolSnapshot, RequestSnapshot
 from modelyard.http.admin.context import ModelDetails
 from modelyard.router.router import Target
 from modelyard.telemetry.history import INTERVAL_S, HistoryInterval, RequestRecord
@@ -89,11 +89,24 @@ def memory(machine: MachineMemory, pool: PoolSnapshot) -> Json:
     }
 
 
-def estimate(name: str, taken: MemoryEstimate, machine: MachineMemory) -> Json:
-    """`free` is what is free right now on the device that the estimate is for; other models may make room."""
-    gpus = sum(gpu.free for gpu in machine.gpus)
-    free = gpus if taken.device != "cpu" and machine.gpus else machine.ram_free
-    return {"id": name, "estimate": _memory(taken), "free": free, "fits": taken.total <= free}
+def estimate(name: str, taken: MemoryEstimate, machine: MachineMemory, devices: Sequence[DeviceSnapshot]) -> Json:
+    """`free` is what one more replica can have now on the device of the estimate: what is free there, within the limit
+    of the scheduler. Idle models may make room. `limit` is the most that all models may take; None: what there is."""
+    on_gpu = taken.device != "cpu" and bool(machine.gpus)
+    free = sum(gpu.free for gpu in machine.gpus) if on_gpu else machine.ram_free
+    total = sum(gpu.total for gpu in machine.gpus) if on_gpu else machine.ram_total
+    limited = next((seen for seen in devices if seen.device == ("gpu" if on_gpu else "cpu")), None)
+    limit = limited.limit if limited is not None else None
+    if limited is not None and limit is not None:
+        free, total = max(0, min(free, limit - limited.taken)), min(total, limit)
+    return {
+        "id": name,
+        "estimate": _memory(taken),
+        "free": free,
+        "limit": limit,
+        "fits": taken.total <= free,
+        "possible": taken.total <= total,
+    }
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

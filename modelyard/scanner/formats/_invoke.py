@@ -4,7 +4,7 @@
     <parameter name="city">Paris</parameter>
     </invoke>
 
-Values are exact, including white space. Also read: JSON in place of the parameters, one parameter that wraps all others
+Values are exact, including white space. Also read: elements that end with their own tag (`<invoke name="now"/>`), JSON in place of the parameters, one parameter that wraps all others
 in JSON, and calls without their block or their closing tags.
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 from functools import cached_property, partial
+
+from msgspec import Struct
 
 from modelyard.core.output_format import StartReader
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, read_parameters, read_value
@@ -21,7 +23,7 @@ from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
 
 _TAG_END = re.compile(rf"[>\n<{SURROGATES}]")
-_ATTRIBUTES = re.compile(r"""\s*["']?([^"'=]*)["']?(?:\s+string\s*=\s*["']?(true|false)["']?)?\s*\Z""")
+_ATTRIBUTES = re.compile(r"""\s*["']?([^"'=]*?)["']?(?:\s+string\s*=\s*["']?(true|false)["']?)?\s*(/?)\Z""")
 _TAG_FOLLOWS = re.compile(r"\s*[<{]")
 _WRAPPERS = ("arguments", "input", "parameters")
 
@@ -29,7 +31,8 @@ _WRAPPERS = ("arguments", "input", "parameters")
 class InvokeTags:
     """The tags of one family. `opening` and `closing` begin every tag, `blocks` are the names of the outer tag.
 
-    Bare tags are ordinary text: they open a call only for an offered tool.
+    Bare tags are ordinary text: they open a call only for an offered tool. `untyped` are the types of a value for which
+    the schema names none.
     """
 
     def __init__(
@@ -40,10 +43,11 @@ class InvokeTags:
         *,
         bare_block: bool = False,
         bare_invoke: bool = False,
+        untyped: tuple[str, ...] = (),
     ) -> None:
         self._invoke = f"{opening}invoke name="
         self._blocks = tuple(f"{opening}{block}>" for block in blocks)
-        self._bare_block, self._bare_invoke = bare_block, bare_invoke
+        self._bare_block, self._bare_invoke, self._untyped = bare_block, bare_invoke, untyped
         self.parameters = ParameterTags(
             f"{opening}parameter name=",
             ">",
@@ -74,10 +78,14 @@ class InvokeTags:
         return None
 
     def _read_invoke(self, buffer: TextBuffer, calls: CallBuilder, *, is_bare: bool) -> Incremental[str | None]:
-        name = function_name((yield from _read_tag(buffer))[0])
+        tag = yield from _read_tag(buffer)
+        name = function_name(tag.name)
         calls.start(name)
         if is_bare and not calls.is_offered:
             raise UnknownTool(name, _TAG_FOLLOWS)
+        if tag.is_empty:
+            calls.finish("{}")
+            return None
         yield from buffer.skip_space()
         if (yield from buffer.peek()) == "{":
             yield from json_arguments(buffer, calls)
@@ -88,16 +96,21 @@ class InvokeTags:
         return None
 
     def _read_parameter(self, buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[None]:
-        name, is_text = yield from _read_tag(buffer)
+        tag = yield from _read_tag(buffer)
+        name = tag.name
         if _is_wrapper(name, arguments) and (yield from buffer.peek()) == "{":
             yield from arguments.read_json(buffer)
             yield from buffer.skip_space()
             yield from buffer.skip_if(self.parameters.closing)
             return
-        types: tuple[str, ...] | None = None
-        if is_text is not None:  # the tag says whether its value is text or JSON
-            types = ("string",) if is_text == "true" else arguments.types_of(name) or ANY_TYPE
-        yield from read_value(buffer, self.parameters, arguments, name, types)
+        types = arguments.types_of(name) or self._untyped
+        if tag.is_text is not None:  # the tag says whether its value is text or JSON
+            types = ("string",) if tag.is_text else arguments.types_of(name) or ANY_TYPE
+        if tag.is_empty:
+            arguments.begin(name, types)
+            arguments.end()
+        else:
+            yield from read_value(buffer, self.parameters, arguments, name, types)
 
 
 def _is_wrapper(name: str, arguments: ArgumentWriter) -> bool:
@@ -106,10 +119,18 @@ def _is_wrapper(name: str, arguments: ArgumentWriter) -> bool:
     return name in _WRAPPERS and bool(known) and name not in known and not arguments.given
 
 
-def _read_tag(buffer: TextBuffer) -> Incremental[tuple[str, str | None]]:
-    """The rest of a tag after `name=`: the name, and the `string` attribute if there is one."""
+class _Tag(Struct, frozen=True):
+    """`is_text` is the `string` attribute. An empty element ends with its own tag."""
+
+    name: str
+    is_text: bool | None
+    is_empty: bool
+
+
+def _read_tag(buffer: TextBuffer) -> Incremental[_Tag]:
+    """The rest of a tag after `name=`."""
     found = _ATTRIBUTES.match((yield from buffer.read_until(_TAG_END)))
     if not found or (yield from buffer.peek()) != ">":
         raise ParseError("a tag without an end")
     buffer.skip(1)
-    return found[1].strip(), found[2]
+    return _Tag(found[1].strip(), None if found[2] is None else found[2] == "true", bool(found[3]))

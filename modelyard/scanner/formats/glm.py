@@ -34,7 +34,14 @@ import re
 from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, read_parameters, read_value
+from modelyard.scanner.arguments import (
+    ANY_TYPE,
+    ArgumentWriter,
+    ParameterTags,
+    has_value,
+    read_parameters,
+    read_value,
+)
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.grammar import CallGrammar, TaggedBody
@@ -75,6 +82,9 @@ def _read_argument(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental
     if not (yield from buffer.is_next(_KEY_END, _VALUE)):
         raise ParseError("a key without an end")
     yield from _skip_all(buffer, _KEY_END, _NEWLINE)
+    yield from buffer.skip_space()
+    if not (yield from has_value(buffer, _TAGS)):
+        return
     yield from _skip_one(buffer, _VALUE)
     yield from read_value(buffer, _TAGS, arguments, name, arguments.types_of(name) or ANY_TYPE)
 

@@ -112,6 +112,7 @@ FORMATS = (
             closing="<|call|>",
             trigger="<|channel|>commentary to=functions.",
             reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+            before_text="<|channel|>final<|message|>",
             may_repeat=False,
         ),
     ),

@@ -34,7 +34,7 @@ import re
 from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.arguments import ArgumentWriter, ParameterTags, read_parameters, read_value
+from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, has_value, read_parameters, read_value
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import at_reply_start, function_name, regions
 from modelyard.scanner.json_calls import json_calls
@@ -82,9 +82,11 @@ class _TagSet:
         if not (yield from buffer.skip_if(self._key_end)):
             raise ParseError("a key without an end")
         yield from buffer.skip_space()
+        if not (yield from has_value(buffer, self._parameters)):
+            return
         if not (yield from buffer.skip_if(self._value)):
             raise ParseError("a key without a value")
-        yield from read_value(buffer, self._parameters, arguments, name)
+        yield from read_value(buffer, self._parameters, arguments, name, arguments.types_of(name) or ANY_TYPE)
 
 
 _TAG_SETS = (_TagSet(""), _TagSet(":opensource"))

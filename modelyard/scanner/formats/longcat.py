@@ -18,7 +18,14 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, read_parameters, read_value
+from modelyard.scanner.arguments import (
+    ANY_TYPE,
+    ArgumentWriter,
+    ParameterTags,
+    has_value,
+    read_parameters,
+    read_value,
+)
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import THINK, function_name, regions
 from modelyard.scanner.json_calls import json_calls
@@ -44,6 +51,8 @@ def _read_argument(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental
     name = (yield from buffer.read_until(_NAME_END)).strip()
     yield from _expect(buffer, _KEY_END)
     yield from buffer.skip_space()
+    if not (yield from has_value(buffer, _TAGS)):
+        return
     yield from _expect(buffer, _VALUE)
     yield from read_value(buffer, _TAGS, arguments, name, arguments.types_of(name) or ANY_TYPE)
 

@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.arguments import STRING_TYPES, escape_json, resolve_ref, schema_types, to_json
+from modelyard.scanner.arguments import ANY_TYPE, STRING_TYPES, escape_json, resolve_ref, schema_types, to_json
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.formats._invoke import InvokeTags
@@ -50,7 +50,7 @@ _TURN_END, _TURN_START = "[e~[", "]~b]ai"
 _M2 = OutputFormat(
     name="minimax_m2",
     regions=regions(
-        InvokeTags("<", "</", ("minimax:tool_call",), bare_invoke=True).readers,
+        InvokeTags("<", "</", ("minimax:tool_call",), bare_invoke=True, untyped=ANY_TYPE).readers,
         closes_alone=True,
     ),
     hidden_markers=("</minimax:tool_call>", _TURN_END),

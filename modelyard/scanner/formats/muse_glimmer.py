@@ -18,13 +18,14 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.scanner.arguments import ANY_TYPE
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 
 _START, _TO, _MESSAGE, _ENDS = "<|start|>", "to=", "<|message|>", ("<|eom|>", "<|eot|>")
-_TAGS = InvokeTags("<atem:", "</atem:", ("function_calls",))
+_TAGS = InvokeTags("<atem:", "</atem:", ("function_calls",), untyped=ANY_TYPE)
 _HEADER = re.compile(r"\s*(?:assistant)?\s*(?:to=([\w.:/-]*))?\s*")
 _HEADER_END = re.compile(rf"[<\n{SURROGATES}]")
 _TAG_END = re.compile(rf"[>\n<{SURROGATES}]")

@@ -30,7 +30,8 @@
 
 The models often leave out the outer tag or the closing ones. They also write JSON between the outer tags, or JSON in
 place of the parameters. Other wrong tags are read if only one meaning is possible: `<function name>` of an offered
-tool, a name that ends with a line break instead of `>`, and `<parameter=parameter=name>`.
+tool, a name that ends with a line break instead of `>`, `<parameter=parameter=name>`, and `<function=now/>`. Objects and
+lists are written as JSON, everything else as text.
 
 `step3p5`: Step 3.5 writes the calls of Qwen 3 Coder after reasoning that the prompt opens.
 """
@@ -43,7 +44,14 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.arguments import ArgumentWriter, ParameterTags, parameter_name, read_parameters, read_value
+from modelyard.scanner.arguments import (
+    CONTAINER_OR_TEXT,
+    ArgumentWriter,
+    ParameterTags,
+    parameter_name,
+    read_parameters,
+    read_value,
+)
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import THINK, regions
 from modelyard.scanner.grammar import CallGrammar, JsonBody, TaggedBody
@@ -73,10 +81,13 @@ _NAME_END = re.compile(rf"[>\n<{SURROGATES}]")
 
 
 class FunctionTagReader:
-    """Reads `<function=name>` with one `<parameter=name>` per value, between `outer` and `outer_end`."""
+    """Reads `<function=name>` with one `<parameter=name>` per value, between `outer` and `outer_end`.
 
-    def __init__(self, outer: str, outer_end: str, *, on_lines: bool = True) -> None:
-        self._outer, self._outer_end = outer, outer_end
+    `untyped` are the types of a value for which the schema names none.
+    """
+
+    def __init__(self, outer: str, outer_end: str, *, on_lines: bool = True, untyped: tuple[str, ...] = ()) -> None:
+        self._outer, self._outer_end, self._untyped = outer, outer_end, untyped
         ends, after = (FUNCTION_END, outer_end), (outer, FUNCTION)
         self._tags = ParameterTags(PARAMETER, ">", PARAMETER_END, ends, after, on_lines)
 
@@ -94,10 +105,11 @@ class FunctionTagReader:
             return (yield from json_calls(buffer, calls))
         count = 0
         while (is_function := (yield from buffer.skip_if(FUNCTION))) or (yield from buffer.skip_if(FUNCTION[:-1])):
-            calls.start((yield from _read_name(buffer)))
+            name, is_empty = yield from _read_name(buffer)
+            calls.start(name)
             if not is_function and not calls.is_offered:
                 raise ParseError("expected a function")
-            yield from self._read_body(buffer, calls)
+            yield from self._read_body(buffer, calls, is_empty)
             yield from buffer.skip_space()
             count += 1
         if not count:
@@ -106,12 +118,15 @@ class FunctionTagReader:
 
     def _read_function(self, buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
         """After `<function=`."""
-        calls.start((yield from _read_name(buffer)))
-        yield from self._read_body(buffer, calls)
+        name, is_empty = yield from _read_name(buffer)
+        calls.start(name)
+        yield from self._read_body(buffer, calls, is_empty)
         return None
 
-    def _read_body(self, buffer: TextBuffer, calls: CallBuilder) -> Incremental[None]:
+    def _read_body(self, buffer: TextBuffer, calls: CallBuilder, is_empty: bool) -> Incremental[None]:
         arguments = ArgumentWriter(calls)
+        if is_empty:
+            return arguments.finish()
         yield from buffer.skip_space()
         if (yield from buffer.peek()) == "{":
             yield from json_arguments(buffer, calls)
@@ -121,23 +136,31 @@ class FunctionTagReader:
         yield from buffer.skip_if(FUNCTION_END)
 
     def _read_parameter(self, buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[None]:
-        name = (yield from _read_name(buffer)).removeprefix(PARAMETER[1:])
-        yield from read_value(buffer, self._tags, arguments, name)
+        name, is_empty = yield from _read_name(buffer)
+        name = name.removeprefix(PARAMETER[1:])
+        types = arguments.types_of(name) or self._untyped
+        if is_empty:
+            arguments.begin(name, types)
+            arguments.end()
+        else:
+            yield from read_value(buffer, self._tags, arguments, name, types)
 
 
-def _read_name(buffer: TextBuffer) -> Incremental[str]:
-    name = parameter_name((yield from buffer.read_until(_NAME_END)))
+def _read_name(buffer: TextBuffer) -> Incremental[tuple[str, bool]]:
+    """The name, and whether the element ends with its own tag (`/>`)."""
+    raw = (yield from buffer.read_until(_NAME_END)).rstrip()
+    name = parameter_name(raw.removesuffix("/"))
     end = yield from buffer.peek()
     if end == ">":
         buffer.skip(1)
     elif end != "\n" or not name or " " in name:
         raise ParseError("a tag without an end")
-    return name
+    return name, raw.endswith("/") and end == ">"
 
 
 QWEN3_CODER = OutputFormat(
     name="qwen3_coder",
-    regions=regions(FunctionTagReader("<tool_call>", "</tool_call>").readers),
+    regions=regions(FunctionTagReader("<tool_call>", "</tool_call>", untyped=CONTAINER_OR_TEXT).readers),
     hidden_markers=("</tool_call>", FUNCTION_END, PARAMETER, "</think>", "<|im_end|>"),
     inner_markers=(PARAMETER_END,),
     stop_tokens=("<|im_end|>",),

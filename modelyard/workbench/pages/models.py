@@ -268,9 +268,12 @@ def override_value(schema: Json, value: Any) -> Any:
 def fit_text(estimate: Json) -> str:
     sizes = estimate["estimate"]
     parts = ", ".join(f"{name} {fmt.size(sizes[name])}" for name in ("weights", "kv", "compute"))
-    verdict = (
-        "it fits"
-        if estimate["fits"]
-        else "it does not fit beside the loaded models, but idle models may be unloaded for it"
-    )
+    if estimate["fits"]:
+        verdict = "it fits"
+    elif estimate["possible"]:
+        verdict = "it does not fit beside the loaded models, but idle models may be unloaded for it"
+    elif estimate["limit"] is not None:
+        verdict = f"it can never fit, because models may take {fmt.size(estimate['limit'])} (memory limit)"
+    else:
+        verdict = "it can never fit into this machine"
     return f"Needs about {fmt.size(sizes['total'])} ({parts}); {fmt.size(estimate['free'])} are free: {verdict}."

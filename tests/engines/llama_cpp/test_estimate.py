@@ -23,9 +23,11 @@ from modelyard.engines.llama_cpp.estimate import (
     compute_bytes,
     estimate_memory,
     extra_buffers,
-    gpu_share,
     installed_extra_buffers,
     kv_bytes,
+    layer_weights,
+    layers_that_fit,
+    offloaded_layers,
     read_model_shape,
     weights_memory,
 )
@@ -110,13 +112,79 @@ MODEL = ModelShape(
 )
 
 
-@pytest.mark.parametrize(("layers", "share"), [(-1, 1.0), (0, 0.0), (16, 0.5), (99, 1.0)])
-def test_offloaded_layers_count_against_gpu_memory(layers: int, share: float) -> None:
+@pytest.mark.parametrize(("asked", "layers"), [(-1, 32), (0, 0), (16, 16), (99, 32), ("auto", 32)])
+def test_offloaded_layers_count_against_gpu_memory(asked: Any, layers: int) -> None:
     machine = AvailableMemory(64 * GIB, {"GPU-1": 12 * GIB, "GPU-2": 12 * GIB})
-    options = Options(path="m.gguf", n_gpu_layers=layers)
-    assert gpu_share(MODEL, options, machine) == share
-    assert estimate_memory(MODEL, options, {}, machine).device == ("gpu" if share else "cpu")
-    assert gpu_share(MODEL, options, NO_GPU) == 0.0
+    options = Options(path="m.gguf", n_gpu_layers=asked)
+    assert offloaded_layers(MODEL, options, {}, machine) == layers
+    estimated = estimate_memory(MODEL, options, {}, machine)
+    assert (estimated.device, estimated.gpu_layers, estimated.layers) == ("gpu" if layers else "cpu", layers, 32)
+    assert offloaded_layers(MODEL, options, {}, NO_GPU) == 0
+
+
+AUTO = Options(path="m.gguf")
+CACHE = {"main": CacheInfo(8192, 1)}
+
+
+@pytest.mark.parametrize(
+    ("free", "layers"),
+    [((24,), 32), ((8,), 28), ((4,), 14), ((0.25,), 0), ((), 0), ((3, 5), 27), ((80, 80), 32)],
+)
+def test_auto_offloads_as_many_layers_as_fit(free: tuple[float, ...], layers: int) -> None:
+    """Each layer has 256 MiB of weights."""
+    gpus = {str(n): int(gib * GIB) for n, gib in enumerate(free)}
+    assert offloaded_layers(MODEL, AUTO, {}, AvailableMemory(64 * GIB, gpus)) == layers
+
+
+def test_auto_leaves_room_for_kv_compute_buffers_and_the_draft_model() -> None:
+    bare = layers_that_fit(MODEL, AUTO, {}, (8 * GIB,))
+    cached = layers_that_fit(MODEL, AUTO, CACHE, (8 * GIB,))
+    drafted = layers_that_fit(MODEL, AUTO, CACHE, (8 * GIB,), draft=ModelShape(GIB, 8192, 3, 1024, 8, 100, 512, 512))
+    assert bare > cached > drafted > 0
+    kv, compute = kv_bytes(MODEL, CACHE["main"]), compute_bytes(MODEL, CACHE["main"], AUTO)
+    taken = cached * MODEL.weights // 32 + (cached - 1) * kv // 31 + compute
+    assert 7 * GIB - (MODEL.weights + kv) // 31 < taken <= 7 * GIB
+
+
+def test_the_output_and_each_block_count_with_their_own_bytes() -> None:
+    tensors = [
+        TensorInfo("token_embd.weight", (8, 8), 0, 100),
+        TensorInfo("blk.0.attn_q.weight", (8, 8), 0, 356),
+        TensorInfo("blk.1.attn_q.weight", (8, 8), 0, 612),
+        TensorInfo("blk.1.ffn_up.weight", (8, 8), 0, 868),
+        TensorInfo("output_norm.weight", (8,), 0, 1124),
+    ]
+    tied = ModelShape(1156, 0, 2, 8, 1, 8, 8, 8, files=((1156, tensors),))
+    assert layer_weights(tied) == [256, 512, 32 + 256]
+    output = TensorInfo("output.weight", (8, 8), 0, 1156)
+    untied = ModelShape(1412, 0, 2, 8, 1, 8, 8, 8, files=((1412, [*tensors, output]),))
+    assert layer_weights(untied) == [256, 512, 32 + 256]
+
+
+def test_auto_becomes_a_number_before_a_model_is_loaded_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading, "uses_gpu", lambda options: options.n_gpu_layers != 0)
+    monkeypatch.setattr(
+        loading, "free_memory", lambda _: AvailableMemory(64 * GIB, {"CUDA0": 90 * 2**20, "CUDA1": 90 * 2**20})
+    )
+    caplog.set_level(logging.INFO)
+    asked = spec()
+    model = loading.check_before_loading(model_file(), asked)
+    found = loading.resolve_gpu_layers(asked, model).options.n_gpu_layers
+    assert isinstance(found, int)
+    assert 0 < found < 31
+    assert f"{found} of 31 layers of 'smollm2' go to the GPU (n_gpu_layers = auto): 180 MiB" in caplog.text
+    everything = loading.resolve_gpu_layers(spec(n_gpu_layers=-1), model).options
+    assert everything.n_gpu_layers == 31
+
+
+def test_what_auto_leaves_in_ram_must_fit_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "free_memory", lambda _: AvailableMemory(20 * 2**20, {"CUDA0": 90 * 2**20}))
+    with pytest.raises(InvalidRequest, match="of RAM and 20 MiB are free"):
+        loading.check_before_loading(model_file(), spec())
+    monkeypatch.setattr(loading, "free_memory", lambda _: AvailableMemory(20 * 2**20, {"CUDA0": 2**32}))
+    loading.check_before_loading(model_file(), spec())
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,14 @@ def test_an_override_is_sent_in_the_type_of_its_schema(kind: str, entered: Any, 
 
 
 def test_the_estimate_says_whether_the_model_fits() -> None:
-    def estimate(free: int) -> dict[str, Any]:
+    def estimate(free: int, limit: int | None = None, *, possible: bool = True) -> dict[str, Any]:
         sizes = {"weights": 2**30, "kv": 2**29, "compute": 0, "total": 3 * 2**29}
-        return {"estimate": sizes, "free": free, "fits": free >= sizes["total"]}
+        fits = free >= sizes["total"]
+        return {"estimate": sizes, "free": free, "fits": fits, "limit": limit, "possible": possible}
 
-    assert "1.5 GB (weights 1.0 GB, kv 512 MB, compute 0 B); 2.0 GB are free: it fits." in fit_text(estimate(2**31))
-    assert "does not fit" in fit_text(estimate(2**30))
+    assert "1.5 GiB (weights 1.0 GiB, kv 512 MiB, compute 0 B); 2.0 GiB are free: it fits." in fit_text(
+        estimate(2**31)
+    )
+    assert "idle models may be unloaded" in fit_text(estimate(2**30))
+    assert "never fit, because models may take 1.0 GiB" in fit_text(estimate(2**30, 2**30, possible=False))
+    assert "never fit into this machine" in fit_text(estimate(2**30, possible=False))
