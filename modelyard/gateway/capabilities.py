@@ -58,8 +58,8 @@ def check_capabilities(request: Request, can: Capabilities, name: str, *, images
         raise no_chat(can, name)
     if request.infill is not None and not can.infill:
         reason = "has no tokens to fill a gap between two texts; send the prompt without a suffix, or use a code model"
-        param = "suffix" if request.infill.files is None else "input_suffix"
-        raise Unsupported(f"the model {name!r} {reason}", code="suffix_unsupported", param=param)
+        field = "suffix" if request.infill.files is None else "input_suffix"
+        raise Unsupported(f"the model {name!r} {reason}", code="suffix_unsupported", param=field)
     if images and "image" not in can.modalities:
         reason = "takes text only; send the request without images or to another model"
         raise Unsupported(f"the model {name!r} {reason}", code="modality_unsupported", param="messages")

@@ -402,7 +402,8 @@ class Gateway:
             model = await self._defined(model)
         if model.fault is not None:
             raise model.failed()
-        return target, model, self.capabilities.effective(model, engine and engine.info.capabilities)
+        loaded = None if engine is None else engine.info.capabilities
+        return target, model, self.capabilities.effective(model, loaded)
 
     async def _encode(
         self,

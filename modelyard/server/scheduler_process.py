@@ -144,12 +144,12 @@ class ConfiguredDefinitions:
     """The models of a configuration, read again when its files change."""
 
     def __init__(self, load: ConfigLoader) -> None:
-        self._load, self._loaded, self._read = load, load(), 0
+        self._load, self._loaded = load, load()
         self._read = self._changed()
 
-    def _changed(self) -> int:
+    def _changed(self) -> tuple[int, ...]:
         files = [library_file(), *(source for source in self._loaded.sources if isinstance(source, Path))]
-        return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
+        return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
 
     def _config(self) -> Config:
         if (changed := self._changed()) != self._read:
