@@ -20,6 +20,8 @@ os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 # No test reads the configuration of the user who runs it.
 os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "no-user-configuration")
+# And no test sees which models that user has pulled.
+os.environ["MODELYARD_LIBRARY"] = "false"
 
 from hypothesis import settings
 

@@ -17,8 +17,9 @@ from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.settings import LoadedConfig, json_schema
 from modelyard.core.engine import AvailableMemory
+from modelyard.core.units import format_size
 from modelyard.router.router import CacheEntry, Catalog, ModelEntry, Router
-from modelyard.server.memory_estimate import ModelMemory, available_memory, estimate_all, format_size
+from modelyard.server.memory_estimate import ModelMemory, available_memory, estimate_all
 from modelyard.server.model_check import check_models
 from modelyard.telemetry.system import read_memory
 

@@ -326,9 +326,9 @@ def _verify(backend: str) -> None:
 
 
 def default_for_any_name(models: Sequence[LibraryModel]) -> str | None:
-    """Without a configuration, the model that answers to names that nobody has: the one that was pulled last. Coding
-    agents ask for names such as claude-sonnet."""
-    names = [model.entry.name for model in models if model.table is not None and model.is_chat]
+    """Without a configuration, the model that answers to names that nobody has: the one that was pulled or added last,
+    not a conversion of another. Coding agents ask for names such as claude-sonnet."""
+    names = [m.entry.name for m in models if m.table is not None and m.is_chat and (m.entry.commit or not m.entry.owned)]
     return names[-1] if names else None
 
 

@@ -37,7 +37,7 @@ from modelyard.library.default_model import pip_download
 from modelyard.library.progress import OnBytes, ProgressReporter
 from modelyard.plugins import MissingLibrary
 
-Variant = Literal["cpu", "cuda", "vulkan", "metal"]
+Variant = Literal["cpu", "cuda", "cuda12", "vulkan", "metal"]  # cuda12 is a plug-in: see cuda_package.py
 
 
 class LibraryPackage(Struct, frozen=True):
@@ -100,6 +100,16 @@ PACKAGES = (
         *("cuda", "linux-x64-cuda", "3.22.1", "v0.5.0"),
         "8rQCjyNNLZJUFit+YpjwlC4hwkKgOMIkB2wuycKBf8NU2O3ySKbiWZQ8aw9ku2nUTXjSnUIrE6KB88itduTBuA==",
         142898030,
+    ),
+    _row(
+        *("cuda12", "linux-x64-cuda-ext", "3.22.1", "v0.5.0"),
+        "4e5ajkiM2aR2WAdB/N/ACk4weEhHvOAIrzxZPsIX0xDFW5+6hhShuy1/vs88SK9NGdgAco9IyE28eYS0H1efpA==",
+        176664119,
+    ),
+    _row(
+        *("vulkan", "win-x64-vulkan", "3.21.1", "v0.4.0"),
+        "HJ237Azh5m4Sz+w3A1IU/fYLaSDOocskcfn2ILTgqTuuORCB86EMnu3Yt/XsNhRHTtEiwz1Q/E0mO4PLIbZLAA==",
+        26619567,
     ),
     _row(
         *("metal", "mac-arm64-metal", "3.21.1", "v0.4.0"),
@@ -236,8 +246,9 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 
 def _libraries(folder: Path) -> Path:
-    """The folder inside the package that holds libllama."""
-    found = next((file.parent for file in sorted(folder.rglob("*llama.*")) if file.is_file()), None)
+    """The folder inside the package that holds libllama, or the plug-in of a package that has nothing else."""
+    files = [*sorted(folder.rglob("*llama.*")), *sorted(folder.rglob("*ggml-*"))]
+    found = next((file.parent for file in files if file.is_file()), None)
     if found is None:
         raise Unavailable("the fetched package has no llama.cpp library inside", code="fetch_failed")
     return found

@@ -8,9 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from modelyard.core.units import format_duration as format_duration
+from modelyard.core.units import format_size as format_size
 
 OnBytes = Callable[[int, int], None]  # done, total
+
+
+class _SpeedColumn(ProgressColumn):
+    """Rich's own is decimal."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{format_size(speed)}/s" if speed else "?", style="progress.data.speed")
 
 
 class ProgressReporter:
@@ -31,8 +43,8 @@ class ProgressReporter:
             with Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
+                DownloadColumn(binary_units=True),
+                _SpeedColumn(),
                 TimeRemainingColumn(),
                 console=self.console,
                 transient=True,
@@ -72,23 +84,8 @@ class ProgressReporter:
 
 
 def format_rate(done: int, left: int, seconds: float) -> str:
-    """ ", 35 MB/s, 12 s left" once it can be told."""
+    """ ", 35 MiB/s, 12 s left" once it can be told."""
     if seconds < 0.5 or not done:
         return ""
     rate = done / seconds
     return f", {format_size(rate)}/s" + (f", {format_duration(left / rate)} left" if left else "")
-
-
-def format_duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def format_size(count: float) -> str:
-    """A number of bytes with a unit: 92.6 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -260,6 +260,7 @@ class MarkerTable:
         }
         openings = [_ELEMENT.match(self.codes.get(m, m)) for m in (*known, *form.bare_markers)]
         names = "|".join(sorted({re.escape(found[1]) for found in openings if found}))
+        self._tag_starts = frozenset(f"<{found[1]}" for found in openings if found)
         self._tag = re.compile(rf"</?(?:{names})(?=[\s=/>])[^<>\n]*>" if names else r"(?!)")
         self._opening = re.compile(rf"<({names})(?=[\s=/>])" if names else r"(?!)")
         self.token_codes = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
@@ -282,7 +283,27 @@ class MarkerTable:
 
     def inside_call(self, closing: tuple[str, ...]) -> TextFinder:
         """Finds what is not shown as text between the tags of a call that `closing` ends."""
-        return text_finder(tuple(dict.fromkeys((*self.codes.values(), *closing))))
+        return text_finder(tuple(dict.fromkeys((*self.codes.values(), *closing, *self._tag_starts))))
+
+    def skip_tag(self, buffer: TextBuffer, found: re.Match[str]) -> Incremental[bool]:
+        """Skip what `inside_call` found; the whole tag if it is the beginning of one that ends on its line.
+
+        False: it is the beginning of another element, and nothing was skipped.
+        """
+        text, size = found.group(), len(found.group())
+        buffer.pos = found.start()
+        if text.endswith("=") or text in self._tag_starts:
+            limit = size + NAME_LIMIT
+            while not (end := _TAG_END.search(buffer.text, buffer.pos + size, buffer.pos + limit)):
+                if buffer.ended or len(buffer.text) - buffer.pos >= limit:
+                    break
+                yield
+            if end and end.group() == ">" and self._tag.match(buffer.text, buffer.pos):
+                size = end.end() - buffer.pos
+            elif text in self._tag_starts:
+                return False
+        buffer.pos += size
+        return True
 
     def is_at_marker(self, buffer: TextBuffer) -> bool:
         """Whether a marker comes next that also counts outside of calls."""

@@ -298,9 +298,12 @@ class Scanner:
             elif self._table.is_at_marker(buffer):
                 return
             else:
-                buffer.pos = found.end()
+                start, text = buffer.dropped + found.start(), found.group()
+                if not (yield from self._table.skip_tag(buffer, found)):
+                    self._show_to(start - buffer.dropped + len(text))
+                    continue
                 self._visible.mark_gap()
-                if found.group() in closing:
+                if text in closing:
                     self._calls.is_broken = False
                     return
 

@@ -11,20 +11,9 @@ from modelyard import plugins
 from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.core.errors import ModelyardError
-from modelyard.engines.llama_cpp.estimate import format_size
+from modelyard.core.units import format_size
 from modelyard.router.router import ModelEntry
 from modelyard.telemetry import system
-
-__all__ = [
-    "ModelMemory",
-    "available_memory",
-    "describe_memory",
-    "estimate_all",
-    "estimate_memory",
-    "format_size",
-    "memory_parts",
-]
-
 
 class ModelMemory(Struct, frozen=True):
     """Bytes of one replica, or why they are unknown."""

@@ -22,13 +22,14 @@ from modelyard.config.settings import Config, LoadedConfig, engine_spec
 from modelyard.config.sources import with_lines
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.core.errors import ModelyardError
+from modelyard.core.units import format_size
 from modelyard.http.auth import is_loopback
 from modelyard.library import default_model
 from modelyard.prompt.template_source import find_template
 from modelyard.router.router import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.scheduler.memory_planner import MemoryLimits
-from modelyard.server.memory_estimate import ModelMemory, format_size, memory_parts
+from modelyard.server.memory_estimate import ModelMemory, memory_parts
 from modelyard.server.model_definition import define_model, trial_fault
 from modelyard.telemetry.system import MachineMemory
 from modelyard.workers import interpreter

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
+from modelyard.core import units
+
 MISSING = "–"
 
 
 def size(count: float | None) -> str:
-    if count is None:
-        return MISSING
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
+    return MISSING if count is None else units.format_size(count)
 
 
 def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return MISSING
-    if seconds < 0.001:
-        return "<1 ms"
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    return MISSING if seconds is None else units.format_duration(seconds)
 
 
 def count(value: float | None) -> str:

@@ -221,13 +221,13 @@ def test_models_list_shows_engine_aliases_and_description():
 
 def test_models_list_marks_the_default_as_not_downloaded():
     shown = " ".join(invoke("models", "list").stdout.split())
-    assert "smollm2 llama_cpp at start 98.4 MB not fetched yet" in shown
+    assert "smollm2 llama_cpp at start 94 MiB not fetched yet" in shown
 
 
 def test_models_show_marks_the_default_as_not_downloaded():
     shown = invoke("models", "show", "smollm2")
     assert shown.exit_code == 0
-    assert "not fetched yet (98.4 MB): modelyard serve fetches it at start" in shown.stdout
+    assert "not fetched yet (94 MiB): modelyard serve fetches it at start" in shown.stdout
 
 
 def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):

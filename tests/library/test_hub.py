@@ -169,14 +169,14 @@ def test_a_download_that_makes_no_progress_fails_and_keeps_what_has_arrived(
     hub: Hub, progress: ProgressReporter, lines: list[str], cache: Path
 ):
     hub.cut[FILE] = [2 << 20, 0, 0, 0, 0, 0]
-    with pytest.raises(Unavailable, match=r"2\.1 MB of 3\.15 MB are kept, and the next pull continues there"):
+    with pytest.raises(Unavailable, match=r"2.0 MiB of 3.0 MiB are kept, and the next pull continues there"):
         pull(progress, quant="Q4_K_M")
     assert [part.stat().st_size for part in parts(cache)] == [2 << 20]
     assert models.list_models() == []
     hub.cut.clear()
     pull(progress, quant="Q4_K_M")
     assert hub.ranges[-1] == f"bytes={2 << 20}-"
-    assert f"fetching {FILE}: continuing at 60 % of 3.15 MB" in lines
+    assert f"fetching {FILE}: continuing at 60 % of 3.0 MiB" in lines
 
 
 def test_a_server_without_ranges_sends_the_file_again(hub: Hub, progress: ProgressReporter):
@@ -265,7 +265,7 @@ def test_a_download_larger_than_the_disk_is_not_started(
     hub: Hub, progress: ProgressReporter, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("modelyard.library.hub.shutil.disk_usage", lambda folder: SimpleNamespace(free=3))
-    with pytest.raises(Unavailable, match=r"needs 3\.15 MB and .* has 3 B free: free some space") as caught:
+    with pytest.raises(Unavailable, match=r"needs 3\.0 MiB and .* has 3 B free: free some space") as caught:
         pull(progress, quant="Q4_K_M")
     assert caught.value.code == "disk_full"
     assert hub.downloads == []

@@ -51,7 +51,7 @@ def test_a_short_request_reads_as_its_defaults() -> None:
 
 def test_every_field_is_read() -> None:
     request = read(
-        prompt=[[1, 2], [3]], suffix="end", n=2, best_of=2, logprobs=5, max_tokens=7, stop="x", stream=True, user="u",
+        prompt=["a", "b"], suffix="end", n=2, best_of=2, logprobs=5, max_tokens=7, stop="x", stream=True, user="u",
         stream_options={"include_usage": True}, temperature=0.5, regex="a+", priority="batch", lora_adapter="l",
     )  # fmt: skip
     assert request.prompts == ((1, 2), (3,))

@@ -6,7 +6,7 @@ from modelyard.workbench import formatting as fmt
 
 
 def test_sizes_have_a_suitable_unit() -> None:
-    sizes = {None: "–", 0: "0 B", 1023: "1023 B", 2048: "2 KiB", 5 * 2**20: "5 MiB", 3 * 2**29: "1.5 GiB"}
+    sizes = {None: "–", 0: "0 B", 1023: "1023 B", 2048: "2 KiB", 5 * 2**20: "5.0 MiB", 3 * 2**29: "1.5 GiB"}
     assert {size: fmt.size(size) for size in sizes} == sizes
 
 

@@ -74,7 +74,7 @@ class ExllamaOptions(BaseModel):
     )
     exllama_gpu_split: GpuSplit = Field(
         default=None,
-        description="GB to use of each GPU, as in 20,24. Unset or auto: the free memory, one GPU after another.",
+        description="GiB to use of each GPU, as in 20,24. Unset or auto: the free memory, one GPU after another.",
     )
     exllama_tensor_parallel: bool = Field(default=False, description="Every GPU computes a part of each layer.")
     exllama_tp_backend: Literal["native", "nccl"] = Field(

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
+from modelyard.core.units import format_size as format_size
 from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels, visible_memory
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode, kv_type_bytes
 from modelyard.library.gguf import ModelPurpose, TensorInfo, model_purpose, read_contents
@@ -263,10 +264,6 @@ def check_fits(name: str, memory: MemoryEstimate, share: float, machine: Availab
                 f"{parts}. Use a smaller n_ctx, parallel or KV type, or set overcommit = true to load it anyway.",
                 code="model_too_large",
             )
-
-
-def format_size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 # --- repacked weights -------------------------------------------------------------------------------------------------

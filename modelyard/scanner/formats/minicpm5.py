@@ -56,6 +56,8 @@ def _read_name(buffer: TextBuffer) -> Incremental[tuple[str, bool]]:
 
 def _read_param(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[None]:
     name, is_empty = yield from _read_name(buffer)
+    if not is_empty and (yield from TagValueReader(buffer, _TAGS, arguments).is_missing()):
+        return
     arguments.begin(name, arguments.types_of(name) or ANY_TYPE)
     if not is_empty and not (yield from _read_value(buffer, arguments)) and buffer.truncated:
         raise ParseError("cut off inside a parameter")

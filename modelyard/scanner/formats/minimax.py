@@ -26,7 +26,7 @@ elements:
 
 (The `invoke` is one line.) Without reasoning a turn begins with `</mm:think>` alone. The members of an object are
 elements with their names, those of a list are `item` elements, everything else is text. The schema decides what an
-element contains, and its content if the schema does not say. A missing closing tag is implied by that of an outer
+element contains, and its content if the schema does not say: then everything but text is JSON. A missing closing tag is implied by that of an outer
 element.
 """
 
@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.arguments import ANY_TYPE, STRING_TYPES, escape_json, resolve_ref, schema_types, to_json
+from modelyard.scanner.arguments import ANY_TYPE, escape_json, join_items, resolve_ref, schema_types, to_json
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.formats._invoke import InvokeTags
@@ -100,7 +100,10 @@ def _read_tags(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None
 
 
 def _read_invoke(buffer: TextBuffer, calls: CallBuilder) -> Incremental[None]:
-    calls.start(function_name((yield from _read_name(buffer))))
+    name = (yield from _read_name(buffer)).rstrip()
+    calls.start(function_name(name.removesuffix("/")))
+    if name.endswith("/"):
+        return calls.finish("{}")
     yield from buffer.skip_space()
     if (yield from buffer.peek()) == "{":
         return (yield from json_arguments(buffer, calls))
@@ -132,13 +135,52 @@ class _ElementReader:
         yield from self._close("invoke")
 
     def _object(self, schema: Any) -> Incremental[None]:
-        before = "{"
-        while (yield from self._is_opening()):
-            name = yield from self._tag()
+        before, name = "{", ""
+        is_next = yield from self._is_opening()
+        while is_next:
+            name = name or (yield from self._tag())
+            if (yield from self._is_without_value(name)):
+                name, is_next = "", (yield from self._is_opening())
+                continue
             self._emit(f'{before}"{escape_json(name)}": ')
-            yield from self._element(name, _member_schema(schema, self._schema, name))
-            before = ", "
+            name = yield from self._member(name, _member_schema(schema, self._schema, name))
+            before, is_next = ", ", bool(name) or (yield from self._is_opening())
         self._emit("{}" if before == "{" else "}")
+
+    def _member(self, name: str, schema: Any) -> Incremental[str]:
+        """The value of a member. Several elements with the name of a list are its items.
+
+        Returns the name of the next element if its tag was read.
+        """
+        if "array" not in schema_types(schema, self._schema):
+            yield from self._element(name, schema)
+            return ""
+        values, emit, following = [], self._emit, name
+        while following == name:
+            parts: list[str] = []
+            self._emit = parts.append
+            try:
+                yield from self._element(name, schema)
+            except ParseError:
+                emit("".join(parts) if not values else values[0])
+                raise
+            finally:
+                self._emit = emit
+            values.append("".join(parts))
+            following = (yield from self._tag()) if (yield from self._is_opening()) else ""
+        item = _member_schema(schema, self._schema, None)
+        emit(values[0] if len(values) == 1 else join_items(values, item, self._schema))
+        return following
+
+    def _is_without_value(self, name: str) -> Incremental[bool]:
+        """Whether the end of an outer element comes in place of the value."""
+        if name.endswith("/"):
+            return False
+        closing = f"</{name}>"
+        if not (yield from self._buffer.match((self._namespace,))):
+            return False
+        after = yield from self._after_namespace(len(closing))
+        return after.startswith("</") and after != closing and after[2:].partition(">")[0] in self._open
 
     def _array(self, schema: Any) -> Incremental[None]:
         before = "["
@@ -149,9 +191,12 @@ class _ElementReader:
         self._emit("]")
 
     def _element(self, name: str, schema: Any) -> Incremental[None]:
-        """After an opening tag."""
+        """After an opening tag, which may be that of an empty element."""
         if len(self._open) > _MAX_DEPTH:
             raise ParseError("nested too deeply")
+        if name.endswith("/"):
+            self._emit(to_json("", schema_types(schema, self._schema)))
+            return
         self._open.append(name)
         types = schema_types(schema, self._schema)
         space = yield from self._buffer.skip_space()
@@ -167,7 +212,7 @@ class _ElementReader:
 
     def _leaf(self, text: str, types: tuple[str, ...]) -> Incremental[None]:
         """Text up to the next closing tag. What is certainly a string is streamed."""
-        parts, streams = [text], types in STRING_TYPES
+        parts, streams = [text], types == ("string",)
         if streams:
             self._emit(f'"{escape_json(text)}')
         while (chunk := (yield from self._text())) is not None:
@@ -179,7 +224,7 @@ class _ElementReader:
             return
         raw = "".join(parts)
         empty = next((_EMPTY[one] for one in types if one in _EMPTY), None)
-        self._emit(empty if empty and not raw.strip() and "string" not in types else to_json(raw, types))
+        self._emit(empty if empty and not raw.strip() and "string" not in types else to_json(raw, types or ANY_TYPE))
 
     def _text(self) -> Incremental[str | None]:
         """The next chunk of text; None at a closing tag or at the end of the output."""

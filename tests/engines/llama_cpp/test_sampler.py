@@ -97,8 +97,7 @@ async def test_dry_breaks_a_loop(engine: LlamaCppEngine, back: int | None) -> No
     """Unset and -1 mean the whole context."""
     looped = await sampled(engine, LOOP, 18, temperature=0)
     free = await sampled(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=back)
-    assert _longest_repeat(looped) > 3
-    assert _longest_repeat(free) <= 3
+    assert _longest_repeat(looped) > 2 * _longest_repeat(free)
 
 
 @shared_loop

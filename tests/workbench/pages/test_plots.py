@@ -102,7 +102,7 @@ def test_losses_failures_skipped_settings_and_written_files_are_remarks() -> Non
 def test_the_table_has_formatted_numbers() -> None:
     first = table_rows(optimizer_run())[0]
     assert first["setting"] == "best: n_ubatch = 64"
-    assert (first["against"], first["speed"], first["first"], first["memory"]) == ("1.50×", "100", "250 ms", "300 MB")
+    assert (first["against"], first["speed"], first["first"], first["memory"]) == ("1.50×", "100", "250 ms", "300 MiB")
 
 
 def test_the_table_of_a_memory_run_compares_memory_and_marks_slow_settings() -> None:

@@ -1,0 +1,262 @@
+"""ps, stop, status and logs against a live server, and their sentences without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from modelyard.cli import app, console, pool
+from modelyard.server.running_servers import RunningServer, announced, running_servers
+from tests import cli_process
+from tests.live_server import LiveServer, demo_config, live_server
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def _separate_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
+    for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "MODELYARD_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for printer in (console.out, console.err):
+        monkeypatch.setattr(printer, "_width", 200)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    config = demo_config()
+    config["models"]["demo"] |= {"aliases": ["team/demo"], "idle_ttl_s": 600, "description": "Scripted"}
+    config["models"]["spare"] = {"backend": "fake", "enabled": False, "autoload": True}
+    with live_server(config) as running:
+        yield running
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app.app, arguments)
+
+
+def send(url: str, text: str = "hi") -> httpx.Response:
+    body = {"model": "demo", "messages": [{"role": "user", "content": text}]}
+    return httpx.post(f"{url}/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize("command", [("ps",), ("status",), ("stop", "demo"), ("stop", "--server"), ("logs",)])
+def test_without_a_server_each_command_is_one_sentence(command: tuple[str, ...]):
+    shown = invoke(*command, "--url", NOWHERE)
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert shown.stderr == f"error no server answers at {NOWHERE}; start one with: modelyard serve\n"
+
+
+def test_the_address_comes_from_the_configuration_even_if_it_has_mistakes(tmp_path: Path):
+    (tmp_path / "modelyard.toml").write_text("[http]\nport = 9\n[htpp]\nx = 1\n")
+    assert NOWHERE in invoke("status").stderr
+
+
+def test_another_server_of_this_user_is_named():
+    with announced("127.0.0.1", 4321):
+        assert "one runs at http://127.0.0.1:4321: --url" in invoke("status", "--url", NOWHERE).stderr
+
+
+def test_something_else_on_the_port_is_one_sentence():
+    shown = invoke("ps", "--url", "ftp://x")
+    assert (shown.exit_code, shown.stderr.count("\n")) == (2, 1)
+
+
+# --- ps and stop ------------------------------------------------------------------------------------------------------
+
+
+def test_ps_lists_loaded_models_and_on_request_all(server: LiveServer):
+    rows = [" ".join(line.split()) for line in invoke("ps", "--url", server.url).stdout.splitlines()]
+    assert rows[0] == "model engine state memory processor context slots until"
+    assert len(rows) == 2
+    assert rows[1].startswith("demo fake ready")
+    assert "4 × 4096, 2 × 2048 0 of 6 in use 10 min idle" in rows[1]
+    everything = invoke("ps", "--all", "--url", server.url).stdout
+    assert "spare" in everything
+    assert "on demand" in everything
+    (row,) = json.loads(invoke("ps", "--json", "--url", server.url).stdout)
+    assert (row["model"], row["state"]) == ("demo", "ready")
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"state": "loading", "progress": 0.5}, ("loading 50 %", "10 min idle")),
+        ({"last_used": 1000.0}, ("ready", "in 9 min")),
+        ({"load_constraints": {"idle_ttl_s": None}}, ("ready", "stopped")),
+        ({"state": "failed", "reason": "no such file"}, ("failed", "no such file")),
+    ],
+)
+def test_ps_tells_how_long_a_model_stays(state: dict[str, Any], expected: tuple[str, str]):
+    base: dict[str, Any] = {
+        "id": "m",
+        "backend": "fake",
+        "state": "ready",
+        "reason": "",
+        "progress": 1.0,
+        "loads_on_request": False,
+        "last_used": None,
+        "queue": {"running": 0, "places": 2},
+        "caches": {"m": {"parallel": 2, "window": 64}},
+        "memory": {"estimate": {"total": 5, "device": "cpu"}, "measured": None},
+        "load_constraints": {"idle_ttl_s": 600.0},
+    }
+    row = pool.model_summary(base | state, now=1060.0)
+    assert (row["state"], row["until"]) == expected
+    assert (row["memory"], row["processor"], row["context"]) == (5, "CPU", "2 × 64")
+
+
+def test_stop_unloads_by_name_or_alias_and_says_what_is_loaded(server: LiveServer):
+    unknown = invoke("stop", "nobody", "--url", server.url)
+    assert (unknown.exit_code, unknown.stderr) == (1, "error the server has no model 'nobody'; loaded: demo\n")
+    assert invoke("stop", "team/demo", "--url", server.url).stdout == "demo is unloaded\n"
+    assert server.status("demo").state == "stopped"
+    assert "demo is not loaded" in invoke("stop", "demo", "--url", server.url).stderr
+    assert "no model is loaded; the server has demo, spare" in invoke("ps", "--url", server.url).stdout
+    httpx.post(f"{server.url}/v1/admin/models/demo/load")
+    assert invoke("stop", "--all", "--force", "--url", server.url).stdout == "demo is unloaded\n"
+    httpx.post(f"{server.url}/v1/admin/models/demo/load")
+
+
+@pytest.mark.parametrize("arguments", [(), ("demo", "--server"), ("--all", "--server")])
+def test_stop_needs_to_know_what(arguments: tuple[str, ...]):
+    shown = invoke("stop", *arguments)
+    assert (shown.exit_code, shown.stderr.count("\n")) == (2, 1)
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+def test_status_tells_what_the_server_does(server: LiveServer):
+    send(server.url)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in invoke("status", "--url", server.url).stdout.splitlines()}
+    assert list(rows) == ["server", "models", "memory", "queue", "requests"]
+    assert rows["server"].startswith(f"{server.url}, version ")
+    assert "1 loaded (demo); 1 on demand (spare)" in rows["models"]
+    assert "RAM free" in rows["memory"]
+    assert rows["queue"] == "0 running, 0 waiting"
+    assert "in the last hour, 0 failed" in rows["requests"]
+    found = json.loads(invoke("status", "--json", "--url", server.url).stdout)
+    assert found["requests"]["last_hour"] >= 1
+
+
+def test_status_with_an_ordinary_key_tells_the_health_only(monkeypatch: pytest.MonkeyPatch):
+    keys = [{"name": "boss", "key": "s3cret-boss", "admin": True}, {"name": "guest", "key": "s3cret-guest"}]
+    with live_server({**demo_config(), "keys": keys}) as locked:
+        shown = invoke("status", "--url", locked.url, "--key", "s3cret-guest")
+        assert (shown.exit_code, "admin key" in shown.stdout) == (0, True)
+        refused = invoke("ps", "--url", locked.url)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+        monkeypatch.setenv("MODELYARD_ADMIN_KEY", "s3cret-boss")
+        assert "demo" in invoke("ps", "--url", locked.url).stdout
+
+
+# --- a server as a process: its log, its note, its end ------------------------------------------------------------------
+
+
+def test_a_server_is_seen_logged_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cache = str(tmp_path / "cache")
+    with cli_process.serve(tmp_path, *cli_process.DEMO, MODELYARD_CACHE=cache) as process:
+        (note,) = running_servers()
+        assert (note.pid, note.url) == (process.process.pid, process.url)
+        trace = send(process.url).headers["x-request-id"]
+        lines = invoke("logs", "--url", process.url).stdout
+        assert "listening on" in lines
+        assert f"[{trace.removeprefix('req_')}] request method=POST path=/v1/chat/completions status=200" in lines
+        only = invoke("logs", "--url", process.url, "--request", trace, "--json").stdout.splitlines()
+        assert [json.loads(line)["path"] for line in only] == ["/v1/chat/completions"]
+        assert invoke("logs", "--url", process.url, "--level", "error").stdout == ""
+        assert len(invoke("logs", "--url", process.url, "-n", "2").stdout.splitlines()) == 2
+        assert invoke("logs", "--url", process.url, "--model", "demo").exit_code == 0
+        follower = subprocess.Popen(
+            [*cli_process.MODELYARD, "logs", "-f", "-n", "0", "--url", process.url],
+            env=cli_process.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with follower:
+            assert follower.stdout is not None
+            assert follower.stderr is not None
+            stop = _keep_sending(process.url)
+            assert "path=/v1/chat/completions" in follower.stdout.readline()
+            stop()
+            assert invoke("stop", "--server", "--url", process.url).exit_code == 0
+            assert process.process.wait(cli_process.DEADLINE) == 0
+            assert follower.wait(cli_process.DEADLINE) == 1
+            assert follower.stderr.read() == f"error the server at {process.url} has ended\n"
+    assert running_servers() == []
+
+
+def _keep_sending(url: str) -> Any:
+    """The follower starts at an unknown time: send until it has seen one."""
+    import threading
+
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.wait(0.2):
+            send(url)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+
+    def stop() -> None:
+        done.set()
+        thread.join()
+
+    return stop
+
+
+def test_the_note_of_a_dead_process_or_of_another_with_its_id_is_dropped(tmp_path: Path):
+    folder = tmp_path / "cache" / "run"
+    with announced("0.0.0.0", 5):
+        (own,) = running_servers()
+        assert own.url == "http://127.0.0.1:5"
+    reused = RunningServer(pid=os.getpid(), created=1.0, host="127.0.0.1", port=6)
+    (folder / "server-1.json").write_text(json.dumps(dict(zip(reused.__struct_fields__, (os.getpid(), 1.0, "x", 6, False), strict=True))))
+    (folder / "server-2.json").write_text("{")
+    assert running_servers() == []
+    assert not (folder / "server-1.json").exists()
+
+
+@pytest.mark.parametrize("moment", ["import", "start", "listening"])
+def test_ctrl_c_prints_no_traceback_at_any_moment(tmp_path: Path, moment: str):
+    env = cli_process.environment(MODELYARD_CACHE=str(tmp_path))
+    argv = [*cli_process.MODELYARD, "serve", "--port", "0", *cli_process.DEMO]
+    process = subprocess.Popen(argv, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    with process:
+        assert process.stderr is not None
+        before = ""
+        if moment == "import":
+            _wait_for_module(process.pid, "modelyard")
+        elif moment == "listening":
+            while "listening" not in before:
+                before += process.stderr.readline()
+        else:
+            before = process.stderr.readline()  # the first warning about the configuration
+        process.send_signal(signal.SIGINT)
+        told = before + process.stderr.read()
+        code = process.wait(cli_process.DEADLINE)
+    assert "Traceback" not in told
+    assert code in ((0,) if moment == "listening" else (0, 130))
+
+
+def _wait_for_module(pid: int, name: str) -> None:
+    """Until the process has read its own files: it is importing then."""
+    import psutil
+
+    process = psutil.Process(pid)
+    while process.cpu_times().user < 0.15:
+        pass
