@@ -140,7 +140,10 @@ def test_stop_needs_to_know_what(arguments: tuple[str, ...]):
 
 def test_status_tells_what_the_server_does(server: LiveServer):
     send(server.url)
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in invoke("status", "--url", server.url).stdout.splitlines()}
+    rows = {
+        line.split()[0]: " ".join(line.split()[1:])
+        for line in invoke("status", "--url", server.url).stdout.splitlines()
+    }
     assert list(rows) == ["server", "models", "memory", "queue", "requests"]
     assert rows["server"].startswith(f"{server.url}, version ")
     assert "1 loaded (demo); 1 on demand (spare)" in rows["models"]
@@ -225,7 +228,9 @@ def test_the_note_of_a_dead_process_or_of_another_with_its_id_is_dropped(tmp_pat
         (own,) = running_servers()
         assert own.url == "http://127.0.0.1:5"
     reused = RunningServer(pid=os.getpid(), created=1.0, host="127.0.0.1", port=6)
-    (folder / "server-1.json").write_text(json.dumps(dict(zip(reused.__struct_fields__, (os.getpid(), 1.0, "x", 6, False), strict=True))))
+    (folder / "server-1.json").write_text(
+        json.dumps(dict(zip(reused.__struct_fields__, (os.getpid(), 1.0, "x", 6, False), strict=True)))
+    )
     (folder / "server-2.json").write_text("{")
     assert running_servers() == []
     assert not (folder / "server-1.json").exists()
