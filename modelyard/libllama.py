@@ -366,6 +366,7 @@ _silent = llama_log_callback(lambda _level, _text, _data: None)
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 _FILE = re.compile(r"(?:lib)?llama(?:\.[\w.]+)?\.(?:so|dylib|dll)(?:\.[\d.]+)?")
+VULKAN_MANIFEST = "vulkan_driver.json"  # beside the library: a driver that Vulkan's loader does not find by itself
 _lock = threading.Lock()
 _loaded: LibLlama | None = None
 
@@ -386,5 +387,7 @@ def load() -> LibLlama:
             folder = library_folder()
             if sys.platform == "win32":
                 os.add_dll_directory(str(folder))
+            if (manifest := folder / VULKAN_MANIFEST).is_file():
+                os.environ.setdefault("VK_ADD_DRIVER_FILES", str(manifest))
             _loaded = LibLlama(folder)
         return _loaded

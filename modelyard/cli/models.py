@@ -12,18 +12,19 @@ from rich.table import Table
 from modelyard.cli.completion import complete_library
 from modelyard.cli.config import describe_config
 from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, run_or_exit
+from modelyard.config.library_models import LibraryModel
 from modelyard.config.settings import Config
 from modelyard.core.errors import NotFound
 from modelyard.library.model_files import LibraryEntry
 from modelyard.library.progress import ProgressReporter
+from modelyard.router.settings import ModelSettings
 
 models_app = typer.Typer(help="The models of a configuration, and the library of model files.", no_args_is_help=True)
 
 
-SourceArgument = Annotated[
+ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
         help="A repository of the hub (owner/repo, owner/repo:Q4_K_M, hf.co/owner/repo or its URL), a GGUF file, a "
         "folder, or a name in the library.",
     ),
@@ -31,15 +32,18 @@ SourceArgument = Annotated[
 
 
 def pull(
-    source: SourceArgument,
+    model: ModelArgument,
     quant: Annotated[
         str | None, typer.Option(help="The quantization, such as Q4_K_M; default: the best that fits the memory.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Its name; default: from its file or repository.")] = None,
 ) -> None:
     """Fetch a model from the Hugging Face hub, or add a local one to the library. Every server offers it at once."""
-    entry = pull_model(source, quant=quant, name=name, update=True)
+    entry = pull_model(model, quant=quant, name=name, update=True)
     out.print(f"{escape(entry.name)} is in the library. Try it: modelyard run {escape(entry.name)}", soft_wrap=True)
+    for served in run_or_exit(_read_library):
+        if served.entry.name == entry.name and served.table is None:
+            err.print(f"[yellow]warning[/yellow] no engine here can run it: {escape(served.reason)}", soft_wrap=True)
 
 
 models_app.command("add", help="The same as modelyard pull.")(pull)
@@ -67,22 +71,35 @@ def make_progress() -> ProgressReporter:
     return ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False, soft_wrap=True))
 
 
+def _read_library() -> list[LibraryModel]:
+    from modelyard.config.library_models import read_library_models
+
+    return read_library_models()
+
+
 @models_app.command("list")
 def list_models(config: ConfigOption = None) -> None:
-    """List the models of the configuration and of the library, with size, quantization and file state."""
+    """List the models of the configuration and of the library, with size, quantization and how they are served."""
     from modelyard.library import models
 
     loaded = load_or_exit(config)
     configured = make_table("model", "engine", "aliases", "loaded", "size", "quant", "file", "")
     for m in describe_config(loaded).models:
+        if m.name in loaded.config.library_models:
+            continue
         file = models.file_row(loaded.config.models[m.name].path)
         row = (m.name, m.backend, ", ".join(m.aliases), m.starts, file.size, file.quant, file.state, m.description)
         configured.add_row(*map(escape, row))
-    out.print(configured)
-    library = make_table("library", "from", "size", "quant", "file", "")
+    if configured.row_count:
+        out.print(configured)
+    reasons = {model.entry.name: model.reason for model in run_or_exit(_read_library) if model.table is None}
+    library = make_table("library", "engine", "from", "size", "quant", "file", "")
     for entry in run_or_exit(models.list_models):
-        file = models.file_row(entry.path)
-        library.add_row(*map(escape, (entry.name, entry.source, file.size, file.quant, file.state, entry.path)))
+        file, served = models.file_row(entry.path), loaded.config.library_models.get(entry.name)
+        engine = loaded.config.models[entry.name].backend or "" if served else "not served"
+        note = served.reason if served else reasons.get(entry.name, "the configuration has its own use for the name")
+        row = (entry.name, engine, entry.source, file.size, file.quant, file.state)
+        library.add_row(*map(escape, (*row, note if engine != "not served" or loaded.config.library else "")))
     if library.row_count:
         out.print(library)
 
@@ -111,12 +128,31 @@ def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
     if entry is not None:
         settings = config.models[entry.name]
         rows = [("model", entry.name), ("engine", entry.backend), *models.describe_file(settings.path)]
+        if (of_library := config.library_models.get(entry.name)) is not None:
+            rows += _library_rows(of_library, settings)
         available = available_memory()
         rows.append(("memory", describe_memory(estimate_memory(config, entry, available), available)))
         return [*rows, *define_model(entry, settings).notes]
     if (found := models.find_model(name)) is not None:
         return models.describe_entry(found)
     raise NotFound(f"no model {name!r}; there are {', '.join(catalog.names())}")
+
+
+def _library_rows(model: LibraryModel, settings: ModelSettings) -> list[tuple[str, str]]:
+    """What the file, the hub and the memory have decided."""
+    decoding = settings.decoding.model_dump(exclude_none=True, exclude_defaults=True)
+    sampling = [f"{name} {value:g}" for name, value in decoding.items() if isinstance(value, float | int)]
+    rows = [
+        ("from", model.entry.source),
+        ("projector", model.entry.projector),
+        ("quantization chosen", model.entry.choice),
+        ("window", model.reason),
+        (
+            "sampling",
+            ", ".join(f"{name} {value:g}" for name, value in sampling.items() if isinstance(value, float | int)),
+        ),
+    ]
+    return [row for row in rows if row[1]]
 
 
 @models_app.command("remove")

@@ -39,6 +39,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     autoload: bool = False
     enabled: bool = False  # loaded when a reload adds it; at the start the server loads it
     idle_ttl_s: float | None = None  # None: never unloaded when idle
+    is_faulty: bool = False  # `make` is known to fail: a file or a library is missing
 
 
 # --- snapshots ------------------------------------------------------------------------------------------------------

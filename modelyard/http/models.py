@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -14,6 +14,9 @@ from modelyard.core.protocol import ModelCard
 from modelyard.gateway.gateway import Gateway
 from modelyard.http.request_context import RequestContext
 from modelyard.protocols import anthropic_messages, openai_chat
+from modelyard.router.router import ModelEntry
+
+_STOPPED = ModelStatus("stopped")
 
 
 class ModelEndpoints:
@@ -21,7 +24,8 @@ class ModelEndpoints:
         self._gateway, self._started = gateway, started
 
     async def all(self, request: HttpRequest) -> Response:
-        cards = self._cards()
+        """What can answer a request: models that are loaded, being loaded, or loaded on request."""
+        cards = self._cards(self._gateway.router.names(), answering=True)
         if request.query_params.get("loaded") == "true":
             cards = [card for card in cards if card.state == "ready"]
         if _is_anthropic(request):
@@ -39,23 +43,22 @@ class ModelEndpoints:
         """Any name that a request may use: a model, an alias, or a name that matches a route."""
         name = request.path_params["id"]
         context = RequestContext.of(request.scope)
-        listed = {card.id: card for card in self._cards()}
-        card = listed.get(name) or self._routed(name, context)
+        known = [name] if name in self._gateway.router.names() else []
+        card = next(iter(self._cards(known)), None) or self._routed(name, context)
         return _json(anthropic_messages.write_model(card) if _is_anthropic(request) else openai_chat.write_model(card))
 
-    def _cards(self) -> list[ModelCard]:
-        status = self._gateway.leases.status()
-        return [self._card(name, status) for name in self._gateway.router.names()]
+    def _cards(self, names: Iterable[str], *, answering: bool = False) -> list[ModelCard]:
+        catalog, statuses = self._gateway.router.catalog, self._gateway.leases.status()
+        entries = {name: catalog.models.get(name) or catalog.models[catalog.aliases[name]] for name in names}
+        found = ((name, entry, statuses.get(entry.name, _STOPPED)) for name, entry in entries.items())
+        return [self._card(name, entry, status) for name, entry, status in found if not answering or _answers(status)]
 
-    def _card(self, name: str, status: Mapping[str, ModelStatus]) -> ModelCard:
-        catalog = self._gateway.router.catalog
-        entry = catalog.models.get(name) or catalog.models[catalog.aliases[name]]
-        state = status[entry.name].state if entry.name in status else "stopped"
+    def _card(self, name: str, entry: ModelEntry, status: ModelStatus) -> ModelCard:
         unknown = self._gateway.models[entry.name].remote and not entry.has_window
         window = None if unknown else self._gateway.target(name, "/v1/models").window
         aliases = tuple(entry.aliases) if name == entry.name else ()
         return ModelCard(
-            name, self._started, window, window, state, aliases=aliases, modalities=tuple(entry.modalities)
+            name, self._started, window, window, status.state, aliases=aliases, modalities=tuple(entry.modalities)
         )
 
     def _routed(self, name: str, context: RequestContext) -> ModelCard:
@@ -66,6 +69,10 @@ class ModelEndpoints:
         return ModelCard(
             name, self._started, target.window, target.window, status[target.model].state, modalities=model.modalities
         )
+
+
+def _answers(status: ModelStatus) -> bool:
+    return status.state in ("ready", "loading") or status.loads_on_request
 
 
 def _is_anthropic(request: HttpRequest) -> bool:

@@ -3,6 +3,9 @@
 A call is **sent** once its name and the first byte of its arguments are known. If it breaks before that, it is shown
 as text. If it breaks later, it ends as an incomplete call. A call of a tool that is not offered becomes text, with a
 warning.
+
+A call inside reasoning is a **draft**: models try calls out there. It is sent only if the model ends its turn with it,
+because then it forgot to close its reasoning. Otherwise it is reasoning.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ class CallBuilder:
         self.parallel = True
         self.warnings: list[str] = []
         self.kind: VisibleKind = "text"  # how a call that cannot be read is shown
+        self.drafts: list[tuple[str, Tool | None, str]] = []  # name, tool and arguments of calls inside reasoning
+        self.is_drafting = False
         self.is_broken = False  # a call could not be read, and its end has not come yet
         self.quoted: Counter[str] = Counter()  # tags that are shown because they belong to no call, and are still open
 
@@ -104,7 +109,7 @@ class CallBuilder:
             self._buffer.uncommitted = []
             return
         self._held.append(text)
-        if text and self._stream and self.is_offered and not self.is_custom and not self.is_done:
+        if text and self._stream and self.is_offered and not (self.is_drafting or self.is_custom or self.is_done):
             self._send()
 
     def _send(self) -> None:
@@ -123,7 +128,9 @@ class CallBuilder:
         """The arguments are complete and valid."""
         if arguments:
             self.append(arguments)
-        if not self.is_offered:
+        if self.is_drafting:
+            self.drafts.append((self._name or "", self.tool, "".join(self._held)))
+        elif not self.is_offered:
             self._show_as_text()
         elif not self.is_done:
             if self.is_custom:
@@ -136,6 +143,13 @@ class CallBuilder:
                 self._blocks.close()
                 self.count += 1
         self._reset()
+
+    def send_drafts(self) -> None:
+        """The model ended its turn with these calls."""
+        drafts, self.drafts, self.is_drafting = self.drafts, [], False
+        for name, tool, arguments in drafts:
+            self._name, self.tool = name, tool
+            self.finish(arguments)
 
     def _show_as_text(self) -> None:
         """The tool is not offered. Show the client what the model wanted."""
@@ -173,7 +187,7 @@ class CallBuilder:
     def abort(self) -> bool:
         """The open call cannot be completed. True: part of it was sent and has ended as an incomplete call."""
         cut_off = self._buffer.ended and self._buffer.truncated and self.is_open and self.is_offered
-        if cut_off and not self.is_done and not self._is_sent:
+        if cut_off and not (self.is_done or self._is_sent or self.is_drafting):
             self._send()
         was_sent = self._is_sent
         if was_sent:

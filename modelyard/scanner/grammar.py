@@ -23,6 +23,7 @@ from modelyard.scanner.custom_grammar import escape_regex, input_pattern
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _DEFINITIONS = ("$defs", "definitions")
+_JSON_LEXEMES = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[:,] ', re.DOTALL)
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
@@ -157,8 +158,11 @@ class JsonBody(Struct, frozen=True):
 
     def __call__(self, lark: LarkBuilder, tool: Tool) -> str:
         name = tool.name if not self.before.endswith('"') else json.dumps(tool.name, ensure_ascii=False)[1:-1]
-        parts = (lark.literal(self.before), _quote(name), lark.literal(self.between), lark.json(arguments_schema(tool)))
-        return " ".join((*parts, lark.literal(self.after)))
+        if self.before.startswith("{"):  # the same lexemes as %json: a response schema may be the alternative
+            head = " ".join(map(_quote, _JSON_LEXEMES.findall(f"{self.before}{name}{self.between}")))
+        else:
+            head = f"{lark.literal(self.before)} {_quote(name)} {lark.literal(self.between)}"
+        return f"{head} {lark.json(arguments_schema(tool))} {lark.literal(self.after)}"
 
 
 class TaggedBody(Struct, frozen=True):

@@ -73,7 +73,7 @@ class TextBuffer:
     `uncommitted` collects what was taken since the last commit. If the reader fails, it is shown as text.
     """
 
-    __slots__ = ("codes", "dropped", "ended", "pos", "text", "token_codes", "truncated", "uncommitted")
+    __slots__ = ("codes", "dropped", "ended", "pos", "recorded", "text", "token_codes", "truncated", "uncommitted")
 
     def __init__(self, codes: dict[str, str], token_codes: frozenset[str] = frozenset()) -> None:
         self.codes, self.token_codes = codes, token_codes
@@ -83,6 +83,7 @@ class TextBuffer:
         self.ended = False
         self.truncated = False  # a limit ended the output, not the model
         self.uncommitted: list[str] | None = None
+        self.recorded: list[str] | None = None  # everything that is taken, for a call that may be a quotation
 
     def push(self, text: str) -> None:
         self.dropped += self.pos
@@ -105,6 +106,8 @@ class TextBuffer:
         self.pos = end
         if self.uncommitted is not None:
             self.uncommitted.append(chunk)
+            if self.recorded is not None:
+                self.recorded.append(chunk)
         return chunk
 
     def skip(self, count: int) -> str:
@@ -262,7 +265,7 @@ class MarkerTable:
         names = "|".join(sorted({re.escape(found[1]) for found in openings if found}))
         self._tag_starts = frozenset(f"<{found[1]}" for found in openings if found)
         self._tag = re.compile(rf"</?(?:{names})(?=[\s=/>])[^<>\n]*>" if names else r"(?!)")
-        self._opening = re.compile(rf"<({names})(?=[\s=/>])" if names else r"(?!)")
+        self._opening = re.compile(rf"<({names})(?=[\s=/>])[^<>\n]*(?<!/)>" if names else r"(?!)")
         self.token_codes = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
         self._finder = TextFinder(spelled)
         self.find, self.partial_start = self._finder.find, self._finder.partial_start
@@ -344,7 +347,9 @@ def stray_tags(form: OutputFormat, specials: frozenset[str]) -> dict[str, StartR
     if specials.issuperset(starting):
         return {}
     readers = [m for m, action in starting.items() if not action.bare]
-    found = {m: StartReader(_skip_tag, bare=True) for m in form.inner_markers if _WHOLE_TAG.match(m)}
+    found = {
+        m: StartReader(partial(_skip_marker, is_tag=bool(_WHOLE_TAG.match(m))), bare=True) for m in form.inner_markers
+    }
     for marker in dict.fromkeys((*acting, *form.hidden_markers, *form.inner_markers)):
         element = _ELEMENT.match(marker)
         if element is None:
@@ -366,7 +371,7 @@ def _skip_opening(
 ) -> Incremental[str | None]:
     """After the beginning of a tag. `is_whole`: the name that it gives comes next. `is_marker`: it is never text."""
     rest = yield from buffer.read_until(_TAG_END, may_end=True)
-    is_closed = (yield from buffer.peek()) == ">"
+    is_closed = yield from buffer.skip_if(">")
     if not is_whole and (rest[:1] not in ("", "=", "/") and not rest[:1].isspace()):
         raise ParseError("another element")
     found = _ATTRIBUTE.match(rest)
@@ -376,12 +381,14 @@ def _skip_opening(
         del buffer.uncommitted[0]  # the beginning of a tag alone quotes nothing
     if not is_call or not (is_closed or is_cut):
         raise ParseError("a quoted tag")
-    yield from buffer.skip_if(">")
     return None
 
 
-def _skip_tag(_: TextBuffer, __: CallBuilder) -> Incremental[str | None]:
+def _skip_marker(_: TextBuffer, calls: CallBuilder, *, is_tag: bool) -> Incremental[str | None]:
+    """A marker of the family, or what is one only between its tags."""
     yield from ()
+    if not (is_tag or calls.is_broken):
+        raise ParseError("ordinary text")
     return None
 
 

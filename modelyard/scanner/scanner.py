@@ -59,6 +59,8 @@ class Scanner:
         self._reader: Generator[None, None, str | None] | None = None
         self._reader_start: StartReader | None = None
         self._broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
+        self._draft_text: list[str] = []  # the raw text of calls inside reasoning
+        self._turn_ends = frozenset(map(self._buffer.encoded, format.stop_tokens))
         self._calls_before = 0  # how many calls were complete when the reader started
         self._token_text = token_text
         self.reasoning_tokens = 0
@@ -134,6 +136,12 @@ class Scanner:
         self._buffer.ended, self._buffer.truncated = True, truncated
         if self._reader is not None or not self._buffer.is_empty:
             self._advance()
+        if self._calls.drafts and not self.is_done:
+            if truncated:
+                self._show_drafts()
+            else:
+                self._visible.end_block()
+                self._calls.send_drafts()
         if not self.is_done:
             self._visible.finish(self._region.kind)
         self._blocks.close()
@@ -158,6 +166,7 @@ class Scanner:
             and buffer.is_empty
             and visible.is_clear(self._region.kind)
             and not self._calls.is_expecting_evidence
+            and not self._calls.drafts
         )
 
     def _advance(self) -> None:
@@ -188,9 +197,22 @@ class Scanner:
         if end > buffer.pos:
             start, text = buffer.dropped + buffer.pos, buffer.text[buffer.pos : end]
             buffer.pos = end
+            if self._calls.drafts:
+                if text.isspace():
+                    self._draft_text.append(text)
+                    return
+                self._show_drafts()
             if visible.logprobs:
                 visible.logprobs.show(start, buffer.dropped + end, visible.seen)
             visible.show(self._region.kind, text)
+
+    def _show_drafts(self) -> None:
+        """Reasoning goes on after calls: it only quotes them."""
+        text, self._draft_text = "".join(self._draft_text), []
+        self._calls.drafts.clear()
+        self._visible.mark_gap()
+        self._visible.show(self._region.kind, self._table.remove_tags(text))
+        self._visible.mark_gap()
 
     def _skip_logprobs(self) -> None:
         if self._visible.logprobs:
@@ -204,11 +226,15 @@ class Scanner:
         if self._calls.is_broken and marker in self._broken_ends:
             self._calls.is_broken = False
         if isinstance(action, SwitchRegion):
+            if self._calls.drafts and marker not in self._turn_ends:
+                self._show_drafts()
             self._visible.end_block()
             self._enter(action.region)
         elif isinstance(action, StartReader):
             self._buffer.uncommitted = [from_model if action.bare else marker]
             self._reader_start, self._calls_before = action, self._calls.count
+            self._calls.is_drafting = self._region.kind == "thinking" and not self._format.calls_in_reasoning
+            self._buffer.recorded = [marker] if self._calls.is_drafting else None
             self._reader = action.reader(self._buffer, self._calls)
 
     def _enter(self, region: str) -> None:
@@ -223,6 +249,9 @@ class Scanner:
         except StopIteration as over:
             self._reader, self._buffer.uncommitted = None, None
             self._visible.mark_gap()
+            if self._calls.drafts:
+                self._draft_text += self._buffer.recorded or ()
+            self._calls.is_drafting, self._buffer.recorded = False, None
             self._calls.is_broken = self._calls.is_broken and self._calls.count == self._calls_before
             if over.value is not None:
                 self._visible.end_block()
@@ -246,6 +275,10 @@ class Scanner:
         buffer = self._buffer
         text, is_call = "".join(buffer.uncommitted or ()), self._calls.is_open and self._calls.is_offered
         was_sent, start = self._calls.abort(), self._reader_start
+        if self._calls.drafts:  # the calls before this one: all of them are text
+            text, self._draft_text = "".join((*self._draft_text, *(buffer.recorded or ()))), []
+            self._calls.drafts.clear()
+        self._calls.is_drafting, buffer.recorded = False, None
         self._reader, buffer.uncommitted = None, None
         if start and (is_call or not start.bare):
             self._calls.is_broken, self._broken_ends = True, tuple(map(buffer.encoded, start.closing))
@@ -343,6 +376,8 @@ class Scanner:
         self._blocks.discard_prompt()
         self._visible.end_prompt()
         self._calls.count = 0
+        self._calls.drafts.clear()
+        self._draft_text.clear()
         self._prompt_end = buffer.dropped + len(buffer.text)
         if self._reader is not None and buffer.uncommitted is not None:
             buffer.uncommitted.clear()

@@ -365,7 +365,7 @@ class PooledModel:
             self.phase,
             self.progress,
             self.capabilities,
-            state == "stopped" and self.loads_on_request,
+            state == "stopped" and self.loads_on_request and not self.spec.is_faulty,
         )
 
     def need_on(self, node: str) -> DeviceBytes:

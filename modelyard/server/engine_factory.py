@@ -109,6 +109,7 @@ def model_spec(
         autoload=settings.autoload,
         enabled=bool(settings.enabled),
         idle_ttl_s=ttl or None,
+        is_faulty=fault is not None,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
 from modelyard.core.errors import Unavailable
 from modelyard.library.cache_dir import cache_dir
+from modelyard.processes.parent_death import die_with_parent
 from modelyard.server.client import is_local
 
 _STOP_TIMEOUT_S = 30.0
@@ -21,24 +22,22 @@ def log_path(env: Mapping[str, str]) -> Path:
 
 
 class TemporaryServer:
-    """A context manager that runs `modelyard serve` at `url` until the block ends, with more `arguments`."""
+    """A context manager that runs `modelyard serve` at `url` until the block ends, or this process dies."""
 
-    def __init__(
-        self, url: str, config: Path | None, log: Path, env: Mapping[str, str], arguments: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, url: str, config: Path | None, log: Path, env: Mapping[str, str]) -> None:
         if not is_local(url):
             raise Unavailable(f"no server answers at {url}, and a server can be started only on this machine")
         self._port, self._config, self._log, self._env = urlsplit(url).port or 8000, config, log, env
-        self._arguments = arguments
         self._process: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
         config = ("--config", str(self._config)) if self._config else ()
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-m", "modelyard", "serve", "--port", str(self._port), *config]
         with self._log.open("w") as log:
             # In its own session, so that Ctrl-C in the terminal does not reach it.
             self._process = subprocess.Popen(  # noqa: S603  our own program
-                [sys.executable, "-m", "modelyard", "serve", "--port", str(self._port), *config, *self._arguments],
+                die_with_parent(argv, group=True),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -17,13 +17,14 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import pynvml  # type: ignore[import-untyped]
-from msgspec import Struct
+from msgspec import Struct, structs
 
 Vendor = Literal["nvidia", "amd", "intel", "apple", "other"]
 Version = tuple[int, int]
@@ -70,6 +71,7 @@ class FoundGpus(Struct, frozen=True, kw_only=True):
     vulkan: tuple[VulkanGpu, ...] | str
     pci: tuple[Vendor, ...] = ()
     apple: AppleGpu | None = None
+    needs_egl: bool = False  # Vulkan finds the NVIDIA GPU only with `EGL_MANIFEST`
 
     @property
     def vulkan_gpus(self) -> tuple[VulkanGpu, ...]:
@@ -88,10 +90,22 @@ class FoundGpus(Struct, frozen=True, kw_only=True):
         return tuple(vendor for vendor in known if vendor in self.pci and vendor not in usable)
 
 
-def find_gpus(vulkan: Callable[[], tuple[VulkanGpu, ...] | str] | None = None) -> FoundGpus:
-    return FoundGpus(
-        nvidia=find_nvidia(), vulkan=(vulkan or find_vulkan)(), pci=pci_display_vendors(), apple=find_apple()
+VulkanFinder = Callable[..., "tuple[VulkanGpu, ...] | str"]
+
+
+def find_gpus(nvidia: Callable[[], NvidiaDriver | str] | None = None, vulkan: VulkanFinder | None = None) -> FoundGpus:
+    ask = vulkan or find_vulkan
+    found = FoundGpus(
+        nvidia=(nvidia or find_nvidia)(), vulkan=ask(), pci=pci_display_vendors(), apple=find_apple()
     )
+    if found.nvidia_gpus and not any(gpu.vendor == "nvidia" for gpu in found.vulkan_gpus):
+        with tempfile.TemporaryDirectory(prefix="modelyard-vulkan-") as folder:
+            manifest = Path(folder) / "driver.json"
+            manifest.write_text(json.dumps(EGL_MANIFEST), "utf-8")
+            again = ask(env={"VK_ADD_DRIVER_FILES": str(manifest)})
+        if not isinstance(again, str) and any(gpu.vendor == "nvidia" for gpu in again):
+            return structs.replace(found, vulkan=again, needs_egl=True)
+    return found
 
 
 # --- NVIDIA -----------------------------------------------------------------------------------------------------------
@@ -149,14 +163,31 @@ def find_apple(system: str | None = None, machine: str | None = None) -> AppleGp
     return AppleGpu(name="Apple GPU", memory=int(psutil.virtual_memory().total))
 
 
+# NVIDIA's own manifest names a library that needs X11. On a machine without it the same driver starts through EGL.
+EGL_MANIFEST = {
+    "file_format_version": "1.0.0",
+    "ICD": {"library_path": "libEGL_nvidia.so.0", "api_version": "1.3.0"},
+}
+
 # --- Vulkan, the parent -----------------------------------------------------------------------------------------------
 
 
 def find_vulkan(
-    child: Sequence[str] = (sys.executable, "-m", "modelyard.telemetry.gpus"), timeout: float = _TIMEOUT_S
+    child: Sequence[str] = (sys.executable, "-m", "modelyard.telemetry.gpus"),
+    timeout: float = _TIMEOUT_S,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[VulkanGpu, ...] | str:
+    """`env` has additional variables."""
     try:
-        done = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)  # noqa: S603
+        done = subprocess.run(  # noqa: S603
+            child,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+            env=os.environ | (env or {}),
+        )
     except subprocess.TimeoutExpired:
         return f"a Vulkan driver did not answer for {timeout:.0f} s"
     if done.returncode:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.http.app_client import app_client
+from tests.http.app_client import URL, app_client, make_app
 from tests.live_server import demo_config
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
@@ -24,7 +26,7 @@ def config() -> dict[str, Any]:
 
 
 async def test_the_openai_list_has_ids_aliases_windows_and_states() -> None:
-    async with app_client(config()) as client:
+    async with app_client(config(), loaded=True) as client:
         body = (await client.get("/v1/models")).json()
         assert body["object"] == "list"
         assert [card["id"] for card in body["data"]] == ["org/big-model", "big", "claude-x", "small"]
@@ -34,7 +36,7 @@ async def test_the_openai_list_has_ids_aliases_windows_and_states() -> None:
 
 
 async def test_the_version_header_selects_the_anthropic_format() -> None:
-    async with app_client(config()) as client:
+    async with app_client(config(), loaded=True) as client:
         body = (await client.get("/v1/models", headers=ANTHROPIC)).json()
         assert [card["id"] for card in body["data"]] == ["org/big-model", "big", "claude-x", "small"]
         assert {card["type"] for card in body["data"]} == {"model"}
@@ -42,7 +44,7 @@ async def test_the_version_header_selects_the_anthropic_format() -> None:
 
 
 async def test_the_anthropic_list_is_paginated() -> None:
-    async with app_client(config()) as client:
+    async with app_client(config(), loaded=True) as client:
         first = (await client.get("/v1/models?limit=3", headers=ANTHROPIC)).json()
         assert ([card["id"] for card in first["data"]], first["has_more"]) == (
             ["org/big-model", "big", "claude-x"],
@@ -75,6 +77,34 @@ async def test_the_list_can_be_limited_to_loaded_models() -> None:
         assert len((await client.get("/v1/models?loaded=true")).json()["data"]) == 4
 
 
+@pytest.mark.parametrize("headers", [{}, ANTHROPIC])
+async def test_only_what_can_answer_is_listed(headers: dict[str, str]) -> None:
+    demo = demo_config()["models"]["demo"] | {"enabled": False}
+    absent = {"backend": "llama_cpp", "path": "/nowhere/m.gguf"}
+    models = {
+        "by-hand": demo | {"aliases": ["hand"]},
+        "on-request": demo | {"autoload": True, "aliases": ["soon"]},
+        "absent": absent | {"autoload": True, "enabled": False},
+        "failed": absent,
+        "ready": demo,
+        "draining": demo,
+    }
+    app = make_app({"models": models})
+    for name in ("failed", "ready", "draining"):
+        await asyncio.wait([app.scheduler.load(name)], timeout=60)
+    app.scheduler.drain("draining")
+    transport = httpx.ASGITransport(app.app)
+    async with httpx.AsyncClient(transport=transport, base_url=URL, headers=headers) as client:
+        listed = [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+        assert listed == ["on-request", "soon", "ready"]
+        assert (await client.get("/v1/models/by-hand")).status_code == 200  # by name it is found as before
+        app.scheduler.load("by-hand")
+        listed = [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+        assert listed == ["by-hand", "hand", "on-request", "soon", "ready"]
+    await app.stop()
+    await app.gateway.close()
+
+
 @pytest.mark.parametrize(
     ("name", "window"),
     [("org/big-model", 4096), ("org%2Fbig-model", 4096), ("claude-x", 4096), ("small", 512), ("gpt-7/turbo", 4096)],
@@ -101,7 +131,7 @@ async def test_an_unknown_name_is_a_404_in_the_format_of_the_protocol(headers: d
 
 
 async def test_the_window_of_a_remote_model_comes_from_its_settings() -> None:
-    remote = {"backend": "openai_remote", "remote_base_url": "https://a.example", "remote_model": "m", "enabled": False}
+    remote = {"backend": "openai_remote", "remote_base_url": "https://a.example", "remote_model": "m", "autoload": True}
     async with app_client({"models": {"told": remote | {"n_ctx": 200_000}, "untold": remote}}) as client:
         cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
         assert cards["told"]["context_length"] == 200_000
@@ -112,6 +142,6 @@ async def test_a_card_has_the_window_of_the_routed_cache() -> None:
     """Agents size themselves by it: the model's own default cache may be larger."""
     made = demo_config()
     made["routes"] = [{"match": "*", "cache": "fast"}]
-    async with app_client(made) as client:
+    async with app_client(made, loaded=True) as client:
         assert (await client.get("/v1/models/demo")).json()["context_length"] == 2048
         assert [card["context_length"] for card in (await client.get("/v1/models")).json()["data"]] == [2048]

@@ -55,10 +55,14 @@ _GPU_BACKENDS = ("cann", "cuda", "hip", "metal", "musa", "opencl", "sycl", "vulk
 
 @cache
 def has_gpu_backend(folder: Path) -> bool:
-    return any(any(folder.glob(f"*ggml-{backend}*")) for backend in _GPU_BACKENDS)
+    return bool(gpu_plugins(folder))
 
 
-def offloads_to_gpu(layers: int) -> bool:
+def gpu_plugins(folder: Path) -> list[Path]:
+    return [file for backend in _GPU_BACKENDS for file in sorted(folder.glob(f"*ggml-{backend}*"))]
+
+
+def offloads_to_gpu(layers: int | str) -> bool:
     """Whether a model with this n_gpu_layers uses a GPU; without a library it does not."""
     try:
         return layers != 0 and has_gpu_backend(library_folder())

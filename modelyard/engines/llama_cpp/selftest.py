@@ -1,12 +1,13 @@
 """Whether the llama.cpp library works on this machine. A child process finds out, and the parent remembers a pass.
 
-    python -m modelyard.engines.llama_cpp.selftest [--model FILE]
+    python -m modelyard.engines.llama_cpp.selftest [--model FILE] [--gpu]
 
 A library that was built for another CPU, or by a faulty compiler, kills its process at the first decode. So a child
-loads it, compares its structs with our declarations, and decodes a tiny random model with the machine's
-fastest kernels and with the generic ones: both must agree. The child prints each stage before it begins, so the parent
-knows where it died. A pass is stored in the user's cache folder, by the library's files and the CPU. A failure is not
-stored: the cause may be temporary, and repeating the test costs a second.
+loads it, compares its structs with our declarations, and decodes a tiny random model with the machine's fastest
+kernels, those of a GPU if the library finds one, and with the generic ones of the CPU: both must agree. The child
+prints each stage before it begins, so the parent knows where it died. A pass is stored in the user's cache folder, by
+the library's files, the CPU and the GPU's driver. A failure is not stored: the cause may be temporary, and repeating
+the test costs a second.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,13 +36,14 @@ from msgspec import Struct
 
 from modelyard import libllama
 from modelyard.core.errors import Unavailable
-from modelyard.engines.llama_cpp.library import CONTEXT_DEFAULTS, MODEL_DEFAULTS
+from modelyard.engines.llama_cpp.library import CONTEXT_DEFAULTS, MODEL_DEFAULTS, gpu_plugins, has_gpu_backend
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.llama_cpp_package import library_folder
 from modelyard.plugins import MissingLibrary
 
 SELFTEST_COMMAND = (sys.executable, "-m", "modelyard.engines.llama_cpp.selftest")
-_TIMEOUT_S = 120.0  # the test takes a second; the first use of a GPU takes longer
+_TIMEOUT_S = 120.0  # the test takes a second
+_GPU_TIMEOUT_S = 600.0  # at the first use a driver compiles each kernel: seconds on a GPU, minutes in software
 _REBUILD = "`modelyard setup --build` builds one for this machine"
 _PORTABLE = "with CMAKE_ARGS=-DGGML_NATIVE=OFF it is built for any CPU of this kind"
 _SIGNALS = {
@@ -49,6 +53,9 @@ _SIGNALS = {
 
 
 # --- the parent -------------------------------------------------------------------------------------------------------
+
+
+_GPU_ERROR = re.compile(r"((?:CUDA|Vulkan|Metal) error: .*\S)")
 
 
 class BrokenLibrary(Unavailable):
@@ -81,19 +88,43 @@ def find_fault(
     return fault
 
 
+class SelfTest(Struct, frozen=True):
+    """What the child reports: a fault in one sentence, and the GPUs that it decoded on."""
+
+    fault: str | None
+    gpus: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
 def run_selftest(
-    child: Sequence[str] = SELFTEST_COMMAND, timeout: float = _TIMEOUT_S, folder: Path | None = None
+    child: Sequence[str] = SELFTEST_COMMAND, timeout: float | None = None, folder: Path | None = None
 ) -> str | None:
     """Runs the child, on the library in `folder` or the one in use. Returns what is wrong, in one sentence, or None."""
-    env = os.environ | ({"LLAMA_CPP_LIB_PATH": str(folder)} if folder else {})
+    return examine_library(child, timeout, folder).fault
+
+
+def examine_library(
+    child: Sequence[str] = SELFTEST_COMMAND,
+    timeout: float | None = None,
+    folder: Path | None = None,
+    *,
+    gpu: bool = False,
+) -> SelfTest:
+    """With `gpu` a library that finds no GPU fails."""
+    env = os.environ | {"GGML_NO_BACKTRACE": "1"} | ({"LLAMA_CPP_LIB_PATH": str(folder)} if folder else {})
+    limit = timeout or (_GPU_TIMEOUT_S if gpu or (folder and has_gpu_backend(folder)) else _TIMEOUT_S)
+    command, began = [*child, *(["--gpu"] if gpu else [])], time.monotonic()
+    code: int | None = None
     try:
         done = subprocess.run(  # noqa: S603
-            child, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=env
+            command, capture_output=True, text=True, errors="replace", timeout=limit, check=False, env=env
         )
+        code, output, errors = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode("utf-8", "replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        return explain_failure(None, timeout, output)
-    return explain_failure(done.returncode, timeout, done.stdout, done.stderr)
+        errors = ""
+    gpus = tuple(line.removeprefix("gpu ") for line in output.splitlines() if line.startswith("gpu "))
+    return SelfTest(explain_failure(code, limit, output, errors), gpus, time.monotonic() - began)
 
 
 def explain_failure(code: int | None, timeout: float, output: str = "", errors: str = "") -> str | None:
@@ -108,6 +139,8 @@ def explain_failure(code: int | None, timeout: float, output: str = "", errors: 
     if code < 0:
         names = {int(each): each.name for each in signal.Signals}
         name = names.get(-code, f"signal {-code}")
+        if (reason := _GPU_ERROR.search(errors)) is not None:
+            return f"the llama.cpp library died while {stage}: {reason[1]}; {_REBUILD}."
         return f"the llama.cpp library died while {stage}: {_SIGNALS.get(name, name)}; {_REBUILD}, and {_PORTABLE}."
     reason = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
     return f"the llama.cpp library failed while {stage}: {reason}; {_REBUILD}."
@@ -119,10 +152,17 @@ def _last_line(output: str, prefix: str) -> str | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Changes with the library's files, the CPU and our declarations."""
+    """Changes with the library's files, the CPU, the driver of an NVIDIA GPU and our declarations."""
     files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.glob("*") if p.is_file())
-    text = json.dumps([struct_sizes(), str(folder), files, cpu_description()])
+    text = json.dumps([struct_sizes(), str(folder), files, cpu_description(), nvidia_driver()])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def nvidia_driver(file: Path = Path("/sys/module/nvidia/version")) -> str:
+    try:
+        return file.read_text("utf-8").strip()
+    except OSError:
+        return ""
 
 
 def cpu_description(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -149,7 +189,9 @@ def main(arguments: list[str] | None = None, *, owns_process: bool = False) -> i
     """With `owns_process` the test may take llama.cpp's log callback, of which a process has one."""
     parser = argparse.ArgumentParser(description="Test the llama.cpp library on this machine.")
     parser.add_argument("--model", type=Path, help="a GGUF file to decode a few tokens with")
-    for name, check in _stages(parser.parse_args(arguments).model, owns_process):
+    parser.add_argument("--gpu", action="store_true", help="fail if the library finds no GPU")
+    parsed = parser.parse_args(arguments)
+    for name, check in _stages(parsed.model, owns_process, gpu=parsed.gpu):
         print(f"stage {name}", flush=True)
         fault = check()
         if fault is not None:
@@ -159,11 +201,14 @@ def main(arguments: list[str] | None = None, *, owns_process: bool = False) -> i
     return 0
 
 
-def _stages(model: Path | None, owns_process: bool) -> Iterator[Stage]:
+def _stages(model: Path | None, owns_process: bool, *, gpu: bool) -> Iterator[Stage]:
     """Name and check of each stage. A check returns what is wrong, or None."""
     yield "loading the library", lambda: _load_library(owns_process)
     yield "comparing its structs", _check_layout
-    yield "decoding a tiny model", _decode_tiny_model
+    if gpu or has_gpu_backend(libllama.load().folder):
+        yield "looking for GPUs", lambda: _find_gpus(required=gpu)
+    place = ", ".join(device.name for device in libllama.load().gpu_devices())
+    yield "decoding a tiny model" + (f" on {place}" if place else ""), _decode_tiny_model
     if model is not None:
         yield f"decoding {model.name}", lambda: _decode_model(model)
 
@@ -184,6 +229,25 @@ def _load_library(owns_process: bool) -> str | None:
 def _print_errors(level: int, text: bytes | None, _: Any) -> None:
     if level == 4 and text:  # GGML_LOG_LEVEL_ERROR
         sys.stderr.write(text.decode("utf-8", "replace"))
+
+
+def _find_gpus(*, required: bool) -> str | None:
+    devices = libllama.load().gpu_devices()
+    for device in devices:
+        gib = device.total / 2**30
+        print(f"gpu {device.name}: {device.description}, {gib:.1f} GiB", flush=True)
+    if devices or not required:
+        return None
+    return "it finds no GPU" + "".join(f": {reason}" for reason in _plugin_errors(libllama.load().folder))
+
+
+def _plugin_errors(folder: Path) -> Iterator[str]:
+    """Why a GPU plug-in cannot be loaded; llama.cpp does not say."""
+    for file in gpu_plugins(folder):
+        try:
+            ctypes.CDLL(str(file))
+        except OSError as error:
+            yield str(error)
 
 
 def _check_layout() -> str | None:
@@ -268,6 +332,7 @@ def _decode(path: Path, *, fast: bool) -> list[float] | None:
     lib = libllama.load()
     model_params = lib.llama_model_default_params()
     model_params.use_extra_bufts = fast
+    model_params.n_gpu_layers = -1 if fast else 0
     model = lib.llama_model_load_from_file(str(path).encode(), model_params)
     if not model:
         return None
@@ -275,6 +340,7 @@ def _decode(path: Path, *, fast: bool) -> list[float] | None:
     params.n_ctx = params.n_batch = params.n_ubatch = 64
     params.n_threads = params.n_threads_batch = 1
     params.flash_attn_type = 0
+    params.offload_kqv = params.op_offload = fast
     context = lib.llama_init_from_model(model, params)
     logits = _decode_prompt(lib, model, context) if context else None
     if context:

@@ -52,6 +52,7 @@ FORMATS = (
         name="apertus",
         regions=regions({_CALLS: StartReader(_read_calls, (_CALLS_END,))}, tags=(_REASONING,)),
         hidden_markers=(_CALLS_END, _REASONING[1], "<|assistant_end|>", "<|assistant_start|>"),
+        calls_in_reasoning=True,
         stop_tokens=("<|assistant_end|>",),
         turn_starts=("<|assistant_start|>",),
         template_hints=((_CALLS, _CALLS_END),),

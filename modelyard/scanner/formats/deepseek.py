@@ -172,6 +172,7 @@ _R1 = replace(
     name="deepseek_r1",
     regions=_R1_REGIONS | {"<think>": Region("thinking", _R1_THINKING)},
     start_region="<think>",  # even if the prompt does not open it
+    calls_in_reasoning=True,  # and even if the model does not reason
     turn_starts=("<｜Assistant｜>",),
     template_hints=((_BEGIN, _SEPARATOR, "```json", "</think>"),),
     name_hints=("deepseek-r1-0", "deepseek-r1-671b", "deepseek-r1-ud"),

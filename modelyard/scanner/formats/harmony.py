@@ -103,6 +103,7 @@ FORMATS = (
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
         hidden_markers=(_CONSTRAIN, _MESSAGE),
         turn_starts=_ENDS,
+        calls_in_reasoning=True,
         stop_tokens=("<|return|>", "<|call|>"),
         template_hints=((_CHANNEL, _MESSAGE),),
         name_hints=("gpt-oss", "gpt_oss", "harmony"),

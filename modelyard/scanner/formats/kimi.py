@@ -177,6 +177,7 @@ _K3 = OutputFormat(
     name="kimi_k3",
     regions={"text": Region("text", _K3_MARKERS), "thinking": Region("thinking", _K3_MARKERS)},
     hidden_markers=(_SEP,),
+    calls_in_reasoning=True,
     stop_tokens=(_END,),
     turn_starts=(_END, '<|open|>message role="assistant"<|sep|>'),
     template_hints=((_OPEN, _CLOSE, _END),),

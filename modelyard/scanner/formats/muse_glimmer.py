@@ -111,6 +111,7 @@ FORMATS = (
         name="muse_glimmer",
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
         hidden_markers=(_MESSAGE, _TAGS.parameters.opening, _TAGS.parameters.closing, *_TAGS.parameters.ends),
+        calls_in_reasoning=True,
         stop_tokens=("<|eot|>",),
         turn_starts=_ENDS,
         template_hints=(("<atem:function_calls>",), ("<atem:function_calls>", "<|eom|>")),

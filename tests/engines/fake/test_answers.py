@@ -78,6 +78,12 @@ async def test_json_constraints_are_obeyed() -> None:
     jsonschema.validate(made, SCHEMA)
 
 
+async def test_a_schema_beside_calls_is_obeyed_unless_the_user_asks_for_a_call() -> None:
+    either = {"constraint": Constraint("lark", "start: …", tools=("get_weather",), schema=json.dumps(SCHEMA))}
+    jsonschema.validate(json.loads(await answer(fields=either)), SCHEMA)
+    assert called(await answer("call get_weather", fields=either))["name"] == "get_weather"
+
+
 async def test_regex_constraint_is_obeyed() -> None:
     pattern = r"(yes|no)-\d{3}[^a-y]"
     assert re.fullmatch(pattern, await answer(fields={"constraint": Constraint("regex", pattern)}))

@@ -1,16 +1,12 @@
-"""Builds llama.cpp for this machine into the environment that runs this script: `make install` does it.
+"""Builds llama.cpp for this machine into the cache folder: `modelyard setup --build`.
 
-python setup/llama_cpp_build.py             build it if the pinned release is missing or broken
-python setup/llama_cpp_build.py --rebuild   build it again, without caches
-
-llama-cpp-python has no prebuilt wheel: it is compiled here. The compiler is zig from the package index, so a machine
-with nothing but Python can build it, and bugs of system compilers do no harm. Your own CC, CXX and CMAKE_ARGS are used
-if set. Only the standard library is needed; with rich the progress bar is better.
+The source is the llama.cpp inside the pinned release of llama-cpp-python, which the package index has and pip compiles.
+The compiler is zig from the package index, so a machine with nothing but Python can build it, and bugs of system
+compilers do no harm. Your own CC, CXX and CMAKE_ARGS are used if set, for example for a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -20,14 +16,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from msgspec import Struct
+from rich.console import Console
+from rich.progress import Progress
+
+from modelyard.core.errors import Unavailable
+from modelyard.library.cache_dir import cache_dir, file_lock
+from modelyard.library.llama_cpp_package import BUILD_PREFIX, libraries_dir
+
+RELEASE = "0.3.36"  # of llama-cpp-python; modelyard/libllama.py declares its functions
+SOURCE = f"llama-cpp-python=={RELEASE}"
+TOOLS = ("cmake>=4,<5", "ninja>=1.13,<2", "ziglang==0.17.0")
+
 # Only the library: no multimodal part, no programs, and ggml's own threads instead of OpenMP's, which zig lacks.
 CMAKE_ARGS = (
     "-DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"
@@ -40,80 +45,35 @@ _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\]")
 _MIN_STEPS = 20  # fewer steps are one of cmake's compiler checks
 _TAIL_LINES = 30
 
-_EXIT_BROKEN = 3
-_SELF_TEST = f"""
-import sys
-from modelyard.core.errors import ModelyardError
-from modelyard.engines import llama_cpp
-try:
-    llama_cpp.verify()
-except ModelyardError as error:
-    print(error.message)
-    sys.exit({_EXIT_BROKEN})
-"""
-
-Progress = Callable[[float], None]
+OnFraction = Callable[[float], None]
 
 
-class BuildError(Exception):
-    """The message is printed."""
+class BuildFailed(Unavailable):
+    default_code = "build_failed"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Build llama.cpp for this machine.")
-    parser.add_argument("--rebuild", action="store_true", help="build again, without caches")
+def build_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """Where `build` puts the libraries."""
+    return libraries_dir(env) / f"{BUILD_PREFIX}{RELEASE}"
+
+
+def build(*, fresh: bool = False, env: Mapping[str, str] = os.environ) -> Path:
+    """The folder of the libraries; they are compiled if necessary, or if `fresh`. Other processes wait for the first."""
+    target = build_folder(env)
+    wait = "another process is building llama.cpp: waiting for it"
     try:
-        ensure(rebuild=parser.parse_args(arguments).rebuild)
-    except BuildError as failure:
-        print(f"\nThe llama.cpp engine is missing, and Modelyard needs it.\n{failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print_status("\nStopped; nothing was changed.")
-        return 130
-    return 0
-
-
-def ensure(*, rebuild: bool = False) -> None:
-    needs = read_requirements((ROOT / "pyproject.toml").read_text())
-    if not rebuild and self_test() is None:
-        return
-    compiled = build(needs, fresh=rebuild)
-    fault = self_test()
-    if fault is not None and not compiled:
-        print_status(f"The copy in the package cache does not work here ({fault}): building it again.")
-        build(needs, fresh=True)
-        fault = self_test()
-    if fault is not None:
-        raise BuildError(f"It was built, but it does not work on this machine: {fault}\n{ADVICE}")
-    print_status("llama.cpp is built and works on this machine.")
-
-
-@dataclass(frozen=True)
-class Requirements:
-    """Of pyproject.toml: the engine with its dependencies, and the tools that build it."""
-
-    engine: tuple[str, ...]
-    tools: tuple[str, ...]
-
-
-def read_requirements(pyproject: str) -> Requirements:
-    extras = tomllib.loads(pyproject)["project"]["optional-dependencies"]
-    return Requirements(tuple(extras["llama_cpp"]), tuple(extras["build"]))
-
-
-def self_test() -> str | None:
-    """What is wrong with the installed library, or None."""
-    done = subprocess.run([sys.executable, "-c", _SELF_TEST], capture_output=True, text=True, cwd=ROOT)
-    if done.returncode not in (0, _EXIT_BROKEN):  # compiling would not help
-        raise BuildError(f"The self-test could not be run: {last_line(done.stderr)}")
-    return done.stdout.strip() if done.returncode else None
+        with file_lock(target.with_name(f".{target.name}.lock"), lambda: print_status(wait)):
+            if fresh or not target.is_dir():
+                _build(target, fresh=fresh, env=env)
+    except OSError as error:  # no space, no permission
+        raise BuildFailed(f"llama.cpp cannot be built in {target.parent}: {error}") from error
+    return target
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BuildPlan:
+class BuildPlan(Struct, frozen=True):
     """With `zig` the compiler comes from the package index. A `custom` compiler or custom flags must not use caches:
     what they hold was built differently."""
 
@@ -142,7 +102,7 @@ def install_command(python: str, has_pip: bool, uv: str | None) -> list[str]:
         return [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-v"]
     if uv:
         return [uv, "pip", "install", "--python", python, "-v"]
-    raise BuildError("There is neither pip nor uv in this environment to install it with: install one of them.")
+    raise BuildFailed("There is neither pip nor uv in this environment to install it with: install one of them.")
 
 
 def no_cache_options(command: list[str]) -> list[str]:
@@ -159,20 +119,23 @@ def wrapper_script(binary: Path, *arguments: str) -> str:
 # --- the build --------------------------------------------------------------------------------------------------------
 
 
-def build(needs: Requirements, *, fresh: bool) -> bool:
-    """True if something was compiled, False if a cache had it."""
-    plan = plan_build(os.environ, sys.platform, any(map(shutil.which, ("cc", "gcc", "clang"))))
+def _build(target: Path, *, fresh: bool, env: Mapping[str, str]) -> None:
+    for stale in target.parent.glob(".build-*"):  # left by a killed process: we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    plan = plan_build(env, sys.platform, any(map(shutil.which, ("cc", "gcc", "clang"))))
     command = install_command(sys.executable, importlib.util.find_spec("pip") is not None, shutil.which("uv"))
-    log = cache_folder(os.environ) / "llama_cpp-build.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log = cache_dir(env) / "llama_cpp-build.log"
     print_status(f"Building llama.cpp for this machine {plan.description}: 3 to 10 minutes, once. The log is {log}")
-    with tempfile.TemporaryDirectory(prefix="build-", dir=log.parent) as folder, log.open("w") as file:
-        env = build_environment(os.environ, plan)
-        add_tools(Path(folder), needs, plan, command, env, file.write)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as name, log.open("w") as file:
+        folder, made = Path(name), Path(name) / "made"
+        environment = build_environment(env, plan)
+        add_tools(folder, plan, command, environment, file.write)
+        options = no_cache_options(command) if fresh or plan.custom else ["--no-deps"]
         with display() as show:
-            if fresh or plan.custom:
-                run([*command, *no_cache_options(command), needs.engine[0]], env, file.write, show)
-            return run([*command, *needs.engine], env, file.write, show) or fresh or plan.custom
+            run([*command, *options, "--target", str(made), SOURCE], environment, file.write, show)
+        if target.is_dir():  # two renames: a process that has loaded the old library keeps its open files
+            target.rename(folder / "old")
+        (made / "llama_cpp" / "lib").rename(target)
 
 
 def build_environment(env: Mapping[str, str], plan: BuildPlan) -> dict[str, str]:
@@ -182,16 +145,8 @@ def build_environment(env: Mapping[str, str], plan: BuildPlan) -> dict[str, str]
     return {"CMAKE_GENERATOR": "Ninja", **kept, "CMAKE_ARGS": plan.cmake_args}
 
 
-def cache_folder(env: Mapping[str, str]) -> Path:
-    """The same as modelyard/library/cache_dir.py, which may not be importable yet."""
-    if own := env.get("MODELYARD_CACHE"):
-        return Path(own).expanduser()
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "modelyard"
-
-
 def add_tools(
     folder: Path,
-    needs: Requirements,
     plan: BuildPlan,
     command: list[str],
     env: dict[str, str],
@@ -199,7 +154,7 @@ def add_tools(
 ) -> None:
     """Installs cmake, ninja and, if planned, zig into the folder, and puts them first on the PATH."""
     packages, scripts = folder / "packages", folder / "bin"
-    wanted = [tool for tool in needs.tools if plan.zig or not tool.startswith("ziglang")]
+    wanted = [tool for tool in TOOLS if plan.zig or not tool.startswith("ziglang")]
     print_status("Fetching " + ", ".join(re.split(r"[<>=~ ]", tool)[0] for tool in wanted) + " …")
     run([*command, "--target", str(packages), *wanted], os.environ, log, lambda _: None)
     scripts.mkdir()
@@ -229,11 +184,11 @@ def binary(packages: Path, name: str) -> Path:
     places = (packages / name / "data" / "bin" / name, packages / "bin" / name)
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise BuildError(f"The package {name} has no program {name}.")
+        raise BuildFailed(f"The package {name} has no program {name}.")
     return found
 
 
-def run(command: list[str], env: Mapping[str, str], log: Callable[[str], object], show: Progress) -> bool:
+def run(command: list[str], env: Mapping[str, str], log: Callable[[str], object], show: OnFraction) -> bool:
     """Runs the command with its output in the log. Returns whether it compiled; an error has the last lines."""
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     with subprocess.Popen(
@@ -241,7 +196,7 @@ def run(command: list[str], env: Mapping[str, str], log: Callable[[str], object]
     ) as process:
         compiled = track_progress(logged(process.stdout or (), log, tail), show)
     if process.returncode:
-        raise BuildError(f"The last lines of the build:\n\n{''.join(tail)}\n{ADVICE}")
+        raise BuildFailed(f"The last lines of the build:\n\n{''.join(tail)}\n{ADVICE}")
     return compiled
 
 
@@ -252,7 +207,7 @@ def logged(lines: Iterable[str], log: Callable[[str], object], tail: deque[str])
         yield line
 
 
-def track_progress(lines: Iterable[str], show: Progress) -> bool:
+def track_progress(lines: Iterable[str], show: OnFraction) -> bool:
     """Shows how much is compiled, never backwards. Returns whether anything was compiled."""
     done = 0.0
     for line in lines:
@@ -270,9 +225,9 @@ def fraction(line: str) -> float:
 
 
 ADVICE = (
-    "Try another compiler (CC=clang CXX=clang++ make rebuild-engine), a build for any CPU of this kind\n"
-    "(CMAKE_ARGS=-DGGML_NATIVE=OFF make rebuild-engine), and on a machine without network, the wheels of\n"
-    "pyproject.toml's extras llama_cpp and build in a folder that PIP_FIND_LINKS names."
+    "Try another compiler (CC=clang CXX=clang++ modelyard setup --build), a build for any CPU of this kind\n"
+    "(CMAKE_ARGS=-DGGML_NATIVE=OFF modelyard setup --build), and on a machine without network, a folder with the\n"
+    f"packages {SOURCE}, cmake, ninja and ziglang that PIP_FIND_LINKS names."
 )
 
 
@@ -280,20 +235,17 @@ ADVICE = (
 
 
 @contextmanager
-def display() -> Iterator[Progress]:
-    """A progress bar on a terminal with rich, else a line every five percent."""
-    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-
-        with Bar(console=Console(stderr=True)) as bar:
+def display() -> Iterator[OnFraction]:
+    """A progress bar on a terminal, else a line every five percent."""
+    if sys.stderr.isatty():
+        with Progress(console=Console(stderr=True)) as bar:
             task = bar.add_task("compiling llama.cpp", total=1.0)
             yield lambda done: bar.update(task, completed=done)
     else:
         yield line_progress(print_status)
 
 
-def line_progress(write: Callable[[str], None]) -> Progress:
+def line_progress(write: Callable[[str], None]) -> OnFraction:
     shown = -1
 
     def show(done: float) -> None:
@@ -308,11 +260,3 @@ def line_progress(write: Callable[[str], None]) -> Progress:
 
 def print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
