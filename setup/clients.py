@@ -1,6 +1,6 @@
 """Installs the coding agents into the cache folder, in the versions that the tests use.
 
-python setup/clients.py               all that are missing (about 2 GB)
+python setup/clients.py               all that are missing (about 2 GiB)
 python setup/clients.py claude aider  only these
 
 Agents from npm are installed without their install scripts; aider gets its own virtual environment. Nothing outside

@@ -1,6 +1,6 @@
 """Creates a virtual environment with vLLM for the CPU in the cache folder: `python setup/vllm_env.py`.
 
-It takes 3.5 GB and some minutes, and reuses an existing environment. After the installation two things are fixed:
+It takes 3.3 GiB and some minutes, and reuses an existing environment. After the installation two things are fixed:
 
 - torchvision, torchaudio and torchcodec are removed: they are CUDA builds, which break every import without a GPU, and
   text models do not need them;

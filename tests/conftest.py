@@ -25,8 +25,14 @@ os.environ["MODELYARD_LIBRARY"] = "false"
 
 from hypothesis import settings
 
+from modelyard.library import llama_cpp_package
+
 settings.register_profile("no_deadline", settings.get_profile(settings.get_current_profile_name()), deadline=None)
 settings.load_profile("no_deadline")
+
+# Tests run on the library that users get, whatever this machine has chosen; other processes inherit it.
+if "LLAMA_CPP_LIB_PATH" not in os.environ and (prebuilt := llama_cpp_package.packages_for("cpu")):
+    os.environ["LLAMA_CPP_LIB_PATH"] = str(llama_cpp_package.fetch(prebuilt[0]))
 
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, 180.0)

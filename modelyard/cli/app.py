@@ -17,6 +17,7 @@ from modelyard.cli.models import models_app, pull, rm
 from modelyard.cli.pool import logs, ps, status, stop
 from modelyard.cli.run import run
 from modelyard.cli.serve import keys, launch, scheduler, serve, workbench, worker
+from modelyard.cli.setup import setup
 
 EPILOG = """
 [bold]Try a model[/bold]
@@ -46,7 +47,7 @@ for panel, commands in {
     _USE: (run, chat, launch),
     _SERVER: (serve, ps, stop, status, logs, workbench),
     _LIBRARY: (pull, rm),
-    _SETUP: (check, schema),
+    _SETUP: (setup, check, schema),
     _MEASURE: (explain, parse),
     _CLUSTER: (scheduler, worker, keys),
 }.items():

@@ -170,9 +170,11 @@ def _embedded_defaults(layers: list[ConfigLayer], in_library: Sequence[LibraryMo
     default = default_for_any_name(in_library)
     if default is None or any(layer.has((key, "smollm2")) for layer in layers for key in ("models", "caches")):
         return deepcopy(EMBEDDED_DEFAULTS)
-    models = deepcopy(EMBEDDED_DEFAULTS["models"])
-    models["smollm2"] |= {"enabled": False, "autoload": True, "n_ctx": 8192, "parallel": 2}
-    return {"models": models if is_fetched() else {}, "default_model": default}
+    if not is_fetched():
+        return {"default_model": default}
+    changed = {"routes": [], "default_model": default}
+    kept = merge_tables(EMBEDDED_DEFAULTS, {"models": {"smollm2": {"enabled": False, "autoload": True}}})
+    return deepcopy(kept | changed)
 
 
 def _library_tables(layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> dict[str, Table]:

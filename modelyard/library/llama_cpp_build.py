@@ -57,13 +57,18 @@ def build_folder(env: Mapping[str, str] = os.environ) -> Path:
     return libraries_dir(env) / f"{BUILD_PREFIX}{RELEASE}"
 
 
+def build_log(env: Mapping[str, str] = os.environ) -> Path:
+    return cache_dir(env) / "llama_cpp-build.log"
+
+
 def build(*, fresh: bool = False, env: Mapping[str, str] = os.environ) -> Path:
-    """The folder of the libraries; they are compiled if necessary, or if `fresh`. Other processes wait for the first."""
+    """The folder of the libraries. They are compiled if they are missing, or `fresh`, or if the user names a compiler
+    or flags. Other processes wait for the first."""
     target = build_folder(env)
     wait = "another process is building llama.cpp: waiting for it"
     try:
         with file_lock(target.with_name(f".{target.name}.lock"), lambda: print_status(wait)):
-            if fresh or not target.is_dir():
+            if fresh or not target.is_dir() or has_own_flags(env):
                 _build(target, fresh=fresh, env=env)
     except OSError as error:  # no space, no permission
         raise BuildFailed(f"llama.cpp cannot be built in {target.parent}: {error}") from error
@@ -81,6 +86,10 @@ class BuildPlan(Struct, frozen=True):
     custom: bool
     cmake_args: str
     description: str
+
+
+def has_own_flags(env: Mapping[str, str]) -> bool:
+    return any(env.get(name) for name in ("CC", "CXX", "CMAKE_ARGS"))
 
 
 def plan_build(env: Mapping[str, str], platform: str, has_compiler: bool) -> BuildPlan:
@@ -124,7 +133,7 @@ def _build(target: Path, *, fresh: bool, env: Mapping[str, str]) -> None:
         shutil.rmtree(stale, ignore_errors=True)
     plan = plan_build(env, sys.platform, any(map(shutil.which, ("cc", "gcc", "clang"))))
     command = install_command(sys.executable, importlib.util.find_spec("pip") is not None, shutil.which("uv"))
-    log = cache_dir(env) / "llama_cpp-build.log"
+    log = build_log(env)
     print_status(f"Building llama.cpp for this machine {plan.description}: 3 to 10 minutes, once. The log is {log}")
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as name, log.open("w") as file:
         folder, made = Path(name), Path(name) / "made"
@@ -191,12 +200,12 @@ def binary(packages: Path, name: str) -> Path:
 def run(command: list[str], env: Mapping[str, str], log: Callable[[str], object], show: OnFraction) -> bool:
     """Runs the command with its output in the log. Returns whether it compiled; an error has the last lines."""
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
-    with subprocess.Popen(
+    with subprocess.Popen(  # noqa: S603
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         compiled = track_progress(logged(process.stdout or (), log, tail), show)
     if process.returncode:
-        raise BuildFailed(f"The last lines of the build:\n\n{''.join(tail)}\n{ADVICE}")
+        raise BuildFailed(f"llama.cpp could not be built. The last lines of the build:\n\n{''.join(tail)}\n{ADVICE}")
     return compiled
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.pool import ModelSpec, Overrides
+from modelyard.library.progress import ProgressReporter
 from modelyard.router.router import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.workers.process_engine import create_process_engine
@@ -158,3 +160,17 @@ def _identity(entry: ModelEntry, settings: ModelSettings) -> str:
 def _describe(backend: str, spec: EngineSpec) -> str:
     caches = sorted((name, repr(info)) for name, info in spec.caches.items())
     return "\n".join((backend, spec.options.model_dump_json(), repr(caches), repr(spec.modalities), repr(spec.python)))
+
+
+def prepare_engines(config: Config, progress: ProgressReporter) -> None:
+    """Set up the engines of the enabled models at their first use. A failure is an error if no other engine is left."""
+    backends = {model.backend for model in config.models.values() if model.enabled and model.backend}
+    failed = {}
+    for backend in sorted(backends & set(plugins.names("engines"))):
+        try:
+            plugins.prepare(plugins.load("engines", backend), progress)
+        except ModelyardError as error:
+            failed[backend] = error
+            if len(failed) == len(backends):
+                raise
+            logging.getLogger("modelyard.engines").warning("%s cannot be used: %s", backend, error.message)

@@ -15,6 +15,7 @@ from modelyard.core.units import format_size
 from modelyard.router.router import ModelEntry
 from modelyard.telemetry import system
 
+
 class ModelMemory(Struct, frozen=True):
     """Bytes of one replica, or why they are unknown."""
 

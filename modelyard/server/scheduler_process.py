@@ -14,11 +14,12 @@ from modelyard.core.engine import Engine, EngineSpec
 from modelyard.core.errors import ModelyardError
 from modelyard.library.cache_dir import run_dir
 from modelyard.library.model_files import library_file
+from modelyard.library.progress import ProgressReporter
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import ConfigLoader, reread_config
 from modelyard.server.app import make_scheduler
 from modelyard.server.config_watcher import watch_library
-from modelyard.server.engine_factory import model_specs
+from modelyard.server.engine_factory import model_specs, prepare_engines
 from modelyard.store import open_store
 from modelyard.telemetry import log
 from modelyard.workers.definitions import EngineDefinition, define, not_defined
@@ -172,6 +173,7 @@ class ConfiguredDefinitions:
 
 
 def run_worker_for(config: Config, scheduler: str, listen: str | None, load_config: ConfigLoader) -> int:
+    prepare_engines(config, ProgressReporter(write_line=logging.getLogger("modelyard.library").info))
     workers, definitions = config.workers, ConfiguredDefinitions(load_config)
     scheduler = scheduler_address(scheduler)
     address = listen or _default_listen(scheduler)

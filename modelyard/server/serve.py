@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,6 +29,7 @@ from modelyard.processes.supervisor import INDEX_VARIABLE, run_supervised
 from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import compose, key_limits
 from modelyard.server.config_watcher import on_hangup, watch, watch_library
+from modelyard.server.engine_factory import prepare_engines
 from modelyard.server.running_servers import announced
 from modelyard.telemetry import log
 from modelyard.telemetry.metrics_hub import MetricsHub
@@ -65,14 +65,10 @@ def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:
 
 def prepare(config: Config, progress: ProgressReporter | None = None) -> None:
     """Everything that may take long or fail, before the server announces itself."""
-    here = [model for model in config.models.values() if model.enabled]
-    if here and all(model.backend == "llama_cpp" for model in here) and find_spec("llama_cpp") is None:
-        raise plugins.MissingLibrary(
-            "the llama.cpp engine is not built: run make install, which compiles it in a few minutes, "
-            "or try --config configs/demo.toml, which needs no engine"
-        )
+    progress = progress or ProgressReporter(write_line=logging.getLogger("modelyard.library").info)
+    prepare_engines(config, progress)
     if any(default_model.is_default(model.path) for model in config.models.values()):
-        default_model.fetch(progress or ProgressReporter(write_line=logging.getLogger("modelyard.library").info))
+        default_model.fetch(progress)
 
 
 async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, scheduler: str | None = None) -> int:

@@ -35,8 +35,24 @@ _MAX_SERIES = 1000
 Aggregation = Literal["sum", "max", "min"]
 
 
+PREFIX = "modelyard_"
+# Exposed without the prefix, too: infer-server's names, and the one that every Prometheus client has.
+ALSO_WITHOUT_PREFIX = frozenset(
+    {
+        "http_requests_total",
+        "http_request_duration_seconds",
+        "active_requests_current",
+        "cpu_usage_percent",
+        "memory_usage_bytes",
+        "process_start_time_seconds",
+    }
+)
+OLD_NAMES = True  # for one release all others are exposed without the prefix, too
+
+
 class MetricSpec(Struct, frozen=True):
-    """`aggregation` combines the values of several processes; only a gauge may use another one than `sum`."""
+    """`name` is without the prefix. `aggregation` combines the values of several processes; only a gauge may use another
+    one than `sum`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -44,6 +60,16 @@ class MetricSpec(Struct, frozen=True):
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     aggregation: Aggregation = "sum"
+
+    @property
+    def exposed(self) -> str:
+        return PREFIX + self.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names under which it is exposed."""
+        is_new = self.name == "build_info"
+        return (self.exposed, *((self.name,) if not is_new and (OLD_NAMES or self.name in ALSO_WITHOUT_PREFIX) else ()))
 
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -97,7 +123,7 @@ _ALL = (
     _gauge("gpu_usage_percent", "GPU utilization by all programs", "gpu", aggregation="max"),
     _gauge("gpu_memory_used_bytes", "GPU memory used by all programs", "gpu", aggregation="max"),
     _gauge("process_start_time_seconds", "Start of the oldest process, since 1970", aggregation="min"),
-    _gauge("modelyard_build_info", "The running version, as a label", "version", aggregation="max"),
+    _gauge("build_info", "The running version, as a label", "version", aggregation="max"),
 )
 
 METRICS: Mapping[str, MetricSpec] = {spec.name: spec for spec in _ALL}
@@ -193,29 +219,35 @@ class _SnapshotCollector(Collector):
         values = snapshot.counters | snapshot.gauges
         for name, spec in METRICS.items():
             if spec.kind == "histogram":
-                yield _histogram_family(spec, snapshot.histograms.get(name, {}))
+                yield from _histogram_families(spec, snapshot.histograms.get(name, {}))
             else:
-                yield _value_family(spec, values.get(name, {}))
+                yield from _value_families(spec, values.get(name, {}))
         prompts = snapshot.counters.get("prompt_tokens_total", {})
         cached = snapshot.counters.get("cached_tokens_total", {})
         ratios = {labels: cached.get(labels, 0.0) / total for labels, total in prompts.items() if total}
-        yield _value_family(CACHE_HIT_RATIO, ratios)
+        yield from _value_families(CACHE_HIT_RATIO, ratios)
 
 
-def _value_family(spec: MetricSpec, series: Series) -> Metric:
+def _value_families(spec: MetricSpec, series: Series) -> Iterator[Metric]:
     kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-    family: CounterMetricFamily | GaugeMetricFamily = kind(spec.name, spec.help, labels=spec.labels)
-    for labels, value in series.items():
-        family.add_metric(labels, value)
-    return family
+    for name in spec.names:
+        family: CounterMetricFamily | GaugeMetricFamily = kind(name, _help(spec, name), labels=spec.labels)
+        for labels, value in series.items():
+            family.add_metric(labels, value)
+        yield family
 
 
-def _histogram_family(spec: MetricSpec, rows: dict[Labels, HistogramData]) -> Metric:
-    family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
+def _histogram_families(spec: MetricSpec, rows: dict[Labels, HistogramData]) -> Iterator[Metric]:
     bounds = [*(str(bound) for bound in spec.buckets), "+Inf"]
-    for labels, row in rows.items():
-        family.add_metric(labels, list(zip(bounds, accumulate(row.counts), strict=True)), row.sum)
-    return family
+    for name in spec.names:
+        family = HistogramMetricFamily(name, _help(spec, name), labels=spec.labels)
+        for labels, row in rows.items():
+            family.add_metric(labels, list(zip(bounds, accumulate(row.counts), strict=True)), row.sum)
+        yield family
+
+
+def _help(spec: MetricSpec, name: str) -> str:
+    return spec.help if name == spec.exposed else f"{spec.help}: another name of {spec.exposed}"
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -263,7 +295,7 @@ class Metrics:
         self._pool_values: Callable[[], Mapping[str, Mapping[str, int]]] = dict
         self._snapshot = snapshot = MetricsSnapshot()
         snapshot.gauges["process_start_time_seconds"] = {(): self._monitor.started}
-        snapshot.gauges["modelyard_build_info"] = {(__version__,): 1}
+        snapshot.gauges["build_info"] = {(__version__,): 1}
         self.active = 0  # requests in progress
         self._http_requests = _Counter("http_requests_total", snapshot)
         self._http_duration = _Histogram("http_request_duration_seconds", snapshot)

@@ -234,7 +234,7 @@ def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
     write_gguf(tmp_path / "tiny.Q4_K_M.gguf")
     added = invoke("models", "add", "tiny.Q4_K_M.gguf", "--name", "tiny")
     assert added.exit_code == 0
-    assert '[models.tiny]\npath = "' in added.stdout
+    assert added.stdout == "tiny is in the library. Try it: modelyard run tiny\n"
     assert "tiny a local file" in " ".join(invoke("models", "list").stdout.split())
     shown = invoke("models", "show", "tiny").stdout
     assert all(word in shown for word in ("toy, 2 layers", "600", "Q4_K_M", "512 tokens"))
@@ -344,17 +344,18 @@ def test_a_public_address_is_refused_without_keys():
         assert "modelyard keys" in shown.stderr
 
 
-def test_serve_without_llama_cpp_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelyard.server.serve.find_spec", lambda name: None)
+def broken_setup(progress: object = None) -> None:
+    raise Unavailable("llama.cpp could not be fetched: offline")
+
+
+def test_serve_without_a_library_that_can_be_set_up_fails_with_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelyard.engines.llama_cpp.setup.ensure_library", broken_setup)
     shown = invoke("serve", "--port", "0")
-    assert shown.exit_code == 2
-    assert shown.stderr.count("\n") == 1
-    assert "make install" in shown.stderr
-    assert "configs/demo.toml" in shown.stderr
+    assert (shown.exit_code, shown.stderr) == (1, "error llama.cpp could not be fetched: offline\n")
 
 
 def test_serve_without_llama_cpp_still_serves_other_models(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelyard.server.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("modelyard.engines.llama_cpp.setup.ensure_library", broken_setup)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         shown = invoke("serve", "--port", str(taken.getsockname()[1]), *DEMO)
     assert "is in use by another program" in shown.stderr, "it came as far as listening"

@@ -142,8 +142,8 @@ def test_the_claude_code_configuration_finds_its_model(tmp_path: Path, monkeypat
     rows = dict(explain_model(loaded.config, "mimo"))
     assert not loaded.problems
     assert (rows["engine"], rows["architecture"], rows["quantization"]) == ("llama_cpp", "llama, 30 layers", "Q4_1")
-    assert rows["cache main"] == "1 × 32768 tokens 主对话缓存"
-    assert rows["cache fast"] == "1 × 8192 tokens 后台任务缓存"
+    assert rows["cache main"] == "1 × 32768 tokens Conversations"
+    assert rows["cache fast"] == "1 × 8192 tokens Background requests"
 
 
 # --- constrained output -----------------------------------------------------------------------------------------------

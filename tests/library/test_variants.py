@@ -8,7 +8,7 @@ from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
 from modelyard.library import variants
 from modelyard.library.variants import KvShape, MemoryBudget, choose_variant, find_variants, named_variant
 
-GB = 10**9
+GB = 2**30
 
 
 def test_the_quantization_is_detected_in_the_name():
@@ -60,11 +60,11 @@ SIZES = {
         (
             MemoryBudget(64 * GB),
             "Q8_0",
-            "it takes 10.6 GB with the KV of 16384 tokens, and 64 GB of memory",
+            "it takes 10.4 GiB with the KV of 16384 tokens, and 64 GiB of memory",
         ),
-        (MemoryBudget(9 * GB), "Q6_K", "9 GB of memory"),
-        (MemoryBudget(64 * GB, 8 * GB), "Q4_K_M", "8 GB of GPU memory"),
-        (MemoryBudget(64 * GB, 4 * GB), "Q4_K_M", "nothing fits the 4 GB of GPU memory, so it is shared between GPU"),
+        (MemoryBudget(9 * GB), "Q6_K", "9 GiB of memory"),
+        (MemoryBudget(64 * GB, 8 * GB), "Q4_K_M", "8 GiB of GPU memory"),
+        (MemoryBudget(64 * GB, 4 * GB), "Q4_K_M", "nothing fits the 4 GiB of GPU memory, so it is shared between GPU"),
     ],
 )
 def test_the_best_quantization_that_fits_is_chosen_and_explained(budget: MemoryBudget, label: str, reason: str):

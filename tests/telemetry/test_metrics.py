@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +10,8 @@ from modelyard import __version__
 from modelyard.core.events import Usage
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 from modelyard.telemetry.metrics import (
+    ALSO_WITHOUT_PREFIX,
+    CACHE_HIT_RATIO,
     METRICS,
     HistogramData,
     Labels,
@@ -45,6 +49,36 @@ def test_metric_names_that_dashboards_use_exist_with_their_labels() -> None:
     assert {"active_requests_current", "cpu_usage_percent", "memory_usage_bytes"} <= METRICS.keys()
 
 
+def test_every_metric_has_the_prefix_and_the_names_of_infer_server_stay() -> None:
+    text = render_snapshot(decode_snapshot(_metrics().snapshot())).decode()
+    exposed = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
+    assert len(exposed) == len(set(exposed))
+    assert {spec.exposed for spec in (*METRICS.values(), CACHE_HIT_RATIO)} <= set(exposed)
+    assert all(name.startswith("modelyard_") or f"modelyard_{name}" in exposed for name in exposed)
+    assert {
+        "http_requests_total",
+        "http_request_duration_seconds",
+        "active_requests_current",
+        "cpu_usage_percent",
+        "memory_usage_bytes",
+    } <= ALSO_WITHOUT_PREFIX & set(exposed)
+    assert "# HELP http_requests_total HTTP requests answered: another name of modelyard_http_requests_total" in text
+
+
+def test_both_names_have_the_same_values() -> None:
+    metrics = _metrics()
+    metrics.http_request("/v1/messages", "POST", 200, 0.25)
+    metrics.generation_finished("m", Usage(prompt=10, cached=4, output=3), "stop")
+    text = render_snapshot(decode_snapshot(metrics.snapshot()))
+    for name in (
+        "http_requests_total",
+        "http_request_duration_seconds_bucket",
+        "prompt_tokens_total",
+        "cache_hit_ratio",
+    ):
+        assert sample_values(text, f"modelyard_{name}") == sample_values(text, name) != {}
+
+
 def test_specifications_are_consistent() -> None:
     for spec in METRICS.values():
         assert (spec.kind == "counter") == spec.name.endswith("_total")
@@ -64,7 +98,7 @@ _rows = st.dictionaries(
 snapshots = st.builds(
     MetricsSnapshot,
     counters=st.dictionaries(st.sampled_from(["errors_total", "prompt_tokens_total"]), _series),
-    gauges=st.dictionaries(st.sampled_from(["queue_waiting", "gpu_usage_percent", "modelyard_build_info"]), _series),
+    gauges=st.dictionaries(st.sampled_from(["queue_waiting", "gpu_usage_percent", "build_info"]), _series),
     histograms=st.dictionaries(st.just("queue_wait_seconds"), _rows),
 )
 

@@ -17,6 +17,7 @@ from modelyard.engines.llama_cpp.options import flash_attention_mode, model_capa
 from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.library.gguf import read_purpose, require_complete
 from modelyard.library.model_files import locate_model_file
+from modelyard.library.progress import ProgressReporter
 
 KIND = "text"
 HOLDS_WEIGHTS = True
@@ -34,6 +35,13 @@ def own_process(options: Mapping[str, Any]) -> bool:
 def capabilities(options: Options) -> Capabilities:
     """By the file: a model generates, embeds or ranks."""
     return model_capabilities(read_purpose(locate_model_file(options.path)), options)
+
+
+def prepare(progress: ProgressReporter | None = None) -> None:
+    """At first use, fetch the library for this machine, or build it if none fits."""
+    from modelyard.engines.llama_cpp import setup
+
+    setup.ensure_library(progress)
 
 
 def verify() -> None:

@@ -1,0 +1,109 @@
+"""Sets the llama.cpp library up: fetches a prebuilt one or builds one, tests it in a child process, and remembers it.
+
+A library for which the self-test fails is passed over. If no prebuilt one is left, one is built here.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from modelyard.engines.llama_cpp.library import cpu_features
+from modelyard.engines.llama_cpp.selftest import BrokenLibrary, find_fault
+from modelyard.library import llama_cpp_build, llama_cpp_package
+from modelyard.library.llama_cpp_package import LibraryPackage, chosen_library, fetch, library_folder, packages_for
+from modelyard.library.progress import ProgressReporter
+from modelyard.plugins import MissingLibrary
+
+
+def ensure_library(progress: ProgressReporter | None = None) -> Path:
+    """The library that works here. At first use, or if the chosen one does not work any more, it is set up."""
+    try:
+        folder = library_folder()
+    except MissingLibrary:
+        return set_up(progress)
+    fault = find_fault(folder)
+    if fault is None:
+        return folder
+    if folder != chosen_library():  # the user's own
+        raise BrokenLibrary(fault)
+    return set_up(progress)
+
+
+def candidates() -> list[LibraryPackage]:
+    """The prebuilt libraries for this machine, the best first."""
+    return [*packages_for("metal"), *packages_for("cpu")]
+
+
+def set_up(progress: ProgressReporter | None = None, packages: Iterable[LibraryPackage] | None = None) -> Path:
+    """Fetch and use the first prebuilt library that works here; if none does, build one."""
+    progress = progress or ProgressReporter()
+    for package in candidates() if packages is None else packages:
+        folder = fetch(package, progress)
+        fault = find_fault(folder)
+        if fault is None:
+            llama_cpp_package.use_library(folder)
+            return folder
+        progress.write_line(f"{package.title} is not used: {fault}")
+    progress.write_line("No prebuilt llama.cpp works on this machine: it is compiled now.")
+    return set_up_build()
+
+
+def set_up_build(*, fresh: bool = False) -> Path:
+    """Build a library for this machine and use it. If the copy in pip's cache does not work, compile it again."""
+    folder = llama_cpp_build.build(fresh=fresh)
+    fault = find_fault(folder)
+    if fault is not None and not fresh:
+        folder = llama_cpp_build.build(fresh=True)
+        fault = find_fault(folder)
+    if fault is not None:
+        raise BrokenLibrary(f"llama.cpp was built, but it does not work on this machine: {fault}")
+    llama_cpp_package.use_library(folder)
+    return folder
+
+
+def build_in_background() -> Path:
+    """Start a build that outlives this process; the next start uses its library. Returns the log."""
+    log = llama_cpp_build.build_log().with_name("llama_cpp-setup.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    priority = ["nice"] if shutil.which("nice") else []
+    with log.open("w") as file:
+        subprocess.Popen(  # noqa: S603  our own program
+            [*priority, sys.executable, "-P", "-m", "modelyard", "setup", "--build"],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    return log
+
+
+# --- is a build worth it? ---------------------------------------------------------------------------------------------
+
+# Speed of a build with zig as a multiple of the prebuilt library's: prefill, decode. bench/libraries.py measures it;
+# docs/performance.md has the figures. The first row whose instruction the CPU has counts.
+BUILD_GAINS = (("amx_int8", 1.2, 1.1),)
+_WORTH_IT = 1.1
+
+
+def build_gain(folder: Path) -> tuple[float, float] | None:
+    """How much faster a library built here is than this one (prefill, decode); None: not known, or not worth it."""
+    if folder not in [llama_cpp_package.package_folder(package) for package in packages_for("cpu")]:
+        return None
+    found = next(((prefill, decode) for name, prefill, decode in BUILD_GAINS if name in cpu_features()), None)
+    return found if found is not None and max(found) > _WORTH_IT else None
+
+
+def build_hint(folder: Path) -> str | None:
+    """One sentence that offers the build if it is worth it."""
+    gain = build_gain(folder)
+    if gain is None:
+        return None
+    return (
+        f"On a CPU like this one a library that is compiled here reads prompts {gain[0]:.1f} times and writes "
+        f"{gain[1]:.1f} times as fast: `modelyard setup --build --background` compiles it while you work, and the next "
+        "start uses it."
+    )
