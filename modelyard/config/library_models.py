@@ -186,6 +186,7 @@ class _FactsStore:
 _WINDOWS = (131_072, 98_304, 65_536, 49_152, 40_960, 32_768, 24_576, 16_384, 12_288, 8_192, 6_144, 4_096)
 _LONGEST = 131_072
 _LONGEST_ON_CPU = 65_536  # a longer prompt takes a CPU half an hour
+_UNKNOWN = 4_096  # for a file that does not say how long it was trained
 _AGENT = 40_960  # what a coding agent needs; two such conversations are better than one that is longer
 _KV_SHARE = 0.3  # of the memory, or as much as the weights take: a model that nobody asked for leaves room
 
@@ -204,7 +205,7 @@ def choose_window(shape: ModelShape, budget: MemoryBudget) -> WindowChoice:
     on_gpu = bool(budget.gpu) and shape.weights < budget.gpu
     memory = budget.gpu if on_gpu else budget.gpu + budget.ram
     room = min(memory - shape.weights, max(shape.weights, int(_KV_SHARE * memory)))
-    longest = min(shape.trained or 32_768, _LONGEST if on_gpu else _LONGEST_ON_CPU)
+    longest = min(shape.trained or _UNKNOWN, _LONGEST if on_gpu else _LONGEST_ON_CPU)
     windows = sorted({longest, *(window for window in _WINDOWS if window < longest)}, reverse=True)
 
     def fits(window: int, parallel: int) -> bool:
@@ -228,8 +229,10 @@ def _reason(shape: ModelShape, window: int, longest: int, budget: MemoryBudget, 
     if window == shape.trained:
         return "as trained"
     trained = f"trained {shape.trained}" if shape.trained else "trained length unknown"
-    if window == longest:
+    if window == longest and shape.trained:
         return f"{trained}, and more is slow on a CPU" if not on_gpu else trained
+    if not shape.trained:
+        return trained
     return f"{trained}, bounded by the memory: {budget.describe()} may be used"
 
 

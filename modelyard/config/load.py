@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from modelyard.config.checks import check_config
@@ -152,7 +152,7 @@ def _read_layers(
     if given := _without_none(overrides):
         found.append(normalize_layer(COMMAND_LINE, given))
     layers, problems = [layer for layer, _ in found], [p for _, problems in found for p in problems]
-    if not next((layer.data["library"] for layer in reversed(layers) if "library" in layer.data), True):
+    if not _uses_library(layers):
         in_library = []
     if _needs_embedded_model(layers, [model.entry.name for model in in_library]):
         layers.insert(0, ConfigLayer(EMBEDDED_SOURCE, _embedded_defaults(layers, in_library)))
@@ -162,6 +162,14 @@ def _read_layers(
 
 
 # --- models of the library --------------------------------------------------------------------------------------------
+
+
+def _uses_library(layers: list[ConfigLayer]) -> bool:
+    value = next((layer.data["library"] for layer in reversed(layers) if "library" in layer.data), True)
+    try:
+        return bool(TypeAdapter(bool).validate_python(value))
+    except ValidationError:  # reported with the other invalid values
+        return False
 
 
 def _embedded_defaults(layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> Table:

@@ -1,13 +1,20 @@
-"""The hot routes in the API documentation: FastAPI does not see them, so their bodies come from the structs."""
+"""The API documentation: the page, and the hot routes, which FastAPI does not see, with bodies from their structs."""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import resources
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
+from modelyard.core.errors import NotFound
 from modelyard.http.tokens import TokenBody
 from modelyard.protocols import llama_infill, openai_completions, openai_embeddings, rerank
 from modelyard.protocols.anthropic_messages import request as anthropic_messages
@@ -51,6 +58,47 @@ _GIVES = (
     ("get", "/health/ready", "Can a model answer"),
     ("get", "/metrics", "Prometheus metrics of all gateway processes"),
 )
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+_ASSETS = {
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+    "favicon-32x32.png": "image/png",
+}
+
+
+def page_routes() -> list[Route]:
+    """`/docs` with all its files from this server: FastAPI's own page loads them from a CDN."""
+    html = get_swagger_ui_html(
+        openapi_url="/openapi.json",
+        title="Modelyard API",
+        swagger_js_url="/docs/swagger-ui-bundle.js",
+        swagger_css_url="/docs/swagger-ui.css",
+        swagger_favicon_url="/docs/favicon-32x32.png",
+        # The validator is a service of swagger.io. "Try it out" is open, and a key is kept while the page is open.
+        swagger_ui_parameters={"validatorUrl": None, "tryItOutEnabled": True, "displayRequestDuration": True},
+    )
+
+    async def page(_request: HttpRequest) -> Response:
+        return html
+
+    async def asset(request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        if name not in _ASSETS:
+            raise NotFound(f"there is no /docs/{name} here; /docs lists the paths", code="path_not_found")
+        return Response(_asset(name), media_type=_ASSETS[name], headers={"cache-control": "private, max-age=86400"})
+
+    return [Route("/docs", page), Route("/docs/{name}", asset)]
+
+
+@cache
+def _asset(name: str) -> bytes:
+    return resources.files("fastapi_swagger.resources").joinpath(name).read_bytes()
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
 
 
 def describe(app: FastAPI) -> None:

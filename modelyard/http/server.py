@@ -36,7 +36,7 @@ from modelyard.http.health import HealthEndpoints
 from modelyard.http.inference import InferenceEndpoint
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.models import ModelEndpoints
-from modelyard.http.openapi import describe
+from modelyard.http.openapi import describe, page_routes
 from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
 from modelyard.http.stored_responses import StoredResponseEndpoints
@@ -69,7 +69,7 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     app = FastAPI(
         title="Modelyard",
         version=__version__,
-        docs_url="/docs" if settings.docs else None,
+        docs_url=None,  # see page_routes
         redoc_url=None,
         openapi_url="/openapi.json" if settings.docs else None,
         telemetry=_NO_TELEMETRY,
@@ -83,6 +83,7 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     )
     inference = _inference_routes(context)
     app.router.routes[:0] = [*inference, *_token_routes(context), *_lookup_routes(context)]
+    app.router.routes += page_routes() if settings.docs else []
     if context.admin is not None:
         app.include_router(admin_router(context.admin, settings.keepalive_s))
     describe(app)

@@ -255,7 +255,7 @@ class MarkerTable:
         self.codes = _codes(known, specials)
         never_shown = [*form.markers, *(m for m in form.inner_markers if m in specials)]
         stray = stray_tags(form, specials)
-        self.bare = frozenset((*form.bare_markers, *(m for m, action in stray.items() if action.bare)))
+        self.bare = frozenset((*form.bare_markers, *(self.codes.get(m, m) for m, a in stray.items() if a.bare)))
         spelled = [*(self.codes[m] for m in never_shown), *self.bare]
         self.actions = {
             name: {self.codes.get(marker, marker): action for marker, action in (stray | region.markers).items()}
@@ -348,7 +348,9 @@ def stray_tags(form: OutputFormat, specials: frozenset[str]) -> dict[str, StartR
         return {}
     readers = [m for m, action in starting.items() if not action.bare]
     found = {
-        m: StartReader(partial(_skip_marker, is_tag=bool(_WHOLE_TAG.match(m))), bare=True) for m in form.inner_markers
+        m: StartReader(partial(_skip_marker, is_tag=bool(_WHOLE_TAG.match(m))), bare=True)
+        for m in form.inner_markers
+        if not m.startswith(tuple(readers))
     }
     for marker in dict.fromkeys((*acting, *form.hidden_markers, *form.inner_markers)):
         element = _ELEMENT.match(marker)

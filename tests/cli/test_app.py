@@ -49,7 +49,7 @@ def _separate_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """In an empty folder, with no settings in the environment, on a wide screen; the tests' own logging stays."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
-    for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
+    for name in ("MODELYARD_LIBRARY", "MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("modelyard.server.serve.log.setup", lambda settings: None)
     for printer in (console.out, console.err):
@@ -235,7 +235,7 @@ def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
     added = invoke("models", "add", "tiny.Q4_K_M.gguf", "--name", "tiny")
     assert added.exit_code == 0
     assert added.stdout == "tiny is in the library. Try it: modelyard run tiny\n"
-    assert "tiny a local file" in " ".join(invoke("models", "list").stdout.split())
+    assert "tiny llama_cpp a local file" in " ".join(invoke("models", "list").stdout.split())
     shown = invoke("models", "show", "tiny").stdout
     assert all(word in shown for word in ("toy, 2 layers", "600", "Q4_K_M", "512 tokens"))
     result = CliRunner().invoke(app.app, ["models", "remove", "tiny"], input="n\n")
@@ -251,7 +251,7 @@ def test_a_model_is_converted_into_the_library(tmp_path: Path):
     assert made.exit_code == 0
     assert "100 %" in made.stderr
     assert "[models.tiny-ct2]" in made.stdout
-    assert "tiny-ct2 tiny.gguf as ct2 int8" in " ".join(invoke("models", "list").stdout.split())
+    assert "tiny-ct2 ct2 tiny.gguf as ct2 int8" in " ".join(invoke("models", "list").stdout.split())
     for wrong in (("tiny.gguf", "--to", "onnx"), ("nobody", "--to", "hf")):
         shown = invoke("models", "convert", *wrong)
         assert (shown.exit_code, shown.stderr.count("\n")) == (2, 1)

@@ -19,7 +19,7 @@ def arguments_of(word: str) -> list[str]:
 def test_all_copied_files_exist_and_are_not_ignored() -> None:
     ignored = (ROOT / ".containerignore").read_text().split()
     copied = [word for line in arguments_of("COPY") if "--from" not in line for word in line.split()[:-1]]
-    assert {"modelyard", "setup", "pyproject.toml"} <= set(copied)
+    assert {"modelyard", "pyproject.toml"} <= set(copied)
     for name in copied:
         assert (ROOT / name).exists(), name
         assert name not in ignored

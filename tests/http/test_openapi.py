@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.routing import Route
 from tests.http.app_client import app_client, make_app
 from tests.live_server import demo_config
 
-UNDESCRIBED = {"/", "/docs", "/openapi.json", "/docs/oauth2-redirect"}
+UNDESCRIBED = {"/", "/docs", "/docs/{name}", "/openapi.json"}
 
 
 async def schema() -> Any:
@@ -78,9 +79,22 @@ async def test_body_schemas_accept_valid_and_refuse_invalid_bodies() -> None:
             jsonschema.validate(body | {"model": 5}, wanted)
 
 
+async def test_the_documentation_page_gets_everything_from_this_server() -> None:
+    async with app_client() as client:
+        page = (await client.get("/docs")).text
+        assert re.findall(r"https?://[^\"' ]+", page) == []
+        files = re.findall(r'(?:src|href)="([^"]+)"', page)
+        assert len(files) == 3
+        for file in files:
+            reply = await client.get(file)
+            assert reply.status_code == 200
+            assert len(reply.content) > 500
+        assert (await client.get("/docs/no-such-file")).status_code == 404
+
+
 async def test_the_documentation_page_can_be_disabled() -> None:
     async with app_client() as client:
         assert "text/html" in (await client.get("/docs")).headers["content-type"]
     async with app_client(demo_config() | {"http": {"docs": False}}) as client:
-        for path in ("/docs", "/openapi.json"):
+        for path in ("/docs", "/docs/swagger-ui.css", "/openapi.json"):
             assert (await client.get(path)).status_code == 404

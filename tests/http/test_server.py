@@ -26,6 +26,7 @@ SELF_SIGNED = (
 OPEN = ["/", "/health", "/health/live", "/health/ready"]
 CLOSED = [
     ("GET", "/docs"),
+    ("GET", "/docs/swagger-ui.css"),
     ("GET", "/openapi.json"),
     ("GET", "/metrics"),
     ("GET", "/v1/models"),

@@ -1,55 +1,22 @@
-"""The build script: its plan, its scripts, its progress. No compiler runs here."""
+"""The build of llama.cpp: its plan, its scripts, its progress, and where the result goes. No compiler runs here."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from modelyard.engines.llama_cpp.library import RELEASE
-from modelyard.library.cache_dir import cache_dir
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("llama_cpp_build", ROOT / "setup" / "llama_cpp_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-setup = load()
-NEEDS = setup.read_requirements((ROOT / "pyproject.toml").read_text())
+from modelyard.library import llama_cpp_build as setup
+from modelyard.library.llama_cpp_build import BuildFailed
 
 
 def ignore(*_: object) -> None:
     pass
-
-
-# --- what is pinned ---------------------------------------------------------------------------------------------------
-
-
-def test_the_pinned_release_is_the_one_of_the_self_test():
-    assert NEEDS.engine[0] == f"llama-cpp-python=={RELEASE}"
-
-
-def test_the_tools_are_a_compiler_cmake_and_ninja():
-    assert [tool.split(">")[0].split("=")[0] for tool in NEEDS.tools] == ["cmake", "ninja", "ziglang"]
-
-
-def test_the_cache_folder_is_the_same_as_the_programs(tmp_path: Path):
-    for env in ({"MODELYARD_CACHE": "~/own"}, {"XDG_CACHE_HOME": str(tmp_path)}, {}):
-        assert setup.cache_folder(env) == cache_dir(env)
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
@@ -92,7 +59,7 @@ def test_the_build_does_not_inherit_variables_of_make():
 def test_pip_is_used_if_the_environment_has_it_else_uv():
     assert setup.install_command("py", True, "/bin/uv")[:4] == ["py", "-m", "pip", "install"]
     assert setup.install_command("py", False, "/bin/uv")[:5] == ["/bin/uv", "pip", "install", "--python", "py"]
-    with pytest.raises(setup.BuildError, match="neither pip nor uv"):
+    with pytest.raises(BuildFailed, match="neither pip nor uv"):
         setup.install_command("py", False, None)
 
 
@@ -121,7 +88,7 @@ def test_a_wrapper_quotes_the_programs_path():
 def test_scripts_run_the_tools_and_zig_only_if_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, flags: str
 ):
-    monkeypatch.setattr(setup.platform, "machine", lambda: machine)
+    monkeypatch.setattr("platform.machine", lambda: machine)
     for place in ("cmake/data/bin/cmake", "bin/ninja", "bin/cmake"):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).touch()
@@ -133,7 +100,7 @@ def test_scripts_run_the_tools_and_zig_only_if_planned(
 
 
 def test_a_package_without_its_program_is_named(tmp_path: Path):
-    with pytest.raises(setup.BuildError, match="has no program ninja"):
+    with pytest.raises(BuildFailed, match="has no program ninja"):
         setup.binary(tmp_path, "ninja")
 
 
@@ -176,10 +143,10 @@ def test_without_a_terminal_a_line_is_printed_every_five_percent():
 
 def test_a_failed_build_shows_its_last_lines_and_advice():
     code = "for n in range(100): print('line', n)\nraise SystemExit(2)"
-    with pytest.raises(setup.BuildError, match=r"line 99\n") as caught:
+    with pytest.raises(BuildFailed, match=r"line 99\n") as caught:
         setup.run([sys.executable, "-c", code], os.environ, ignore, ignore)
     assert "line 69\n" not in str(caught.value)
-    assert "CMAKE_ARGS=-DGGML_NATIVE=OFF make rebuild-engine" in str(caught.value)
+    assert "CMAKE_ARGS=-DGGML_NATIVE=OFF modelyard setup --build" in str(caught.value)
 
 
 def test_all_output_of_a_build_is_logged():
@@ -188,65 +155,77 @@ def test_all_output_of_a_build_is_logged():
     assert log == ["[1/20] a\n", "b\n"]
 
 
-def stub_builds(monkeypatch: pytest.MonkeyPatch, faults: list[str | None], compiled: bool) -> list[bool]:
-    """The self-test returns these faults in turn. Collects for each build whether it skips caches."""
-    builds: list[bool] = []
-    monkeypatch.setattr(setup, "self_test", lambda: faults.pop(0))
-    monkeypatch.setattr(setup, "build", lambda needs, fresh: builds.append(fresh) or compiled or fresh)
-    return builds
+# --- the result -------------------------------------------------------------------------------------------------------
 
 
-def test_a_working_engine_is_not_rebuilt(monkeypatch: pytest.MonkeyPatch):
-    builds = stub_builds(monkeypatch, [None], compiled=True)
-    assert setup.main([]) == 0
-    assert builds == []
+class Installer:
+    """Stands in for pip: writes the tools, then a library, or fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.commands: list[list[str]] = []
+        self.environment: Mapping[str, str] = {}
+        self.fails = False
+        monkeypatch.setattr(setup, "run", self.run)
+
+    def run(self, command: list[str], env: Mapping[str, str], *_: object) -> bool:
+        self.commands.append(command)
+        target = Path(command[command.index("--target") + 1])
+        if setup.SOURCE not in command:
+            for place in ("bin/cmake", "bin/ninja"):
+                (target / place).parent.mkdir(parents=True, exist_ok=True)
+                (target / place).touch()
+            return False
+        if self.fails:
+            raise BuildFailed("no compiler")
+        self.environment = env
+        (target / "llama_cpp" / "lib").mkdir(parents=True)
+        (target / "llama_cpp" / "lib" / "libllama.so").write_text(str(len(self.commands)))
+        return True
 
 
-def test_a_missing_engine_is_built_once(monkeypatch: pytest.MonkeyPatch):
-    builds = stub_builds(monkeypatch, ["missing", None], compiled=True)
-    assert setup.main([]) == 0
-    assert builds == [False]
+@pytest.fixture
+def installer(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Installer:
+    for name in ("CC", "CXX", "CMAKE_ARGS"):
+        monkeypatch.delenv(name, raising=False)
+    return Installer(monkeypatch)
 
 
-def test_a_cached_copy_that_does_not_work_is_rebuilt(monkeypatch: pytest.MonkeyPatch):
-    builds = stub_builds(monkeypatch, ["missing", "SIGILL", None], compiled=False)
-    assert setup.main([]) == 0
-    assert builds == [False, True]
+def test_the_library_is_built_once_into_the_cache_folder(installer: Installer, cache: Path) -> None:
+    folder = setup.build()
+    assert folder == setup.build() == cache / "llama_cpp" / f"build-{setup.RELEASE}"
+    assert (folder / "libllama.so").read_text() == "2"
+    assert len(installer.commands) == 2, "the tools and the library, once"
+    assert installer.environment["CC"].endswith("zig-cc")
+    assert [left.name for left in folder.parent.iterdir() if left.is_dir()] == [folder.name]
 
 
-def test_an_engine_that_does_not_work_after_the_build_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    stub_builds(monkeypatch, ["missing", "died by SIGILL"], compiled=True)
-    assert setup.main([]) == 1
-    printed = capsys.readouterr().err
-    assert "engine is missing" in printed
-    assert "died by SIGILL" in printed
+def test_a_fresh_build_replaces_the_library_without_caches(installer: Installer) -> None:
+    setup.build()
+    folder = setup.build(fresh=True)
+    assert (folder / "libllama.so").read_text() == "4"
+    assert "--no-cache-dir" in installer.commands[-1]
 
 
-def test_a_rebuild_runs_no_self_test_first(monkeypatch: pytest.MonkeyPatch):
-    builds = stub_builds(monkeypatch, [None], compiled=True)
-    assert setup.main(["--rebuild"]) == 0
-    assert builds == [True]
+def test_flags_of_the_user_build_it_again(installer: Installer, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup.build()
+    monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=ON")
+    setup.build()
+    assert len(installer.commands) == 4
+    assert installer.environment["CMAKE_ARGS"].endswith("-DGGML_CUDA=ON")
 
 
-def test_a_self_test_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(setup, "_SELF_TEST", "raise ImportError('no msgspec')")
-    with pytest.raises(setup.BuildError, match="could not be run: ImportError: no msgspec"):
-        setup.self_test()
+def test_a_failed_build_leaves_the_old_library(installer: Installer) -> None:
+    folder = setup.build()
+    installer.fails = True
+    with pytest.raises(BuildFailed, match="no compiler"):
+        setup.build(fresh=True)
+    assert (folder / "libllama.so").read_text() == "2"
 
 
-def test_the_installed_engine_passes():
-    assert setup.self_test() is None
+def test_a_full_disk_is_one_sentence(installer: Installer, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
 
-
-# --- make -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("target", ["serve", "test", "install"])
-def test_make_builds_the_engine_first(target: str):
-    done = subprocess.run(
-        ["make", "--no-print-directory", "-n", "VENV=nowhere", target], cwd=ROOT, capture_output=True, text=True
-    )
-    lines = done.stdout.splitlines()
-    assert lines.index("nowhere/bin/python setup/llama_cpp_build.py") < lines.index("touch nowhere/.engine")
+    monkeypatch.setattr(setup, "_build", full)
+    with pytest.raises(BuildFailed, match=rf"cannot be built in {cache}/llama_cpp: .*No space left"):
+        setup.build()

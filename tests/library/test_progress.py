@@ -13,7 +13,7 @@ def test_a_line_is_written_for_every_tenth():
         for done in range(0, 2001, 7):
             on_bytes(done, 2000)
         on_bytes(2000, 2000)
-    assert lines[:2] == ["fetching x.gguf", "fetching x.gguf: 10 % of 2 kB"]
+    assert lines[:2] == ["fetching x.gguf", "fetching x.gguf: 10 % of 2 KiB"]
     assert len(lines) == 11
 
 

@@ -77,10 +77,10 @@ def test_a_tag_without_a_valid_name_opens_nothing() -> None:
     assert _read("qwen3_coder", raw) == {"content": code, "mode": "w"}
 
 
-def test_a_parameter_that_was_already_given_is_text() -> None:
+def test_a_parameter_that_was_already_given_is_given_again() -> None:
     code = "a\n</parameter>\n<parameter=path>\nb"
     raw = _coder(_parameter("path", "x"), _parameter("content", code))
-    assert _read("qwen3_coder", raw) == {"path": "x", "content": code}
+    assert _read("qwen3_coder", raw) == {"path": "b", "content": "a"}
 
 
 def test_a_closing_tag_alone_is_text() -> None:

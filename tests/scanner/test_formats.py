@@ -153,7 +153,7 @@ def _m3_call(elements: str) -> str:
         ("<either><item>true</item><item>false</item></either>", '{"either": [true, false]}'),
         ("<either>null</either>", '{"either": null}'),
         ("<text>[1] ] ]<] end</text>".replace("<]", "\0"), '{"text": "[1] ] ]<] end"}'),
-        ("<odd><item><x>1</x></item></odd>", '{"odd": [{"x": "1"}]}'),
+        ("<odd><item><x>1</x></item></odd>", '{"odd": [{"x": 1}]}'),
         ("", "{}"),
     ],
 )
@@ -166,7 +166,7 @@ def test_elements_become_what_the_schema_says(elements: str, arguments: str) -> 
 def test_a_recursive_schema_is_no_endless_loop() -> None:
     loop = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "properties": {"x": {"$ref": "#/$defs/a"}}}
     blocks = scan([_m3_call("<x><y>1</y></x>")], "minimax_m3", tools=[Tool("f", parameters=loop)])
-    assert calls_of(blocks) == [("f", '{"x": {"y": "1"}}')]
+    assert calls_of(blocks) == [("f", '{"x": {"y": 1}}')]
 
 
 def test_elements_that_are_nested_too_deeply_break_the_call() -> None:

@@ -82,7 +82,7 @@ def test_arguments_stream_from_their_first_byte() -> None:
 def test_text_arguments_between_tags_are_streamed() -> None:
     scanner = _scanner("qwen3_coder")
     scanner.feed([Piece("<tool_call>\n<function=write_file>\n<parameter=content>\n")])
-    assert delta_texts(scanner.feed([Piece('say "hi"\n')])) == ['say \\"hi\\"']
+    assert delta_texts(scanner.feed([Piece('say "hi"\n')])) == ['{"content": "say \\"hi\\"']
     assert delta_texts(scanner.feed([Piece("there")])) == ["\\nthere"]
 
 
@@ -290,19 +290,19 @@ def test_the_rest_of_a_broken_call_without_a_closing_tag_is_text() -> None:
 
 def test_inner_tags_of_a_broken_call_are_not_shown() -> None:
     call = '<function name="now"><param name="x"><![CDATA[1]]></param>oops <param name="y">2</param></function>'
-    raw = f"{call} Say </param>."
+    raw = f"{call} Say </param>."  # nothing opened this one
     for chunks in ([raw], list(raw)):
         blocks = scan(chunks, "minicpm5")
         assert calls_of(blocks, complete=False) == [("now", '{"x": 1')]
-        assert text_of(blocks) == 'oops "y">2 Say </param>.'
+        assert text_of(blocks) == "oops 2 Say ."
 
 
 def test_a_closing_tag_that_is_not_a_marker_ends_the_broken_call() -> None:
-    raw = '<invoke name="now">{"x": oops}</invoke> Write </invoke>.'
+    raw = '<invoke name="now">{"x": oops}</invoke> Write <invoke id="1"><x></invoke>.'
     for chunks in ([raw], list(raw)):
         blocks = scan(chunks, "minimax_m2")
         assert calls_of(blocks, complete=False) == [("now", '{"x": ')]
-        assert text_of(blocks) == "oops} Write </invoke>."
+        assert text_of(blocks) == 'oops} Write <invoke id="1"><x></invoke>.'
 
 
 def test_brackets_without_an_end_hide_no_text() -> None:
