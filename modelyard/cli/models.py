@@ -147,10 +147,7 @@ def _library_rows(model: LibraryModel, settings: ModelSettings) -> list[tuple[st
         ("projector", model.entry.projector),
         ("quantization chosen", model.entry.choice),
         ("window", model.reason),
-        (
-            "sampling",
-            ", ".join(f"{name} {value:g}" for name, value in sampling.items() if isinstance(value, float | int)),
-        ),
+        ("sampling", ", ".join(sampling)),
     ]
     return [row for row in rows if row[1]]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from modelyard.cli.console import out, run_or_exit
 from modelyard.cli.models import make_progress
+
+Library = Literal["cpu", "cuda", "cuda12", "vulkan", "metal"]
 
 
 def setup(
@@ -17,6 +19,10 @@ def setup(
         bool,
         typer.Option("--build", help="Compile llama.cpp for this machine; CC, CXX and CMAKE_ARGS are used."),
     ] = False,
+    library: Annotated[
+        Library | None,
+        typer.Option(help="Use the prebuilt library for this device; default: the best one that works here."),
+    ] = None,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile it again, without caches.")] = False,
     background: Annotated[
         bool, typer.Option("--background", help="With --build: return at once; the next start uses the library.")
@@ -24,7 +30,7 @@ def setup(
 ) -> None:
     """Set up the llama.cpp engine: fetch the library for this machine, test it and use it from now on.
 
-    The first serve or run does the same by itself. A library that is compiled here can be faster, and CMAKE_ARGS can
+    The first serve or run does the same by itself. A GPU is found and used: docs/gpu.md. A library that is compiled here can be faster, and CMAKE_ARGS can
     add a GPU that no prebuilt one supports: [bold]CMAKE_ARGS=-DGGML_CUDA=ON modelyard setup --build[/bold]
     """
     from modelyard.engines.llama_cpp import setup as engine
@@ -33,7 +39,12 @@ def setup(
         log = run_or_exit(engine.build_in_background)
         _print(f"llama.cpp is compiled in the background; the log is {log}. The next start uses it.")
         return
-    make = partial(engine.set_up_build, fresh=rebuild) if build or rebuild else partial(engine.set_up, make_progress())
+    if build or rebuild:
+        make = partial(engine.set_up_build, fresh=rebuild)
+    elif library is not None:
+        make = partial(engine.set_up_variant, library, make_progress())
+    else:
+        make = partial(engine.set_up, make_progress())
     folder: Path = run_or_exit(make)
     _print(f"llama.cpp works on this machine: {folder}")
     if hint := engine.build_hint(folder):

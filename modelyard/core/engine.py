@@ -13,7 +13,7 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     LIVE_OVERRIDES      field → type with range: what one load may override (default: nothing)
     LOCAL_OPTIONS       those of them that name files: a worker takes them from its own configuration only
     verify()            raises if its native library does not work on this machine (optional)
-    capabilities(…)     what a model with these options can do, before it is loaded (default CAPABILITIES)
+    capabilities(…)     what a model with these options and this header can do, before it is loaded (optional)
     explain(error, …)   why it did not open, from the last lines of its process (optional)
     KIND                "text" or "chat"; an option with the name `kind` takes precedence
     create(spec)        the engine, not yet opened

@@ -43,7 +43,7 @@ def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
         kind = plugins.engine_kind(module, options)
         text = (_text_pipeline if kind == "text" else _local_counting)(entry, settings, module, options, notes)
         translates = _translates(settings, text)
-        capabilities = module.capabilities(options) if hasattr(module, "capabilities") else None
+        capabilities = _capabilities(settings, module, options)
     except ModelyardError as error:
         return ModelDefinition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
     remote = getattr(module, "REMOTE", False)
@@ -128,7 +128,9 @@ def _text_pipeline(
     # A chat engine always uses the file's template.
     if tokenizer.template and plugins.engine_kind(module, options) == "chat":
         settings = settings.model_copy(update={"prompt_format": None})
-    source = _template(entry, settings, tokenizer.template, _fallback_template(module, options, tokenizer), where)
+    generates = _capabilities(settings, module, options)
+    fallback = _fallback_template(module, tokenizer, generates is None or generates.chat)
+    source = _template(entry, settings, tokenizer.template, fallback, where)
     detected = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
     format = load_format(detected.format)
     stops = {tokenizer.specials[text] for text in (*format.stop_tokens, *source.stops) if text in tokenizer.specials}
@@ -180,11 +182,21 @@ def _template(
     )
 
 
-def _fallback_template(module: Any, options: Any, tokenizer: FileTokenizer) -> str | None:
+def _capabilities(settings: ModelSettings, module: Any, options: Any) -> Capabilities | None:
+    """None: known once the model is loaded. Where only a worker has the file, the gateway has a copy of its header."""
+    if not hasattr(module, "capabilities"):
+        return None
+    header = Path(settings.tokenizer_path) if settings.tokenizer_path else None
+    try:
+        found: Capabilities = module.capabilities(options, header if header and header.suffix == ".gguf" else None)
+    except ModelyardError:
+        return None
+    return found
+
+
+def _fallback_template(module: Any, tokenizer: FileTokenizer, generates: bool) -> str | None:
     """A model that only embeds or ranks needs no template, and one that fills gaps often has none."""
-    if tokenizer.fim is not None or (hasattr(module, "capabilities") and not module.capabilities(options).chat):
-        return "generic"
-    return getattr(module, "PROMPT_FORMAT", None)
+    return getattr(module, "PROMPT_FORMAT", None) if generates and tokenizer.fim is None else "generic"
 
 
 def _compile(text: str, tokenizer: FileTokenizer) -> ChatTemplate:

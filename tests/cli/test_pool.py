@@ -165,7 +165,7 @@ def test_status_with_an_ordinary_key_tells_the_health_only(monkeypatch: pytest.M
         assert "demo" in invoke("ps", "--url", locked.url).stdout
 
 
-# --- a server as a process: its log, its note, its end ------------------------------------------------------------------
+# --- a server as a process --------------------------------------------------------------------------------------------
 
 
 def test_a_server_is_seen_logged_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

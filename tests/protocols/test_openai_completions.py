@@ -17,7 +17,7 @@ from modelyard.core.events import (
     Usage,
     collect_reply,
 )
-from modelyard.core.request import Request, Sampling
+from modelyard.core.request import Infill, Request, Sampling
 from modelyard.protocols import openai_completions
 from modelyard.protocols.common.sse import SseParser
 from tests.protocols.event_streams import call, text, thinking, token
@@ -54,8 +54,8 @@ def test_every_field_is_read() -> None:
         prompt=["a", "b"], suffix="end", n=2, best_of=2, logprobs=5, max_tokens=7, stop="x", stream=True, user="u",
         stream_options={"include_usage": True}, temperature=0.5, regex="a+", priority="batch", lora_adapter="l",
     )  # fmt: skip
-    assert request.prompts == ((1, 2), (3,))
-    assert (request.suffix, request.n, request.logprobs, request.max_tokens) == ("end", 2, 5, 7)
+    assert request.prompts == ("a", "b")
+    assert (request.infill, request.n, request.logprobs, request.max_tokens) == (Infill("end"), 2, 5, 7)
     assert (request.stop, request.stream, request.include_usage, request.user) == (("x",), True, True, "u")
     assert (request.sampling, request.priority, request.lora_adapter) == (Sampling(temperature=0.5), "background", "l")
     assert request.constraint is not None

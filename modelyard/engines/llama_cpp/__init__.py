@@ -32,9 +32,9 @@ def own_process(options: Mapping[str, Any]) -> bool:
     )
 
 
-def capabilities(options: Options) -> Capabilities:
-    """By the file: a model generates, embeds or ranks."""
-    return model_capabilities(read_purpose(locate_model_file(options.path)), options)
+def capabilities(options: Options, header: Path | None = None) -> Capabilities:
+    """By the file, or by a copy of its header: a model generates, embeds or ranks."""
+    return model_capabilities(read_purpose(header or locate_model_file(options.path)), options)
 
 
 def prepare(progress: ProgressReporter | None = None) -> None:

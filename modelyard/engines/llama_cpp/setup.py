@@ -11,10 +11,20 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from modelyard.core.errors import Unavailable
+from modelyard.engines.llama_cpp import gpu_library
 from modelyard.engines.llama_cpp.library import cpu_features
 from modelyard.engines.llama_cpp.selftest import BrokenLibrary, find_fault
 from modelyard.library import llama_cpp_build, llama_cpp_package
-from modelyard.library.llama_cpp_package import LibraryPackage, chosen_library, fetch, library_folder, packages_for
+from modelyard.library.llama_cpp_package import (
+    LibraryPackage,
+    Variant,
+    chosen_library,
+    fetch,
+    library_folder,
+    packages_for,
+    this_platform,
+)
 from modelyard.library.progress import ProgressReporter
 from modelyard.plugins import MissingLibrary
 
@@ -39,8 +49,10 @@ def candidates() -> list[LibraryPackage]:
 
 
 def set_up(progress: ProgressReporter | None = None, packages: Iterable[LibraryPackage] | None = None) -> Path:
-    """Fetch and use the first prebuilt library that works here; if none does, build one."""
+    """Fetch and use the first prebuilt library that works here, for a GPU if there is one; if none does, build one."""
     progress = progress or ProgressReporter()
+    if packages is None and (found := gpu_library.install(progress.write_line, progress)) is not None:
+        return found
     for package in candidates() if packages is None else packages:
         folder = fetch(package, progress)
         fault = find_fault(folder)
@@ -50,6 +62,21 @@ def set_up(progress: ProgressReporter | None = None, packages: Iterable[LibraryP
         progress.write_line(f"{package.title} is not used: {fault}")
     progress.write_line("No prebuilt llama.cpp works on this machine: it is compiled now.")
     return set_up_build()
+
+
+def set_up_variant(variant: Variant, progress: ProgressReporter | None = None) -> Path:
+    """Fetch and use the library for one kind of device."""
+    progress = progress or ProgressReporter()
+    packages = packages_for(variant)
+    if not packages:
+        raise Unavailable(f"there is no prebuilt llama.cpp library ({variant}) for {this_platform()}")
+    if variant == "cpu":
+        return set_up(progress, packages)
+    reasons = list[str]()
+    found = gpu_library.install(reasons.append, progress, (variant,))
+    if found is None:
+        raise BrokenLibrary(f"{reasons[0]}. The library in use has not changed.")
+    return found
 
 
 def set_up_build(*, fresh: bool = False) -> Path:

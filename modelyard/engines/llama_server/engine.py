@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -86,9 +87,9 @@ class LlamaServerEngine(ManagedEngine):
 INFILL: Endpoint = ("/infill", cast(WireProtocol, llama_infill))
 
 
-def model_capabilities(options: LlamaServerOptions) -> Capabilities:
+def model_capabilities(options: LlamaServerOptions, header: Path | None = None) -> Capabilities:
     """llama-server embeds or ranks if it is started for that, and then does nothing else."""
-    task = server_task(options)
+    task = server_task(options, header)
     return replace(
         CAPABILITIES,
         chat=task == "chat",

@@ -63,13 +63,14 @@ _TASK_FLAGS: dict[str, Task] = {
 }
 
 
-def server_task(options: LlamaServerOptions) -> Task:
-    """What the server is started for: as the extra arguments say, else what the model was trained for."""
+def server_task(options: LlamaServerOptions, header: Path | None = None) -> Task:
+    """What the server is started for: as the extra arguments say, else what the model was trained for. `header` is a
+    copy of its header, where the file is on another machine."""
     for argument in options.llama_server_extra_args:
         if argument in _TASK_FLAGS:
             return _TASK_FLAGS[argument]
     try:
-        return read_purpose(locate_model_file(options.path)).task
+        return read_purpose(header or locate_model_file(options.path)).task
     except ModelyardError:
         return "chat"  # llama-server explains what is wrong with the file
 
