@@ -11,7 +11,7 @@ from modelyard.cli.chat import chat
 from modelyard.cli.config import check, schema
 from modelyard.cli.config_files import config_app
 from modelyard.cli.console import out
-from modelyard.cli.diagnostics import explain, parse
+from modelyard.cli.diagnostics import doctor, explain, parse
 from modelyard.cli.measure import BENCH_HELP, OPTIMIZE_HELP, bench, optimize
 from modelyard.cli.models import models_app, pull, rm
 from modelyard.cli.pool import logs, ps, status, stop
@@ -47,7 +47,7 @@ for panel, commands in {
     _USE: (run, chat, launch),
     _SERVER: (serve, ps, stop, status, logs, workbench),
     _LIBRARY: (pull, rm),
-    _SETUP: (setup, check, schema),
+    _SETUP: (setup, doctor, check, schema),
     _MEASURE: (explain, parse),
     _CLUSTER: (scheduler, worker, keys),
 }.items():

@@ -1,4 +1,4 @@
-"""Commands for diagnosis: explain (cache reuse of the last requests), parse (a model's raw output)."""
+"""Commands for diagnosis: doctor (this machine), explain (cache reuse of the last requests), parse (raw output)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.markup import escape
 
-from modelyard.cli.console import AdminKeyOption, UrlOption, make_table, out, run_or_exit
+from modelyard.cli.console import AdminKeyOption, ConfigOption, JsonOption, UrlOption, make_table, out, run_or_exit
 from modelyard.core.errors import NotFound
 from modelyard.server.client import ServerClient, find_url
 
@@ -69,6 +70,32 @@ def _row(record: Mapping[str, Any]) -> Row:
         message = reuse["message"]
         where = str(reuse["token"]) + ("" if message is None else f", message {message} ({reuse['role'] or 'gone'})")
     return (when, *map(str, counts), str(usage["output"]), reuse["cause"], where)
+
+
+_MARKS = {"ok": "[green]✓[/green]", "note": "[dim]·[/dim]", "warning": "[yellow]![/yellow]", "error": "[red]✗[/red]"}
+
+
+def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Show what this machine has, what is used of it, what is missing, and the command that fixes it.
+
+    It looks for GPUs and their drivers, tests the llama.cpp library, and reads the configuration. The exit status is 1
+    if something that is needed does not work.
+    """
+    from modelyard.server.doctor import examine, is_broken
+
+    sections = examine(config)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(sections), indent=2).decode() + "\n")
+    else:
+        for section in sections:
+            out.print(f"[bold]{section.title}[/bold]")
+            for line in section.lines:
+                out.print(
+                    f"  {_MARKS[line.status]} {line.name:<16} {escape(line.value)}", soft_wrap=True, highlight=False
+                )
+                if line.fix:
+                    out.print(f"    [cyan]→ {escape(line.fix)}[/cyan]", soft_wrap=True, highlight=False)
+    raise typer.Exit(1 if is_broken(sections) else 0)
 
 
 def parse(

@@ -98,8 +98,8 @@ def list_models(config: ConfigOption = None) -> None:
         file, served = models.file_row(entry.path), loaded.config.library_models.get(entry.name)
         engine = loaded.config.models[entry.name].backend or "" if served else "not served"
         note = served.reason if served else reasons.get(entry.name, "the configuration has its own use for the name")
-        row = (entry.name, engine, entry.source, file.size, file.quant, file.state)
-        library.add_row(*map(escape, (*row, note if engine != "not served" or loaded.config.library else "")))
+        note = note if served or loaded.config.library else ""
+        library.add_row(*map(escape, (entry.name, engine, entry.source, file.size, file.quant, file.state, note)))
     if library.row_count:
         out.print(library)
 

@@ -187,7 +187,7 @@ def _embedded_defaults(layers: list[ConfigLayer], in_library: Sequence[LibraryMo
 
 def _library_tables(layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> dict[str, Table]:
     """Without models that another source defines in full, and without those whose name leads elsewhere."""
-    routes = next((layer.data["routes"] for layer in reversed(layers) if "routes" in layer.data), [])
+    routes: Any = next((layer.data["routes"] for layer in reversed(layers) if "routes" in layer.data), [])
     taken = {name for layer in layers for name, table in _tables(layer.data.get("models")) if _defines_model(table)}
     taken |= {name for layer in layers for name, _ in _tables(layer.data.get("caches"))}
     aliases = {
@@ -222,7 +222,7 @@ def _is_routed(name: str, routes: Any) -> bool:
 
 
 def _mark(config: Config, layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> None:
-    served = next((layer.data["models"] for layer in layers if layer.source == LIBRARY_SOURCE), {})
+    served: Table = next((layer.data["models"] for layer in layers if layer.source == LIBRARY_SOURCE), {})
     found = {model.entry.name: model for model in in_library if model.entry.name in served}
     config.mark(found, any(layer.source == EMBEDDED_SOURCE for layer in layers))
 

@@ -49,7 +49,13 @@ def _separate_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """In an empty folder, with no settings in the environment, on a wide screen; the tests' own logging stays."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
-    for name in ("MODELYARD_LIBRARY", "MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
+    for name in (
+        "MODELYARD_LIBRARY",
+        "MODELYARD_URL",
+        "MODELYARD_API_KEY",
+        "LLM_POOL_SETTINGS_PATH",
+        "LLM_POOL_LOCAL_SETTINGS_PATH",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("modelyard.server.serve.log.setup", lambda settings: None)
     for printer in (console.out, console.err):

@@ -11,8 +11,7 @@ import pytest
 from starlette.routing import Route
 
 from tests.http.app_client import app_client, make_app
-from tests.live_server import demo_config, live_server
-from tests.workbench.browser import BrowserPage, chrome
+from tests.live_server import demo_config
 
 UNDESCRIBED = {"/", "/docs", "/docs/{name}", "/openapi.json"}
 
@@ -99,17 +98,3 @@ async def test_the_documentation_page_can_be_disabled() -> None:
     async with app_client(demo_config() | {"http": {"docs": False}}) as client:
         for path in ("/docs", "/docs/swagger-ui.css", "/openapi.json"):
             assert (await client.get(path)).status_code == 404
-
-
-@pytest.mark.browser
-def test_the_page_works_in_a_browser_and_loads_nothing_from_outside() -> None:
-    with live_server(demo_config()) as server, chrome() as driver:
-        page = BrowserPage(driver, server.url)
-        driver.get(f"{server.url}/docs")
-        page.click(".opblock-summary", "/health/ready")
-        page.click("button.execute")
-        assert page.text(".live-responses-table .response-col_status", "200")
-        loaded = page.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
-        assert len(loaded) >= 4  # script, style, schema, and the request
-        assert [url for url in loaded if not url.startswith((server.url, "data:"))] == []
-        assert page.errors() == []

@@ -404,3 +404,23 @@ def test_optimizer_runs_are_shown_and_never_rendered_as_html(locked: BrowserPage
         page.find(".q-expansion-item", HTML)
         assert not page.run("return window.hacked")
         page.driver.get("about:blank")  # a page without its server reports errors for ever
+
+
+# --- /docs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_api_documentation_works_and_loads_nothing_from_outside(page: BrowserPage) -> None:
+    """It is here because it needs the browser, which takes seconds to start."""
+    page.driver.execute_cdp_cmd("Network.enable", {})
+    page.driver.execute_cdp_cmd("Network.setExtraHTTPHeaders", {"headers": OWNER})
+    try:
+        page.driver.get(f"{page.url}/docs")
+        page.click(".opblock-summary", "/health/ready")
+        page.click("button.execute")
+        assert page.text(".live-responses-table .response-col_status", "200")
+        loaded = page.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
+        assert len(loaded) >= 4  # script, style, schema, and the request
+        assert [url for url in loaded if not url.startswith((page.url, "data:"))] == []
+        assert page.errors() == []
+    finally:
+        page.driver.execute_cdp_cmd("Network.setExtraHTTPHeaders", {"headers": {}})

@@ -160,7 +160,9 @@ def _read_argument(buffer: TextBuffer, arguments: ArgumentWriter, tag: _Tag | No
     # Where its own closing tag is missing, the end of the call ends the value.
     close, sep = buffer.encoded(_CLOSE), buffer.encoded(_SEP)
     closing = f"{close}argument{sep}"
-    end = yield from buffer.read_verbatim((closing, f"{close}call{sep}", f"{close}tools{sep}", buffer.encoded(_END)), arguments.write)
+    end = yield from buffer.read_verbatim(
+        (closing, f"{close}call{sep}", f"{close}tools{sep}", buffer.encoded(_END)), arguments.write
+    )
     if not end and buffer.truncated:
         raise ParseError("cut off inside an argument")
     buffer.skip(len(end) if end == closing else 0)
