@@ -6,8 +6,9 @@ The first match wins:
     2. the id of a model, in its default cache
     3. an alias of a model, in its default cache
     4. the name of a cache
-    5. the default model
-    6. NotFound, with the names that exist
+    5. an id or alias, ignoring case
+    6. the default model
+    7. NotFound, with the names that exist
 
 The catalog holds all models with their names, caches and defaults.
 """
@@ -77,6 +78,7 @@ class Catalog(Struct, frozen=True):
     models: Mapping[str, ModelEntry]
     aliases: Mapping[str, str] = field(default_factory=dict)
     caches: Mapping[str, CacheEntry] = field(default_factory=dict)
+    folded: Mapping[str, str] = field(default_factory=dict)  # names by their lower-case form
 
     @classmethod
     def of(cls, entries: list[ModelEntry]) -> Catalog:
@@ -84,12 +86,18 @@ class Catalog(Struct, frozen=True):
             {entry.name: entry for entry in entries},
             {alias: entry.name for entry in entries for alias in entry.aliases},
             {name: cache for entry in entries for name, cache in entry.caches.items()},
+            {name.lower(): name for entry in reversed(entries) for name in (*entry.aliases, entry.name)},
         )
 
     def find(self, name: str) -> CacheEntry | None:
-        """By model id, by alias (both in the model's default cache), or by the name of a cache."""
+        """By model id, by alias (both in the model's default cache), or by the name of a cache; last in any case."""
         model = self.models.get(name) or self.models.get(self.aliases.get(name, ""))
-        return model.caches[model.default_cache] if model else self.caches.get(name)
+        if model is None and (cache := self.caches.get(name)) is not None:
+            return cache
+        if model is None:
+            name = self.folded.get(name.lower(), "")
+            model = self.models.get(name) or self.models.get(self.aliases.get(name, ""))
+        return model.caches[model.default_cache] if model else None
 
     def names(self) -> tuple[str, ...]:
         """The public names: ids, each followed by its aliases."""

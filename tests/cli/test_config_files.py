@@ -60,7 +60,7 @@ def test_show_is_toml_with_the_source_of_every_value(home: Path):
     write(Path("modelyard.toml"), '[http]\nport = 2\n[[keys]]\nname = "k"\nkey = "very-secret-key"\n')
     shown = invoke("config", "show").stdout
     assert f"port = 2  # {Path.cwd() / 'modelyard.toml'}" in shown
-    assert f'backend = "fake"   # {home / "modelyard.toml"}' in shown
+    assert f'backend = "fake"  # {home / "modelyard.toml"}' in shown
     assert "very-secret-key" not in shown
     parsed = tomllib.loads(shown)
     assert (parsed["http"]["port"], parsed["models"]["a b"]["aliases"]) == (2, ["x"])
@@ -78,7 +78,7 @@ def test_a_foreign_settings_file_is_one_line_in_every_command():
             f"note {Path.cwd()}/config/settings.json is ignored: it has no settings of Modelyard, only 'theme'. "
             "--config or LLM_POOL_SETTINGS_PATH reads it in any case."
         ]
-    assert invoke("check", "--config", "config/settings.json").exit_code == 2
+    assert "theme" in invoke("check", "--config", "config/settings.json").stderr, "a named file is read"
 
 
 # --- edit -------------------------------------------------------------------------------------------------------------
@@ -99,8 +99,8 @@ def test_edit_creates_a_template_that_is_valid_and_private(home: Path, monkeypat
     assert "is valid" in shown.stdout
     file = home / "modelyard.toml"
     assert file.stat().st_mode & 0o077 == 0
-    uncommented = [line.removeprefix("# ").partition("#")[0] for line in file.read_text().splitlines()[10:]]
-    assert tomllib.loads("\n".join(uncommented))["http"]["port"] == 8000, "the examples are valid, too"
+    examples = file.read_text().partition("# [http]")[1:]
+    assert tomllib.loads("".join(examples).replace("# ", "", 1).replace("\n# ", "\n"))["http"]["port"] == 8000
 
 
 def test_edit_says_what_is_wrong(home: Path, monkeypatch: pytest.MonkeyPatch):

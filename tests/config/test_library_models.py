@@ -1,0 +1,302 @@
+"""Models of the library in the configuration: what their files decide, and who wins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.config import library_models
+from modelyard.config.library_models import (
+    LibraryModel,
+    choose_window,
+    default_for_any_name,
+    folder_backend,
+    read_facts,
+    read_library_models,
+)
+from modelyard.config.load import load_config
+from modelyard.config.settings import Config
+from modelyard.core.errors import NotFound
+from modelyard.engines.llama_cpp.estimate import ModelShape
+from modelyard.library import model_files, models
+from modelyard.library.model_files import LibraryEntry
+from modelyard.library.variants import MemoryBudget
+from tests.library.files import gguf_bytes
+
+GB = 2**30
+BUDGET = MemoryBudget(16 * GB)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache"
+
+
+def add(name: str, *, data: bytes | None = None, **more: Any) -> Path:
+    file = Path(f"{name}.gguf").absolute()
+    file.write_bytes(data or gguf_bytes())
+    model_files.put_entry(LibraryEntry(name, str(file), **more))
+    return file
+
+
+def folder(name: str, config: dict[str, Any], **files: Any) -> Path:
+    path = Path(name).absolute()
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").write_bytes(b"0123456789")
+    for file, value in files.items():
+        (path / f"{file}.json").write_text(json.dumps(value))
+    return path
+
+
+def load(text: str = "", env: dict[str, str] | None = None) -> Config:
+    Path("modelyard.toml").write_text(text)
+    return load_config(env=env or {}, cwd=Path.cwd(), library=lambda: read_library_models(BUDGET)).config
+
+
+# --- the window -------------------------------------------------------------------------------------------------------
+
+LLAMA_8B = ModelShape(5 * GB, 131_072, 32, 4096, 32, 128_256, 32 * 1024, 32 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("budget", "window", "parallel", "reason"),
+    [
+        (MemoryBudget(1000 * GB), 65_536, 4, "trained 131072, and more is slow on a CPU"),
+        (MemoryBudget(64 * GB), 65_536, 2, "trained 131072, and more is slow on a CPU"),
+        (MemoryBudget(24 * GB), 49_152, 1, "trained 131072, bounded by the memory: 24.0 GiB of memory may be used"),
+        (MemoryBudget(11 * GB), 32_768, 1, "bounded by the memory"),
+        (MemoryBudget(7 * GB), 12_288, 1, "bounded by the memory"),
+        (MemoryBudget(1 * GB), 4_096, 1, "bounded by the memory"),
+        (MemoryBudget(64 * GB, 80 * GB), 131_072, 1, "as trained"),
+        (MemoryBudget(64 * GB, 24 * GB), 49_152, 1, "bounded by the memory: 24.0 GiB of GPU memory may be used"),
+    ],
+)
+def test_the_window_is_the_trained_one_bounded_by_the_memory(
+    budget: MemoryBudget, window: int, parallel: int, reason: str
+):
+    choice = choose_window(LLAMA_8B, budget)
+    assert (choice.window, choice.parallel) == (window, parallel)
+    assert reason in choice.reason
+
+
+def test_a_small_model_gets_its_trained_window_four_times_and_an_unknown_length_is_short():
+    small = ModelShape(10**8, 8192, 30, 576, 9, 49_152, 5760, 5760)
+    choice = choose_window(small, BUDGET)
+    assert (choice.window, choice.parallel, choice.reason) == (8192, 4, "as trained")
+    unknown = choose_window(ModelShape(10**8, 0, 30, 576, 9, 49_152, 5760, 5760), BUDGET)
+    assert (unknown.window, unknown.reason) == (4096, "trained length unknown")
+
+
+# --- what files say ---------------------------------------------------------------------------------------------------
+
+
+def test_the_sampling_values_of_the_file_become_the_models_defaults():
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter("x.gguf", "llama")
+    writer.add_context_length(1024)
+    writer.add_block_count(1)
+    writer.add_float32("general.sampling.temp", 0.5)
+    writer.add_int32("general.sampling.top_k", 7)
+    writer.add_float32("general.sampling.penalty_repeat", 1.5)
+    writer.add_string("general.sampling.sequence", "edskypmxt")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model_files.put_entry(LibraryEntry("x", str(Path("x.gguf").absolute())))
+    decoding = load().models["x"].decoding
+    assert (decoding.temperature, decoding.top_k, decoding.repetition_penalty, decoding.top_p) == (0.5, 7, 1.5, None)
+
+
+def test_a_folder_brings_its_shape_and_its_generation_config():
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "vocab_size": 100,
+    }
+    generation = {"temperature": 0.6, "top_p": 0.95, "eos_token_id": 2}
+    facts = read_facts(folder("f", config, generation_config=generation))
+    assert facts.sampling == {"temperature": 0.6, "top_p": 0.95}
+    assert (facts.shape.trained, facts.shape.key, facts.shape.weights, facts.is_chat) == (2048, 64, 10, True)
+    assert read_facts(folder("g", config, generation_config={"do_sample": False})).sampling == {"temperature": 0.0}
+
+
+def test_an_encoder_folder_is_no_chat_model():
+    assert not read_facts(folder("bert", {"architectures": ["BertModel"]})).is_chat
+    assert not read_facts(folder("st", {"architectures": ["Other"]}, modules=[])).is_chat
+
+
+def test_a_file_is_read_once_until_it_changes(monkeypatch: pytest.MonkeyPatch):
+    file, reads = add("one"), list[Path]()
+
+    def counted(path: Path) -> library_models.ModelFacts:
+        reads.append(path)
+        return read_facts(path)
+
+    monkeypatch.setattr(library_models, "read_facts", counted)
+    first = read_library_models(BUDGET)
+    assert read_library_models(BUDGET) == first
+    assert len(reads) == 1
+    file.write_bytes(gguf_bytes() + b"\0")
+    assert read_library_models(BUDGET)[0].stamp != first[0].stamp
+    assert len(reads) == 2
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_follows_from_the_format(monkeypatch: pytest.MonkeyPatch):
+    exl3 = folder("exl3", {"quantization_config": {"quant_method": "exl3"}})
+    ct2 = Path("ct2").absolute()
+    ct2.mkdir()
+    (ct2 / "model.bin").touch()
+    (ct2 / "vocabulary.json").touch()
+    plain = folder("plain", {})
+    assert folder_backend(exl3) == {"backend": "exllamav3"}
+    assert folder_backend(ct2) == {"backend": "ct2"}
+    monkeypatch.setattr(library_models.vllm_env, "is_ready", lambda: False)
+    monkeypatch.setattr(library_models.shutil, "which", lambda name: None)
+    assert folder_backend(plain) == {"backend": "vllm"}
+    monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/vllm")
+    assert folder_backend(plain) == {"backend": "vllm_serve"}
+    assert load(f'[models.m]\npath = "{exl3}"').models["m"].backend == "exllamav3"
+
+
+def test_a_model_with_a_projector_runs_in_a_llama_server_if_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    add("eyes", projector="/x/mmproj.gguf")
+    monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/llama-server")
+    model = load().models["eyes"]
+    assert (model.backend, model.modalities) == ("llama_server", ["text", "image"])
+    assert model.options["llama_server_mmproj_path"] == "/x/mmproj.gguf"
+    monkeypatch.setattr(library_models.shutil, "which", lambda name: None)
+    assert load().models["eyes"].backend == "llama_cpp"
+
+
+def test_a_model_that_cannot_run_here_is_not_served_and_says_why(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library_models, "find_spec", lambda name: None)
+    monkeypatch.setattr(library_models.shutil, "which", lambda name: None)
+    monkeypatch.setattr(library_models.vllm_env, "is_ready", lambda: False)
+    model_files.put_entry(LibraryEntry("folder", str(folder("f", {}))))
+    model_files.put_entry(LibraryEntry("gone", "/nowhere.gguf"))
+    add("broken", data=b"GGUX")
+    reasons = {model.entry.name: model.reason for model in read_library_models(BUDGET) if model.table is None}
+    assert "needs vLLM" in reasons["folder"]
+    assert reasons["gone"] == "/nowhere.gguf is missing"
+    assert "not a readable GGUF file" in reasons["broken"]
+    assert list(load().models) == ["smollm2"]
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+
+
+def test_library_models_are_served_on_demand_beside_the_configured_ones():
+    add("mine", source="o/r", quant="Q4_K_M", owned=True, commit="c")
+    config = load('[models.own]\nbackend = "fake"\n')
+    assert list(config.models) == ["mine", "own"]
+    model = config.models["mine"]
+    assert (model.backend, model.enabled, model.autoload, model.n_ctx) == ("llama_cpp", False, True, 512)
+    assert model.description == "o/r Q4_K_M"
+    assert list(config.library_models) == ["mine"]
+    with pytest.raises(NotFound, match=r"Models: mine, own"):
+        config.router().resolve("other", "/v1/messages")
+
+
+def test_a_section_of_its_name_changes_single_settings_and_one_with_a_path_replaces_it():
+    add("mine")
+    config = load('[models.mine]\nn_ctx = 256\naliases = ["m"]\n[models.own]\nbackend = "fake"\n')
+    assert (config.models["mine"].n_ctx, config.models["mine"].autoload) == (256, True)
+    assert config.router().resolve("m", "/").model == "mine"
+    config = load('[models.mine]\nbackend = "fake"\npath = "x"\n')
+    assert (config.models["mine"].backend, config.models["mine"].enabled, config.library_models) == ("fake", True, {})
+
+
+def test_a_section_for_a_library_model_alone_keeps_the_default_rules():
+    add("mine")
+    config = load("[models.mine]\nn_ctx = 256\n")
+    assert (config.default_model, config.models["mine"].n_ctx) == ("mine", 256)
+
+
+def test_variables_change_library_models():
+    add("My-Model.v2")
+    assert load(env={"MODELYARD_MODELS__MY_MODEL_V2__N_CTX": "128"}).models["My-Model.v2"].n_ctx == 128
+
+
+def test_routes_aliases_and_caches_of_the_configuration_win():
+    add("gpt-x")
+    add("fast")
+    add("nick")
+    own = '[models.own]\nbackend = "fake"\naliases = ["nick"]\n[caches.fast]\nmodel = "own"\nn_ctx = 9\n'
+    routes = '[[routes]]\nmatch = "GPT-*"\nmodel = "own"\n[[routes]]\nmatch = "*"\nmodel = "own"\nendpoint = "/x"\n'
+    config = load(own + routes)
+    assert list(config.models) == ["own"]
+    assert config.router().resolve("gpt-x", "/").model == "own"
+
+
+def test_routes_and_the_default_may_name_library_models():
+    add("mine")
+    text = 'default_model = "mine"\n[models.own]\nbackend = "fake"\n[[routes]]\nmatch = "claude-*"\nmodel = "mine"\n'
+    config = load(text)
+    assert config.router().resolve("claude-x", "/").model == "mine"
+    assert config.router().resolve("anything", "/").model == "mine"
+
+
+def test_a_setting_switches_it_off():
+    add("mine")
+    assert list(load("library = false\n").models) == ["smollm2"]
+    assert list(load(env={"MODELYARD_LIBRARY": "false"}).models) == ["smollm2"]
+
+
+# --- names that no model has ------------------------------------------------------------------------------------------
+
+
+def test_without_a_configuration_the_model_pulled_last_answers_to_unknown_names():
+    add("first")
+    add("second", owned=True, commit="c")
+    add("converted", owned=True)
+    router = load().router()
+    assert router.resolve("claude-sonnet", "/").model == "second"
+    assert router.resolve("claude-haiku", "/").model == "second"
+    assert router.resolve("first", "/").model == "first"
+
+
+def test_a_pulled_model_is_found_by_its_name_and_the_built_in_one_answers_to_the_rest():
+    add("embedder", data=gguf_bytes())
+    (model,) = read_library_models(BUDGET)
+    other = LibraryModel(model.entry, model.table, "embedding", is_chat=False)
+    assert default_for_any_name([other]) is None
+    config = load_config(env={}, cwd=Path.cwd(), library=lambda: [other]).config
+    router = config.router()
+    assert router.resolve("embedder", "/").model == "embedder"
+    assert router.resolve("claude-sonnet", "/").cache == "main"
+    assert router.resolve("claude-haiku", "/").cache == "fast"
+
+
+def test_names_are_found_in_any_case():
+    add("Qwen3-8B")
+    router = load('[models.own]\nbackend = "fake"\n').router()
+    assert router.resolve("qwen3-8b", "/").model == "Qwen3-8B"
+
+
+def test_the_built_in_model_stays_available_on_demand_if_it_is_here(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    add("mine")
+    assert list(load().models) == ["mine"]
+    monkeypatch.setattr("modelyard.config.load.is_fetched", lambda: True)
+    config = load()
+    assert (config.models["smollm2"].enabled, config.models["smollm2"].autoload) == (False, True)
+    assert config.router().resolve("whatever", "/").model == "mine"
+
+
+def test_a_removed_model_leaves_the_configuration():
+    add("mine")
+    models.remove_model("mine")
+    assert list(load().models) == ["smollm2"]
