@@ -39,9 +39,10 @@ class Grammar(Protocol):
 
 
 class SwitchRegion(Struct, frozen=True):
-    """The marker opens or closes a region."""
+    """The marker opens or closes a region. `reader` reads what may follow and belongs to no region."""
 
     region: str
+    reader: Reader | None = None
 
 
 class StartReader(Struct, frozen=True):
@@ -71,6 +72,7 @@ class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
     inner_markers: tuple[str, ...] = ()  # markers only inside a call: visible text may contain them
     stop_tokens: tuple[str, ...] = ()  # texts of the tokens that end a turn
     turn_starts: tuple[str, ...] = ()  # what opens an assistant turn in a prompt; the prefill begins after the last one
+    has_messages: bool = False  # the header of a message ends the one before; a line break separates those of text
     calls_in_reasoning: bool = False  # calls count there, too; else only one with which the model ends its turn
     trims_newlines: bool = True  # line breaks around markers belong to the markers
     template_hints: tuple[tuple[str, ...], ...] = ()  # a chat template with all strings of one group has this format

@@ -332,7 +332,7 @@ class MarkerTable:
         return text
 
 
-# --- tags of a call outside of calls ------------------------------------------------------------------------------------
+# --- tags of a call outside of calls ----------------------------------------------------------------------------------
 
 
 def stray_tags(form: OutputFormat, specials: frozenset[str]) -> dict[str, StartReader]:

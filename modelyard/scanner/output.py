@@ -179,6 +179,7 @@ class VisibleOutput:
         "_after_marker",
         "_blocks",
         "_filters",
+        "_has_messages",
         "_has_shown_text",
         "_is_begun",
         "_kind",
@@ -192,9 +193,15 @@ class VisibleOutput:
     )
 
     def __init__(
-        self, blocks: BlockWriter, spellings: MarkerSpellings, *, trims_newlines: bool, show_thinking: bool
+        self,
+        blocks: BlockWriter,
+        spellings: MarkerSpellings,
+        *,
+        trims_newlines: bool,
+        show_thinking: bool,
+        has_messages: bool = False,
     ) -> None:
-        self._blocks = blocks
+        self._blocks, self._has_messages = blocks, has_messages
         self._filters: dict[VisibleKind, MarkerFilter] = {
             "text": MarkerFilter(spellings),
             "thinking": MarkerFilter(spellings),
@@ -251,6 +258,8 @@ class VisibleOutput:
         if self._after_marker and not self._is_begun and not (kind == "text" and self._has_shown_text):
             lead, text, body = "", text.lstrip(), body.lstrip()
             self._drop_logprobs(self.seen - len(text))
+        if self._has_messages and self._has_shown_text and kind == "text" and not self._is_begun:
+            self._separate(lead + text)
         self._is_begun = True
         self._has_shown_text = self._has_shown_text or kind == "text"
         newline = text.find("\n", len(body))
@@ -258,6 +267,11 @@ class VisibleOutput:
             self._space.append(text[newline:])
             text = text[:newline]
         return lead + text
+
+    def _separate(self, text: str) -> None:
+        """The next message of text begins: clients join it to the one before."""
+        if not text.startswith("\n"):
+            self._blocks.write("text", "\n")
 
     def _hold_space(self, space: str) -> str:
         if not self._is_begun or self._space:

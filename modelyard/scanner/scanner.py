@@ -45,7 +45,11 @@ class Scanner:
         self._buffer = TextBuffer(table.codes, table.token_codes)
         self._blocks = BlockWriter()
         self._visible = VisibleOutput(
-            self._blocks, table.spellings, trims_newlines=format.trims_newlines, show_thinking=show_thinking
+            self._blocks,
+            table.spellings,
+            trims_newlines=format.trims_newlines,
+            has_messages=format.has_messages,
+            show_thinking=show_thinking,
         )
         self._calls = CallBuilder(
             self._buffer,
@@ -59,6 +63,7 @@ class Scanner:
         self._reader: Generator[None, None, str | None] | None = None
         self._reader_start: StartReader | None = None
         self._broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
+        self._drafts_calls = not (format.calls_in_reasoning or format.has_messages)
         self._draft_text: list[str] = []  # the raw text of calls inside reasoning
         self._turn_ends = frozenset(map(self._buffer.encoded, format.stop_tokens))
         self._calls_before = 0  # how many calls were complete when the reader started
@@ -230,10 +235,13 @@ class Scanner:
                 self._show_drafts()
             self._visible.end_block()
             self._enter(action.region)
+            if action.reader is not None:
+                self._buffer.uncommitted, self._reader_start = [], None
+                self._reader = action.reader(self._buffer, self._calls)
         elif isinstance(action, StartReader):
             self._buffer.uncommitted = [from_model if action.bare else marker]
             self._reader_start, self._calls_before = action, self._calls.count
-            self._calls.is_drafting = self._region.kind == "thinking" and not self._format.calls_in_reasoning
+            self._calls.is_drafting = self._region.kind == "thinking" and self._drafts_calls
             self._buffer.recorded = [marker] if self._calls.is_drafting else None
             self._reader = action.reader(self._buffer, self._calls)
 

@@ -87,7 +87,9 @@ class SchedulerSettings(BaseModel):
     def memory_limits(self) -> MemoryLimits:
         from modelyard.scheduler.memory_planner import MemoryLimits  # not needed to read the settings
 
+        # Plain numbers: pydantic's ByteSize cannot be encoded, and limits are part of snapshots.
+        ram = int(self.memory_limit) if self.memory_limit is not None else None
         gpu = self.gpu_memory_limit
         if isinstance(gpu, dict):
-            return MemoryLimits(self.memory_limit, None, {uuid: int(size) for uuid, size in gpu.items()})
-        return MemoryLimits(self.memory_limit, gpu)
+            return MemoryLimits(ram, None, {uuid: int(size) for uuid, size in gpu.items()})
+        return MemoryLimits(ram, int(gpu) if gpu is not None else None)

@@ -1,7 +1,8 @@
 """What keeps the models of a configuration from running on this machine: engines, programs, files, templates, memory.
 
 Nothing is loaded and nothing is fetched. A fault of a model that a request can reach is an error; that of one that only
-an administrator loads is a note, because a file may be meant for several machines.
+an administrator loads is a note, because a file may be meant for several machines. So is that of a model that only the
+library has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ValidationError
 
 from modelyard import plugins
+from modelyard.config.library_models import LIBRARY_SOURCE
 from modelyard.config.problems import ConfigPath, ConfigProblem, ProblemLevel, problem_at
 from modelyard.config.settings import Config, LoadedConfig, engine_spec
 from modelyard.config.sources import with_lines
@@ -41,7 +43,7 @@ _OPTIONS_THAT_SPLIT = ("n_gpu_layers", "llama_server_n_gpu_layers")  # such an e
 def check_models(loaded: LoadedConfig, estimates: Iterable[ModelMemory], machine: MachineMemory) -> list[ConfigProblem]:
     """The problems of the sources and of all models on this machine, in the order of the files."""
     config, memory = loaded.config, {each.model: each.memory for each in estimates}
-    used = {entry.name for entry in config.router().catalog.models.values() if entry.enabled or entry.autoload}
+    used = _used_models(loaded)
     found = [_graded(problem, used, config) for problem in loaded.problems]
     for entry in config.router().catalog.models.values():
         for path, message, level in _model_faults(config, entry, memory.get(entry.name), machine):
@@ -50,6 +52,17 @@ def check_models(loaded: LoadedConfig, estimates: Iterable[ModelMemory], machine
     general = (*_server_faults(config), *_total_faults(config, memory, machine))
     found += [problem_at(loaded.layers, *each) for each in general]
     return with_lines(dict.fromkeys(found))
+
+
+def _used_models(loaded: LoadedConfig) -> set[str]:
+    """Models of the configuration that requests can reach. Those that only the library has are extras."""
+    configured = [layer for layer in loaded.layers if layer.source != LIBRARY_SOURCE]
+    entries = loaded.config.router().catalog.models.values()
+    return {
+        entry.name
+        for entry in entries
+        if (entry.enabled or entry.autoload) and any(layer.has(("models", entry.name)) for layer in configured)
+    }
 
 
 def _graded(problem: ConfigProblem, used: set[str], config: Config) -> ConfigProblem:

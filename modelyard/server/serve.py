@@ -91,7 +91,7 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
     )
     with note, on_hangup(built.admin.reload):
         watching = [asyncio.create_task(watch(watched_files(path), built.admin.reload))] if config.watch else []
-        if config.library and pool is None:  # with a scheduler in another process, that one watches and tells us
+        if config.library and pool is None and is_alone:  # with a scheduler in another process, that one tells us
             watching.append(asyncio.create_task(watch_library(built.admin.reload_library)))
         await server.serve(sockets=[listener])
         for task in watching:

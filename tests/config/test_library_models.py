@@ -73,7 +73,8 @@ LLAMA_8B = ModelShape(5 * GB, 131_072, 32, 4096, 32, 128_256, 32 * 1024, 32 * 10
         (MemoryBudget(11 * GB), 32_768, 1, "bounded by the memory"),
         (MemoryBudget(7 * GB), 12_288, 1, "bounded by the memory"),
         (MemoryBudget(1 * GB), 4_096, 1, "bounded by the memory"),
-        (MemoryBudget(64 * GB, 80 * GB), 131_072, 1, "as trained"),
+        (MemoryBudget(64 * GB, 80 * GB), 65_536, 2, "bounded by the memory: 80.0 GiB of GPU memory may be used"),
+        (MemoryBudget(64 * GB, 140 * GB), 131_072, 2, "as trained"),
         (MemoryBudget(64 * GB, 24 * GB), 49_152, 1, "bounded by the memory: 24.0 GiB of GPU memory may be used"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,9 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
+from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict, InvalidRequest
+from modelyard.library import models
+from modelyard.library.variants import MemoryBudget
 from modelyard.server.app import compose
+from tests.library.convert.tiny_models import write_model
+from tests.library.files import write_gguf
 from tests.live_server import demo_config
 
 CHAT_BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
@@ -171,3 +177,61 @@ async def test_a_server_without_a_file_cannot_reload() -> None:
         await server_app.admin.reload()
     await server_app.stop()
     await server_app.gateway.close()
+
+
+# --- models of the library --------------------------------------------------------------------------------------------
+
+
+def library_server(file: Path) -> ReloadableServer:
+    class LibraryServer(ReloadableServer):
+        def read(self) -> Any:
+            return load_config(self.file, env={}, library=lambda: read_library_models(MemoryBudget(2**34)))
+
+    return LibraryServer(file, config_with_reply("One."))
+
+
+async def test_a_pulled_model_reads_its_files_at_its_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
+    caplog.set_level("INFO")
+    server = library_server(tmp_path / "a.json")
+    built = server.server_app
+    await built.scheduler.load("demo")
+    transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        kept = built.gateway.models["demo"]
+        models.pull(str(write_model(tmp_path / "tiny.gguf")))
+        await built.admin.reload_library()
+        assert built.gateway.models["demo"] is kept, "what has not changed is not read again"
+        assert built.gateway.models["tiny"].text is None
+        assert "tiny: 4 conversations of 256 tokens: as trained" in caplog.text
+        assert (await client.get("/health")).json()["tokenizer_loaded"]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        replies = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(3)))
+        assert [reply.status_code for reply in replies] == [200] * 3
+        defined = built.gateway.models["tiny"]
+        assert defined.text is not None
+        count = await client.post("/tokenize", json={"model": "tiny", "content": "hello"})
+        assert count.status_code == 200
+        await built.admin.reload_library()
+        assert built.gateway.models["tiny"] is defined
+        models.remove_model("tiny")
+        await built.admin.reload_library()
+        assert (await client.post("/v1/chat/completions", json=body)).json()["error"]["code"] == "model_not_found"
+    await built.stop()
+    await built.gateway.close()
+
+
+async def test_a_pulled_file_that_is_broken_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
+    models.pull(str(write_gguf(tmp_path / "hollow.gguf")))  # a header without weights
+    async with reloadable_server(tmp_path / "a.json", config_with_reply("One.")):
+        built = library_server(tmp_path / "b.json").server_app
+        transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = CHAT_BODY | {"model": "hollow"}
+            reply = await client.post("/v1/chat/completions", json=body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_failed")
+        await built.stop()
+        await built.gateway.close()

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.errors import Conflict, InvalidRequest
 from modelyard.http.admin.context import ReloadResult
+from modelyard.library.model_files import LibraryEntry, put_entry, remove_entry
 from modelyard.server import config_watcher
 from modelyard.server.config_watcher import file_stamps, on_hangup, reload_and_log, watch
 
@@ -110,3 +111,42 @@ async def test_sighup_reloads() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.wait_for(reload.happened.wait(), 60)
     assert reload.count == 1
+
+
+# --- the library ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pulled_model_reloads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path))
+    reload = Reload()
+    watching = asyncio.create_task(config_watcher.watch_library(reload, poll_s=0.001))
+    await asyncio.sleep(0)
+    put_entry(LibraryEntry("one", "/x.gguf"))
+    await asyncio.wait_for(reload.happened.wait(), 60)
+    reload.happened.clear()
+    remove_entry("one")
+    await asyncio.wait_for(reload.happened.wait(), 60)
+    watching.cancel()
+    assert reload.count == 2
+
+
+async def test_a_reload_that_is_already_running_is_tried_again_and_an_error_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path))
+    errors: list[Exception] = [Conflict("busy"), InvalidRequest("a broken file")]
+    done = asyncio.Event()
+
+    async def reload() -> None:
+        error = errors.pop(0)
+        if not errors:
+            done.set()
+        raise error
+
+    watching = asyncio.create_task(config_watcher.watch_library(reload, poll_s=0.001))
+    await asyncio.sleep(0)
+    put_entry(LibraryEntry("one", "/x.gguf"))
+    await asyncio.wait_for(done.wait(), 60)
+    await asyncio.sleep(0)
+    watching.cancel()
+    assert "the library has changed: a broken file" in caplog.text

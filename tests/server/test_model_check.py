@@ -11,6 +11,7 @@ from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.settings import LoadedConfig
 from modelyard.core.engine import MemoryEstimate
+from modelyard.library.model_files import LibraryEntry, put_entry
 from modelyard.server.memory_estimate import ModelMemory
 from modelyard.server.model_check import check_models
 from modelyard.telemetry.system import GpuMemory, MachineMemory
@@ -115,6 +116,15 @@ def test_a_model_with_invalid_options_is_checked_for_the_rest() -> None:
         ("models.m.compute_type", 4),
         ("http.prot", 6),
     ]
+
+
+def test_a_model_that_only_the_library_has_is_no_error(tmp_path: Path) -> None:
+    put_entry(LibraryEntry("extra", str(tmp_path / "gone.gguf")))
+    put_entry(LibraryEntry("named", str(tmp_path / "gone.gguf")))
+    found = problems('[models.m]\nbackend = "fake"\n[models.named]\npath = "gone.gguf"\n')
+    assert {(problem.path, problem.level) for problem in found if problem.level != "note"} == {
+        ("models.named.path", "error")
+    }
 
 
 def test_the_default_model_is_fetched_at_start_and_its_absence_is_no_error() -> None:

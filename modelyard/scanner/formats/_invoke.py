@@ -4,8 +4,9 @@
     <parameter name="city">Paris</parameter>
     </invoke>
 
-Values are exact, including white space. Also read: elements that end with their own tag (`<invoke name="now"/>`), JSON in place of the parameters, one parameter that wraps all others
-in JSON, and calls without their block or their closing tags.
+Values are exact, including white space. Also read: elements that end with their own tag (`<invoke name="now"/>`), JSON
+in place of the parameters, one parameter that wraps all others in JSON, and calls without their block or their closing
+tags.
 """
 
 from __future__ import annotations

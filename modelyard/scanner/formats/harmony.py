@@ -8,7 +8,7 @@
 `analysis` is reasoning. `final`, and `commentary` without a recipient, is text. A message with a recipient is a call.
 The recipient may also come before the channel (`<|start|>assistant to=functions.x<|channel|>…`). A message of an
 unknown channel is held until its end and shown as text. Only `<|return|>` and `<|call|>` end a turn. `<|constrain|>`
-belongs to the header.
+belongs to the header. Models forget `<|start|>`: the role before the next channel is not text.
 """
 
 from __future__ import annotations
@@ -60,6 +60,15 @@ def _read_header(buffer: TextBuffer, calls: CallBuilder, *, in_channel: bool) ->
     return _REGIONS[channel]
 
 
+def _read_role(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+    """After a message: the header of the next one without its `<|start|>`."""
+    yield from buffer.skip_space()
+    if not (yield from buffer.skip_if("assistant")):
+        raise ParseError("ordinary words")
+    yield from buffer.skip_space()
+    return (yield from _read_header(buffer, calls, in_channel=False))
+
+
 def _end_without_body(header: str) -> str:
     """A message without a body. Its header is not shown, unless its words are not those of a header."""
     words = _HEADER_START.sub("", header, count=1).split()
@@ -94,7 +103,7 @@ def _read_body(buffer: TextBuffer) -> Incremental[str]:
 _MARKERS: dict[str, SwitchRegion | StartReader] = {
     _START: StartReader(partial(_read_header, in_channel=False), _ENDS),
     _CHANNEL: StartReader(partial(_read_header, in_channel=True), _ENDS),
-    **{end: SwitchRegion("text") for end in _ENDS},
+    **{end: SwitchRegion("text", _read_role) for end in _ENDS},
 }
 
 FORMATS = (
@@ -103,7 +112,7 @@ FORMATS = (
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
         hidden_markers=(_CONSTRAIN, _MESSAGE),
         turn_starts=_ENDS,
-        calls_in_reasoning=True,
+        has_messages=True,
         stop_tokens=("<|return|>", "<|call|>"),
         template_hints=((_CHANNEL, _MESSAGE),),
         name_hints=("gpt-oss", "gpt_oss", "harmony"),

@@ -43,7 +43,7 @@ FORMATS = (
     OutputFormat(
         name="inkling",
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
-        calls_in_reasoning=True,
+        has_messages=True,
         stop_tokens=(_STOP,),
         turn_starts=(_END, _STOP),
         template_hints=((_MODEL,), (_MODEL, _END)),

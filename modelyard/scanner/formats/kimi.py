@@ -21,7 +21,7 @@ that accepts the arguments.
     <|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>
 
 (In one line.) Text is written unchanged, every other type as JSON. The arguments of a call may also be one JSON object
-between `json` tags. The prompt opens `think` or `response`.
+between `json` tags. The prompt opens `think` or `response`. A missing `<|sep|>` is implied.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ _TAG_LIMIT = 512
 _REGION_OPENED = {"think": "thinking", "response": "text", "message": "text", "tools": None}
 _REGION_CLOSED = {"think": "text", "response": "text", "message": "text", "tools": None, "call": None, "json": None}
 _CLOSING_NAMES = (*_REGION_CLOSED, "argument")
+_KNOWN_TAG = re.compile(r'\s*(?:think|response|message|tools|call|argument|json)(?:\s+\w+="[^"]*")*')
+_CUT_TAG = re.compile(r'(?:\s+\w*(?:=(?:"[^"]*)?)?)?\Z')
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -102,7 +104,12 @@ class _Tag:
 
 
 def _read_tag(buffer: TextBuffer) -> Incremental[_Tag | None]:
-    """None: the output ended inside what could be a tag."""
+    """None: the output ended inside what could be a tag. The separator may be missing."""
+    if (found_tag := (yield from _match_tag(buffer))) is not None:
+        tag = _Tag(buffer.take_to(found_tag.end()))
+        yield from buffer.skip_if(_SEP)
+        buffer.commit()
+        return tag
     markers = tuple(map(buffer.encoded, (_SEP, _OPEN, _CLOSE, _END)))
     header, found = yield from buffer.read_header(markers, _TAG_LIMIT)
     tag = _Tag(header)
@@ -112,6 +119,19 @@ def _read_tag(buffer: TextBuffer) -> Incremental[_Tag | None]:
     if found or not any(name.startswith(tag.name) for name in _CLOSING_NAMES):
         raise ParseError("expected a tag")
     return None
+
+
+def _match_tag(buffer: TextBuffer) -> Incremental[re.Match[str] | None]:
+    """A known name and its attributes, once it is certain that no more of them follow."""
+    ends = tuple(map(buffer.encoded, (_SEP, _OPEN, _CLOSE, _END)))
+    while True:
+        limit = min(len(buffer.text), buffer.pos + _TAG_LIMIT)
+        markers = [at for end in ends if (at := buffer.text.find(end, buffer.pos, limit)) >= 0]
+        if markers or buffer.ended or len(buffer.text) - buffer.pos >= _TAG_LIMIT:
+            break
+        yield
+    found = _KNOWN_TAG.match(buffer.text, buffer.pos, min(markers, default=limit))
+    return None if found and not markers and _CUT_TAG.match(buffer.text, found.end(), limit) else found
 
 
 def _read_opening(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
@@ -157,15 +177,16 @@ def _read_argument(buffer: TextBuffer, arguments: ArgumentWriter, tag: _Tag | No
     else:
         types = tuple(one for one in allowed if one != "string") or allowed or ANY_TYPE
     arguments.begin(key, types)
+    close = buffer.encoded(_CLOSE)
+    closing = f"{close}argument"
     # Where its own closing tag is missing, the end of the call ends the value.
-    close, sep = buffer.encoded(_CLOSE), buffer.encoded(_SEP)
-    closing = f"{close}argument{sep}"
-    end = yield from buffer.read_verbatim(
-        (closing, f"{close}call{sep}", f"{close}tools{sep}", buffer.encoded(_END)), arguments.write
-    )
+    ends = (closing, f"{close}call", f"{close}tools", buffer.encoded(_END))
+    end = yield from buffer.read_verbatim(ends, arguments.write)
     if not end and buffer.truncated:
         raise ParseError("cut off inside an argument")
-    buffer.skip(len(end) if end == closing else 0)
+    if end == closing:
+        buffer.skip(len(end))
+        yield from buffer.skip_if(_SEP)
     arguments.end()
 
 
@@ -179,7 +200,7 @@ _K3 = OutputFormat(
     name="kimi_k3",
     regions={"text": Region("text", _K3_MARKERS), "thinking": Region("thinking", _K3_MARKERS)},
     hidden_markers=(_SEP,),
-    calls_in_reasoning=True,
+    has_messages=True,
     stop_tokens=(_END,),
     turn_starts=(_END, '<|open|>message role="assistant"<|sep|>'),
     template_hints=((_OPEN, _CLOSE, _END),),

@@ -26,8 +26,8 @@ elements:
 
 (The `invoke` is one line.) Without reasoning a turn begins with `</mm:think>` alone. The members of an object are
 elements with their names, those of a list are `item` elements, everything else is text. The schema decides what an
-element contains, and its content if the schema does not say: then everything but text is JSON. A missing closing tag is implied by that of an outer
-element.
+element contains, and its content if the schema does not say: then everything but text is JSON. A missing closing tag is
+implied by that of an outer element.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@
 
 The models often leave out the outer tag or the closing ones. They also write JSON between the outer tags, or JSON in
 place of the parameters. Other wrong tags are read if only one meaning is possible: `<function name>` of an offered
-tool, a name that ends with a line break instead of `>`, `<parameter=parameter=name>`, and `<function=now/>`. Objects and
-lists are written as JSON, everything else as text.
+tool, a name that ends with a line break instead of `>`, `<parameter=parameter=name>`, and `<function=now/>`. Objects
+and lists are written as JSON, everything else as text.
 
 `step3p5`: Step 3.5 writes the calls of Qwen 3 Coder after reasoning that the prompt opens.
 """

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.helpers import wait_until
+from tests.http.app_client import app_client
 from tests.live_server import LiveServer, demo_config, live_server
 
 CHAT_BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
@@ -259,6 +260,15 @@ def test_the_documentation_lists_every_endpoint(client: httpx.Client) -> None:
 
 
 # --- what pages ask ---------------------------------------------------------------------------------------------------
+
+
+async def test_an_estimate_and_the_memory_page_respect_the_memory_limit() -> None:
+    limited = demo_config() | {"scheduler": {"memory_limit": "1KiB"}}
+    async with app_client(limited) as limited_client:
+        body = (await limited_client.post("/v1/admin/models/demo/estimate")).json()
+        assert (body["free"], body["limit"], body["fits"], body["possible"]) == (1024, 1024, False, False)
+        memory = (await limited_client.get("/v1/admin/gpu-memory")).json()
+        assert memory["limits"] == [{"device": "cpu", "limit": 1024, "taken": 0}]
 
 
 def test_a_load_is_estimated_without_loading(client: httpx.Client) -> None:
