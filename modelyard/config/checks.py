@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from modelyard import plugins
 from modelyard.config.problems import ConfigPath, ProblemLevel, Table, errors_by_setting, suggest, validation_messages
-from modelyard.config.settings import Config, engine_options, options_input
+from modelyard.config.settings import FOREIGN_SECTIONS, Config, engine_options, keys_by_section, options_input
 from modelyard.core.errors import InvalidRequest
 from modelyard.prompt import template_source
 from modelyard.router.router import glob_covers
@@ -82,10 +82,26 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
         for loc, errors in errors_by_setting(error.errors(), options_input(model)).items():
             if errors[0]["type"] == "extra_forbidden" and len(loc) == 1:
                 message = f"unknown key; it is neither common to all models nor an option of {backend}."
-                message += suggest(str(loc[0]), known)
+                message += _owner_hint(str(loc[0])) or suggest(str(loc[0]), known)
             else:
                 message = validation_messages(errors)
             yield (*path, *loc), message, "error"
+
+
+def _owner_hint(key: str) -> str:
+    """Where a key that a model does not have belongs."""
+    sections = [name for name, keys in keys_by_section().items() if key in keys and name not in FOREIGN_SECTIONS]
+    if sections:
+        return f" It belongs into [{sections[0]}]."
+    owners = [name for name in plugins.names("engines") if key in _option_names(name)]
+    return f" It is an option of {' and '.join(owners)}." if owners else ""
+
+
+def _option_names(engine: str) -> Collection[str]:
+    try:
+        return plugins.load("engines", engine).Options.model_fields.keys()
+    except plugins.MissingLibrary:
+        return ()
 
 
 def _check_known_names(path: ConfigPath, backend: str, options: BaseModel) -> Iterator[ConfigFinding]:

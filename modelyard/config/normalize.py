@@ -13,6 +13,7 @@ from typing import Any
 
 from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem, Table, format_path, problem_at, suggest
 from modelyard.config.settings import FOREIGN_SECTIONS, field_aliases, infer_backend, keys_by_section
+from modelyard.library.model_files import candidate_paths
 from modelyard.router.settings import CacheSettings, ModelSettings
 
 
@@ -107,9 +108,17 @@ def resolve_defaults(merged: Table, layers: Sequence[ConfigLayer]) -> list[Confi
             default = engine.get("backend")
             table["backend"] = default if default is not None else infer_backend(table.get("path"))
         if table["backend"] is None:
-            message = "no engine is set, and path does not imply one. Set backend, or engine.backend for all models."
-            problems.append(problem_at(layers, ("models", name, "backend"), message))
+            problems.append(problem_at(layers, ("models", name, "backend"), _no_backend(table.get("path"))))
     return problems
+
+
+def _no_backend(path: Any) -> str:
+    hint = "Set backend, or engine.backend for all models."
+    if not isinstance(path, str):
+        return f"neither backend nor path is set, so no engine can be chosen. {hint}"
+    if not any(found.exists() for found in candidate_paths(path)):
+        return f"no engine is set, and there is no file or folder {path!r} that would imply one. {hint}"
+    return f"no engine is set, and {path!r} does not imply one: it is no GGUF or CTranslate2 model. {hint}"
 
 
 def _resolve_named_model(merged: Table, model: Table, layers: Sequence[ConfigLayer]) -> Iterator[ConfigProblem]:

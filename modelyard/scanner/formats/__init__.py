@@ -14,15 +14,17 @@ from modelyard.core.output_format import OutputFormat
 FAMILIES: dict[str, tuple[str, ...]] = {
     "cohere": ("cohere_command", "cohere_command4"),
     "deepseek": ("deepseek_r1", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
+    "functionary": ("functionary_v32",),
     "gemma": ("functiongemma", "gemma4"),
     "generic": ("plain", "think"),
-    "glm": ("glm45", "glm47", "ling3", "poolside_v1"),
-    "granite": ("granite", "granite4"),
+    "glm": ("glm45", "glm47", "ling3", "poolside_v1", "spark"),
+    "granite": ("granite", "granite4", "granite_20b_fc"),
     "hunyuan": ("hunyuan", "hunyuan_a13b", "hy_v3"),
     "kimi": ("kimi_k2", "kimi_k3"),
     "llama": ("llama3_json", "llama4_pythonic", "pythonic"),
-    "minimax": ("minimax_m2", "minimax_m3"),
+    "minimax": ("minimax_m1", "minimax_m2", "minimax_m3"),
     "nemotron": ("nemotron_v2", "nemotron_v3"),
+    "phi4mini": ("firefunction_v2", "phi4mini"),
     "qwen": ("hermes", "qwen3_coder", "step3p5"),
 }
 

@@ -9,7 +9,7 @@ from modelyard.core.output_format import Reader, Region, StartReader, SwitchRegi
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 
-THINK = (("<think>", "</think>"),)
+THINK = (("<think>", "</think>"), ("<thinking>", "</thinking>"))
 _NAME = re.compile(r"\w[\w-]*(?:[.:/][\w-]+)*")
 
 

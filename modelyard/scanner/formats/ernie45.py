@@ -34,9 +34,16 @@ FORMATS = (
         name="ernie45",
         regions={
             "text": Region(
-                "text", {"<think>": SwitchRegion("thinking"), "</response>": SwitchRegion("text"), **_MARKERS}
+                "text",
+                {
+                    **dict.fromkeys(("<think>", "<thinking>"), SwitchRegion("thinking")),
+                    "</response>": SwitchRegion("text"),
+                    **_MARKERS,
+                },
             ),
-            "thinking": Region("thinking", {"</think>": SwitchRegion("text"), **_MARKERS}),
+            "thinking": Region(
+                "thinking", {**dict.fromkeys(("</think>", "</thinking>"), SwitchRegion("text")), **_MARKERS}
+            ),
         },
         hidden_markers=("</tool_call>", "<|im_end|>", "<|end_of_sentence|>"),
         stop_tokens=("<|im_end|>", "<|end_of_sentence|>", "</s>"),

@@ -4,6 +4,7 @@
 
     Hello, world!
     <text>Hello, world!</text>                           the tags are dropped, the text streams
+    <thinking>First, …</thinking>                        reasoning
     <tool_code>{"name": …, "arguments": …}</tool_code>   held until complete; text if it is not a call
 
 `think`, for reasoning between tags and no calls:
@@ -21,7 +22,7 @@ prompt.
 
 from __future__ import annotations
 
-from modelyard.core.output_format import OutputFormat, Region, StartReader
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import THINK, regions
 from modelyard.scanner.json_calls import json_calls
@@ -30,7 +31,6 @@ from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 _CODE_END = "</tool_code>"
 _TAGS = (
     *THINK,
-    ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
     ("[THINK]", "[/THINK]"),
@@ -49,7 +49,7 @@ def _tool_code(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None
 
 _PLAIN = OutputFormat(
     name="plain",
-    regions={"text": Region("text", {"<tool_code>": StartReader(_tool_code, (_CODE_END,))})},
+    regions=regions({"<tool_code>": StartReader(_tool_code, (_CODE_END,))}, tags=(("<thinking>", "</thinking>"),)),
     hidden_markers=("<text>", "</text>", _CODE_END),
     trims_newlines=False,
 )

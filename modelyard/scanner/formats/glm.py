@@ -25,6 +25,9 @@ opens the reasoning, or opens and closes it.
 
 `poolside_v1`: Poolside's Laguna writes no line breaks, or all of them, in turns that end with `</assistant>`. The
 prompt opens the reasoning, or writes only its closing tag.
+
+`spark`: Spark 2.5 writes no line breaks, in turns that begin with `<|Bot|>`. The prompt opens the reasoning, or writes
+only its closing tag.
 """
 
 from __future__ import annotations
@@ -169,4 +172,6 @@ _POOLSIDE = _relative(
     ("laguna", "poolside"),
 )
 
-FORMATS = (_GLM45, _GLM47, _LING, _POOLSIDE)
+_SPARK = _relative("spark", "<|Bot|>", ("<｜end▁of▁sentence｜>",), "<|Bot|>", ("spark-2.5", "spark2.5"))
+
+FORMATS = (_GLM45, _GLM47, _LING, _POOLSIDE, _SPARK)

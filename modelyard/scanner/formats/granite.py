@@ -20,6 +20,13 @@ Reasoning is between tags (3.3) or between two sentences (3.2):
     <tool_call>
     {"name": "get_time", "arguments": {}}
     </tool_call><|end_of_text|>
+
+`granite_20b_fc`: Granite 20B for function calling, before Granite 3, writes a marker before each object:
+
+    <function_call> {"name": "get_weather", "arguments": {"city": "Paris"}}
+    <function_call> {"name": "get_time", "arguments": {}}<|endoftext|>
+
+If no tool fits, it calls `no_function`, which is passed on as text.
 """
 
 from __future__ import annotations
@@ -54,8 +61,17 @@ _MARKERS: dict[str, SwitchRegion | StartReader] = {
 _GRANITE3 = OutputFormat(
     name="granite",
     regions={
-        "text": Region("text", {"<think>": SwitchRegion("thinking"), "</response>": SwitchRegion("text"), **_MARKERS}),
-        "thinking": Region("thinking", {"</think>": SwitchRegion("text"), **_MARKERS}),
+        "text": Region(
+            "text",
+            {
+                **dict.fromkeys(("<think>", "<thinking>"), SwitchRegion("thinking")),
+                "</response>": SwitchRegion("text"),
+                **_MARKERS,
+            },
+        ),
+        "thinking": Region(
+            "thinking", {**dict.fromkeys(("</think>", "</thinking>"), SwitchRegion("text")), **_MARKERS}
+        ),
     },
     hidden_markers=("</tool_call>", "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
     stop_tokens=("<|end_of_text|>",),
@@ -72,4 +88,14 @@ _GRANITE4 = replace(
     name_hints=("granite-4", "granite4", "granite-h"),
 )
 
-FORMATS = (_GRANITE3, _GRANITE4)
+_GRANITE_20B = OutputFormat(
+    name="granite_20b_fc",
+    regions=regions({"<function_call>": StartReader(json_calls, ("</function_call>",))}),
+    hidden_markers=("</function_call>", "<|endoftext|>", "<function_response>"),
+    stop_tokens=("<|endoftext|>",),
+    turn_starts=("ASSISTANT:",),
+    template_hints=(("<function_call>",), ("<function_call>", "<|function_call_library|>")),
+    name_hints=("granite-20b-functioncalling", "granite-20b-fc"),
+)
+
+FORMATS = (_GRANITE3, _GRANITE4, _GRANITE_20B)

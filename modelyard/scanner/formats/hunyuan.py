@@ -120,9 +120,16 @@ _A13B = OutputFormat(
     name="hunyuan_a13b",
     regions={
         "text": Region(
-            "text", {"<think>": SwitchRegion("thinking"), "</answer>": SwitchRegion("text"), **_A13B_MARKERS}
+            "text",
+            {
+                **dict.fromkeys(("<think>", "<thinking>"), SwitchRegion("thinking")),
+                "</answer>": SwitchRegion("text"),
+                **_A13B_MARKERS,
+            },
         ),
-        "thinking": Region("thinking", {"</think>": SwitchRegion("text"), **_A13B_MARKERS}),
+        "thinking": Region(
+            "thinking", {**dict.fromkeys(("</think>", "</thinking>"), SwitchRegion("text")), **_A13B_MARKERS}
+        ),
     },
     hidden_markers=("</tool_calls>", "<|eos|>", "<|startoftext|>", "<|extra_0|>", "<|extra_4|>"),
     stop_tokens=("<|eos|>", "<|endoftext|>"),

@@ -43,7 +43,7 @@ from modelyard.scanner.pythonic_calls import pythonic_arguments, pythonic_list
 
 _TAG, _ENDS = "<|python_tag|>", ("<|eom_id|>", "<|eot_id|>")
 _TURN_START = "<|start_header_id|>assistant<|end_header_id|>"
-_INTERPRETERS = ("python", "ipython", "code_interpreter")
+INTERPRETERS = ("python", "ipython", "code_interpreter")
 _BUILT_IN = re.compile(r"\s*([\w-]+)\.call\(")
 _BUILT_IN_LIMIT = 96  # longer than any built-in name
 
@@ -98,21 +98,22 @@ def _read_tagged(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | No
         calls.start(found[1])
         yield from pythonic_arguments(buffer, calls)
     else:
-        yield from _read_code(buffer, calls)
+        for name in INTERPRETERS:
+            calls.start(name)
+            if calls.tool is not None:
+                break
+        else:
+            raise ParseError("no interpreter is offered")
+        yield from read_code(buffer, calls, name, _ENDS)
     return None
 
 
-def _read_code(buffer: TextBuffer, calls: CallBuilder) -> Incremental[None]:
-    """Everything up to the end of the turn is the argument of the interpreter."""
-    for name in _INTERPRETERS:
-        calls.start(name)
-        if calls.tool is not None:
-            break
-    else:
-        raise ParseError("no interpreter is offered")
+def read_code(buffer: TextBuffer, calls: CallBuilder, name: str, ends: tuple[str, ...]) -> Incremental[None]:
+    """Everything up to the end of the turn is the argument of the interpreter with this name."""
+    calls.start(name)
     arguments = ArgumentWriter(calls)
     arguments.begin(next(iter(arguments.properties), "code"), ("string",))
-    end = yield from buffer.read_verbatim(tuple(map(buffer.encoded, _ENDS)), arguments.write)
+    end = yield from buffer.read_verbatim(tuple(map(buffer.encoded, ends)), arguments.write)
     if not end and buffer.truncated:
         raise ParseError("cut off inside code")
     arguments.end()

@@ -1,5 +1,16 @@
 """MiniMax.
 
+`minimax_m1`: M1 and Text-01 write JSON objects on separate lines:
+
+    <think>
+    I need the weather.
+    </think>
+
+    <tool_calls>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    {"name": "now", "arguments": {}}
+    </tool_calls><end_of_sentence>
+
 `minimax_m2`: M2, M2.1, M2.5 and M2.7 write a block of `invoke` tags, every value as text. The prompt opens the
 reasoning:
 
@@ -42,10 +53,20 @@ from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.grammar import CallGrammar, TaggedBody
-from modelyard.scanner.json_calls import json_arguments
+from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 
 _TURN_END, _TURN_START = "[e~[", "]~b]ai"
+
+_M1 = OutputFormat(
+    name="minimax_m1",
+    regions=regions({"<tool_calls>": StartReader(json_calls, ("</tool_calls>",))}, ends=("<end_of_sentence>",)),
+    hidden_markers=("</tool_calls>", "<beginning_of_sentence>"),
+    stop_tokens=("<end_of_sentence>",),
+    turn_starts=("<beginning_of_sentence>ai name=assistant",),
+    template_hints=(("<tool_calls>", "<beginning_of_sentence>"), ("<beginning_of_sentence>ai", "<end_of_sentence>")),
+    name_hints=("minimax-m1", "minimax_m1", "minimax-text-01"),
+)
 
 _M2 = OutputFormat(
     name="minimax_m2",
@@ -331,4 +352,4 @@ _M3 = OutputFormat(
     name_hints=("minimax-m3", "minimax_m3"),
 )
 
-FORMATS = (_M2, _M3)
+FORMATS = (_M1, _M2, _M3)

@@ -58,12 +58,10 @@ from modelyard.scanner.grammar import CallGrammar, JsonBody, TaggedBody
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 
-_HERMES_TAGS = (*THINK, ("<thinking>", "</thinking>"))
-
 HERMES = OutputFormat(
     name="hermes",
-    regions=regions({"<tool_call>": StartReader(json_calls, ("</tool_call>",))}, tags=_HERMES_TAGS),
-    hidden_markers=("</tool_call>", "<|im_end|>", *(close for _, close in _HERMES_TAGS)),
+    regions=regions({"<tool_call>": StartReader(json_calls, ("</tool_call>",))}),
+    hidden_markers=("</tool_call>", "<|im_end|>", *(close for _, close in THINK)),
     stop_tokens=("<|im_end|>",),
     turn_starts=("<|im_start|>assistant",),
     template_hints=(("<tool_call>",),),
