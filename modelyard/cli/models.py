@@ -170,13 +170,11 @@ def remove(
 
 
 def rm(
-    names: Annotated[
-        list[str], typer.Argument(metavar="MODEL…", help="Names in the library.", autocompletion=complete_library)
-    ],
+    models: Annotated[list[str], typer.Argument(help="Names in the library.", autocompletion=complete_library)],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Remove models from the library. Only files that the library downloaded are deleted."""
-    for name in names:
+    for name in models:
         remove(name, yes)
 
 

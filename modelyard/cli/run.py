@@ -75,6 +75,9 @@ def run(
       cat notes.txt | modelyard run qwen "Summarise"
       modelyard run llava "What is this?" -i photo.jpg
       modelyard run qwen --json "Name a colour" | jq -r .content
+
+    The exit code is 0 for a reply, 1 for an error, 2 for wrong usage and 130
+    for Ctrl-C.
     """
     settings, images = run_or_exit(read_options, system, parameters, think, image)
     asked, piped = " ".join(prompt or ()), b"" if sys.stdin.isatty() else sys.stdin.buffer.read()

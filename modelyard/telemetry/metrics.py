@@ -51,8 +51,8 @@ OLD_NAMES = True  # for one release all others are exposed without the prefix, t
 
 
 class MetricSpec(Struct, frozen=True):
-    """`name` is without the prefix. `aggregation` combines the values of several processes; only a gauge may use another
-    one than `sum`."""
+    """`name` is without the prefix. `aggregation` combines the values of several processes; only a gauge may have
+    another one than `sum`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]

@@ -373,4 +373,4 @@ def test_serve_downloads_the_default_model_before_it_listens(monkeypatch: pytest
 
     monkeypatch.setattr(default_model, "fetch", fetch)
     shown = invoke("serve", "--port", "0")
-    assert (shown.exit_code, shown.stderr) == (2, "error no network\n")
+    assert (shown.exit_code, shown.stderr) == (1, "error no network\n")

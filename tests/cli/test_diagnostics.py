@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from modelyard.cli import app
 from modelyard.cli.diagnostics import COLUMNS, request_rows
-from modelyard.core.errors import Forbidden, NotFound, Unavailable
+from modelyard.core.errors import Forbidden, NotFound, Unauthenticated, Unavailable
 from tests.live_server import demo_config, live_server
 
 SYSTEM_PROMPT = "You are a careful helper. " * 20
@@ -53,7 +53,7 @@ def test_a_server_with_keys_needs_an_admin_key() -> None:
     with live_server({**demo_config(), "keys": keys}) as server:
         send(server.url, "talk-1", "hello", key="s3cret-guest")
         assert len(request_rows(server.url, "s3cret-boss", None, 5)[1]) == 1
-        with pytest.raises(Forbidden, match="--key"):
+        with pytest.raises(Unauthenticated, match="--key"):
             request_rows(server.url, None, None, 5)
         with pytest.raises(Forbidden, match="admin key"):
             request_rows(server.url, "s3cret-guest", None, 5)

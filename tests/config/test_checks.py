@@ -52,7 +52,10 @@ n_ctx = 100
             '[models.o]\nbackend = "toy"\nformat = "hermess"',
             "models.o.format: there is no format 'hermess'. Did you mean 'hermes'?",
         ),
-        ('[models.o]\nbackend = "toy"\nport = 1', "models.o.port: unknown key; it is neither common to all models nor an "),
+        (
+            '[models.o]\nbackend = "toy"\nport = 1',
+            "models.o.port: unknown key; it is neither common to all models nor an ",
+        ),
         ('[models.o]\nbackend = "toy"\nport = 1', "It belongs into [http]."),
         ('[models.o]\npath = "no-such-model"', "there is no file or folder 'no-such-model' that would imply one"),
         ('[models.o]\npath = "/tmp"', "'/tmp' does not imply one: it is no GGUF or CTranslate2 model."),

@@ -211,6 +211,47 @@ def _granite(reasoning: str, text: str, calls: Calls) -> str:
     return f"{_think_inline(reasoning)}{text}" + (f"<|tool_call|>{_list(calls)}" if calls else "")
 
 
+def _functionary(reasoning: str, text: str, calls: Calls) -> str:
+    if "all" in {tool.name for tool, _ in calls} or not all(tool.name[0].isalpha() for tool, _ in calls):
+        raise Unwritable
+    parts = [f"all\n{text}"] if text else []
+    parts += [f"{tool.name}\n{json.dumps(given, ensure_ascii=False)}" for tool, given in calls]
+    return _think(reasoning) + "".join(f">>>{part}" for part in parts) + "<|eot_id|>"
+
+
+def _firefunction(reasoning: str, text: str, calls: Calls) -> str:
+    return _think(reasoning) + text + (f"\nfunctools{_list(calls)}" if calls else "") + "<|eot_id|>"
+
+
+def _granite_20b(reasoning: str, text: str, calls: Calls) -> str:
+    given = "\n".join(f"<function_call> {one}" for one in _objects(calls))
+    return f"{_think(reasoning)}{text}\n{given}<|endoftext|>" if calls else f"{_think(reasoning)}{text}<|endoftext|>"
+
+
+def _minimax_m1(reasoning: str, text: str, calls: Calls) -> str:
+    given = "".join(f"{one}\n" for one in _objects(calls))
+    return f"{_think(reasoning)}{text}" + (f"\n<tool_calls>\n{given}</tool_calls>" if calls else "") + "<end_of_sentence>"
+
+
+def _solar_open(reasoning: str, text: str, calls: Calls) -> str:
+    parts = [f"<|begin|>assistant<|think|>{reasoning}<|end|>"] if reasoning else []
+    parts += [f"<|begin|>assistant<|content|>{text}<|end|>"] if text else []
+    given = "".join(
+        f"<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>{tool.name}<|tool_call:args|>"
+        f"{json.dumps(arguments, ensure_ascii=False)}<|tool_call:end|>"
+        for tool, arguments in calls
+    )
+    return "".join(parts) + (f"<|begin|>assistant<|tool_calls|>{given}<|calls|>" if calls else "")
+
+
+def _step3(reasoning: str, text: str, calls: Calls) -> str:
+    given = "".join(
+        f"<｜tool_call_begin｜>function<｜tool_sep｜>{one}<｜tool_call_end｜>\n" for one in _invokes(calls, "steptml:")
+    )
+    block = f"<｜tool_calls_begin｜>\n{given}<｜tool_calls_end｜>" if calls else ""
+    return f"{_think(reasoning)}{text}{block}<|EOT|>"
+
+
 def _granite4(reasoning: str, text: str, calls: Calls) -> str:
     return "\n".join([_think(reasoning) + text, *_tagged_objects(calls)]).rstrip()
 
@@ -416,6 +457,8 @@ TURN_WRITERS: dict[str, Writer] = {
     "deepseek_v4": partial(_deepseek_dsml, "tool_calls"),
     "dots": _dots,
     "ernie45": _ernie45,
+    "firefunction_v2": _firefunction,
+    "functionary_v32": _functionary,
     "functiongemma": _functiongemma,
     "gemma4": _gemma4,
     "gigachat3": _gigachat3,
@@ -423,6 +466,7 @@ TURN_WRITERS: dict[str, Writer] = {
     "glm47": _glm47,
     "granite": _granite,
     "granite4": _granite4,
+    "granite_20b_fc": _granite_20b,
     "hunyuan": partial(_hunyuan, ""),
     "hunyuan_a13b": _hunyuan_a13b,
     "hy_v3": partial(_hunyuan, ":opensource"),
@@ -437,6 +481,7 @@ TURN_WRITERS: dict[str, Writer] = {
     "llama4_pythonic": _llama4_pythonic,
     "longcat": _longcat,
     "minicpm5": _minicpm5,
+    "minimax_m1": _minimax_m1,
     "minimax_m2": _minimax_m2,
     "minimax_m3": _minimax_m3,
     "mistral": _mistral,
@@ -449,6 +494,9 @@ TURN_WRITERS: dict[str, Writer] = {
     "pythonic": _pythonic,
     "reka": _reka,
     "seed_oss": _seed_oss,
+    "solar_open": _solar_open,
+    "spark": partial(_glm47, end="<｜end▁of▁sentence｜>"),
+    "step3": _step3,
     "step3p5": _qwen3_coder_turn,
     "xlam": _xlam,
 }
