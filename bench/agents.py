@@ -207,7 +207,7 @@ def comparisons(found: Mapping[str, list[SessionCost]]) -> Iterator[Comparison]:
     yield compare("times to first token, summed", "s", "ttft", best, 0.9)
     yield compare("the whole session", "s", "seconds", best, 1.0)
     yield compare("CPU of the whole session", "s", "cpu_s", best, None)
-    yield compare("peak memory", "MB", "peak_mb", best, None)
+    yield compare("peak memory", "MiB", "peak_mb", best, None)
 
 
 def _notes(found: Mapping[str, list[SessionCost]], plan: Plan, threads: int) -> list[str]:
@@ -220,7 +220,7 @@ def _notes(found: Mapping[str, list[SessionCost]], plan: Plan, threads: int) -> 
         notes.append(
             f"{name}: {one.requests} requests, {one.evaluated:,} of {one.prompt:,} prompt tokens evaluated "
             f"({one.evaluated / one.prompt:.1%}), {one.output:,} output tokens, "
-            f"{one.seconds:,.0f} s ({one.ttft:,.0f} to first tokens), CPU {one.cpu_s:,.0f} s, {one.peak_mb:,.0f} MB"
+            f"{one.seconds:,.0f} s ({one.ttft:,.0f} to first tokens), CPU {one.cpu_s:,.0f} s, {one.peak_mb:,.0f} MiB"
         )
     return notes
 

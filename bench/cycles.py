@@ -62,7 +62,7 @@ class CycleRun(Struct, frozen=True):
     def slope_kb(self) -> float:
         """Of the resident memory, per cycle, over the second half."""
         rss = [one.rss_mb for one in self.samples[len(self.samples) // 2 :]]
-        return 1e3 * slope(range(len(rss)), rss)
+        return 1024 * slope(range(len(rss)), rss)
 
     @property
     def is_flat(self) -> bool:
@@ -99,8 +99,8 @@ def show(runs: Sequence[CycleRun], out: Console) -> None:
         table.add_row(
             run.engine,
             str(len(run.samples) - run.warmup),
-            f"{first.rss_mb:.0f} → {last.rss_mb:.0f} MB",
-            f"{run.slope_kb:+.0f} kB/cycle",
+            f"{first.rss_mb:.0f} → {last.rss_mb:.0f} MiB",
+            f"{run.slope_kb:+.0f} KiB/cycle",
             *(f"{a} → {b}" for a, b in zip(first[1:], last[1:], strict=True)),
             f"{run.seconds / len(run.samples):.2f} s",
             mark(run.is_flat),
@@ -123,7 +123,7 @@ def main() -> int:
     show(runs, console())
     if options.svg:
         rss = {run.engine: [one.rss_mb for one in run.samples] for run in runs}
-        save(draw_series("RSS after each unload (MB)", "cycles", range(options.cycles + _WARMUP), rss), options.svg)
+        save(draw_series("RSS after each unload (MiB)", "cycles", range(options.cycles + _WARMUP), rss), options.svg)
     return 0 if all(run.is_flat for run in runs) else 1
 
 

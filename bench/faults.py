@@ -489,7 +489,7 @@ class FaultRun(Struct):
         print(row.line(), flush=True)
         for message, count in outcomes.messages.most_common(4):
             print(f"    {count} × {message}", flush=True)
-        after = {part: f"{files} files, {size >> 20} MB" for part, (files, size) in self.server.usage().items()}
+        after = {part: f"{files} files, {size >> 20} MiB" for part, (files, size) in self.server.usage().items()}
         print(f"    after: {after}", flush=True)
         return row
 
@@ -499,7 +499,7 @@ def _growth(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]])
     for name in before:
         files, grown = now[name][0] - before[name][0], now[name][1] - before[name][1]
         if files > 0 or grown > MAX_GROWTH:
-            found[name] = f"{files:+d} files, {grown / 2**20:+.0f} MB"
+            found[name] = f"{files:+d} files, {grown / 2**20:+.0f} MiB"
     return found
 
 

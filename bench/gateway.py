@@ -61,7 +61,7 @@ from modelyard.server.model_definition import define_model
 from modelyard.tokenizer.shield import unshield
 
 # The targets.
-REQUESTS_PER_CPU_S, LITELLM_RATIO, EVENTS_PER_CPU_S, MAX_RSS_MB, MAX_ADDED_TTFT_MS = 5_000, 25, 35_000, 300, 1.0
+REQUESTS_PER_CPU_S, LITELLM_RATIO, EVENTS_PER_CPU_S, MAX_RSS_MB, MAX_ADDED_TTFT_MS = 5_000, 25, 35_000, 286, 1.0
 PROXIED_PER_CPU_S, PROXY_RATIO = 3_000, 15
 
 OUTPUT_TOKENS = 16
@@ -449,7 +449,7 @@ def _stream_rows(streams: Sequence[ServerSample], added: AddedTtft) -> Iterator[
             yield Row(f"   {name} {percent}", _ms(value * 1000))
     yield Row("   CPU, cores", f"{fmean(s.cpu_s / s.seconds for s in streams):.2f}")
     rss = max(sample.rss_mb for sample in streams)
-    yield Row("   RSS", f"{rss:.0f} MB", target=f"< {MAX_RSS_MB} MB", met=rss < MAX_RSS_MB)
+    yield Row("   RSS", f"{rss:.0f} MiB", target=f"< {MAX_RSS_MB} MiB", met=rss < MAX_RSS_MB)
     target, met = f"≤ {MAX_ADDED_TTFT_MS:g} ms", added.p50 <= MAX_ADDED_TTFT_MS
     yield Row("added TTFT p50, one request at a time", _ms(added.p50), target=target, met=met)
     yield Row("added TTFT p99", _ms(added.p99))

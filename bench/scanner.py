@@ -3,7 +3,7 @@
     python bench/scanner.py [--rounds N]
 
 Every row is the median over the rounds of the CPU time of a whole output, divided by its tokens. The last rows are one
-call with an argument of 64 KB to 1 MB: the cost per token must not grow with the length.
+call with an argument of 64 KiB to 1 MiB: the cost per token must not grow with the length.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def cases() -> Iterator[ScanCase]:
         yield ScanCase("a call with code", format, call(_CODE * 500))
     for size in (64, 256, 1024):
         for format in ("hermes", "qwen3_coder"):
-            yield ScanCase(f"a call of {size} KB", format, _CALLS[format](_PROSE * (size * 1024 // len(_PROSE))))
+            yield ScanCase(f"a call of {size} KiB", format, _CALLS[format](_PROSE * (size * 1024 // len(_PROSE))))
 
 
 def pieces(text: str) -> list[Piece]:

@@ -45,13 +45,13 @@ class Server:
         return sum(time.clock_gettime((~process.pid << 3) | 2) for process in self._tree())
 
     def rss_mb(self) -> float:
-        return sum(process.memory_info().rss for process in self._tree()) / 1e6
+        return sum(process.memory_info().rss for process in self._tree()) / 2**20
 
     def peak_mb(self) -> float:
         """The sum of the peak resident memory of each process."""
         status = [Path(f"/proc/{process.pid}/status").read_text() for process in self._tree()]
         peaks = [line for text in status for line in text.splitlines() if line.startswith("VmHWM:")]
-        return sum(int(line.split()[1]) for line in peaks) * 1024 / 1e6
+        return sum(int(line.split()[1]) for line in peaks) / 1024
 
     def _tree(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]

@@ -174,7 +174,7 @@ def judge(samples: list[Sample], outcomes: Counter[str]) -> Verdict:
     bad = [name for name in outcomes if name not in ("200", "disconnected", "cancelled", "409", "499")]
     reasons = [f"{outcomes[name]} × {name}" for name in bad]
     if grown > _MAX_SLOPE_MB and rise > _MAX_SLOPE_MB:
-        reasons.append(f"memory grows by {grown:.0f} MB/h")
+        reasons.append(f"memory grows by {grown:.0f} MiB/h")
     if last.held.files - first.held.files > _MAX_FILES or last.held.threads - first.held.threads > _MAX_FILES:
         reasons.append(f"files or threads grow: {first.held} → {last.held}")
     if last.waiting or last.running:
@@ -189,7 +189,7 @@ def show(samples: list[Sample], outcomes: Counter[str], out: Console) -> None:
     steps = [round(number * (len(samples) - 1) / 12) for number in range(13)]
     for index in sorted(set(steps)):
         at, held, waiting, running = samples[index]
-        row = (f"{at / 60:.1f}", f"{held.rss_mb:.1f} MB", held.files, held.threads, waiting, running)
+        row = (f"{at / 60:.1f}", f"{held.rss_mb:.1f} MiB", held.files, held.threads, waiting, running)
         table.add_row(*map(str, row))
     out.print(table)
     verdict = judge(samples, outcomes)
@@ -198,7 +198,7 @@ def show(samples: list[Sample], outcomes: Counter[str], out: Console) -> None:
     notes = (
         machine(),
         f"{outcomes.total():,} requests in {minutes:.1f} minutes: {counted}",
-        f"RSS slope after the first {_WARMUP:.0%}: {verdict.slope_mb_per_hour:+.1f} MB/hour",
+        f"RSS slope after the first {_WARMUP:.0%}: {verdict.slope_mb_per_hour:+.1f} MiB/hour",
         *verdict.reasons,
     )
     show_notes(notes, out)
@@ -219,7 +219,7 @@ def main() -> int:
     show(samples, outcomes, console())
     if options.svg:
         series = {
-            "RSS (MB)": [one.held.rss_mb for one in samples],
+            "RSS (MiB)": [one.held.rss_mb for one in samples],
             "open files": [one.held.files for one in samples],
             "threads": [one.held.threads for one in samples],
             "waiting": [one.waiting for one in samples],

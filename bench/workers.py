@@ -300,7 +300,7 @@ def sizes() -> list[Row]:
     one = len(encode(UpdateBatch([TokenStep(7, pack_ids([30_000]))])))
     prompt_size = f"{len(encode(request)):,} bytes (as JSON ids {len(json.dumps(ids)):,})"
     return [
-        ("a prompt of 1,024 tokens", prompt_size, "~4 KB"),
+        ("a prompt of 1,024 tokens", prompt_size, "~4 KiB"),
         ("a token, 64 streams per message", f"{batch / 64:.1f} bytes", "4 bytes and the id of its stream"),
         ("a token, alone in its message", f"{one} bytes", ""),
     ]

@@ -99,9 +99,10 @@ def _owner_hint(key: str) -> str:
 
 def _option_names(engine: str) -> Collection[str]:
     try:
-        return plugins.load("engines", engine).Options.model_fields.keys()
+        options: type[BaseModel] = plugins.load("engines", engine).Options
     except plugins.MissingLibrary:
         return ()
+    return options.model_fields.keys()
 
 
 def _check_known_names(path: ConfigPath, backend: str, options: BaseModel) -> Iterator[ConfigFinding]:

@@ -29,11 +29,13 @@ from modelyard.engines.hf_folder import CONFIG, read_config, read_json
 from modelyard.engines.llama_cpp.estimate import ModelShape, estimate_memory, read_model_shape
 from modelyard.engines.llama_cpp.library import visible_memory
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.library import gguf, llama_server, vllm_env
+from modelyard.engines.vllm.model_folder import find_folder
+from modelyard.library import gguf, hub, llama_server, vllm_env
 from modelyard.library.cache_dir import models_dir
 from modelyard.library.gguf import ModelPurpose
-from modelyard.library.model_files import LibraryEntry, folder_format, read_entries, split_parts
+from modelyard.library.model_files import LibraryEntry, candidate_paths, folder_format, read_entries, split_parts
 from modelyard.library.variants import MemoryBudget
+from modelyard.router.settings import ModelSettings
 from modelyard.telemetry import system
 
 LIBRARY_SOURCE: Final = "library"
@@ -328,10 +330,21 @@ def _verify(backend: str) -> None:
         plugins.verify(plugins.load("engines", backend))
 
 
+def missing_hub_model(settings: ModelSettings) -> str | None:
+    """The repository on the hub that a model of the configuration names, if it is not on this machine."""
+    name = settings.options.get("vllm_model") or settings.path
+    if not isinstance(name, str) or hub.parse_reference(name) is None:
+        return None
+    is_vllm = settings.backend in ("vllm", "vllm_serve")
+    is_here = find_folder(name) is not None if is_vllm else any(path.exists() for path in candidate_paths(name))
+    return None if is_here else name
+
+
 def default_for_any_name(models: Sequence[LibraryModel]) -> str | None:
     """Without a configuration, the model that answers to names that nobody has: the one that was pulled or added last,
     not a conversion of another. Coding agents ask for names such as claude-sonnet."""
-    names = [m.entry.name for m in models if m.table is not None and m.is_chat and (m.entry.commit or not m.entry.owned)]
+    suited = [model for model in models if model.table is not None and model.is_chat]
+    names = [model.entry.name for model in suited if model.entry.commit or not model.entry.owned]
     return names[-1] if names else None
 
 

@@ -12,7 +12,10 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     own_process(…)      the same, as a function of the model's configured fields
     LIVE_OVERRIDES      field → type with range: what one load may override (default: nothing)
     LOCAL_OPTIONS       those of them that name files: a worker takes them from its own configuration only
+    KV_TYPES            names that `type_k` and `type_v` may have (default: it does not use these settings)
+    KNOWN_NAMES         option → names that its library knows; others get a warning (optional)
     verify()            raises if its native library does not work on this machine (optional)
+    faults(spec)        options that cannot work here, with a reason each: missing files, programs, keys (optional)
     capabilities(…)     what a model with these options and this header can do, before it is loaded (optional)
     explain(error, …)   why it did not open, from the last lines of its process (optional)
     KIND                "text" or "chat"; an option with the name `kind` takes precedence

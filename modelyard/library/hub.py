@@ -3,9 +3,10 @@
 A small client of our own on httpx instead of huggingface_hub, for these reasons:
 
 - A file is hashed while it arrives. huggingface_hub compares sizes only, so that a file of 40 GB would be read again.
-- An interrupted download continues at its last byte. With hf_xet, huggingface_hub starts a file again.
+- An interrupted download continues at its last byte, also if the process was killed.
 - Several files are one download: one lock, one check of the disk, one progress bar.
-- The base installation can fetch models without another 26 MB of packages.
+- The files lie under their own names in the library's folder, where a configuration can name them.
+- Every case is tested against a local hub: cut connections, wrong hashes, a full disk, two processes.
 
 The API that is used: `GET /api/models/{repo}/revision/{revision}?blobs=true` (files with sizes and hashes, and the
 commit), `GET /api/models/{repo}/refs` (branches) and `GET /{repo}/resolve/{commit}/{file}` (with Range; it redirects to

@@ -1,6 +1,7 @@
 """Finds the model file or folder that a path means, and registers models by name.
 
-A relative path is looked up in the current folder, in `./models` and in the library's `models` folder, so that
+A relative path is looked up in the current folder, in `./models`, as the repository of a model that was fetched
+(`unsloth/MiMo-V2-Flash-GGUF:UD-Q6_K_XL`) and in the library's `models` folder, so that
 `path = "unsloth/MiMo-V2-Flash-GGUF/UD-Q6_K_XL/"` works wherever the files are; last as a name in the library.
 """
 
@@ -29,6 +30,8 @@ def candidate_paths(path: str) -> Iterator[Path]:
     yield candidate
     if not candidate.is_absolute() and not path.startswith(("./", "../")):
         yield Path("models") / candidate
+        if (entry := find_fetched(path)) is not None:
+            yield Path(entry.path)
         yield models_dir() / candidate
         if (entry := find_entry(path)) is not None:
             yield Path(entry.path)
@@ -208,6 +211,16 @@ def read_entries() -> list[LibraryEntry]:
 
 def find_entry(name: str) -> LibraryEntry | None:
     return next((entry for entry in read_entries() if entry.name == name), None)
+
+
+def find_fetched(reference: str) -> LibraryEntry | None:
+    """The model that was fetched from the hub for `owner/repo` or `owner/repo:quant`, with or without `hf.co/`."""
+    wanted = reference.lower().removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
+    for entry in read_entries() if "/" in wanted else ():
+        source = entry.source.lower()
+        if entry.commit and wanted in (source, f"{source}:{entry.quant.lower()}"):
+            return entry
+    return None
 
 
 def put_entry(entry: LibraryEntry) -> None:

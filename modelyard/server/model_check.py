@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ValidationError
 
 from modelyard import plugins
-from modelyard.config.library_models import LIBRARY_SOURCE
+from modelyard.config.library_models import LIBRARY_SOURCE, missing_hub_model
 from modelyard.config.problems import ConfigPath, ConfigProblem, ProblemLevel, problem_at
 from modelyard.config.settings import Config, LoadedConfig, engine_spec
 from modelyard.config.sources import with_lines
@@ -83,6 +83,10 @@ def _model_faults(
     if default_model.is_default(settings.path) and not default_model.is_fetched():
         size = format_size(default_model.DEFAULT_MODEL.size)
         yield ("path",), f"is not on this machine yet: modelyard serve fetches it ({size}).", "note"
+        return
+    if (source := missing_hub_model(settings)) is not None:
+        when = "modelyard serve fetches it from the hub" if entry.enabled else f"fetch it with modelyard pull {source}"
+        yield ("path" if settings.path is not None else "vllm_model",), f"is not on this machine yet: {when}.", "note"
         return
     try:
         spec = engine_spec(entry, settings)

@@ -16,13 +16,14 @@ from typing import Any
 from uuid import uuid4
 
 from modelyard import plugins
-from modelyard.config.library_models import read_library_models
+from modelyard.config.library_models import machine_budget, missing_hub_model, read_library_models
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
 from modelyard.config.sources import config_files
+from modelyard.core.errors import ModelyardError
 from modelyard.http import server as front
 from modelyard.http.auth import check_bind, read_keys
-from modelyard.library import default_model
+from modelyard.library import default_model, models
 from modelyard.library.progress import ProgressReporter
 from modelyard.processes.ports import listen, reserve_port
 from modelyard.processes.supervisor import INDEX_VARIABLE, run_supervised
@@ -69,6 +70,17 @@ def prepare(config: Config, progress: ProgressReporter | None = None) -> None:
     prepare_engines(config, progress)
     if any(default_model.is_default(model.path) for model in config.models.values()):
         default_model.fetch(progress)
+    for model in config.models.values():
+        if model.enabled and (source := missing_hub_model(model)) is not None:
+            _pull(source, progress)
+
+
+def _pull(source: str, progress: ProgressReporter) -> None:
+    """A model that cannot be fetched is not loaded; others are."""
+    try:
+        models.pull(source, progress=progress, budget=machine_budget())
+    except ModelyardError as error:
+        logging.getLogger("modelyard.library").error("%s", error.message)
 
 
 async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, scheduler: str | None = None) -> int:

@@ -26,7 +26,7 @@ def test_growth_is_not_flat() -> None:
     assert run(Usage(50.0, 9, 2, 1), base, base).is_flat, "the warm-up does not count"
     for worse in (Usage(130.0, 15, 3, 1), Usage(100.0, 30, 3, 1), Usage(100.0, 15, 13, 1), Usage(100.0, 15, 3, 11)):
         assert not run(base, base, worse).is_flat, worse
-    assert run(*(Usage(float(mb), 15, 3, 1) for mb in range(100, 120, 2))).slope_kb == pytest.approx(2000)
+    assert run(*(Usage(float(mb), 15, 3, 1) for mb in range(100, 120, 2))).slope_kb == pytest.approx(2048)
 
 
 def test_a_slope_is_per_unit_and_a_drawing_has_a_panel_for_each_series() -> None:

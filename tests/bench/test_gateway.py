@@ -76,7 +76,7 @@ def test_both_sides_their_ratio_and_the_targets_share_a_row() -> None:
     assert (first.ours, first.litellm) == (r"6,000 \[5,975, 6,025]", r"100 \[100, 100]")
     assert first.ratio.startswith("60.0×")
     assert (first.target, first.met) == ("≥ 5,000, ≥ 25×", True)
-    assert [row.target for row in rows(results()) if row.target][1:] == ["≥ 35,000", "0", "< 300 MB", "≤ 1 ms"]
+    assert [row.target for row in rows(results()) if row.target][1:] == ["≥ 35,000", "0", "< 286 MiB", "≤ 1 ms"]
 
 
 def test_a_target_can_be_missed_by_the_ratio_alone() -> None:
@@ -107,7 +107,7 @@ def test_errors_and_a_busy_machine_are_noted() -> None:
 
 def test_a_proxy_is_compared_with_a_proxy() -> None:
     targets = [(row.target, row.met) for row in proxy_rows(results()) if row.target]
-    assert targets == [("≥ 3,000, ≥ 15×", True), ("0", True), ("< 300 MB", True), ("≤ 1 ms", True)]
+    assert targets == [("≥ 3,000, ≥ 15×", True), ("0", True), ("< 286 MiB", True), ("≤ 1 ms", True)]
     slow = results(proxied={OURS: samples(2000), LITELLM: samples(100)}, proxied_ttft=AddedTtft(1.3, 2.0, 0.1))
     assert [row.met for row in proxy_rows(slow) if row.target] == [False, True, True, False]
 

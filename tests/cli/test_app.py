@@ -258,16 +258,16 @@ def test_a_model_is_converted_into_the_library(tmp_path: Path):
     assert "100 %" in made.stderr
     assert "[models.tiny-ct2]" in made.stdout
     assert "tiny-ct2 ct2 tiny.gguf as ct2 int8" in " ".join(invoke("models", "list").stdout.split())
-    for wrong in (("tiny.gguf", "--to", "onnx"), ("nobody", "--to", "hf")):
-        shown = invoke("models", "convert", *wrong)
-        assert (shown.exit_code, shown.stderr.count("\n")) == (2, 1)
+    for code, *wrong in ((2, "tiny.gguf", "--to", "onnx"), (1, "nobody", "--to", "hf")):
+        shown = invoke("models", "convert", *map(str, wrong))
+        assert (shown.exit_code, shown.stderr.count("\n")) == (code, 1)
 
 
 def test_add_and_remove_errors_are_one_sentence(tmp_path: Path):
     (tmp_path / "broken.gguf").write_bytes(b"GGUX")
     for command in (("add", "nowhere at all"), ("add", "broken.gguf"), ("remove", "nobody", "--yes")):
         shown = invoke("models", *command)
-        assert shown.exit_code == 2
+        assert shown.exit_code == (2 if "broken.gguf" in command else 1)
         assert shown.stderr.startswith("error ")
         assert shown.stderr.count("\n") == 1
 
@@ -283,7 +283,7 @@ def test_models_show_explains_the_origin_of_every_part(name: str):
 
 def test_an_unknown_model_is_an_error_that_lists_the_known_models():
     shown = invoke("models", "show", "demmo", "--config", str(CONFIGS / "demo.toml"))
-    assert shown.exit_code == 2
+    assert shown.exit_code == 1
     assert shown.stderr == "error no model 'demmo'; there are demo, gpt-demo\n"
 
 

@@ -101,7 +101,8 @@ def test_print_shows_shell_commands_and_starts_and_writes_nothing(url: str, tmp_
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     nothing = f"http://127.0.0.1:{free_port()}"
-    stopped = CliRunner().invoke(app, ["launch", "claude", "--print", "--url", nothing])
+    env = {"MODELYARD_CACHE": str(tmp_path)}
+    stopped = CliRunner().invoke(app, ["launch", "claude", "--print", "--url", nothing], env=env)
     assert stopped.exit_code == 1
     assert "start one with: modelyard serve" in " ".join(stopped.stderr.split())
     with pytest.raises(InvalidRequest, match="unknown agent 'emacs'; choose one of aider, claude"):

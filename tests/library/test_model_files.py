@@ -122,9 +122,9 @@ def test_an_unreadable_note_gives_no_quantization(tmp_path: Path):
     assert found.quant == ""
 
 
-def test_only_a_ctranslate2_folder_implies_a_backend(tmp_path: Path):
+def test_a_folder_implies_its_backend(tmp_path: Path):
     assert infer_backend(str(make_folder(tmp_path / "a", "model.bin", "vocabulary.json"))) == "ct2"
-    assert infer_backend(str(make_folder(tmp_path / "b", "config.json", "model.safetensors"))) is None
+    assert infer_backend(str(make_folder(tmp_path / "b", "config.json", "model.safetensors"))) in ("vllm", "vllm_serve")
 
 
 def test_removing_a_model_deletes_its_folder_only_inside_the_library(cache: Path, tmp_path: Path):

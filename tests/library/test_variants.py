@@ -64,7 +64,11 @@ SIZES = {
         ),
         (MemoryBudget(9 * GB), "Q6_K", "9.0 GiB of memory"),
         (MemoryBudget(64 * GB, 8 * GB), "Q4_K_M", "8.0 GiB of GPU memory"),
-        (MemoryBudget(64 * GB, 4 * GB), "Q4_K_M", "nothing fits the 4.0 GiB of GPU memory, so it is shared between GPU"),
+        (
+            MemoryBudget(64 * GB, 4 * GB),
+            "Q4_K_M",
+            "nothing fits the 4.0 GiB of GPU memory, so it is shared between",
+        ),
     ],
 )
 def test_the_best_quantization_that_fits_is_chosen_and_explained(budget: MemoryBudget, label: str, reason: str):

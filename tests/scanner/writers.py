@@ -230,7 +230,9 @@ def _granite_20b(reasoning: str, text: str, calls: Calls) -> str:
 
 def _minimax_m1(reasoning: str, text: str, calls: Calls) -> str:
     given = "".join(f"{one}\n" for one in _objects(calls))
-    return f"{_think(reasoning)}{text}" + (f"\n<tool_calls>\n{given}</tool_calls>" if calls else "") + "<end_of_sentence>"
+    return (
+        f"{_think(reasoning)}{text}" + (f"\n<tool_calls>\n{given}</tool_calls>" if calls else "") + "<end_of_sentence>"
+    )
 
 
 def _solar_open(reasoning: str, text: str, calls: Calls) -> str:

@@ -34,7 +34,7 @@ def require_folder(name: str) -> Path:
     if (folder := find_folder(name)) is not None:
         return folder
     raise NotFound(
-        f"the model {name!r} is not on this machine: download it first, its files are needed here",
+        f"the model {name!r} is not on this machine: fetch it with modelyard pull {name}",
         code="model_file_missing",
     )
 

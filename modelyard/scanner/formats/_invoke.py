@@ -33,7 +33,7 @@ class InvokeTags:
     """The tags of one family. `opening` and `closing` begin every tag, `blocks` are the names of the outer tag.
 
     Bare tags are ordinary text: they open a call only for an offered tool. `untyped` are the types of a value for which
-    the schema names none.
+    the schema names none. `after` are more markers that can follow a call.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class InvokeTags:
         bare_block: bool = False,
         bare_invoke: bool = False,
         untyped: tuple[str, ...] = (),
+        after: tuple[str, ...] = (),
     ) -> None:
         self._invoke = f"{opening}invoke name="
         self._blocks = tuple(f"{opening}{block}>" for block in blocks)
@@ -54,7 +55,7 @@ class InvokeTags:
             ">",
             f"{closing}parameter>",
             ends=(f"{closing}invoke>", *(f"{closing}{block}>" for block in blocks)),
-            after=(self._invoke, *self._blocks),
+            after=(self._invoke, *self._blocks, *after),
             on_lines=False,
         )
 

@@ -5,8 +5,8 @@
     {"city": "Paris"}>>>now
     {}<|eot_id|>
 
-The prompt contains the first `>>>`. `all` is the user. Every other recipient is a tool, and its arguments are JSON. What is
-sent to `python` may also be code. Three brackets before anything else are ordinary text.
+The prompt contains the first `>>>`. `all` is the user. Every other recipient is a tool, and its arguments are JSON.
+What is sent to `python` may also be code. Three brackets before anything else are ordinary text.
 
 Functionary 3.1 writes calls that Llama writes, too: `llama3_json` reads them.
 """
@@ -53,6 +53,7 @@ FORMATS = (
     OutputFormat(
         name="functionary_v32",
         regions=regions({_RECIPIENT: StartReader(_read_recipient, bare=True)}, ends=_ENDS),
+        has_messages=True,
         stop_tokens=_ENDS,
         turn_starts=("<|start_header_id|>assistant<|end_header_id|>",),
         template_hints=((">>>all", ">>>${recipient}"), (">>>all", "<|start_header_id|>")),

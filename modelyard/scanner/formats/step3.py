@@ -24,14 +24,15 @@ from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 _BLOCK, _BLOCK_END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
 _CALL, _SEPARATOR, _CALL_END = "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"
 _ENDS = ("<|EOT|>",)
-_TAGS = InvokeTags("<steptml:", "</steptml:", ())
+_TAGS = InvokeTags("<steptml:", "</steptml:", (), after=(_CALL_END, _BLOCK_END))
 _INVOKE = "<steptml:invoke name="
 
 
 def _read_call(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
     yield from buffer.skip_space()
     yield from buffer.skip_if("function")
-    yield from buffer.skip_if(_SEPARATOR)
+    if (yield from buffer.skip_if(_SEPARATOR)):
+        buffer.commit()
     yield from buffer.skip_space()
     if not (yield from buffer.skip_if(_INVOKE)):
         raise ParseError("expected a call")
