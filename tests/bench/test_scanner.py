@@ -13,7 +13,7 @@ from modelyard.scanner.formats import load
 
 def test_a_case_is_the_output_that_it_is_named_after() -> None:
     for case in cases():
-        if "KB" not in case.name:
+        if "KiB" not in case.name:
             found = parse([case.text], format=load(case.format))
             assert bool(found.tool_calls) == ("call" in case.name), case.name
             assert bool(found.reasoning) == (case.name == "reasoning"), case.name

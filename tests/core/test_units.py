@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from modelyard.core.units import format_duration, format_size
@@ -29,3 +34,25 @@ def test_sizes_are_binary(count: float, text: str) -> None:
 )
 def test_times_below_a_second_are_in_milliseconds(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+ROOT = Path(__file__).parents[2]
+DECIMAL = re.compile(r"(?<![A-Za-z+/])[kKMGT]B(?![A-Za-z0-9])")
+
+
+def texts(file: Path) -> Iterator[str]:
+    """The string literals of a module except its docstrings."""
+    tree = ast.parse(file.read_text())
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements:
+            yield node.value
+
+
+def test_no_output_and_no_page_has_decimal_units() -> None:
+    """MB means one thing to some people and another to others: see "Units" in CONTRIBUTING.md."""
+    modules = [file for folder in ("modelyard", "bench") for file in (ROOT / folder).rglob("*.py")]
+    found = {str(file.relative_to(ROOT)): text for file in modules for text in texts(file) if DECIMAL.search(text)}
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    found |= {page.name: match[0] for page in pages if (match := DECIMAL.search(page.read_text()))}
+    assert found == {}
