@@ -1,6 +1,6 @@
 """Installs the frameworks of docs/clients.md into the cache folder, in the versions that the tests use.
 
-python setup/recipes.py                   all that are missing (5 GB, of which Open WebUI 2.6)
+python setup/recipes.py                   all that are missing (5 GiB, of which Open WebUI 2.6)
 python setup/recipes.py langchain dspy    only these
 
 Each gets its own virtual environment, because their requirements conflict; uv installs it if it is there, else pip. The
