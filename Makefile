@@ -68,6 +68,10 @@ test-clients: install ## install the real coding agents (about 2 GB, once) and r
 	$(BIN)/python setup/clients.py
 	$(BIN)/pytest -m clients tests/clients
 
+test-recipes: install ## install the frameworks of docs/clients.md (5 GB, once) and run the page's programs
+	$(BIN)/python setup/recipes.py
+	$(BIN)/pytest -m recipes tests/docs
+
 test-cluster: install ## run the tests that need a Ray cluster, with three nodes in their own network namespace
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/ray 'ray>=2.50,<3'
 	PYTHONPATH=$(CURDIR)/$(VENV)/ray unshare --map-root-user --net sh -c \
@@ -104,4 +108,4 @@ soak: install ## an hour of moderate load, and what the server holds meanwhile; 
 bench-reuse: install ## run real agents and count the tokens that are evaluated again
 	$(BIN)/python -m bench.reuse $(ARGS)
 
-.PHONY: help install rebuild-engine serve test check test-clients test-cluster vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak
+.PHONY: help install rebuild-engine serve test check test-clients test-recipes test-cluster vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak

@@ -183,9 +183,9 @@ _TRIES = 2  # npm repeats a failed request, too
 _NPM_ERROR = re.compile(r"^npm (?:error|ERR!) (?!A complete log|code |errno |syscall )(.*\S)", re.MULTILINE)
 _NPM_CODE = re.compile(r"^npm (?:error|ERR!) code (\S+)", re.MULTILINE)
 _REASONS = {
-    "ENOTFOUND": "the registry's name cannot be resolved; is this machine online?",
-    "EAI_AGAIN": "the registry's name cannot be resolved; is this machine online?",
-    "ECONNREFUSED": "the registry refused the connection; is this machine online?",
+    "ENOTFOUND": "the registry's name cannot be resolved, so this machine may be offline",
+    "EAI_AGAIN": "the registry's name cannot be resolved, so this machine may be offline",
+    "ECONNREFUSED": "the registry refused the connection, so this machine may be offline",
     "ETIMEDOUT": "the registry did not answer in time",
     "ENOSPC": "no space is left on the disk",
     "E404": "the registry does not have it",

@@ -8,11 +8,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
+_HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return [text for name, text in _BLOCK.findall((DOCS / page).read_text()) if name == language]
+    return blocks_of((DOCS / page).read_text(), language)
+
+
+def blocks_of(text: str, *languages: str) -> list[str]:
+    return [block for name, block in _BLOCK.findall(text) if name in languages]
+
+
+def sections(page: str) -> dict[str, str]:
+    """The texts of a page by their headings; what comes before the first one is left out."""
+    _, *parts = _HEADING.split((DOCS / page).read_text())
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 class Call(NamedTuple):

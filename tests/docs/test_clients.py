@@ -1,4 +1,7 @@
-"""docs/clients.md: everything marked "run" is run here unchanged, against a server on another port."""
+"""docs/clients.md: curl, `modelyard chat` and the SDKs are run here unchanged, against a server on another port.
+
+tests/docs/test_recipes.py runs the sections of the frameworks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import httpx
 import pytest
 
 from tests import cli_process
-from tests.docs.pages import DOCS, Call, blocks, calls
+from tests.docs.pages import DOCS, Call, blocks, blocks_of, calls, sections
 from tests.live_server import LiveServer, demo_config, live_server
 
 DOCUMENTED_URL = "http://localhost:8000"
@@ -30,8 +33,9 @@ def test_curl_commands_work(served: LiveServer, call: Call):
     assert "Hello there." in reply.text
 
 
-@pytest.mark.parametrize("code", blocks("clients.md", "python"), ids=["openai", "anthropic"])
-def test_sdk_examples_work(served: LiveServer, code: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("sdk", ["OpenAI SDK", "Anthropic SDK"])
+def test_sdk_examples_work(served: LiveServer, sdk: str, capsys: pytest.CaptureFixture[str]):
+    (code,) = blocks_of(sections("clients.md")[sdk], "python")
     exec(compile(code.replace(DOCUMENTED_URL, served.url), "clients.md", "exec"), {})
     assert capsys.readouterr().out.count("Hello there.") == code.count("print(")
 
@@ -51,9 +55,11 @@ def test_the_chat_command_works(served: LiveServer):
     assert "Hello there." in done.stdout
 
 
-def test_the_table_matches_the_headings():
+def test_every_client_of_the_table_has_a_section_and_the_other_way_round():
     page = (DOCS / "clients.md").read_text()
-    table = re.findall(r"^\| `?([\w ]+?)`?(?: for Python [\d.]+)? \| .* \| (run|not run yet) \|$", page, re.MULTILINE)
-    headings = re.findall(r"^## ([\w ]+) \((run|not run yet)\)$", page, re.MULTILINE)
-    assert table
-    assert sorted(table) == sorted(headings)
+    rows = dict(re.findall(r"^\| \[([^]]+)\]\(#([\w-]+)\) \|", page, re.MULTILINE))
+    assert list(rows) == [name for name in sections("clients.md") if name not in NOT_CLIENTS]
+    assert [name.lower().replace(" ", "-") for name in rows] == list(rows.values())
+
+
+NOT_CLIENTS = ("What all of them share", "Coding agents")

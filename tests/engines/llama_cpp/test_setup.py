@@ -171,9 +171,9 @@ async def generate(file, ids):
     engine = llama_cpp.create(EngineSpec("m", options, {"main": CacheInfo(128, 1)}))
     await engine.open(lambda *_: None)
     prompt = Prompt(parts=(TokenRun(ids),), sampling=Sampling(temperature=0.0), max_tokens=20)
-    made = [id async for batch in engine.generate(prompt) for item in batch if isinstance(item, Tokens) for id in item.ids]
+    items = [item async for batch in engine.generate(prompt) for item in batch]
     await engine.close()
-    return made
+    return [id for item in items if isinstance(item, Tokens) for id in item.ids]
 
 async def main():
     model, exact = sys.argv[1:]

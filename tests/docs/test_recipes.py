@@ -1,0 +1,186 @@
+"""docs/clients.md: the programs of the frameworks. `make test-recipes` installs the frameworks and runs the programs
+unchanged against configs/recipes.toml; the other tests compare the page with setup/recipes.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import httpx
+import pytest
+
+from tests.cli_process import ROOT, environment
+from tests.docs.pages import DOCS, blocks_of, sections
+from tests.launch.test_launch import free_port
+from tests.live_server import LiveServer, live_server
+
+DEADLINE = 300.0  # seconds for one program, on a busy machine
+ANSWER = "Yes: it is sunny in Rome, take a hat."
+HARMLESS = ("ignores temperature",)  # the scripted engine has no sampling
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("recipes_setup", ROOT / "setup" / "recipes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+recipes = load()
+NAMES = sorted(recipes.RECIPES)
+PROGRAMS = [name for name in NAMES if name != "open-webui"]
+
+
+# --- the page and the script agree -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_section_names_the_packages_and_the_switches(name: str) -> None:
+    recipe = recipes.RECIPES[name]
+    text = sections("clients.md")[recipe.title]
+    (install,) = blocks_of(text, "console")
+    words = install.replace('"', "").split()
+    assert words[:2] == ["npm" if recipe.npm else "pip", "install"]
+    assert sorted(words[2:]) == sorted(recipe.names)
+    assert [switch for switch in recipe.switches if switch not in text] == []
+
+
+def test_the_table_shows_the_tested_versions() -> None:
+    page = (DOCS / "clients.md").read_text()
+    shown = dict(re.findall(r"^\| \[([^]]+)\]\(#[\w-]+\) \| .* \| ([^|]+) \|$", page, re.MULTILINE))
+    assert {recipe.title: shown.get(recipe.title) for recipe in recipes.RECIPES.values()} == {
+        recipe.title: recipe.versions for recipe in recipes.RECIPES.values()
+    }
+
+
+# --- the programs ------------------------------------------------------------------------------------------------------
+
+
+class RequestLog(logging.Handler):
+    """What the server says while a program runs: its warnings, and the requests that it refused."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.requests: list[str] = []
+        self.problems: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.name == "modelyard.http":
+            fields = getattr(record, "fields", {})
+            self.requests.append(f"{fields['path']} {fields['status']}")
+            if fields["status"] >= 400:
+                self.problems.append(self.requests[-1])
+        elif record.levelno > logging.INFO or (message.startswith("request:") and not message.endswith(HARMLESS)):
+            self.problems.append(message)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[LiveServer]:
+    with live_server(tomllib.loads((ROOT / "configs" / "recipes.toml").read_text())) as running:
+        yield running
+
+
+@pytest.fixture
+def requests() -> Iterator[RequestLog]:
+    found, logger = RequestLog(), logging.getLogger("modelyard")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(found)
+    yield found
+    logger.removeHandler(found)
+    logger.setLevel(before)
+
+
+def environment_of(name: str, folder: Path) -> dict[str, str]:
+    """The framework's own programs first, its switches set, and nothing of the user's."""
+    recipe = recipes.RECIPES[name]
+    programs = recipes.install(recipe, os.environ) / "bin"
+    env = environment(**recipe.switches) | {"HOME": str(folder), "PATH": f"{programs}:{os.environ['PATH']}"}
+    return {name: value for name, value in env.items() if name != "PYTHONPATH" and not name.startswith("XDG_")}
+
+
+def program_of(name: str, folder: Path, url: str) -> list[str]:
+    (code,) = blocks_of(sections("clients.md")[recipes.RECIPES[name].title], "python", "bash", "js")
+    suffix, runner = {"llm": (".sh", "bash"), "ai-sdk": (".mjs", "node")}.get(name, (".py", "python"))
+    path = folder / f"program{suffix}"
+    path.write_text(code.replace("http://localhost:8000", url))
+    if name == "ai-sdk":
+        (folder / "node_modules").symlink_to(recipes.RECIPES[name].folder() / "node_modules")
+    return [runner, *(["-e"] if runner == "bash" else []), str(path)]
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_works(name: str, served: LiveServer, requests: RequestLog, tmp_path: Path) -> None:
+    env, command = environment_of(name, tmp_path), program_of(name, tmp_path, served.url)
+    done = subprocess.run(
+        ["env", *command],
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done
+    code = Path(command[-1]).read_text()
+    assert ("get_weather" in code) == (ANSWER in done.stdout), done.stdout
+    assert ('"Hello"' in code) == ("Hello there." in done.stdout), done.stdout
+    if "Person" in code or "schema" in code:
+        assert re.search(r"""name['"]?[=:] ?['"]text['"]""", done.stdout), done.stdout
+    assert requests.requests
+    assert requests.problems == []
+
+
+@pytest.mark.recipes
+def test_open_webui_lists_models_and_chats(served: LiveServer, requests: RequestLog, tmp_path: Path) -> None:
+    start, use = blocks_of(sections("clients.md")["Open WebUI"], "bash")
+    env, port = environment_of("open-webui", tmp_path), free_port()
+    start = start.replace("http://localhost:8000", served.url).replace("--port 8080", f"--port {port}")
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            ["bash", "-c", start], cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/health", process, tmp_path / "log")
+        done = subprocess.run(
+            ["bash", "-c", use.replace("localhost:8080", f"127.0.0.1:{port}")],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=True,
+        )
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert '"id":"my-model"' in done.stdout, done
+    assert '"content":"Hello there."' in done.stdout, done
+    assert "/v1/models 200" in requests.requests
+    assert "/v1/chat/completions 200" in requests.requests
+    assert requests.problems == []
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(url, timeout=5).is_success:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.5)
+    raise AssertionError(f"Open WebUI did not start: {log.read_text()[-2000:]}")
