@@ -25,7 +25,7 @@ HARMONY = "<|start|>assistant<|channel|>final<|message|>"
         (None, CODER, "", "qwen3_coder"),
         (None, HARMONY, "qwen3", "harmony"),
         (None, FUNCTIONARY, "", "llama3_json"),
-        (None, FIREFUNCTION, "", "phi4mini"),
+        (None, FIREFUNCTION, "", "firefunction_v2"),
         (None, "{{ m }}<think>", "", "think"),
         (None, "{{ m }}[THINK]", "", "think"),
         (None, "", "openai/gpt-oss-20b-GGUF", "harmony"),

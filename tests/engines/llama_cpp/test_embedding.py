@@ -164,7 +164,7 @@ async def test_a_context_that_does_not_fit_is_refused_and_the_engine_continues(m
     async with running(embeddings=True) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(system, "free_memory", lambda **_: AvailableMemory(0))
-            with pytest.raises(InvalidRequest, match="0 MiB are free"):
+            with pytest.raises(InvalidRequest, match="are free"):
                 await engine.embed(tokens(CAT))
         assert end(await answer(engine)).reason == "length"
         assert len((await engine.embed(tokens(CAT))).vectors) == 1
