@@ -27,7 +27,8 @@ def usage(process: psutil.Process) -> Usage:
     rss, files, threads, processes = 0.0, 0, 0, 0
     for one in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # a child that has just ended
-            rss, files, threads = rss + one.memory_info().rss / 2**20, files + one.num_fds(), threads + one.num_threads()
+            rss, files = rss + one.memory_info().rss / 2**20, files + one.num_fds()
+            threads += one.num_threads()
             processes += 1
     return Usage(rss, files, threads, processes)
 

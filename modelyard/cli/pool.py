@@ -53,10 +53,11 @@ def ps(
     if as_json:
         print_json([model_summary(model, time.time()) for model in shown])
         return
-    table = make_table("model", "engine", "state", "memory", "processor", "context", "slots", "until")
+    table = make_table("model", "engine", "state", "memory", "context", "slots", "until")
     for model in shown:
-        row = model_summary(model, time.time())
-        table.add_row(*(escape(_cell(value)) for value in row.values()))
+        table.add_row(*(escape(cell) for cell in _cells(model_summary(model, time.time()))))
+    for column in table.columns:
+        column.overflow = "fold"
     if shown:
         out.print(table)
     else:
@@ -64,23 +65,26 @@ def ps(
         out.print(f"no model is loaded; the server has {escape(names)}", soft_wrap=True)
 
 
-def _cell(value: Any) -> str:
-    return "" if value is None else format_size(value) if isinstance(value, int) else str(value)
+def _cells(row: Json) -> Iterator[str]:
+    memory = f"{format_size(row['memory'])} {row['processor'] or ''}".rstrip() if row["memory"] else ""
+    slots = f"{row['running']}/{row['slots']}" if row["slots"] else ""
+    yield from (row["model"], row["engine"], row["state"], memory, row["context"], slots, row["until"])
 
 
 def model_summary(model: Json, now: float) -> Json:
-    """The row of one model. Memory is in bytes: what its load took, or the estimate."""
-    memory, caches = model["memory"], model["caches"].values()
-    estimate = memory["estimate"] or {}
+    """The row of one model. Memory is in bytes: what its load took, or the estimate; none while it is not loaded."""
+    is_loaded, caches = model["state"] in _SHOWN, model["caches"].values()
+    estimate = model["memory"]["estimate"] or {} if is_loaded else {}
     contexts = ", ".join(f"{cache['parallel']} × {cache['window']}" for cache in caches)
     return {
         "model": model["id"],
         "engine": model["backend"],
         "state": _state(model),
-        "memory": memory["measured"] or estimate.get("total") or None,
+        "memory": (model["memory"]["measured"] or estimate.get("total") or None) if is_loaded else None,
         "processor": estimate.get("device", "").upper() or None,
         "context": contexts,
-        "slots": f"{model['queue']['running']} of {model['queue']['places']} in use",
+        "running": model["queue"]["running"],
+        "slots": model["queue"]["places"],
         "until": _until(model, now),
     }
 
@@ -100,7 +104,7 @@ def _until(model: Json, now: float) -> str:
     if state not in _SHOWN:
         return str(model["reason"] or "")
     if ttl is None:
-        return "stopped"
+        return "you stop it"
     if model["queue"]["running"] or model["last_used"] is None:
         return f"{format_duration(ttl)} idle"
     return f"in {format_duration(max(0.0, model['last_used'] + ttl - now))}"
@@ -305,7 +309,7 @@ def log_entries(client: ServerClient, lines: int, level: str, request: str, foll
 def _print_entry(entry: Json) -> None:
     clock = datetime.fromtimestamp(entry["at"]).astimezone().strftime("%H:%M:%S")
     trace = f"[{entry['request_id']}] " if entry.get("request_id") else ""
-    fields = "".join(f" {name}={value}" for name, value in entry.items() if name not in _OWN_FIELDS)
+    fields = "".join(f" {name}={value}" for name, value in entry.items() if name not in _OWN_FIELDS and value != "")
     text = f"{clock} {entry['level'].upper():<8}{trace}{entry['message']}{fields}"
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     style = _COLOURS.get(entry["level"], "")

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +34,7 @@ from modelyard.cli.conversation import Conversation
 from modelyard.cli.models import make_progress, pull_model
 from modelyard.config.load import EMBEDDED_DEFAULTS
 from modelyard.config.settings import Config
-from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
+from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from modelyard.library import default_model
 from modelyard.server.client import ServerClient, find_url, is_local
 from modelyard.server.temporary_server import TemporaryServer, log_path
@@ -131,14 +131,10 @@ def free_port() -> int:
         return port
 
 
-def _names(server: ServerClient) -> list[str]:
-    return [str(name) for card in server.get("/v1/models")["data"] for name in (card["id"], *card.get("aliases", ()))]
-
-
 def _name_on_server(server: ServerClient, model: str) -> str:
     """A name that the server lists; else a model of this machine, which a server on it sees as soon as it is here."""
     names = _names(server)
-    if model in names:
+    if model in names or _load_if_stopped(server, model):
         return model
     if not is_local(server.url):
         raise NotFound(f"the server at {server.url} has no model {model!r}; it has {', '.join(names) or 'none'}")
@@ -149,6 +145,22 @@ def _name_on_server(server: ServerClient, model: str) -> str:
             f"{', '.join(names) or 'none'}. End that server, or name another one with --url"
         )
     return name
+
+
+def _names(server: ServerClient) -> list[str]:
+    """What can answer now or loads on request."""
+    return [str(name) for card in server.get("/v1/models")["data"] for name in (card["id"], *card.get("aliases", ()))]
+
+
+def _load_if_stopped(server: ServerClient, model: str) -> bool:
+    """Whether the server has it, but does not load it on request: it was unloaded by hand. The administrator of a
+    server without keys is its user."""
+    with suppress(Forbidden, Unauthenticated):
+        for entry in server.get("/v1/admin/models")["data"]:
+            if entry["state"] == "stopped" and model in (entry["id"], *entry["aliases"]):
+                server.post(server.model_path(entry["id"], "load"), wait=False)
+                return True
+    return False
 
 
 def _prepare(model: str, config: Path | None) -> tuple[str, dict[str, str]]:

@@ -388,7 +388,7 @@ class Scanner:
         self._draft_text.clear()
         self._prompt_end = buffer.dropped + len(buffer.text)
         if self._reader is not None and buffer.uncommitted is not None:
-            buffer.uncommitted.clear()
+            buffer.uncommitted[:] = [""]  # in place of the marker
 
 
 def _find_bracket(text: str, start: int, end: int, depth: int) -> tuple[int, int]:

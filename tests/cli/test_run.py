@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -48,6 +49,11 @@ def run(server: LiveServer, *arguments: str, text: str = "") -> Result:
 def test_one_prompt_is_answered_on_standard_output_alone(server: LiveServer, name: str):
     shown = run(server, name, "hi", "there")
     assert (shown.exit_code, shown.stdout, shown.stderr) == (0, "Hello there.\n", "")
+
+
+def test_a_stopped_model_is_loaded_again(server: LiveServer):
+    httpx.post(f"{server.url}/v1/admin/models/demo/unload")
+    assert run(server, "small", "hi").stdout == "Hello there.\n"
 
 
 def test_a_pipe_is_the_prompt_or_follows_it(server: LiveServer):

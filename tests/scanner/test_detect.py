@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
+from typing import Any
+
 import pytest
 
 from modelyard.plugins import UnknownPlugin
 from modelyard.scanner.detect import DetectedFormat, detect, with_hermes_calls
 from modelyard.scanner.formats import load, names
+from tests.scanner import record_templates
 from tests.scanner.helpers import ScannedBlock, scan
 
 QWEN3 = "{%- if tools %}<tool_call>{{ x }}</tool_call>{% endif %}<think>\n"
@@ -53,6 +57,26 @@ def test_an_unknown_setting_lists_the_known_ones() -> None:
     with pytest.raises(UnknownPlugin, match=r"'hermez' is not one of .*hermes, .*plain, .*Did you mean 'hermes'"):
         detect("hermez", "", "")
 
+
+# --- the templates that llama.cpp is tested with -----------------------------------------------------------------------
+
+TEMPLATES: dict[str, dict[str, Any]] = tomllib.loads(record_templates.TABLE.read_text())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_format_of_every_template_of_llama_cpp_is_detected(name: str) -> None:
+    template = "\n".join(TEMPLATES[name]["markers"])
+    assert detect(None, template, "").format == TEMPLATES[name]["format"]
+
+
+def test_the_templates_of_llama_cpp_are_recorded_by_what_they_contain() -> None:
+    assert len(TEMPLATES) >= 70
+    for recorded in TEMPLATES.values():
+        template = "\n".join(recorded["markers"])
+        assert set(record_templates.markers(template)) >= set(recorded["markers"])
+
+
+# --- the calls of Hermes in other formats -------------------------------------------------------------------------------
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 

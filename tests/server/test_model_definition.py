@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from modelyard.config.load import load_config
+from modelyard.config.problems import ConfigError
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Message, Request, Sampling, Text, Tool
 from modelyard.engines.llama_cpp.selftest import write_tiny_model
@@ -126,10 +127,10 @@ def test_a_translation_format_works_for_text_and_chat_engines():
     assert not defined(prompt_format="generic", kind="chat").model.translates
 
 
-def test_an_unknown_format_is_a_fault_for_text_and_chat_engines():
-    fault = defined(prompt_format="nonsense", kind="chat").model.fault
-    assert fault is not None
-    assert fault.code == "unknown_prompt_format"
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_an_unknown_format_is_an_error_of_the_configuration(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"models\.demo\.prompt_format: there is no prompt_format 'nonsense'"):
+        defined(prompt_format="nonsense", kind=kind)
 
 
 def native(**settings: Any) -> ModelDefinition:
