@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -19,7 +19,9 @@ from modelyard.cli.console import AdminKeyOption, JsonOption, UrlOption, make_ta
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from modelyard.library.progress import format_size
 from modelyard.server.client import Json, ServerClient, find_url, no_server
-from modelyard.server.running_servers import RunningServer, running_servers, stop_server
+
+if TYPE_CHECKING:
+    from modelyard.server.running_servers import RunningServer
 
 _SHOWN = ("ready", "loading", "draining")
 _STOP_S = 120.0
@@ -134,6 +136,8 @@ def stop(
     """
     if (model is not None) + everything + the_server != 1:
         run_or_exit(_raise, InvalidRequest("name a model to unload, or give --all or --server"))
+    from modelyard.server.running_servers import stop_server
+
     address = find_url(url)
     if the_server:
         server = run_or_exit(_find_server, address)
@@ -151,6 +155,8 @@ def _raise(error: Exception) -> None:
 
 
 def _find_server(url: str) -> RunningServer:
+    from modelyard.server.running_servers import running_servers
+
     port = url.rpartition(":")[2]
     found = [server for server in running_servers() if server.url == url or str(server.port) == port]
     if not found:
@@ -193,6 +199,8 @@ def status(as_json: JsonOption = False, url: UrlOption = None, key: AdminKeyOpti
 
 def server_report(client: ServerClient) -> Json:
     """What the server says about itself. Without an admin key, only its health."""
+    from modelyard.server.running_servers import running_servers
+
     local = next((server for server in running_servers() if server.url == client.url), None)
     found: Json = {"url": client.url, **client.health(), "pid": local.pid if local else None}
     found["since"] = local.created if local else None

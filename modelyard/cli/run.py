@@ -9,35 +9,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.markup import escape
 
-from modelyard.cli.chat import (
-    ChatLoop,
-    ImageOption,
-    SetOption,
-    SystemOption,
-    ThinkingOption,
-    ThinkOption,
-    VerboseOption,
-    make_screen,
-    one_shot_parts,
-    read_options,
-)
-from modelyard.cli.chat_screen import ChatScreen
+from modelyard.cli.chat import ImageOption, SetOption, SystemOption, ThinkingOption, ThinkOption, VerboseOption
 from modelyard.cli.completion import complete_models
 from modelyard.cli.console import ConfigOption, KeyOption, UrlOption, err, load_or_exit, out, run_or_exit
-from modelyard.cli.conversation import Conversation
 from modelyard.cli.models import make_progress, pull_model
-from modelyard.config.load import EMBEDDED_DEFAULTS
-from modelyard.config.settings import Config
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
-from modelyard.library import default_model
 from modelyard.server.client import ServerClient, find_url, is_local
 from modelyard.server.temporary_server import TemporaryServer, log_path
+
+if TYPE_CHECKING:
+    from modelyard.config.settings import Config
 
 _POLL_S = 0.1
 
@@ -79,6 +66,10 @@ def run(
     The exit code is 0 for a reply, 1 for an error, 2 for wrong usage and 130
     for Ctrl-C.
     """
+    from modelyard.cli.chat_loop import ChatLoop, make_screen, one_shot_parts, read_options
+    from modelyard.cli.chat_screen import ChatScreen
+    from modelyard.cli.conversation import Conversation
+
     settings, images = run_or_exit(read_options, system, parameters, think, image)
     asked, piped = " ".join(prompt or ()), b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
     parts = run_or_exit(one_shot_parts, asked, piped, images)
@@ -166,6 +157,8 @@ def _load_if_stopped(server: ServerClient, model: str) -> bool:
 def _prepare(model: str, config: Path | None) -> tuple[str, dict[str, str]]:
     """Fetch what the model needs, with progress. Returns its name in the configuration, and the environment in which a
     server loads this model at start and others on demand."""
+    from modelyard.config.load import EMBEDDED_DEFAULTS
+    from modelyard.library import default_model
     from modelyard.server.serve import prepare
 
     name = _configured_name(load_or_exit(config).config, model)

@@ -136,6 +136,7 @@ class SignalForwarder:
 # --- the server that the agent uses -----------------------------------------------------------------------------------
 
 BACKGROUND_MODEL = "local-haiku"  # routes for `*haiku*` match it, and no agent takes it for a model it knows
+_NO_MODEL = "local-no-such-model"
 _POLL_S = 0.1
 
 
@@ -151,13 +152,22 @@ class TargetServer(ServerClient):
             time.sleep(_POLL_S)
         if card["state"] == "failed":
             raise Unavailable(f"the model {name!r} failed to load; see {self.url}/health for the reason")
-        try:
-            self._model(BACKGROUND_MODEL)
-            background = BACKGROUND_MODEL
-        except NotFound:  # no route matches it
-            background = name
+        background = BACKGROUND_MODEL if self._routes_background() else name
         key = self.key or PLACEHOLDER_KEY
         return LaunchTarget(url=self.url, model=name, window=card.get("context_length"), background=background, key=key)
+
+    def _routes_background(self) -> bool:
+        """Whether a route takes the background model. A server whose default model answers to every name has none:
+        another model would be loaded for it."""
+        try:
+            routed = self._model(BACKGROUND_MODEL)
+        except NotFound:
+            return False
+        try:
+            other = self._model(_NO_MODEL)
+        except NotFound:
+            return True
+        return bool(routed.get("context_length") != other.get("context_length"))
 
     def _first_model(self) -> str:
         cards = self.get("/v1/models")["data"]

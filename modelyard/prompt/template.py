@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from types import TracebackType
+from types import GeneratorType, TracebackType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -148,7 +148,9 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in Hugging Face: no HTML escapes, no ASCII escapes."""
+    """As in Hugging Face: no HTML escapes, no ASCII escapes. What `map` and `select` return is a list."""
+    if isinstance(value, GeneratorType):
+        value = list(value)
     if ensure_ascii or indent is not None or separators is not None or sort_keys:
         _check_layout(value, indent, separators)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -171,6 +173,8 @@ def _json_with_frozen(value: dict[str, Any]) -> str:
 
 
 def _checked_tojson(value: Any, **options: Any) -> str:
+    if isinstance(value, GeneratorType):
+        value = list(value)
     if type(value) is not Frozen:
         text_size(value)
     return tojson(value, **options)
@@ -253,6 +257,7 @@ class ChatTemplate:
                 raise ValueError(f"it has more than {MAX_SOURCE:,} characters")
             tree = _environment.parse(source)
             self._words = frozenset(_words(tree))
+            self._takes_functions = "functions" in self._words and "tools" not in self._words
             builds = not self._words.isdisjoint(BUILDING_METHODS)
             self._environment = _building_environment if builds else _environment
             tree = with_budget(tree, template_filters.DIRECT_METHODS, builds=builds)
@@ -270,10 +275,12 @@ class ChatTemplate:
 
     def mentions(self, name: str) -> bool:
         """Whether the template's code uses this variable, attribute, key or string (a role, say)."""
-        return name in self._words
+        return name in self._words or (name == "tools" and self._takes_functions)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         variables = {**self._fixed, **variables}
+        if self._takes_functions:
+            variables = self._with_functions(variables)
         context = BudgetContext(self._environment, variables)
         try:
             return _join_limited(self._template.root_render_func(context))
@@ -288,6 +295,12 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             where = self._line(error.__traceback__)
             raise TemplateFailed(f"the chat template failed{where}: {error}") from error
+
+    def _with_functions(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """FireFunction's template takes the tools as text, and the date as a variable."""
+        functions = [tool.get("function", tool) for tool in variables.get("tools") or ()]
+        text = tojson(functions, indent=4) if functions else ""
+        return {"functions": text, "datetime": self._fixed["strftime_now"]("%Y-%m-%d"), **variables}
 
     def _line(self, trace: TracebackType | None) -> str:
         found = ""

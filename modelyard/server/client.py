@@ -1,19 +1,21 @@
-"""A synchronous client of a running server for the commands: its address, its admin API, and errors as sentences."""
+"""A synchronous client of a running server for the commands: its address, its admin API, and errors as sentences.
+
+httpx takes a fifth of a second to import: commands that ask no server do not wait for it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
 
-import httpx
 import msgspec
 
-from modelyard.config.load import read_address
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unauthenticated, Unavailable
-from modelyard.protocols import openai_chat
-from modelyard.server.running_servers import running_servers, server_url
+
+if TYPE_CHECKING:
+    import httpx
 
 Json = dict[str, Any]
 
@@ -23,6 +25,9 @@ _CONNECT_S = 10.0
 
 def find_url(url: str | None, env: Mapping[str, str] = os.environ) -> str:
     """The given URL, else the address in the configuration, whatever else is wrong with it."""
+    from modelyard.config.load import read_address
+    from modelyard.server.running_servers import server_url
+
     return (url or server_url(*read_address(env=env))).rstrip("/")
 
 
@@ -35,6 +40,8 @@ def is_local(url: str) -> bool:
 
 def no_server(url: str) -> Unavailable:
     """Names another server of this user, if there is one."""
+    from modelyard.server.running_servers import running_servers
+
     try:
         others = [server.url for server in running_servers() if server.url != url]
     except ModelyardError:
@@ -47,6 +54,8 @@ class ServerClient:
     """Every method raises a ModelyardError if it fails."""
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float | None = 60) -> None:
+        import httpx
+
         self.url, self.key = url.rstrip("/"), key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
@@ -64,6 +73,8 @@ class ServerClient:
 
     def is_running(self) -> bool:
         """False if nothing listens there. Something that is not a Modelyard server is an error."""
+        import httpx
+
         try:
             reply = self._http.get(f"{self.url}/health/live")
         except httpx.ConnectError:
@@ -88,6 +99,10 @@ class ServerClient:
         return f"/v1/admin/models/{quote(name)}/{verb}"
 
     def _call(self, method: str, path: str, params: Mapping[str, Any], accepted: tuple[int, ...] = (200, 202)) -> Json:
+        import httpx
+
+        from modelyard.protocols import openai_chat
+
         query = {name: str(value).lower() if isinstance(value, bool) else value for name, value in params.items()}
         try:
             reply = self._http.request(method, self.url + path, params=query)
@@ -105,6 +120,8 @@ class ServerClient:
             raise InvalidRequest(f"the server at {self.url} is not Modelyard: choose another with --url") from None
 
     def _explained(self, error: httpx.HTTPError | httpx.InvalidURL) -> ModelyardError:
+        import httpx
+
         match error:
             case httpx.ConnectError():
                 return no_server(self.url)

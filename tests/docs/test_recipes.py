@@ -128,7 +128,7 @@ def program_of(name: str, folder: Path, url: str) -> list[str]:
 def test_a_program_works(name: str, served: LiveServer, requests: RequestLog, tmp_path: Path) -> None:
     env, command = environment_of(name, tmp_path), program_of(name, tmp_path, served.url)
     done = subprocess.run(
-        ["env", *command],
+        ["env", *command],  # finds the program in the PATH of `env`
         cwd=tmp_path,
         env=env,
         stdin=subprocess.DEVNULL,

@@ -154,6 +154,13 @@ def test_window_is_the_window_of_the_cache_that_the_name_is_routed_to() -> None:
         assert target(served.url, "demo").window == 2048
 
 
+def test_background_model_is_the_model_itself_if_a_default_answers_to_every_name() -> None:
+    config = demo_config()
+    config["routes"], config["default_model"] = [], "demo"
+    with live_server(config) as served:
+        assert target(served.url).background == "demo"
+
+
 def test_background_model_is_the_model_itself_without_a_route() -> None:
     config = demo_config()
     config["routes"] = [{"match": "demo", "cache": "main"}]

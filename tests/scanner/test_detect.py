@@ -58,7 +58,7 @@ def test_an_unknown_setting_lists_the_known_ones() -> None:
         detect("hermez", "", "")
 
 
-# --- the templates that llama.cpp is tested with -----------------------------------------------------------------------
+# --- the templates that llama.cpp is tested with ----------------------------------------------------------------------
 
 TEMPLATES: dict[str, dict[str, Any]] = tomllib.loads(record_templates.TABLE.read_text())
 
@@ -76,7 +76,7 @@ def test_the_templates_of_llama_cpp_are_recorded_by_what_they_contain() -> None:
         assert set(record_templates.markers(template)) >= set(recorded["markers"])
 
 
-# --- the calls of Hermes in other formats -------------------------------------------------------------------------------
+# --- the calls of Hermes in other formats -----------------------------------------------------------------------------
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 

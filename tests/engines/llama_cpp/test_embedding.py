@@ -25,6 +25,7 @@ from tests.engines.llama_cpp import tiny_models
 from tests.engines.llama_cpp.helpers import Tap, answer, model_file, prompt, running, shared_loop, spec, vocabulary
 from tests.engines.reading import end, ids, read, until
 
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[LlamaCppEngine]:
     async with running(embeddings=True) as opened:

@@ -41,7 +41,7 @@ def test_values_in_range_are_accepted(field: str, value: Any) -> None:
     [
         ("llama_server_n_ctx", 0, "greater than or equal to 1"),
         ("llama_server_image_max_tokens", -1, "greater than or equal to 1"),
-        ("llama_server_spec_type", "a; rm -rf", "pattern"),
+        ("llama_server_spec_type", "a; rm -rf", "is not a kind of speculative decoding"),
         ("llama_server_spec_draft_n_max", 0, "greater than or equal to 1"),
         ("llama_server_spec_draft_n_max", 7, "less than or equal to 6"),
         ("llama_server_spec_draft_p_min", 1.5, "less than or equal to 1"),

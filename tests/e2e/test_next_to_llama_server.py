@@ -1,0 +1,264 @@
+"""Embeddings, ranking and fill-in-the-middle next to llama-server: each tiny model runs twice behind one gateway, in
+process and in a llama-server, and both answer alike."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.e2e.protocols import parse_events
+from tests.engines.llama_cpp import tiny_models
+from tests.engines.llama_server.helpers import program
+from tests.live_server import LiveServer, live_server
+
+SENTENCE, CODE, LONG = "the cat sleeps on the sofa.", "Print(x) != 7;", "berlin is a capital, " * 130
+QUERY, DOCUMENTS = "capital of france", ["paris is a capital", "the cat naps", "the court rejected the tax appeal"]
+PREFIX, SUFFIX = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
+FILES = [{"filename": "a.py", "text": "A = 1\n"}, {"text": "B = <|im_end|> 2"}]
+# What Continue sends for its autocompletion to a server with OpenAI's API, if the model is a Qwen coder.
+CONTINUE = {
+    "model": "code",
+    "max_tokens": 8,
+    "temperature": 0.01,
+    "stream": True,
+    "stop": [
+        *("<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>"),
+        *("<|file_sep|>", "<|im_start|>", "<|im_end|>", "/src/", "#- coding: utf-8", "```"),
+    ],
+    "prompt": f"<|fim_prefix|>{PREFIX}<|fim_suffix|>{SUFFIX}<|fim_middle|>",
+}
+
+
+def config() -> dict[str, Any]:
+    files: dict[str, tuple[Path, int, dict[str, Any], list[str]]] = {
+        "cls": (tiny_models.bert("cls"), 512, {}, []),
+        "mean": (tiny_models.bert("mean"), 512, {}, []),
+        "long": (tiny_models.nomic_bert(), 1024, {}, []),
+        "last": (tiny_models.last_token_embedder(), 1024, {}, []),
+        "causal": (tiny_models.coder(False), 1024, {"embeddings": True}, ["--embeddings", "--pooling", "mean"]),
+        "rank": (tiny_models.bert("rank"), 512, {}, []),
+        "judge": (tiny_models.last_token_ranker(), 512, {}, []),
+        "code": (tiny_models.coder(), 1024, {}, []),
+    }
+    models: dict[str, Any] = {"plain": {"path": str(tiny_models.coder(False)), "n_threads": 1, "n_ctx": 512}}
+    for name, (file, _, settings, flags) in files.items():
+        models[name] = {"path": str(file), "n_threads": 1, "speculation": "off", "decoding": {"temperature": 0}}
+        models[name] |= settings
+        models[f"{name}-server"] = {
+            "backend": "llama_server",
+            "path": str(file),
+            "llama_server_binary": program(),
+            "llama_server_n_threads": 1,
+            "llama_server_extra_args": flags,
+            "decoding": {"temperature": 0},
+        }
+    windows = {
+        name: {"model": name, "n_ctx": 1024 if name == "plain" else files[name.removesuffix("-server")][1]}
+        for name in models
+    }
+    windows["code-server"]["n_batch"] = (
+        256  # llama-server shows a model as much of other files as a batch leaves room for
+    )
+    return {"models": models, "caches": windows}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server(config()) as running:
+        try:
+            yield running
+        finally:  # the engines before the server, so that they end regularly
+            asyncio.run_coroutine_threadsafe(running.app.stop(), running.loop).result(60)
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> Any:
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def both(client: httpx.Client, path: str, name: str, **body: Any) -> tuple[Any, Any]:
+    """Our reply and that of llama-server."""
+    return post(client, path, model=name, **body), post(client, path, model=f"{name}-server", **body)
+
+
+def refusal(client: httpx.Client, path: str, **body: Any) -> tuple[int, Any]:
+    reply = client.post(path, json=body)
+    return reply.status_code, reply.json()["error"]
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------------
+
+
+def vectors(reply: Any) -> Any:
+    return np.array([entry["embedding"] for entry in reply["data"]])
+
+
+@pytest.mark.parametrize("name", ["cls", "mean", "long", "last", "causal"])
+def test_vectors_are_those_of_llama_server(client: httpx.Client, name: str) -> None:
+    texts = [SENTENCE, CODE] if name in ("cls", "mean") else [SENTENCE, CODE, LONG]
+    ours, theirs = both(client, "/v1/embeddings", name, input=texts)
+    assert ours["usage"] == theirs["usage"]
+    assert len(texts) == 2 or ours["usage"]["prompt_tokens"] > 512
+    cosines = (vectors(ours) * vectors(theirs)).sum(1)  # both have length 1
+    assert cosines.min() > 0.9999, cosines
+
+
+def test_inputs_of_token_ids_are_read_as_they_are(client: httpx.Client) -> None:
+    ids = post(client, "/tokenize", model="cls", content=SENTENCE)["tokens"]
+    text, raw, bare = (
+        post(client, "/v1/embeddings", model="cls", input=value) for value in (SENTENCE, [2, *ids, 3], ids)
+    )
+    assert vectors(raw)[0] @ vectors(text)[0] > 0.9999
+    assert vectors(bare)[0] @ vectors(text)[0] < 0.999
+    assert bare["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_vectors_are_shortened_to_length_one_and_sent_as_base64(client: httpx.Client) -> None:
+    whole = vectors(post(client, "/v1/embeddings", model="mean", input=SENTENCE))[0]
+    reply = post(client, "/v1/embeddings", model="mean", input=SENTENCE, dimensions=16, encoding_format="base64")
+    short = np.frombuffer(base64.b64decode(reply["data"][0]["embedding"]), "<f4")
+    assert short == pytest.approx(whole[:16] / np.linalg.norm(whole[:16]), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cls", "cls-server"])
+def test_an_input_that_is_too_long_is_refused_with_the_limit(client: httpx.Client, name: str) -> None:
+    status, error = refusal(client, "/v1/embeddings", model=name, input=["cat", "cat " * 511])
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "input")
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (513, 512)
+    post(client, "/v1/embeddings", model=name, input="cat " * 510)
+
+
+# --- ranking ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rank", "judge"])
+def test_scores_are_those_of_llama_server(client: httpx.Client, name: str) -> None:
+    body: dict[str, Any] = {"query": QUERY, "documents": [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]}
+    ours, theirs = both(client, "/v1/rerank", name, **body)
+    assert [entry["index"] for entry in ours["results"]] == [entry["index"] for entry in theirs["results"]]
+    scores = [[entry["relevance_score"] for entry in reply["results"]] for reply in (ours, theirs)]
+    assert scores[0] == sorted(scores[0], reverse=True)
+    assert scores[0] == pytest.approx(scores[1], abs=5e-3)
+    assert ours["usage"] == theirs["usage"]
+    assert ours["usage"]["prompt_tokens"] == ours["usage"]["total_tokens"] > 10
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank", "/reranking"])
+def test_the_best_documents_are_returned_with_their_texts(client: httpx.Client, path: str) -> None:
+    reply = post(client, path, model="rank", query=QUERY, documents=DOCUMENTS, top_n=2, return_documents=True)
+    assert len(reply["results"]) == 2
+    assert all(entry["document"] == {"text": DOCUMENTS[entry["index"]]} for entry in reply["results"])
+
+
+def test_text_embeddings_inference_gets_its_own_reply(client: httpx.Client) -> None:
+    reply = post(client, "/rerank", model="rank", query=QUERY, texts=DOCUMENTS, return_text=True)
+    assert [set(entry) for entry in reply] == [{"index", "score", "text"}] * 3
+
+
+# --- fill-in-the-middle -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt": "a +", "input_extra": FILES}], ids=["gap", "project"])
+def test_gaps_are_filled_as_by_llama_server(client: httpx.Client, more: dict[str, Any]) -> None:
+    body = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 6, "temperature": 0, **more}
+    ours, theirs = both(client, "/infill", "code", **body)
+    same = ("content", "stop", "stop_type", "tokens_evaluated", "tokens_predicted", "truncated")
+    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+    assert (ours["stop"], ours["stop_type"], ours["tokens_predicted"]) == (True, "limit", 6)
+
+
+@pytest.mark.parametrize("name", ["code", "code-server"])
+def test_a_streamed_gap_has_the_same_text(client: httpx.Client, name: str) -> None:
+    body = {"model": name, "input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 6, "temperature": 0}
+    whole = post(client, "/infill", **body)
+    events = [event.data for event in parse_events(client.post("/infill", json=body | {"stream": True}).text)]
+    assert "".join(event["content"] for event in events) == whole["content"]
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["tokens_predicted"] == 6
+
+
+def test_an_editor_gets_only_the_fields_that_it_asks_for(client: httpx.Client) -> None:
+    fields = ["content", "timings/predicted_n", "no/such"]
+    body = {"input_prefix": PREFIX, "input_suffix": "", "n_predict": 2, "response_fields": fields}
+    assert set(post(client, "/infill", model="code", **body)) == {"content", "timings/predicted_n"}
+
+
+def test_a_suffix_of_a_completion_makes_a_gap(client: httpx.Client) -> None:
+    """As the model's own tokens in the prompt do, which is how Continue asks."""
+    body = {"model": "code", "prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 8, "temperature": 0}
+    filled = post(client, "/v1/completions", **body)
+    events = parse_events(client.post("/v1/completions", json=CONTINUE | {"temperature": 0}).text)
+    chunks = [event.data for event in events if isinstance(event.data, dict)]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == filled["choices"][0]["text"]
+    bare = post(client, "/v1/completions", **body | {"suffix": ""})
+    assert bare["usage"]["prompt_tokens"] < filled["usage"]["prompt_tokens"]
+
+
+def test_llama_server_takes_bare_prompts_and_suffixes(client: httpx.Client) -> None:
+    body = {"prompt": [PREFIX, "x ="], "max_tokens": 4, "temperature": 0, "n": 1, "logprobs": 1}
+    ours, theirs = both(client, "/v1/completions", "code", **body)
+    assert [choice["text"] for choice in theirs["choices"]] == [choice["text"] for choice in ours["choices"]]
+    assert [len(choice["logprobs"]["tokens"]) for choice in theirs["choices"]] == [4, 4]
+    assert post(client, "/v1/completions", model="code-server", prompt=PREFIX, suffix=SUFFIX, max_tokens=4)["choices"]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/v1/chat/completions", {"model": "cls", "messages": HELLO}, "model_has_no_chat"),
+        ("/v1/chat/completions", {"model": "cls-server", "messages": HELLO}, "model_has_no_chat"),
+        ("/v1/completions", {"model": "rank", "prompt": "x"}, "model_has_no_chat"),
+        ("/v1/responses", {"model": "last", "input": "x"}, "model_has_no_chat"),
+        ("/v1/embeddings", {"model": "plain", "input": "x"}, "embeddings_unsupported"),
+        ("/v1/embeddings", {"model": "rank", "input": "x"}, "embeddings_unsupported"),
+        ("/v1/embeddings", {"model": "code-server", "input": "x"}, "embeddings_unsupported"),
+        ("/v1/rerank", {"model": "cls", "query": "x", "documents": ["y"]}, "rerank_unsupported"),
+        ("/infill", {"model": "plain", "input_prefix": "", "input_suffix": "x"}, "suffix_unsupported"),
+        ("/v1/completions", {"model": "plain", "prompt": "x", "suffix": "y"}, "suffix_unsupported"),
+        ("/infill", {"model": "code", "input_suffix": "x"}, "missing_required_parameter"),
+        ("/v1/rerank", {"model": "rank", "documents": ["y"]}, "missing_required_parameter"),
+        ("/v1/rerank", {"model": "rank", "query": "x", "documents": [{"title": "y"}]}, None),
+    ],
+)
+def test_a_model_refuses_what_it_was_not_trained_for(
+    client: httpx.Client, path: str, body: dict[str, Any], code: str | None
+) -> None:
+    status, error = refusal(client, path, **body)
+    assert (status, error["code"]) == (400, code)
+
+
+def test_the_admin_api_shows_what_each_model_does(client: httpx.Client) -> None:
+    models = {model["id"]: model["capabilities"] for model in client.get("/v1/admin/models").json()["data"]}
+    does = {
+        name: {key for key in ("chat", "embeddings", "rerank", "infill") if can[key]} for name, can in models.items()
+    }
+    expected = {"cls": {"embeddings"}, "rank": {"rerank"}, "code": {"chat", "infill"}, "plain": {"chat"}}
+    assert {name: does[name] for name in expected} == expected
+    assert does["causal"] == {"chat", "embeddings"}
+    assert (does["cls-server"], does["judge-server"]) == ({"embeddings"}, {"rerank"})
+
+
+def test_requests_that_generate_nothing_are_recorded(client: httpx.Client) -> None:
+    post(client, "/v1/rerank", model="rank", query=QUERY, documents=DOCUMENTS)
+    record = client.get("/v1/admin/requests").json()["requests"][0]
+    assert (record["endpoint"], record["model"], record["status"]) == ("/v1/rerank", "rank", "end")
+    assert record["usage"]["prompt"] > 10
