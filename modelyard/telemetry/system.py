@@ -16,6 +16,7 @@ from msgspec import Struct
 from modelyard.core.engine import AvailableMemory
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MAX_SHARED = 2 << 30  # video memory of a GPU that shares the RAM
 
 # --- load -------------------------------------------------------------------------------------------------------------
 
@@ -122,11 +123,27 @@ def _resident(process: psutil.Process) -> int:
 
 
 def read_gpus() -> tuple[GpuMemory, ...]:
+    """NVIDIA's and AMD's. The memory of others is known only to the library that uses them."""
     try:
         pynvml.nvmlInit()
-        return tuple(map(_gpu_memory, _gpu_handles()))
+        nvidia = tuple(map(_gpu_memory, _gpu_handles()))
     except pynvml.NVMLError:
-        return ()  # no driver, no GPUs
+        nvidia = ()  # no driver, no GPUs
+    return (*nvidia, *read_amd_gpus())
+
+
+def read_amd_gpus(devices: Path = Path("/sys/bus/pci/drivers/amdgpu")) -> tuple[GpuMemory, ...]:
+    """From the files of Linux's driver. A GPU that is part of the CPU has little memory of its own: it is left out."""
+    found = []
+    for device in sorted(devices.glob("*:*:*.*")):
+        try:
+            total, used = (int((device / f"mem_info_vram_{name}").read_text()) for name in ("total", "used"))
+        except (OSError, ValueError):
+            continue
+        if total > _MAX_SHARED:
+            name = f"AMD GPU {device.name}"
+            found.append(GpuMemory(uuid=f"amd-{device.name}", name=name, total=total, used=used, free=total - used))
+    return tuple(found)
 
 
 def _gpu_memory(handle: Any) -> GpuMemory:

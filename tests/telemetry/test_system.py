@@ -16,7 +16,9 @@ from modelyard.telemetry.system import (
     GpuMemory,
     SystemLoad,
     SystemMonitor,
+    cgroup_limits,
     free_memory,
+    read_amd_gpus,
     read_gpus,
     read_memory,
 )
@@ -163,3 +165,24 @@ def test_the_limit_of_a_container_bounds_the_free_memory(tmp_path: Path, monkeyp
     assert free_memory(with_gpus=False).ram_free == 700
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(with_gpus=False).ram_free > 1_000_000
+
+
+def test_amds_driver_tells_the_memory_of_a_card_but_not_of_a_shared_one(tmp_path: Path) -> None:
+    for name, total, used in (("0000:03:00.0", 24 << 30, 4 << 30), ("0000:0a:00.0", 512 << 20, 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mem_info_vram_total").write_text(f"{total}\n")
+        (tmp_path / name / "mem_info_vram_used").write_text(f"{used}\n")
+    (tmp_path / "0000:0b:00.0").mkdir()
+    (found,) = read_amd_gpus(tmp_path)
+    assert (found.uuid, found.total, found.free) == ("amd-0000:03:00.0", 24 << 30, 20 << 30)
+    assert read_amd_gpus(tmp_path / "missing") == ()
+
+
+def test_the_limits_of_a_container_are_read(tmp_path: Path) -> None:
+    assert cgroup_limits(tmp_path) == system.CgroupLimits()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cgroup_limits(tmp_path) == system.CgroupLimits()
+    (tmp_path / "memory.max").write_text(f"{4 << 30}\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert cgroup_limits(tmp_path) == system.CgroupLimits(4 << 30, 1.5)
