@@ -269,7 +269,11 @@ class ReplicaManager:
             return
         model, now = self._model(replica.model), self._clock.now()
         estimate = model.estimate
-        layers = f", {estimate.gpu_layers} of {estimate.layers} layers on the GPU" if estimate and estimate.gpu_layers else ""
+        layers = (
+            f", {estimate.gpu_layers} of {estimate.layers} layers on the GPU"
+            if estimate and estimate.gpu_layers
+            else ""
+        )
         log.info("the model %s is ready%s", model.name, layers)
         replica.state, replica.since, replica.ready_since, replica.idle_since = "ready", self._clock.unix(), now, now
         replica.progress, replica.phase, replica.reason = 1.0, "", ""

@@ -95,9 +95,7 @@ VulkanFinder = Callable[..., "tuple[VulkanGpu, ...] | str"]
 
 def find_gpus(nvidia: Callable[[], NvidiaDriver | str] | None = None, vulkan: VulkanFinder | None = None) -> FoundGpus:
     ask = vulkan or find_vulkan
-    found = FoundGpus(
-        nvidia=(nvidia or find_nvidia)(), vulkan=ask(), pci=pci_display_vendors(), apple=find_apple()
-    )
+    found = FoundGpus(nvidia=(nvidia or find_nvidia)(), vulkan=ask(), pci=pci_display_vendors(), apple=find_apple())
     if found.nvidia_gpus and not any(gpu.vendor == "nvidia" for gpu in found.vulkan_gpus):
         with tempfile.TemporaryDirectory(prefix="modelyard-vulkan-") as folder:
             manifest = Path(folder) / "driver.json"

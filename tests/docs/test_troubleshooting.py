@@ -13,7 +13,7 @@ import httpx
 import pytest
 import typer
 
-from modelyard.cli import app
+from modelyard.cli.app import app
 from tests.docs.pages import DOCS, sections
 from tests.live_server import LiveServer, live_server
 
@@ -60,7 +60,7 @@ def ask(content: str = "Hi", model: str = "small", **more: Any) -> dict[str, Any
         ("context_length_exceeded", ask("word " * 200)),
         ("invalid_json", {"content": "{"}),
         ("invalid_api_key", ask() | {"headers": {"authorization": "Bearer wrong"}}),
-        ("forbidden", {"path": "/v1/admin/models", "method": "GET"}),
+        ("admin_key_required", {"path": "/v1/admin/models", "method": "GET"}),
         ("model_not_found", ask(model="other")),
         ("path_not_found", ask() | {"path": "/v1/v1/chat/completions"}),
         ("model_not_loaded", ask(model="idle")),

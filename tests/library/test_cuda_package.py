@@ -116,9 +116,7 @@ def test_installed_libraries_are_linked_instead_of_fetched(
     assert (target / "libcublas.so.12").readlink() == installed / "libcublas.so.12"
 
 
-def test_the_cuda_12_plugin_is_put_beside_the_library_for_cpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cuda_12_plugin_is_put_beside_the_library_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path))
     monkeypatch.setattr(cuda_package, "packages_for", lambda variant, _=None: packages_for(variant, "linux-x64"))
     monkeypatch.setattr(cuda_package, "add_runtime", lambda folder, *_: (folder / "libcudart.so.12").touch())

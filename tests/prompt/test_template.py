@@ -39,6 +39,20 @@ def test_tojson_is_plain_json(source: str, text: str) -> None:
     assert render(source, x={"b": "<é>", "a": 1}) == text
 
 
+@pytest.mark.parametrize("method", ["", "{% set x = [].append(1) %}"])
+def test_tojson_takes_what_map_returns(method: str) -> None:
+    source = method + "{{ tools | map(attribute='function') | tojson(indent=0) }}"
+    assert json.loads(render(source, tools=[{"function": {"name": "now"}}])) == [{"name": "now"}]
+
+
+def test_a_template_may_take_the_tools_as_text_and_the_date_as_a_variable() -> None:
+    template = ChatTemplate("Today is {{ datetime }}. {{ functions }}", now=lambda: datetime(2026, 1, 2))
+    assert template.mentions("tools")
+    assert template.render({"tools": None}) == "Today is 2026-01-02. "
+    text = template.render({"tools": [{"type": "function", "function": {"name": "now"}}]})
+    assert json.loads(text.removeprefix("Today is 2026-01-02. ")) == [{"name": "now"}]
+
+
 def test_blocks_leave_no_blank_lines() -> None:
     assert render("  {% if true %}\na\n  {% endif %}\nb") == "a\nb"
 

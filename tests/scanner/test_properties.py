@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.core.output_format import OutputFormat
+from modelyard.core.output_format import OutputFormat, SwitchRegion
 from modelyard.core.request import Tool
 from modelyard.core.tokenizer import Piece
 from modelyard.scanner.formats import load, names
@@ -215,6 +216,91 @@ def test_a_marker_that_the_prompt_began_is_not_completed_visibly(format: str) ->
         blocks = scan(list(raw), format, prefill=prefill)
         _assert_no_marker(blocks, form.markers)
         assert scan([raw], format, prefill=prefill) == blocks, (begun, raw)
+
+
+# --- broken calls -------------------------------------------------------------------------------------------------------
+
+_NOW = Tool("now", parameters={"type": "object", "properties": {}})
+_OF_XML = "<![CDATA["  # not only of a family
+
+
+def _broken_calls(rng: random.Random, form: OutputFormat, raw: str) -> str:
+    """The turn with one to three of its markers dropped, doubled, moved, inserted or cut."""
+    markers = sorted((*form.markers, *form.inner_markers), key=len, reverse=True)
+    parts = [part for part in re.split(f"({'|'.join(map(re.escape, markers))})", raw) if part]
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        at = rng.choice([i for i, part in enumerate(parts) if part in markers] or [0])
+        change = rng.randrange(5)
+        if change == 0:
+            parts[at] = ""
+        elif change == 1:
+            parts.insert(at, parts[at])
+        elif change == 2:
+            parts.insert(rng.randrange(len(parts)), parts.pop(at))
+        elif change == 3:
+            parts.insert(at, rng.choice(markers))
+        else:
+            parts[at] = parts[at][: len(parts[at]) // 2]
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_no_tag_of_a_broken_call_is_shown_whatever_its_markers(format: str) -> None:
+    form = load(format)
+    turn = WRITERS[format]("Hm.", "So.", [(_SEARCH, {"query": "Paris", "limit": 3}), (_NOW, {})])
+    for rng in _examples(format, "markers", 60):
+        raw = f"{_broken_calls(rng, form, turn)} end."
+        options = {"tools": rng.choice([None, [_SEARCH, _NOW]]), "truncated": rng.random() < 0.3}
+        blocks = scan([raw], format, **options)
+        _assert_no_marker(blocks, [m for m in (*form.markers, *form.inner_markers) if m != _OF_XML])
+        assert scan(list(raw), format, **options) == blocks, raw
+
+
+@pytest.mark.parametrize("format", TURN_WRITERS)
+def test_what_a_limit_cuts_off_is_never_a_complete_call(format: str) -> None:
+    """Wherever it cuts, streamed or not: only calls that are complete count, and all of them do."""
+    written: Written = [(_NOW, {}), (_SEARCH, {"query": "Paris", "limit": 3})]
+    raw = WRITERS[format]("Hm.", "So.", written)
+    counts = []
+    for cut in range(len(raw)):
+        found = []
+        for stream in (True, False):
+            blocks = scan([raw[:cut]], format, tools=[_SEARCH, _NOW], truncated=True, tool_stream=stream)
+            found.append([(name, json.loads(arguments)) for name, arguments in calls_of(blocks)])
+        assert found[0] == found[1], raw[:cut]
+        assert found[0] == [(tool.name, given) for tool, given in written[: len(found[0])]], raw[:cut]
+        counts.append(len(found[0]))
+    assert counts == sorted(counts)
+
+
+# --- calls inside reasoning ---------------------------------------------------------------------------------------------
+
+
+def _inside_reasoning(format: str) -> tuple[str, str] | None:
+    """A turn that opens its reasoning and calls there, and what closes the reasoning. None: it cannot be written."""
+    form, call = load(format), WRITERS[format]("", "", [(_NOW, {})])
+    for tag, action in form.regions["text"].markers.items():
+        if isinstance(action, SwitchRegion) and form.regions[action.region].kind == "thinking":
+            for closing, end in form.regions[action.region].markers.items():
+                if isinstance(end, SwitchRegion) and form.regions[end.region].kind == "text":
+                    return f"{tag}Hm. {call}", closing
+    return None
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_a_call_inside_reasoning_counts_only_where_the_family_places_it(format: str) -> None:
+    form, inside = load(format), _inside_reasoning(format)
+    if inside is None or form.has_messages or format == "apriel":  # its calls are between markers that end reasoning
+        return
+    opened, closing = inside
+    drafted = scan([f"{opened} More.{closing}So."], format, tools=[_NOW])
+    assert [name for name, _ in calls_of(drafted)] == (["now"] if form.calls_in_reasoning else []), format
+    assert text_of(drafted, "thinking").startswith("Hm.")
+    assert "More." in text_of(drafted, "thinking") + text_of(drafted)
+    last = scan([opened], format, tools=[_NOW])
+    assert [name for name, _ in calls_of(last)] == ["now"], format
+    cut_off = scan([opened], format, tools=[_NOW], truncated=True)
+    assert bool(calls_of(cut_off)) == form.calls_in_reasoning, format
 
 
 # --- no word is lost --------------------------------------------------------------------------------------------------

@@ -74,9 +74,7 @@ def test_a_missing_or_silent_nvidia_driver_is_a_sentence() -> None:
 def test_vulkan_devices_of_any_vendor_are_read_and_drivers_in_software_are_told_apart() -> None:
     found = read_vulkan_report("a driver's own line\n" + json.dumps(DEVICES))
     assert not isinstance(found, str)
-    assert found[0] == VulkanGpu(
-        name="AMD Radeon RX 7900", vendor="amd", kind="discrete", memory=24 * GIB, api=(1, 3)
-    )
+    assert found[0] == VulkanGpu(name="AMD Radeon RX 7900", vendor="amd", kind="discrete", memory=24 * GIB, api=(1, 3))
     assert FoundGpus(nvidia="", vulkan=found).vulkan_gpus == found[:1]
 
 

@@ -81,7 +81,9 @@ def test_on_an_h200_the_newest_library_is_not_even_fetched(cache: Path) -> None:
 
 
 def test_a_library_that_dies_at_the_first_decode_is_passed_over(cache: Path) -> None:
-    errors = "ggml_cuda_compute_forward: MUL_MAT failed\nCUDA error: the provided PTX was compiled with an unsupported\n"
+    errors = (
+        "ggml_cuda_compute_forward: MUL_MAT failed\nCUDA error: the provided PTX was compiled with an unsupported\n"
+    )
     fault = explain_failure(-6, 1.0, "stage decoding a tiny model on CUDA0\n", errors)
     assert fault is not None
     assert "died while decoding a tiny model on CUDA0: CUDA error: the provided PTX was" in fault
