@@ -12,6 +12,7 @@ import os
 import ssl
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -93,22 +94,32 @@ def _model_faults(
     except (ModelyardError, ValidationError):
         return  # so are its options
     module = plugins.load("engines", entry.backend)
-    faults = [*_engine_faults(entry, settings)]
+    faults, is_set_up = list[tuple[ConfigPath, str]](), True
+    try:
+        faults += _engine_faults(module, settings)
+    except plugins.MissingLibrary as error:
+        if not hasattr(module, "prepare"):
+            faults.append((("backend",), error.message))
+        else:
+            is_set_up = False
+            yield ("backend",), "its library is not on this machine yet: modelyard serve sets it up.", "note"
     if hasattr(module, "faults"):
         faults += [((*option.split("."),), message) for option, message in module.faults(spec)]
-    faults += _definition_faults(entry, settings, complete=not faults)
+    faults += _definition_faults(entry, settings, complete=is_set_up and not faults)
     yield from ((path, _sentence(message), "error") for path, message in dict(reversed(faults)).items())
     if memory is not None:
         yield from _memory_faults(memory, spec.options, config.scheduler.memory_limits(), machine)
 
 
-def _engine_faults(entry: ModelEntry, settings: ModelSettings) -> Iterator[tuple[ConfigPath, str]]:
-    """With another interpreter, that interpreter must be able to run the engine."""
+def _engine_faults(module: ModuleType, settings: ModelSettings) -> Iterator[tuple[ConfigPath, str]]:
+    """With another interpreter, that interpreter must be able to run the engine. Raises MissingLibrary."""
     try:
         if settings.python is None:
-            plugins.verify(plugins.load("engines", entry.backend))
+            plugins.verify(module)
         elif interpreter.interpreter_exists(settings.python):  # else reported by the checks of the configuration
             asyncio.run(interpreter.check_interpreter(settings.python))
+    except plugins.MissingLibrary:
+        raise
     except ModelyardError as error:
         yield ("backend" if settings.python is None else "python",), error.message
 

@@ -27,8 +27,8 @@ SAMPLERS = len(Sampling.__struct_fields__)
 
 # --- capabilities ---------------------------------------------------------------------------------------------
 
-COLUMNS = ("tools", "structured", "logprobs", "lora", "embeddings")
-HEADS = ("tools", "structured", "logprobs", "LoRA", "embeddings")
+COLUMNS = ("tools", "structured", "logprobs", "lora", "embeddings", "rerank")
+HEADS = ("tools", "structured", "logprobs", "LoRA", "embeddings", "rerank")
 FAMILIES = ("dry_", "xtc_", "mirostat")
 
 

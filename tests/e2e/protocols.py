@@ -237,6 +237,7 @@ VALID_BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"model": "demo", "input": "hi"},
     "/v1/completions": {"model": "demo", "prompt": "hi"},
     "/v1/embeddings": {"model": "demo", "input": "hi"},
+    "/v1/rerank": {"model": "demo", "query": "hi", "documents": ["ho"]},
     "/tokenize": {"model": "demo", "content": "hi"},
     "/detokenize": {"model": "demo", "tokens": [1, 2]},
     "/apply-template": {"model": "demo", "messages": _HI},
@@ -309,10 +310,13 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
         "max_output_tokens": 9, "store": True, "parallel_tool_calls": True, "previous_response_id": None,
     },
     "/v1/completions": VALID_BODIES["/v1/completions"] | _SAMPLING | {
-        "prompt": ["one", "two"], "suffix": "x", "echo": True, "n": 1, "best_of": 1, "logprobs": 2, "max_tokens": 9,
+        "prompt": ["one", "two"], "suffix": "", "echo": True, "n": 1, "best_of": 1, "logprobs": 2, "max_tokens": 9,
         "stop": ["STOP"], "stream_options": {"include_usage": True},
     },
     "/v1/embeddings": {"model": "demo", "input": ["one", "two"], "encoding_format": "base64", "dimensions": 8},
+    "/v1/rerank": {
+        "model": "demo", "query": "hi", "documents": ["one", {"text": "two"}], "top_n": 1, "return_documents": True,
+    },
     "/tokenize": {"model": "demo", "content": "one", "with_pieces": True, "add_special": True},
     "/detokenize": {"model": "demo", "tokens": [1, 2, 3]},
 }  # fmt: skip

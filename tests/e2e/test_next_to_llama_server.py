@@ -259,6 +259,6 @@ def test_the_admin_api_shows_what_each_model_does(client: httpx.Client) -> None:
 
 def test_requests_that_generate_nothing_are_recorded(client: httpx.Client) -> None:
     post(client, "/v1/rerank", model="rank", query=QUERY, documents=DOCUMENTS)
-    record = client.get("/v1/admin/requests").json()["requests"][0]
+    record = client.get("/v1/admin/requests").json()["ended"][0]
     assert (record["endpoint"], record["model"], record["status"]) == ("/v1/rerank", "rank", "end")
     assert record["usage"]["prompt"] > 10

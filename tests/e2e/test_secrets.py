@@ -95,6 +95,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "demo", "input": "hi"},
     "/v1/completions": {"model": "demo", "prompt": "hi"},
     "/v1/embeddings": {"model": "demo", "input": "hi"},
+    "/v1/rerank": {"model": "demo", "query": "hi", "documents": ["ho"]},
+    "/infill": {"model": "demo", "input_prefix": "hi", "input_suffix": "ho"},
     "/tokenize": {"model": "demo", "content": "hi"},
     "/apply-template": MESSAGES,
 }

@@ -118,7 +118,7 @@ def test_requests_are_counted_by_route_method_and_status(new_server: LiveServer)
     assert scrape("http_request_duration_seconds_count", "/v1/messages") == 3
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/embeddings", "/responses"])
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/embeddings", "/rerank", "/responses"])
 def test_a_path_without_v1_is_counted_as_the_same_route(new_server: LiveServer, path: str):
     httpx.post(new_server.url + path, content=b"{")
     assert Scrape(new_server)("http_requests_total", "/v1" + path, "POST", "400") == 1

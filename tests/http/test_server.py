@@ -39,6 +39,8 @@ CLOSED = [
     ("POST", "/v1/responses"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"),
+    ("POST", "/v1/rerank"),
+    ("POST", "/infill"),
     ("POST", "/tokenize"),
     ("GET", "/v1/admin/models"),
     ("GET", "/nonsense"),

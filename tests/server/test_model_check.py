@@ -12,6 +12,7 @@ from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.settings import LoadedConfig
 from modelyard.core.engine import MemoryEstimate
 from modelyard.library.model_files import LibraryEntry, put_entry
+from modelyard.plugins import MissingLibrary
 from modelyard.server.memory_estimate import ModelMemory
 from modelyard.server.model_check import check_models
 from modelyard.telemetry.system import GpuMemory, MachineMemory
@@ -131,6 +132,17 @@ def test_the_default_model_is_fetched_at_start_and_its_absence_is_no_error() -> 
     (found,) = problems("")
     assert (found.path, found.level) == ("models.smollm2.path", "note")
     assert "modelyard serve fetches it (94 MiB)" in found.message
+
+
+def test_a_library_that_the_first_start_sets_up_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise MissingLibrary("there is none")
+
+    monkeypatch.setattr("modelyard.engines.llama_cpp.selftest.require_working_library", missing)
+    found = {problem.path: problem.level for problem in problems('[models.m]\npath = "no.gguf"')}
+    assert found == {"models.m.backend": "note", "models.m.path": "error"}
+    (found_ct2,) = problems('[models.m]\nbackend = "exllamav3"\npath = "."\n')[:1]
+    assert found_ct2.level == "error"  # nothing sets up the library of this one
 
 
 def test_an_interpreter_that_cannot_run_the_engine_is_an_error(tmp_path: Path) -> None:

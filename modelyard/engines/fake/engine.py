@@ -74,7 +74,7 @@ Sequences = OrderedDict[tuple[str, SequenceName], list[int]]  # by scope and nam
 
 _IGNORED = Sampling.__struct_fields__
 CAPABILITIES = Capabilities(
-    ("text", "image"), structured=True, logprobs=True, lora=True, embeddings=True, ignored=_IGNORED
+    ("text", "image"), structured=True, logprobs=True, lora=True, embeddings=True, rerank=True, ignored=_IGNORED
 )
 BURST = 4096  # tokens of one batch; then the job yields to the event loop
 QUEUE_LIMIT = 256  # items that may wait for the reader
@@ -482,7 +482,7 @@ class BlockOutput(NamedTuple):
 
 class FakeChatEngine(FakeEngine[BlockOutput]):
     def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec, replace(CAPABILITIES, logprobs=False, lora=False, embeddings=False))
+        super().__init__(spec, replace(CAPABILITIES, logprobs=False, lora=False, embeddings=False, rerank=False))
         self.pieces = lru_cache(maxsize=1024)(self._split)
 
     def encode(self, steps: Iterable[ScriptStep], in_reasoning: bool) -> Iterator[BlockOutput | ScriptStep]:
