@@ -69,7 +69,7 @@ test-clients: install ## install the real coding agents (about 2 GB, once) and r
 	$(BIN)/python setup/clients.py
 	$(BIN)/pytest -m clients tests/clients
 
-test-recipes: install ## install the frameworks of docs/clients.md (5 GB, once) and run the page's programs
+test-recipes: install ## install the frameworks of docs/clients.md (4 GiB, once) and run the page's programs
 	$(BIN)/python setup/recipes.py
 	$(BIN)/pytest -m recipes tests/docs
 

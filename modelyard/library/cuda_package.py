@@ -1,8 +1,8 @@
 """The prebuilt llama.cpp libraries for NVIDIA GPUs: which of them has code for a GPU, and the CUDA libraries they need.
 
-A library has machine code for some GPUs, and PTX, from which the driver compiles for newer ones. A driver refuses PTX of
-a CUDA release that is newer than itself, at the first decode, by ending the process. So the choice is made by numbers
-before anything is fetched, and the self-test confirms it.
+A library has machine code for some GPUs, and PTX, from which the driver compiles for newer ones. A driver refuses PTX
+of a CUDA release that is newer than itself, at the first decode, by ending the process. So the choice is made by
+numbers before anything is fetched, and the self-test confirms it.
 
     cuda     CUDA 13: machine code for the newest consumer GPUs
     cuda12   CUDA 12: a plug-in for the library for CPUs, mostly PTX, for older GPUs and drivers, and for data centres
@@ -198,8 +198,8 @@ def _unpack_wheel(wheel: RuntimeWheel, folder: Path, progress: ProgressReporter)
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != wheel.sha256:
             raise InvalidRequest(
-                f"the downloaded {wheel.requirement} has the hash {found}, expected {wheel.sha256}. It was removed; try "
-                "again, and if the error remains, check your package index",
+                f"the downloaded {wheel.requirement} has the hash {found}, expected {wheel.sha256}. It was removed; "
+                "try again, and if the error remains, check your package index",
                 code="checksum_mismatch",
             )
         with zipfile.ZipFile(archive) as contents:

@@ -141,6 +141,14 @@ def test_check_without_a_file_shows_the_default_and_fetches_nothing():
     assert not Path("cache/models/smollm2").exists()
 
 
+@pytest.mark.parametrize("file", sorted(CONFIGS.iterdir()), ids=lambda file: file.name)
+def test_the_examples_have_no_problem_but_an_absent_model_file(file: Path):
+    shown = invoke("check", "--config", str(file))
+    lines = shown.stderr.splitlines()
+    assert all("there is no model file" in line for line in lines), shown.stderr
+    assert shown.exit_code == (1 if lines else 0)
+
+
 def test_check_lists_all_problems_with_suggestions(tmp_path: Path):
     (tmp_path / "modelyard.toml").write_text(BROKEN)
     shown = invoke("check")

@@ -44,7 +44,7 @@ NAMES = sorted(recipes.RECIPES)
 PROGRAMS = [name for name in NAMES if name != "open-webui"]
 
 
-# --- the page and the script agree -------------------------------------------------------------------------------------
+# --- the page and the script agree ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,7 +66,7 @@ def test_the_table_shows_the_tested_versions() -> None:
     }
 
 
-# --- the programs ------------------------------------------------------------------------------------------------------
+# --- the programs -----------------------------------------------------------------------------------------------------
 
 
 class RequestLog(logging.Handler):

@@ -94,7 +94,7 @@ def test_a_wheel_with_another_hash_is_refused_and_leaves_nothing(tmp_path: Path,
     target.mkdir()
     wheel_of(index, ("libcublas.so.12",))
     wrong = RuntimeWheel("cublas==12", "0" * 64, 1, ("libcublas.so.12",))
-    with pytest.raises(InvalidRequest, match="has the hash .* expected 000") as refused:
+    with pytest.raises(InvalidRequest, match=r"has the hash .* expected 000") as refused:
         add_runtime(target, [wrong], ProgressReporter(write_line=lambda _: None))
     assert refused.value.code == "checksum_mismatch"
     assert not list(target.iterdir())

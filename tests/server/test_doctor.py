@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from modelyard.cli.app import app
+from modelyard.engines.llama_cpp import gpu_library
 from modelyard.engines.llama_cpp.selftest import SelfTest
 from modelyard.library.llama_cpp_package import use_library
 from modelyard.server import doctor
@@ -67,7 +70,7 @@ def test_gpus_are_listed_with_what_decides_about_the_library() -> None:
 
 @pytest.fixture
 def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    monkeypatch.setattr(doctor.gpu_library, "this_platform", lambda: "linux-x64")
+    monkeypatch.setattr(gpu_library, "this_platform", lambda: "linux-x64")
     values = {"MODELYARD_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path)}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -163,9 +166,9 @@ def test_the_cache_folder_is_measured(env: dict[str, str], monkeypatch: pytest.M
     library(env, "libllama.so")
     first, _ = storage_lines(env)
     assert first.status == "ok"
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
     assert next(iter(storage_lines(env))).status == "warning"
-    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
     assert next(iter(storage_lines(env))).status == "error"
 
 

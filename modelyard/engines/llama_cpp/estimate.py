@@ -177,7 +177,7 @@ def _cells(info: CacheInfo) -> int:
 # --- the layers on the GPU --------------------------------------------------------------------------------------------
 #
 # llama.cpp offloads the last layers of a model: first the output, which counts as a layer, then the last block and so
-# on. The table of the input's embeddings stays in RAM. Several GPUs share the layers in proportion to their free memory.
+# on. The table of the input's embeddings stays in RAM. Several GPUs share the layers by their free memory.
 
 _MAX_RESERVE = 1 << 30  # for the driver's own memory, and for what the estimate does not know
 _BLOCK = re.compile(r"blk\.(\d+)\.")

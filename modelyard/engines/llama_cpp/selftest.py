@@ -139,8 +139,8 @@ def explain_failure(code: int | None, timeout: float, output: str = "", errors: 
     if code < 0:
         names = {int(each): each.name for each in signal.Signals}
         name = names.get(-code, f"signal {-code}")
-        if (reason := _GPU_ERROR.search(errors)) is not None:
-            return f"the llama.cpp library died while {stage}: {reason[1]}; {_REBUILD}."
+        if (gpu_error := _GPU_ERROR.search(errors)) is not None:
+            return f"the llama.cpp library died while {stage}: {gpu_error[1]}; {_REBUILD}."
         return f"the llama.cpp library died while {stage}: {_SIGNALS.get(name, name)}; {_REBUILD}, and {_PORTABLE}."
     reason = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
     return f"the llama.cpp library failed while {stage}: {reason}; {_REBUILD}."
