@@ -283,9 +283,13 @@ class Scanner:
         buffer = self._buffer
         text, is_call = "".join(buffer.uncommitted or ()), self._calls.is_open and self._calls.is_offered
         was_sent, start = self._calls.abort(), self._reader_start
-        if self._calls.drafts:  # the calls before this one: all of them are text
-            text, self._draft_text = "".join((*self._draft_text, *(buffer.recorded or ()))), []
-            self._calls.drafts.clear()
+        if self._calls.drafts:  # the calls before this one
+            self._draft_text += buffer.recorded or ()
+            if text.strip():  # reasoning goes on after them
+                text, self._draft_text = "".join(self._draft_text), []
+                self._calls.drafts.clear()
+            else:
+                text = ""
         self._calls.is_drafting, buffer.recorded = False, None
         self._reader, buffer.uncommitted = None, None
         if start and (is_call or not start.bare):

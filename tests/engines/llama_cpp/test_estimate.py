@@ -380,7 +380,7 @@ def test_the_installed_library_has_the_expected_buffer_types() -> None:
     registry = ctypes.c_void_p(library.ggml_backend_dev_backend_reg(device))
     address = library.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
     types: Any = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(device)
-    names = []
+    names = list[str]()
     while types[len(names)]:
         names.append(library.ggml_backend_buft_name(ctypes.c_void_p(types[len(names)])).decode())
     assert [buffer.name for buffer in installed_extra_buffers()] == names
