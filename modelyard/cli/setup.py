@@ -31,7 +31,8 @@ def setup(
     """Set up the llama.cpp engine: fetch the library for this machine, test it and use it from now on.
 
     The first serve or run does the same by itself. A GPU is found and used: docs/gpu.md. A library that is compiled
-    here can be faster, and CMAKE_ARGS can add a GPU that no prebuilt one supports: [bold]CMAKE_ARGS=-DGGML_CUDA=ON modelyard setup --build[/bold]
+    here can be faster, and CMAKE_ARGS can add a GPU that no prebuilt one supports:
+    [bold]CMAKE_ARGS=-DGGML_CUDA=ON modelyard setup --build[/bold]
     """
     from modelyard.engines.llama_cpp import setup as engine
 

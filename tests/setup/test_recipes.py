@@ -37,12 +37,18 @@ def test_packages_of_npm_run_on_a_node_from_pypi(tmp_path: Path) -> None:
     assert "--ignore-scripts" in npm
 
 
-def test_a_failed_installation_says_why_and_is_repeated(tmp_path: Path) -> None:
-    recipe = recipes.Recipe("Nothing", ("./missing==1",))
-    env = {"PATH": "/usr/bin:/bin", "MODELYARD_CACHE": str(tmp_path)}
-    with pytest.raises(Unavailable, match="missing"):
+def test_a_failed_installation_says_why_and_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, env = (
+        recipes.Recipe("Nothing", ("nothing==1",)),
+        {"PATH": "/usr/bin:/bin", "MODELYARD_CACHE": str(tmp_path)},
+    )
+    monkeypatch.setattr(recipes, "commands", lambda *_: [["sh", "-c", "echo no such package; exit 3"]])
+    with pytest.raises(Unavailable, match="its last output:\nno such package"):
         recipes.install(recipe, env)
-    assert not (recipe.folder(env) / ".installed").exists()
+    monkeypatch.setattr(recipes, "commands", lambda _, folder, __: [["mkdir", str(folder)]])
+    assert (recipes.install(recipe, env) / ".installed").is_file()
+    monkeypatch.setattr(recipes, "commands", lambda *_: [["false"]])
+    assert recipes.install(recipe, env) == recipe.folder(env)
 
 
 def test_a_python_that_a_framework_refuses_is_named(tmp_path: Path) -> None:
