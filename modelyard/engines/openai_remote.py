@@ -292,6 +292,8 @@ def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) ->
     """The complete request; always a stream with usage. A bare prompt goes to an OpenAI upstream's completions."""
     if not api.has_prompts:
         reject_bare_prompts(request)
+    if request.prompts and request.constraint is not None and not options.remote_extensions:
+        raise Unsupported("the upstream's completions take no schema or grammar", code="structured_unsupported")
     max_tokens = request.max_tokens or options.remote_max_tokens
     streamed = replace(
         _accepted_request(request, options, api),

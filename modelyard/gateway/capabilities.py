@@ -28,14 +28,14 @@ _UNKNOWN_ENGINE = Capabilities(
 def effective_capabilities(model: Model, engine: Capabilities | None = None) -> Capabilities:
     """The definition decides modalities, turns, thinking and infill; the engine decides everything that it computes."""
     engine = engine or model.capabilities or _UNKNOWN_ENGINE
-    tokenizer = model.text.tokenizer if model.text is not None and model.kind == "text" else None
+    fills_gaps = model.text is not None and model.text.tokenizer.fim is not None
     return msgspec.structs.replace(
         engine,
         modalities=tuple(modality for modality in model.modalities if modality in engine.modalities),
         multi_turn=engine.multi_turn and not model.translates,
         tools=engine.tools and not model.translates,
         thinking_modes=engine.thinking_modes if model.text is None else model.text.renderer.thinking_modes,
-        infill=engine.infill if tokenizer is None else tokenizer.fim is not None,
+        infill=fills_gaps or (model.kind == "chat" and engine.infill),
     )
 
 

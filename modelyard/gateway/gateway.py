@@ -166,6 +166,8 @@ class Gateway:
         if model.define is not None:
             model = await self._defined(model)
         request, capabilities = await self._adapt(request, caller, model, engine)
+        if request.infill is not None and model.kind == "chat":
+            request = _with_tokens_around_gap(request, model, capabilities or model.capabilities, target.window)
         requested = request.max_tokens if request.max_tokens is not None else model.max_tokens
         prompts: list[RenderedPrompt] = []
         for ids, text in await self._render(request, model, target.window, work or RequestWork(0, caller.deadline)):
@@ -566,6 +568,15 @@ def _encode_gap(request: Request, prompt: str, infill: Infill, model: Model, win
     requested = request.max_tokens if request.max_tokens is not None else model.max_tokens
     room = _UNLIMITED if window is None else window - min(requested or window // 4, window // 2)
     return infill_prompt(model.pipeline.tokenizer, prompt, infill, room=room, suffix_first=model.spm_infill)
+
+
+def _with_tokens_around_gap(request: Request, model: Model, can: Capabilities | None, window: int) -> Request:
+    """For a server that takes bare prompts and no suffix, as vLLM does: the prompt is built here, if its tokenizer is
+    here."""
+    if request.infill is None or model.text is None or model.text.tokenizer.fim is None or (can and can.infill):
+        return request
+    gaps = [tuple(_encode_gap(request, str(prompt), request.infill, model, window)) for prompt in request.prompts]
+    return msgspec.structs.replace(request, prompts=tuple(gaps), infill=None)
 
 
 def _encode_inputs(request: EmbeddingRequest, model: Model, watch: Watch | None) -> list[list[int]]:

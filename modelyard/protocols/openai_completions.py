@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core import limits
-from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError
+from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError, Unsupported
 from modelyard.core.events import (
     Block,
     BlockDelta,
@@ -302,10 +302,14 @@ read_error = read_http_error
 
 def write_request(request: Request) -> bytes:
     """One prompt. `echo` is not sent: the writer of the reply repeats the prompt."""
-    prompt = request.prompts[0]
+    prompt, infill = request.prompts[0], request.infill
+    if infill is not None and infill.files:
+        raise Unsupported("this model's server takes no other files beside the gap", param="input_extra")
+    if infill is not None and isinstance(prompt, str):
+        prompt += infill.start
     body: dict[str, Any] = {"model": request.model, "prompt": prompt} | write_extensions(request)
     body |= present(
-        suffix=request.infill.suffix if request.infill is not None else None,
+        suffix=infill.suffix if infill is not None else None,
         max_tokens=request.max_tokens,
         stop=request.stop or None,
         logprobs=request.logprobs,

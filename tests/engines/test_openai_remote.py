@@ -15,15 +15,27 @@ from msgspec.structs import replace
 
 from modelyard.config.load import load_config
 from modelyard.config.settings import engine_options
-from modelyard.core.engine import AvailableMemory, CacheInfo, ChatEngine, EngineSpec, MemoryEstimate
-from modelyard.core.errors import Cancelled, InvalidRequest, ModelyardError, Unavailable, Unsupported
-from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
+from modelyard.core.engine import (
+    AvailableMemory,
+    CacheInfo,
+    ChatEngine,
+    Embeddings,
+    EngineSpec,
+    ForwardingEngine,
+    MemoryEstimate,
+    Ranking,
+)
+from modelyard.core.errors import Cancelled, Incomplete, InvalidRequest, ModelyardError, Unavailable, Unsupported
+from modelyard.core.events import BlockDelta, Event, Failed, Finished, Usage, collect_reply
 from modelyard.core.request import (
     Constraint,
+    EmbeddingRequest,
     Image,
+    Infill,
     Message,
     Reasoning,
     Request,
+    RerankRequest,
     Sampling,
     Text,
     Thinking,
@@ -418,9 +430,64 @@ def test_grammars_need_an_upstream_with_extensions() -> None:
     assert sent(grammar, remote_extensions=True)["grammar"] == 'root ::= "a"'
 
 
-def test_bare_prompts_are_refused() -> None:
+def test_bare_prompts_go_to_completions_of_an_openai_upstream_only() -> None:
+    bare = Request(model="m", prompts=("Once",), infill=Infill(" end", " upon"), logprobs=1, session="s")
+    expected = {"model": "theirs", "prompt": "Once upon", "suffix": " end", "logprobs": 1, "stream": True}
+    assert sent(bare) == expected | {"stream_options": {"include_usage": True}}
     with pytest.raises(Unsupported, match="conversations only"):
-        sent(Request(model="m", prompts=("Once",)))
+        sent(bare, "anthropic_messages")
+    with pytest.raises(Unsupported) as caught:
+        sent(replace(bare, infill=Infill("", files=(("a", "b"),))))
+    assert caught.value.param == "input_extra"
+    with pytest.raises(Unsupported, match="schema"):
+        sent(replace(bare, constraint=Constraint("json_schema", "{}")))
+
+
+async def test_a_completion_of_the_upstream_is_read_as_events() -> None:
+    chunks = [{"id": "cmpl-1", "choices": [{"index": 0, "text": text}]} for text in ("a", "b")]
+    chunks += [{"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}]
+    chunks += [{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}]
+    stream = [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks] + [b"data: [DONE]\n\n"]
+    async with fake_upstream(Answer(body=stream)) as at, opened(at) as remote:
+        reply = collect_reply(await read(remote, Request(model="m", prompts=("Once",))))
+        assert at.requests[0].path.endswith("/completions")
+        assert "/chat/" not in at.requests[0].path
+    assert (reply.text, reply.finished.reason, reply.finished.usage) == ("ab", "max_tokens", Usage(3, 0, 2))
+
+
+async def test_embeddings_and_rankings_are_forwarded() -> None:
+    vectors = {"data": [{"index": 1, "embedding": [0.0, 1.0]}, {"index": 0, "embedding": [1.0, 0.0]}]}
+    ranking = {"results": [{"index": 1, "relevance_score": 0.5}, {"index": 0, "relevance_score": 0.25}]}
+    usage = {"usage": {"prompt_tokens": 7, "total_tokens": 7}}
+    answers = [json_answer(json.dumps(body | usage)) for body in (vectors, ranking)]
+    async with fake_upstream(*answers) as at, opened(at) as remote:
+        assert isinstance(remote, ForwardingEngine)
+        made = await remote.embed_inputs(EmbeddingRequest(model="m", inputs=("a", (1, 2)), dimensions=2))
+        assert made == Embeddings([[1.0, 0.0], [0.0, 1.0]], 7)
+        found = await remote.rerank(RerankRequest(model="m", query="q", documents=("a", "b"), top_n=1))
+        assert found == Ranking([(1, 0.5), (0, 0.25)], 7)
+        first, second = at.requests
+    assert (first.path.rpartition("/")[2], second.path.rpartition("/")[2]) == ("embeddings", "rerank")
+    assert first.body == {"model": "theirs", "input": ["a", [1, 2]], "encoding_format": "float"}
+    assert second.body == {"model": "theirs", "query": "q", "documents": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "code"),
+    [
+        (error_answer(404), Unsupported, "embeddings_unsupported"),
+        (error_answer(401), Unavailable, "upstream_auth_failed"),
+        (error_answer(400, code="odd"), InvalidRequest, "odd"),
+        (json_answer('{"data": []}'), Incomplete, "incomplete_stream"),
+        (json_answer("no"), Incomplete, "incomplete_stream"),
+    ],
+)
+async def test_an_upstream_that_cannot_embed_is_explained(answer: Answer, error: type[Exception], code: str) -> None:
+    async with fake_upstream(answer) as at, opened(at) as remote:
+        with pytest.raises(error) as caught:
+            await remote.embed_inputs(EmbeddingRequest(model="m", inputs=("a",)))
+    assert isinstance(caught.value, ModelyardError)
+    assert caught.value.code == code
 
 
 def test_count_body_has_only_fields_with_tokens() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from modelyard.core.engine import CacheInfo, ChatEngine
 from modelyard.core.errors import (
@@ -26,12 +27,15 @@ from modelyard.core.errors import (
     Unsupported,
 )
 from modelyard.core.events import Failed, collect_reply
-from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text
+from modelyard.core.request import Constraint, Image, Infill, Message, Reasoning, Request, Sampling, Text
+from modelyard.engines import llama_server
 from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.engine import LlamaServerEngine, chat_body
-from modelyard.engines.llama_server.server import find_binary
+from modelyard.engines.llama_server.server import command_line, find_binary
+from modelyard.engines.managed import ListenAddress
 from modelyard.library.default_model import fetch
 from modelyard.tokenizer.gguf import GgufTokenizer
+from tests.engines.llama_cpp import tiny_models
 from tests.engines.llama_server import helpers
 from tests.engines.llama_server.helpers import (
     chat_request,
@@ -274,6 +278,25 @@ def test_schemas_and_gbnf_are_sent_and_other_grammars_refused() -> None:
         body(chat_request(constraint=Constraint("lark", "start: A")))
 
 
-def test_bare_prompts_are_refused() -> None:
-    with pytest.raises(Unsupported, match="conversations only"):
-        body(Request(model="m", prompts=("Once",)))
+def test_bare_prompts_and_gaps_are_written_for_llama_server() -> None:
+    bare = Request(model="m", prompts=("Once",), max_tokens=3, sampling=Sampling(repetition_penalty=1.5))
+    assert (body(bare)["prompt"], body(bare)["repeat_penalty"], body(bare)["stream"]) == ("Once", 1.5, True)
+    gap = body(replace(bare, infill=Infill(" end")))
+    assert (gap["input_prefix"], gap["input_suffix"], gap["n_predict"]) == ("Once", " end", 3)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "flags", "does"),
+    [("mean", [], "embeddings"), ("rank", [], "rerank"), (None, [], "chat"), (None, ["--embeddings"], "embeddings")],
+)
+def test_the_file_or_the_flags_say_what_the_server_is_started_for(
+    pooling: str | None, flags: list[str], does: str
+) -> None:
+    file = fetch() if pooling is None else tiny_models.bert(pooling)
+    chosen = Options(path=str(file), llama_server_extra_args=flags)
+    can = llama_server.capabilities(chosen)
+    assert {name for name in ("chat", "embeddings", "rerank") if getattr(can, name)} == {does}
+    argv = command_line("x", file, chosen, {"a": CacheInfo(512, 2)}, ListenAddress("s"))
+    expected = {"embeddings": "--embeddings", "rerank": "--reranking"}.get(does)
+    assert [flag for flag in ("--embeddings", "--reranking") if flag in argv] == [flag for flag in (expected,) if flag]
+    assert ("--ubatch-size" in argv) == (does != "chat")

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from modelyard.core.engine import CacheInfo, ChatEngine
 from modelyard.core.errors import (
@@ -28,7 +29,19 @@ from modelyard.core.errors import (
     Unsupported,
 )
 from modelyard.core.events import Failed, collect_reply
-from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text, Tool, ToolChoice
+from modelyard.core.request import (
+    Constraint,
+    EmbeddingRequest,
+    Image,
+    Message,
+    Reasoning,
+    Request,
+    RerankRequest,
+    Sampling,
+    Text,
+    Tool,
+    ToolChoice,
+)
 from modelyard.engines.vllm_serve import Options
 from modelyard.engines.vllm_serve.engine import VllmServeEngine, chat_body, tokenize_body
 from modelyard.engines.vllm_serve.server import find_binary
@@ -357,6 +370,27 @@ def test_tokenize_body_has_only_fields_with_tokens() -> None:
     assert sent == {"model": "served", "messages": [{"role": "user", "content": "Hello"}]}
 
 
-def test_bare_prompts_are_refused() -> None:
-    with pytest.raises(Unsupported, match="conversations only"):
-        body(Request(model="m", prompts=("Once",)))
+def test_bare_prompts_are_sent_to_completions_with_vllms_fields() -> None:
+    bare = Request(
+        model="m", prompts=((1, 2),), max_tokens=9000, kv_scope="k", constraint=Constraint("json_schema", "{}")
+    )
+    assert body(bare) == {
+        "model": "served",
+        "prompt": [1, 2],
+        "max_tokens": 4096,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": "k",
+        "structured_outputs": {"json": {}},
+    }
+    assert body(replace(bare, constraint=Constraint("regex", "a+")))["structured_outputs"] == {"regex": "a+"}
+
+
+@on_shared_loop
+async def test_a_server_of_a_generating_model_neither_embeds_nor_ranks(shared: VllmServeEngine) -> None:
+    with pytest.raises(Unsupported) as caught:
+        await shared.embed_inputs(EmbeddingRequest(model="m", inputs=("a",)))
+    assert caught.value.code == "embeddings_unsupported"
+    with pytest.raises(Unsupported) as caught:
+        await shared.rerank(RerankRequest(model="m", query="q", documents=("a",)))
+    assert caught.value.code == "rerank_unsupported"
