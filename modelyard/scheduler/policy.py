@@ -33,6 +33,7 @@ from msgspec import Struct, field
 
 from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.pool import ReplicaState
+from modelyard.core.units import format_size
 from modelyard.scheduler.memory_planner import (
     DeviceBytes,
     EvictionCandidate,
@@ -370,7 +371,7 @@ def _eviction_candidate(model: ModelView, replica: ReplicaView, now: float) -> E
 def _too_large(name: str, need: DeviceBytes, hard: DeviceBytes) -> InvalidRequest:
     device = next(d for d, amount in need.items() if d in hard and amount > hard[d])
     setting = "memory_limit" if device.partition("@")[0] == "cpu" else "gpu_memory_limit"
-    needed, limit = (f"{amount / 2**20:.0f} MiB" for amount in (need[device], hard[device]))
+    needed, limit = format_size(need[device]), format_size(hard[device])
     return InvalidRequest(
         f"the model {name!r} needs about {needed} and the limit is {limit}; raise {setting} under [scheduler], or take "
         "a smaller n_ctx or parallel",

@@ -21,6 +21,7 @@ from modelyard.benchmark.drawing import Circle, Drawing, DrawingShape, Label, Po
 from modelyard.benchmark.statistics import Interval, ratio_interval
 from modelyard.core.errors import Unavailable
 from modelyard.core.knobs import COUNTS, Goal, Setting, Value
+from modelyard.core.units import format_size
 from modelyard.tune import goals
 from modelyard.tune.config_writer import toml_fragment
 from modelyard.tune.goals import RankedSetting
@@ -291,13 +292,13 @@ def format_changes(changes: dict[str, Value]) -> str:
 
 def format_duration(seconds: float) -> str:
     whole = max(0, round(seconds))
-    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
 
 
 def _outcome_text(outcome: Outcome) -> str:
     if isinstance(outcome, Measurement):
-        ttft, memory = outcome.ttft_s * 1000, outcome.memory / 2**20
-        return f"{outcome.speed:.1f} tok/s, first token {ttft:.0f} ms, {memory:.0f} MiB"
+        ttft, memory = outcome.ttft_s * 1000, format_size(outcome.memory)
+        return f"{outcome.speed:.1f} tok/s, first token {ttft:.0f} ms, {memory}"
     if isinstance(outcome, QualityResult):
         return _loss_text(outcome.loss.rise, outcome.loss.divergence)
     return str(outcome)

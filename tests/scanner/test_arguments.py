@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from modelyard.core.request import Tool
 from modelyard.scanner.arguments import escape_json, parameter_name, schema_types, to_json
+from modelyard.scanner.formats import load
 from tests.scanner.helpers import calls_of, scan, text_of
+from tests.scanner.writers import WRITERS
 
 WRITE = Tool("write", parameters={"properties": {"path": {"type": "string"}, "content": {"type": "string"}}})
 
@@ -204,3 +208,110 @@ def test_a_value_becomes_the_json_that_its_types_allow(raw: str, allowed: tuple[
 
 def test_half_characters_do_not_break_a_string() -> None:
     assert escape_json("a\ud800b") == "a?b"
+
+
+# --- in every format --------------------------------------------------------------------------------------------------
+
+_PLACES = Tool(
+    "search",
+    parameters={"properties": {"place": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}}}},
+)
+_NOW = Tool("now", parameters={"type": "object", "properties": {}})
+
+
+def _written(format: str, **given: Any) -> str:
+    return WRITERS[format]("", "", [(_PLACES, given)])
+
+
+# The families that write every argument between tags, not all of them together as JSON or Python.
+TAGGED = [format for format in WRITERS if not re.search(r"""["']?place["']?\s*[:=]""", _written(format, place="Roma"))]
+every_format = pytest.mark.parametrize("format", WRITERS)
+tagged_format = pytest.mark.parametrize("format", TAGGED)
+
+
+def _calls(format: str, raw: str, tools: Sequence[Tool] = (_PLACES, _NOW), **options: Any) -> list[tuple[str, Any]]:
+    blocks = scan([raw], format, tools=tools, **options)
+    assert scan(list(raw), format, tools=tools, **options) == blocks
+    assert text_of(blocks).strip() == ""
+    return [(name, json.loads(arguments)) for name, arguments in calls_of(blocks)]
+
+
+def test_the_families_with_tags_are_known() -> None:
+    assert {"qwen3_coder", "glm45", "minimax_m2", "minimax_m3", "deepseek_v32", "kimi_k3", "step3"} <= set(TAGGED)
+    assert not {"hermes", "pythonic", "gemma4", "harmony"} & set(TAGGED)
+
+
+@every_format
+def test_the_last_value_of_a_parameter_counts(format: str) -> None:
+    raw = _written(format, place="Roma", plac_="Luna").replace("plac_", "place")
+    for stream in (True, False):
+        assert _calls(format, raw, tool_stream=stream) == [("search", {"place": "Luna"})]
+
+
+@tagged_format
+def test_a_repeated_argument_is_sent_once_if_it_is_not_streamed(format: str) -> None:
+    raw = _written(format, place="Roma", plac_="Luna").replace("plac_", "place")
+    assert calls_of(scan([raw], format, tools=[_PLACES], tool_stream=False))[0][1].count('"place"') == 1
+
+
+@tagged_format
+def test_the_values_of_a_repeated_list_are_its_items(format: str) -> None:
+    raw = _written(format, tags="a", tag_="b").replace("tag_", "tags")
+    assert _calls(format, raw) == [("search", {"tags": ["a", "b"]})]
+    raw = _written(format, tags="a", tag_="b", place="Roma").replace("tag_", "tags")
+    assert _calls(format, raw) == [("search", {"tags": ["a", "b"], "place": "Roma"})]
+    raw = _written(format, tags=["a", "b"], tag_=["c"]).replace("tag_", "tags")
+    assert _calls(format, raw) == [("search", {"tags": ["a", "b", "c"]})]
+
+
+@tagged_format
+def test_an_element_may_end_with_its_own_tag(format: str) -> None:
+    raw = WRITERS[format]("", "", [(_NOW, {}), (_PLACES, {"place": "Roma"})])
+    empty = re.sub(r"(<[^<>]*now[^<>/]*)>(?:\s|\]<\]minimax\[>\[)*</[^<>]*>", r"\1/>", raw)
+    assert _calls(format, empty) == [("now", {}), ("search", {"place": "Roma"})]
+    if "/>" in empty:
+        assert _calls(format, empty.replace("/>", " />")) == [("now", {}), ("search", {"place": "Roma"})]
+
+
+@tagged_format
+def test_a_parameter_without_a_value_is_not_given(format: str) -> None:
+    end = r"(?:<\|close\|>argument<\|sep\|>|(?:\]<\]minimax\[>\[)?<[^<>]*>)"
+    for missing in ("Roma", rf"Roma\s*{end}"):
+        raw = re.sub(missing, "", _written(format, place="Roma"))
+        assert _calls(format, raw) in ([("search", {})], [("search", {"place": ""})])
+    assert _calls(format, raw) == [("search", {})]
+
+
+@tagged_format
+def test_a_parameter_or_call_without_a_name_shows_only_words(format: str) -> None:
+    form = load(format)
+    for name in ("place", "search"):
+        raw = _written(format, place="Roma").replace(name, "")
+        for tools in (None, [_PLACES]):
+            blocks = scan([raw], format, tools=tools)
+            assert calls_of(blocks) == []
+            assert text_of(blocks).strip() in ("Roma", "search\nRoma", "searchRoma", "search\n\nRoma"), text_of(blocks)
+            assert not [m for m in (*form.markers, *form.inner_markers) if m in text_of(blocks)]
+
+
+_UNTYPED = {"n": 3, "flag": True, "items": [1], "text": "so"}
+_AS_TEXT = {"n": "3", "flag": "true", "items": "[1]", "text": "so"}
+_CONTAINERS = {**_AS_TEXT, "items": [1]}
+# What the family's own template writes for a value that is not text. All others write JSON.
+TEMPLATES_WRITE = {
+    **dict.fromkeys(("qwen3_coder", "nemotron_v3", "step3p5"), _CONTAINERS),
+    **dict.fromkeys(("dots", "seed_oss", "step3"), _AS_TEXT),
+}
+
+
+@every_format
+def test_a_value_without_a_type_is_what_the_template_of_the_family_writes(format: str) -> None:
+    raw = WRITERS[format]("", "", [(_NOW, _UNTYPED)])
+    assert _calls(format, raw, [Tool("now")]) == [("now", TEMPLATES_WRITE.get(format, _UNTYPED))]
+
+
+@every_format
+@pytest.mark.parametrize("name", ["search.search", "functions.search"])
+def test_an_invented_namespace_is_not_part_of_the_name(format: str, name: str) -> None:
+    raw = _written(format, place="Roma").replace("search", name)
+    assert _calls(format, raw) == [("search", {"place": "Roma"})]
