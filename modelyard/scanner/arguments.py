@@ -336,7 +336,7 @@ class TagValueReader:
         self._buffer, self._arguments, self._on_lines = buffer, arguments, tags.on_lines
         self._opening, self._named, self._closing = map(buffer.encoded, (tags.opening, tags.named, tags.closing))
         self._ends = tuple(map(buffer.encoded, tags.ends))
-        self._after = tuple(map(buffer.encoded, tags.after))
+        self._after = (*map(buffer.encoded, tags.after), *buffer.turn_ends)
         self._tokens_after = tuple(filter(self._is_token, self._after))
         self._newline = ""  # a held line break that belongs to the closing tag if one follows
         self._on_new_line = False

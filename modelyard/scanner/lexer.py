@@ -73,10 +73,18 @@ class TextBuffer:
     `uncommitted` collects what was taken since the last commit. If the reader fails, it is shown as text.
     """
 
-    __slots__ = ("codes", "dropped", "ended", "pos", "recorded", "text", "token_codes", "truncated", "uncommitted")
+    __slots__ = (
+        *("codes", "dropped", "ended", "pos", "recorded", "text", "token_codes", "truncated"),
+        *("turn_ends", "uncommitted"),
+    )
 
-    def __init__(self, codes: dict[str, str], token_codes: frozenset[str] = frozenset()) -> None:
-        self.codes, self.token_codes = codes, token_codes
+    def __init__(
+        self,
+        codes: dict[str, str],
+        token_codes: frozenset[str] = frozenset(),
+        turn_ends: tuple[str, ...] = (),
+    ) -> None:
+        self.codes, self.token_codes, self.turn_ends = codes, token_codes, turn_ends
         self.text = ""
         self.pos = 0
         self.dropped = 0  # the number of characters before `text`
@@ -266,6 +274,7 @@ class MarkerTable:
         self._tag_starts = frozenset(f"<{found[1]}" for found in openings if found)
         self._tag = re.compile(rf"</?(?:{names})(?=[\s=/>])[^<>\n]*>" if names else r"(?!)")
         self._opening = re.compile(rf"<({names})(?=[\s=/>])[^<>\n]*(?<!/)>" if names else r"(?!)")
+        self.turn_ends = tuple(self.codes[m] for m in form.stop_tokens if m in self.codes)
         self.token_codes = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
         self._finder = TextFinder(spelled)
         self.find, self.partial_start = self._finder.find, self._finder.partial_start

@@ -42,7 +42,7 @@ class Scanner:
     ) -> None:
         self._format = format
         self._table = table = marker_table(format, frozenset(specials))  # a frozenset keeps its hash: pass one
-        self._buffer = TextBuffer(table.codes, table.token_codes)
+        self._buffer = TextBuffer(table.codes, table.token_codes, table.turn_ends)
         self._blocks = BlockWriter()
         self._visible = VisibleOutput(
             self._blocks,
@@ -65,7 +65,7 @@ class Scanner:
         self._broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
         self._drafts_calls = not (format.calls_in_reasoning or format.has_messages)
         self._draft_text: list[str] = []  # the raw text of calls inside reasoning
-        self._turn_ends = frozenset(map(self._buffer.encoded, format.stop_tokens))
+        self._turn_ends = frozenset(table.turn_ends)
         self._calls_before = 0  # how many calls were complete when the reader started
         self._token_text = token_text
         self.reasoning_tokens = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.core.engine import Accepted, Chunk, End, Progress, Tokens
+from modelyard.core.engine import Accepted, Capabilities, Chunk, Embeddings, End, Progress, Tokens
 from modelyard.core.errors import (
     ENGINE_DIED,
     Cancelled,
@@ -45,21 +45,33 @@ from modelyard.core.request import (
     Caller,
     EmbeddingRequest,
     Image,
+    Infill,
     Message,
     Reasoning,
     Request,
+    RerankRequest,
     Sampling,
     Text,
     Tool,
     ToolChoice,
     ToolResult,
 )
-from modelyard.core.tokenizer import IdLogprob
+from modelyard.core.tokenizer import FimTokens, IdLogprob
 from modelyard.gateway.gateway import ChatOutput, TextOutput
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
 from modelyard.gateway.request_work import RequestWork
 from modelyard.router.router import Target
-from tests.gateway.harness import CALLER, GatewayHarness, ids, make_request, model, read_events, wait_until
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from tests.gateway.harness import (
+    CALLER,
+    GatewayHarness,
+    ManualEngine,
+    ids,
+    make_request,
+    model,
+    read_events,
+    wait_until,
+)
 
 LOOK = Tool("look_at", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})
 
@@ -859,3 +871,80 @@ def test_the_engine_cannot_lower_the_prompt_tokens() -> None:
     (last,) = final_events(output.feed([*chunks("Hello."), End("stop", Usage(prompt=0))]))
     assert isinstance(last, Finished)
     assert last.usage.prompt == own > 0
+
+
+# --- embeddings, rankings, gaps ---------------------------------------------------------------------------------------
+
+
+class VectorEngine(ManualEngine):
+    """Its vector of an input is its number of tokens and the first token."""
+
+    async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
+        return Embeddings([[float(len(ids)), float(ids[0])] for ids in batch], sum(map(len, batch)))
+
+
+def reading_harness(**changes: Any) -> GatewayHarness:
+    harness = GatewayHarness(**changes)
+    engine = VectorEngine(dict(harness.engine.info.caches), None)
+    can = Capabilities(chat=False, embeddings=True, rerank=True)
+    engine.info = msgspec.structs.replace(engine.info, capabilities=can)
+    harness.engine = engine
+    return harness
+
+
+async def test_texts_get_the_tokens_that_belong_around_them_and_ids_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HuggingFaceTokenizer, "wrapping", ([1], [2]))
+    async with reading_harness() as harness:
+        made = await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("hi")))), CALLER)
+        assert [vector[0] for vector in made.vectors] == [len(ids("hi")) + 2, len(ids("hi"))]
+        assert made.vectors[0][1] == 1
+        assert harness.running == 0
+
+
+async def test_the_best_documents_come_first_and_the_request_is_recorded() -> None:
+    async with reading_harness() as harness:
+        request = RerankRequest(model="demo", query="q", documents=("a", "a b c d", "a b"), top_n=2)
+        found = await harness.gateway.rerank(request, CALLER)
+        assert [index for index, _ in found.scores] == [1, 2]
+        (record,) = harness.gateway.history.recent(5)
+        assert (record.model, record.status, record.usage.prompt) == ("demo", "end", found.prompt_tokens)
+        with pytest.raises(ContextOverflow) as caught:
+            await harness.gateway.rerank(msgspec.structs.replace(request, documents=("word " * 5000,)), CALLER)
+        assert caught.value.window == 4096
+
+
+async def test_an_input_as_long_as_the_window_fits() -> None:
+    async with reading_harness() as harness:
+        token = ids("hi")[0]
+        made = await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=((token,) * 4096,)), CALLER)
+        assert made.prompt_tokens == 4096
+        with pytest.raises(ContextOverflow) as caught:
+            await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=((token,) * 4097,)), CALLER)
+        assert (caught.value.prompt_tokens, caught.value.window) == (4097, 4096)
+
+
+async def test_a_model_that_does_not_generate_refuses_chat_before_it_is_loaded() -> None:
+    harness = GatewayHarness(capabilities=Capabilities(chat=False, embeddings=True))
+    error = await refusal(harness, Unsupported)
+    assert (error.code, "/v1/embeddings" in error.message) == ("model_has_no_chat", True)
+    error = await refusal(GatewayHarness(capabilities=Capabilities(chat=False, rerank=True)), Unsupported)
+    assert "/v1/rerank" in error.message
+
+
+async def test_a_server_without_suffixes_gets_the_gap_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HuggingFaceTokenizer, "fim", FimTokens(7, 8, 9))
+    gap = {"messages": (), "prompts": ("a",), "infill": Infill("b")}
+    prepared = await GatewayHarness(kind="chat").gateway.prepare(make_request(**gap), CALLER)
+    assert prepared.engine_request(0).infill is None
+    assert prepared.engine_request(0).prompts == ((7, *ids("a"), 8, *ids("b"), 9),)
+    able = GatewayHarness(kind="chat", capabilities=Capabilities(infill=True))
+    prepared = await able.gateway.prepare(make_request(**gap), CALLER)
+    assert prepared.engine_request(0).infill == Infill("b")
+
+
+async def test_a_chat_engine_gets_one_of_several_bare_prompts_at_a_time() -> None:
+    request = make_request(messages=(), prompts=("a", "b"), n=2)
+    prepared = await GatewayHarness(kind="chat").gateway.prepare(request, CALLER)
+    assert [prepared.engine_request(choice).prompts for choice in range(prepared.choices)] == [("a",)] * 2 + [
+        ("b",)
+    ] * 2

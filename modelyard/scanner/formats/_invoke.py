@@ -107,7 +107,9 @@ class InvokeTags:
             return
         types = arguments.types_of(name) or self._untyped
         if tag.is_text is not None:  # the tag says whether its value is text or JSON
-            types = ("string",) if tag.is_text else arguments.types_of(name) or ANY_TYPE
+            declared = arguments.types_of(name)
+            is_item = "array" in declared and "string" not in declared
+            types = ("string",) if tag.is_text and not is_item else declared or ANY_TYPE
         if tag.is_empty:
             arguments.begin(name, types)
             arguments.end()

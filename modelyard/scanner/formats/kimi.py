@@ -176,11 +176,13 @@ def _read_argument(buffer: TextBuffer, arguments: ArgumentWriter, tag: _Tag | No
         types = ("string",) if "string" in allowed else allowed
     else:
         types = tuple(one for one in allowed if one != "string") or allowed or ANY_TYPE
-    arguments.begin(key, types)
     close = buffer.encoded(_CLOSE)
     closing = f"{close}argument"
     # Where its own closing tag is missing, the end of the call ends the value.
     ends = (closing, f"{close}call", f"{close}tools", buffer.encoded(_END))
+    if (yield from buffer.match(ends[1:])):
+        return  # there is no value
+    arguments.begin(key, types)
     end = yield from buffer.read_verbatim(ends, arguments.write)
     if not end and buffer.truncated:
         raise ParseError("cut off inside an argument")

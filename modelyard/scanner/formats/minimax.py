@@ -129,7 +129,9 @@ def _read_invoke(buffer: TextBuffer, calls: CallBuilder) -> Incremental[None]:
     if (yield from buffer.peek()) == "{":
         return (yield from json_arguments(buffer, calls))
     schema = calls.tool.parameters if calls.tool else {}
-    yield from _ElementReader(buffer, calls.append, schema).read()
+    reader = _ElementReader(buffer, calls.append, schema)
+    yield from reader.read()
+    calls.is_repeated = reader.is_repeated
     calls.finish()
 
 
@@ -147,6 +149,7 @@ class _ElementReader:
         self._buffer, self._emit, self._schema = buffer, emit, schema
         self._namespace = buffer.encoded(_NAMESPACE)
         self._special = re.compile(f"[{re.escape(self._namespace[0])}{SURROGATES}]")
+        self.is_repeated = False  # two members of an object have the same name
         self._open = ["tool_call", "invoke"]
         self._closed: str | None = None  # the name in a closing tag that was read, but is that of an outer element
 
@@ -157,13 +160,19 @@ class _ElementReader:
 
     def _object(self, schema: Any) -> Incremental[None]:
         before, name = "{", ""
+        given: set[str] = set()
         is_next = yield from self._is_opening()
         while is_next:
             name = name or (yield from self._tag())
             if (yield from self._is_without_value(name)):
                 name, is_next = "", (yield from self._is_opening())
                 continue
-            self._emit(f'{before}"{escape_json(name)}": ')
+            if not name:
+                self._buffer.commit()  # only tags came before
+                raise ParseError("an element without a name")
+            self.is_repeated = self.is_repeated or name in given
+            given.add(name)
+            self._emit(f'{before}"{escape_json(name.removesuffix("/").rstrip())}": ')
             name = yield from self._member(name, _member_schema(schema, self._schema, name))
             before, is_next = ", ", bool(name) or (yield from self._is_opening())
         self._emit("{}" if before == "{" else "}")
