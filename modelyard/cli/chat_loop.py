@@ -66,9 +66,14 @@ def find_model(url: str, key: str | None, model: str | None) -> str:
     return str((ready or cards)[0]["id"])
 
 
+def stdin_is_terminal() -> bool:
+    """It is None for a program that was started without one."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def make_screen(thinking: str) -> ChatScreen:
     show = None if thinking == "auto" else thinking == "show"
-    if not sys.stdin.isatty():
+    if not stdin_is_terminal():
         return ChatScreen(out, err, show_thinking=show)
     return TerminalScreen(out, err, cache_dir(os.environ) / "chat_history", COMPLETIONS, show_thinking=show)
 

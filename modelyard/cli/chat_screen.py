@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text as Styled
 
-from modelyard.core.errors import ModelyardError
+from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, BlockKind, BlockStart, Event
 
 if TYPE_CHECKING:
@@ -81,15 +81,22 @@ class ChatScreen:
         if self.out.is_terminal:
             self.out.print(Styled(text.translate(_SHOWN), _STYLES[self._kind]), end="", soft_wrap=True)
         else:
+            self._write_plain(text)
+
+    def _write_plain(self, text: str) -> None:
+        try:
             self.out.file.write(text)
             self.out.file.flush()
+        except BrokenPipeError:
+            raise  # the reader has enough
+        except OSError as error:
+            raise Unavailable(f"the reply cannot be written: {error.strerror}") from None
 
     def end_line(self) -> None:
         """Start a new line if the last one has text."""
-        if not self._at_start:
-            self.out.file.write("\n")
-            self.out.file.flush()
-        self._at_start = True
+        is_open, self._at_start = not self._at_start, True
+        if is_open:
+            self._write_plain("\n")
 
     # --- everything else ----------------------------------------------------------------------------------------------
 
@@ -98,7 +105,8 @@ class ChatScreen:
         self.err.print(Styled(text.translate(_SHOWN), "dim"), soft_wrap=True)
 
     def show_error(self, error: ModelyardError) -> None:
-        self.end_line()
+        with suppress(ModelyardError):  # the output may be what failed
+            self.end_line()
         self.err.print(Styled("error ", "red") + Styled(error.message.translate(_SHOWN)), soft_wrap=True)
 
     def rows(self, rows: Iterable[tuple[str, str]]) -> None:
@@ -109,7 +117,7 @@ class ChatScreen:
 
     def ask(self) -> str | None:
         """The next message, None at the end of the input. Here: lines of a pipe."""
-        line = sys.stdin.readline()
+        line = sys.stdin.readline() if sys.stdin is not None else ""
         return line.rstrip("\n") if line else None
 
 

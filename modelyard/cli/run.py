@@ -66,14 +66,15 @@ def run(
     The exit code is 0 for a reply, 1 for an error, 2 for wrong usage and 130
     for Ctrl-C.
     """
-    from modelyard.cli.chat_loop import ChatLoop, make_screen, one_shot_parts, read_options
+    from modelyard.cli.chat_loop import ChatLoop, make_screen, one_shot_parts, read_options, stdin_is_terminal
     from modelyard.cli.chat_screen import ChatScreen
     from modelyard.cli.conversation import Conversation
 
     settings, images = run_or_exit(read_options, system, parameters, think, image)
-    asked, piped = " ".join(prompt or ()), b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+    is_typed, asked = stdin_is_terminal(), " ".join(prompt or ())
+    piped = b"" if is_typed or sys.stdin is None else sys.stdin.buffer.read()
     parts = run_or_exit(one_shot_parts, asked, piped, images)
-    is_one_shot = bool(asked) or not sys.stdin.isatty() or as_json
+    is_one_shot = bool(asked) or not is_typed or as_json
     if is_one_shot and not parts:
         err.print("[red]error[/red] there is no prompt: give one after the model, or pipe one in")
         raise typer.Exit(2)
@@ -124,11 +125,17 @@ def free_port() -> int:
 
 def _name_on_server(server: ServerClient, model: str) -> str:
     """A name that the server lists; else a model of this machine, which a server on it sees as soon as it is here."""
+    from modelyard.library.models import resolve_source
+
     names = _names(server)
     if model in names or _load_if_stopped(server, model):
         return model
     if not is_local(server.url):
         raise NotFound(f"the server at {server.url} has no model {model!r}; it has {', '.join(names) or 'none'}")
+    try:
+        resolve_source(model)
+    except NotFound as error:
+        raise NotFound(f"{error.message}. The server at {server.url} has {', '.join(names) or 'none'}") from None
     name = pull_model(model).name
     if name not in names and name not in _names(server):
         raise NotFound(

@@ -76,6 +76,10 @@ class ServerClient:
         import httpx
 
         try:
+            urlsplit(self.url).port  # noqa: B018  a number beyond 65535 looks like a server that does not answer
+        except ValueError as error:
+            raise InvalidRequest(f"{self.url} is not a URL: {error}") from None
+        try:
             reply = self._http.get(f"{self.url}/health/live")
         except httpx.ConnectError:
             return False
