@@ -2,7 +2,7 @@
 
     python -m bench.loading [--rounds N] [--json FILE]
 
-Directly means llama-cpp-python's own class, CTranslate2's own generator, and llama-server started as a program, each on
+Directly means the C library of llama.cpp, CTranslate2's own generator, and llama-server started as a program, each on
 the same file with one thread. Rounds are interleaved, after one load each that is not counted: it fills the page cache.
 """
 
@@ -26,6 +26,7 @@ from modelyard.library.convert import convert
 
 _WINDOW = 2048
 _MESSAGES = [{"role": "user", "content": "Say hello."}]
+_PROMPT = f"<|im_start|>user\n{_MESSAGES[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
 _NOTES = ("one thread, a window of 2,048 tokens, seconds from the request to the first token", "page cache warm")
 
 
@@ -66,21 +67,26 @@ def _first_token(client: httpx.Client, model: str) -> None:
 # --- directly ---------------------------------------------------------------------------------------------------------
 
 
-_BINDING = """
-import sys, time, llama_cpp
+_LIBRARY = """
+import ctypes, sys, time
+from modelyard import libllama
+lib = libllama.load()
 began = time.perf_counter()
-llama = llama_cpp.Llama(sys.argv[1], n_ctx=int(sys.argv[2]), n_threads=1, n_threads_batch=1, verbose=False)
-messages = [{"role": "user", "content": "Say hello."}]
-for chunk in llama.create_chat_completion(messages, max_tokens=8, temperature=0, stream=True):
-    if chunk["choices"][0]["delta"].get("content"):
-        break
+model = lib.llama_model_load_from_file(sys.argv[1].encode(), lib.llama_model_default_params())
+params = lib.llama_context_default_params()
+params.n_ctx, params.n_threads, params.n_threads_batch = int(sys.argv[2]), 1, 1
+context, vocab = lib.llama_init_from_model(model, params), lib.llama_model_get_vocab(model)
+text, ids = sys.argv[3].encode(), (ctypes.c_int32 * 256)()
+count = lib.llama_tokenize(vocab, text, len(text), ids, 256, False, True)
+assert lib.llama_decode(context, lib.llama_batch_get_one(ids, count)) == 0
+lib.llama_sampler_sample(lib.llama_sampler_init_greedy(), context, -1)
 print(time.perf_counter() - began)
 """
 
 
-def with_binding(gguf: Path) -> float:
-    """In a child process, because that class leaves files open; its imports are not counted."""
-    command = [sys.executable, "-c", _BINDING, str(gguf), str(_WINDOW)]
+def with_library(gguf: Path) -> float:
+    """The C library alone, in a child process; its imports are not counted."""
+    command = [sys.executable, "-c", _LIBRARY, str(gguf), str(_WINDOW), _PROMPT]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -91,7 +97,7 @@ def with_generator(ct2: Path) -> float:
     began = time.perf_counter()
     tokenizer = Tokenizer.from_file(str(ct2 / "tokenizer.json"))
     generator = ctranslate2.Generator(str(ct2), compute_type="int8", inter_threads=1, intra_threads=1)
-    prompt = tokenizer.encode(f"<|im_start|>user\n{_MESSAGES[0]['content']}<|im_end|>\n<|im_start|>assistant\n").tokens
+    prompt = tokenizer.encode(_PROMPT).tokens
     next(iter(generator.generate_tokens(prompt, max_length=8)))
     spent = time.perf_counter() - began
     generator.unload_model()
@@ -110,7 +116,7 @@ def with_program(gguf: Path) -> float:
 
 def measure(rounds: int, gguf: Path, ct2: Path, warmup: int = 1) -> list[Comparison]:
     engines: dict[str, Callable[[], float]] = {
-        "llama_cpp": lambda: with_binding(gguf),
+        "llama_cpp": lambda: with_library(gguf),
         "ct2": lambda: with_generator(ct2),
         "llama_server": lambda: with_program(gguf),
     }

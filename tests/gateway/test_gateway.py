@@ -61,7 +61,6 @@ from modelyard.gateway.gateway import ChatOutput, TextOutput
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
 from modelyard.gateway.request_work import RequestWork
 from modelyard.router.router import Target
-from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.gateway.harness import (
     CALLER,
     GatewayHarness,
@@ -893,7 +892,7 @@ def reading_harness(**changes: Any) -> GatewayHarness:
 
 
 async def test_texts_get_the_tokens_that_belong_around_them_and_ids_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HuggingFaceTokenizer, "wrapping", ([1], [2]))
+    monkeypatch.setattr(model().pipeline.tokenizer, "wrapping", ([1], [2]))
     async with reading_harness() as harness:
         made = await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("hi")))), CALLER)
         assert [vector[0] for vector in made.vectors] == [len(ids("hi")) + 2, len(ids("hi"))]
@@ -932,7 +931,7 @@ async def test_a_model_that_does_not_generate_refuses_chat_before_it_is_loaded()
 
 
 async def test_a_server_without_suffixes_gets_the_gap_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HuggingFaceTokenizer, "fim", FimTokens(7, 8, 9))
+    monkeypatch.setattr(model().pipeline.tokenizer, "fim", FimTokens(7, 8, 9))
     gap = {"messages": (), "prompts": ("a",), "infill": Infill("b")}
     prepared = await GatewayHarness(kind="chat").gateway.prepare(make_request(**gap), CALLER)
     assert prepared.engine_request(0).infill is None

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from modelyard.core.errors import ContextOverflow, InvalidRequest, Unavailable
+from modelyard.core.errors import ContextOverflow, Incomplete, InvalidRequest, Unavailable
 from modelyard.core.events import (
     BlockDelta,
     BlockEnd,
@@ -164,3 +164,60 @@ def test_an_overflow_names_the_prompt_field() -> None:
     written = openai_completions.write_error(ContextOverflow(40, 32), trace="t")
     assert written.status == 400
     assert msgspec.json.decode(written.body)["error"]["param"] == "prompt"
+
+
+# --- the client role --------------------------------------------------------------------------------------------------
+
+
+def test_a_suffix_makes_a_gap_and_an_empty_one_does_not() -> None:
+    assert read(suffix="").infill is None
+    with pytest.raises(InvalidRequest) as caught:
+        read(prompt=[1, 2], suffix="end")
+    assert caught.value.param == "prompt"
+
+
+def test_a_request_for_an_upstream_has_only_fields_that_are_set() -> None:
+    request = read(suffix="end", max_tokens=7, stop="x", logprobs=2, temperature=0.5, echo=True)
+    assert msgspec.json.decode(openai_completions.write_request(request)) == {
+        "model": "m",
+        "prompt": "Say hi",
+        "suffix": "end",
+        "max_tokens": 7,
+        "stop": ["x"],
+        "logprobs": 2,
+        "temperature": 0.5,
+        "prompt_cache_key": "s",
+    }
+
+
+@pytest.mark.parametrize("size", [1, 5, 10_000])
+def test_a_written_stream_reads_back_as_its_events(size: int) -> None:
+    request = read(logprobs=1, stream=True, stream_options={"include_usage": True})
+    written, reader = stream(WITH_LOGPROBS, request), openai_completions.reader()
+    events = [event for at in range(0, len(written), size) for event in reader.feed(written[at : at + size])]
+    reply, expected = collect_reply([*events, *reader.finish()]), collect_reply(WITH_LOGPROBS)
+    assert (reply.text, reply.finished) == (expected.text, expected.finished)
+    assert [token.token for block in reply.blocks for token in block.logprobs] == ["H", "i", "!"]
+
+
+def test_a_whole_reply_reads_back() -> None:
+    reply, request = collect_reply(WITH_LOGPROBS), read(logprobs=1)
+    again = openai_completions.read_reply(openai_completions.write_reply([reply], request))
+    assert (again.text, again.finished) == (reply.text, reply.finished)
+
+
+@pytest.mark.parametrize("data", [b"", b"data: [DONE]\n\n", b"data: {\n\n", b'data: {"choices": [{"text": "a"}]}\n\n'])
+def test_a_broken_stream_of_an_upstream_fails(data: bytes) -> None:
+    reader = openai_completions.reader()
+    last = [*reader.feed(data), *reader.finish()][-1]
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, Incomplete)
+
+
+def test_an_error_of_an_upstream_is_read() -> None:
+    reader = openai_completions.reader()
+    (failed,) = reader.feed(b'data: {"error": {"message": "full", "type": "overloaded_error"}}\n\n')
+    assert isinstance(failed, Failed)
+    assert failed.error.message == "full"
+    with pytest.raises(Incomplete):
+        openai_completions.read_reply(b"{}")

@@ -185,7 +185,8 @@ class _ElementReader:
         if "array" not in schema_types(schema, self._schema):
             yield from self._element(name, schema)
             return ""
-        values, emit, following = [], self._emit, name
+        values: list[str] = []
+        emit, following = self._emit, name
         while following == name:
             parts: list[str] = []
             self._emit = parts.append
