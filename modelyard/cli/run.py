@@ -147,7 +147,8 @@ def _name_on_server(server: ServerClient, model: str) -> str:
 
 def _names(server: ServerClient) -> list[str]:
     """What can answer now or loads on request."""
-    return [str(name) for card in server.get("/v1/models")["data"] for name in (card["id"], *card.get("aliases", ()))]
+    cards = server.get("/v1/models")["data"]
+    return list(dict.fromkeys(str(name) for card in cards for name in (card["id"], *card.get("aliases", ()))))
 
 
 def _load_if_stopped(server: ServerClient, model: str) -> bool:

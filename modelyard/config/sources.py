@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, Table, format_path, suggest
 from modelyard.config.settings import FOREIGN_SECTIONS, accepted_keys, keys_by_section, type_at, without_none
-from modelyard.config.toml_text import setting_lines, syntax_errors
+from modelyard.config.source_text import json_lines, syntax_errors, toml_lines
 from modelyard.router.settings import ModelSettings
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -191,12 +191,12 @@ def _json_reason(error: json.JSONDecodeError) -> str:
 
 
 def with_lines(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
-    """The problems with their lines in TOML files, in the order of the lines."""
+    """The problems with their lines in files, in the order of the lines."""
     files: dict[str, dict[str, int]] = {}
     found = []
     for problem in problems:
         if problem.source not in files:
-            files[problem.source] = _lines(Path(problem.source)) if problem.source.endswith(".toml") else {}
+            files[problem.source] = _lines(Path(problem.source))
         lines, path = files[problem.source], problem.path
         while path and path not in lines:
             path = path[: max(path.rfind("."), path.rfind("["), 0)]
@@ -205,9 +205,11 @@ def with_lines(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
 
 
 def _lines(path: Path) -> dict[str, int]:
+    """Empty for sources that are not files."""
+    find = {".toml": toml_lines, ".json": json_lines}.get(path.suffix.lower())
     try:
-        lines = setting_lines(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError):
+        lines = find(path.read_text(encoding="utf-8-sig")) if find is not None else {}
+    except (OSError, ValueError, IndexError):
         return {}
     return {format_path(setting): line for setting, line in lines.items()}
 

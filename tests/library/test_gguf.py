@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp.estimate import read_model_shape
 from modelyard.engines.llama_cpp.selftest import write_tiny_model
-from modelyard.library.gguf import GgufSummary, read_contents, read_metadata, read_summary, without_tensors
+from modelyard.library.gguf import (
+    GgufSummary,
+    ModelPurpose,
+    model_purpose,
+    read_contents,
+    read_metadata,
+    read_purpose,
+    read_summary,
+    without_tensors,
+)
+from tests.engines.llama_cpp import tiny_models
 from tests.library.files import gguf_bytes, number, text, write_gguf
 
 
@@ -118,3 +128,31 @@ def test_a_list_that_is_longer_than_any_is_refused_before_it_is_read(tmp_path: P
         (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry + b"\0" * 1000)
         with pytest.raises(InvalidRequest, match=f"a list of {1 << 40}"):
             read_contents(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "facts", "expected"),
+    [
+        ("llama", {}, ModelPurpose("chat")),
+        ("qwen3", {"pooling_type": 3}, ModelPurpose("embedding", "last")),
+        ("qwen3", {"pooling_type": 4}, ModelPurpose("reranking", "rank")),
+        ("bert", {"pooling_type": 2, "attention.causal": False}, ModelPurpose("embedding", "cls", causal=False)),
+        ("bert", {}, ModelPurpose("embedding", causal=False)),
+        ("gemma-embedding", {"pooling_type": 1}, ModelPurpose("embedding", "mean", causal=False)),
+        ("bert", {"pooling_type": 4}, ModelPurpose("reranking", "rank", causal=False)),
+        ("llama", {"pooling_type": 0}, ModelPurpose("chat", "none")),
+        ("llama", {"pooling_type": 77}, ModelPurpose("chat")),
+        ("dream", {"attention.causal": False}, ModelPurpose("diffusion", causal=False)),
+        ("qwen4exp", {}, ModelPurpose("chat", has_vectors=False)),
+    ],
+)
+def test_the_metadata_say_what_a_model_is_for(architecture: str, facts: dict[str, int], expected: ModelPurpose) -> None:
+    named = {f"{architecture}.{name}": value for name, value in facts.items()}
+    assert model_purpose({"general.architecture": architecture} | named) == expected
+
+
+def test_the_purpose_is_read_from_a_file_and_from_its_header(tmp_path: Path) -> None:
+    file = tiny_models.bert("rank")
+    header = tmp_path / "header.gguf"
+    header.write_bytes(without_tensors(file))
+    assert read_purpose(file) == read_purpose(header) == ModelPurpose("reranking", "rank", causal=False)

@@ -25,6 +25,7 @@ from modelyard.tokenizer import llama_log, open_tokenizer
 from modelyard.tokenizer.gguf import GgufTokenizer
 from modelyard.tokenizer.prefix_cache import TokenCache
 from modelyard.tokenizer.shield import shield, unshield
+from tests.engines.llama_cpp import tiny_models
 
 
 @cache
@@ -247,3 +248,31 @@ def test_a_vocabulary_is_freed_without_the_garbage_collector() -> None:
         assert owner() is None
     finally:
         gc.enable()
+
+
+# --- inputs that are not conversations --------------------------------------------------------------------------------
+
+
+def test_a_text_of_its_own_gets_the_tokens_of_its_kind_of_vocabulary() -> None:
+    assert GgufTokenizer(tiny_models.bert("cls")).wrapping == ([2], [3])
+    ender = GgufTokenizer(tiny_models.last_token_embedder())
+    assert ender.wrapping == ([], [ender.specials[ender.eos_token]])
+    assert GgufTokenizer(fetch()).wrapping == ([], [])
+
+
+def test_a_pair_is_joined_by_separators_and_its_control_tokens_are_text() -> None:
+    tokenizer = GgufTokenizer(tiny_models.bert("rank"))
+    cat, dog = tokenizer.encode("cat"), tokenizer.encode("dog")
+    assert tokenizer.encode_pair("cat", "dog") == [2, *cat, 3, *dog, 3]
+    assert tokenizer.encode_pair("[MASK]", "dog").count(4) == 0
+
+
+def test_tokens_for_gaps_are_found_by_the_files_metadata() -> None:
+    tokenizer = GgufTokenizer(tiny_models.coder())
+    assert tokenizer.fim is not None
+    texts = [tokenizer.decode([id]) for id in (tokenizer.fim.prefix, tokenizer.fim.suffix, tokenizer.fim.middle)]
+    assert texts == ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    assert tokenizer.fim.file is not None
+    assert tokenizer.decode([tokenizer.fim.file]) == "<|file_sep|>"
+    assert GgufTokenizer(fetch()).fim is None
+    assert tokenizer.fim.file in tokenizer.eos  # the next file begins: the gap is filled

@@ -208,7 +208,7 @@ def test_a_warning_goes_to_stderr():
 
 
 def test_durations_and_changes_are_formatted():
-    assert (format_duration(59.4), format_duration(61), format_duration(-3)) == ("59s", "1m 01s", "0s")
+    assert (format_duration(59.4), format_duration(61), format_duration(-3)) == ("59 s", "1 min 01 s", "0 s")
     assert format_changes({}) == "current settings"
     assert format_changes({"a": 1, "b": "x"}) == "a = 1, b = x"
 

@@ -8,12 +8,24 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Control, End, EngineSpec, Prompt, TokenRun, Tokens
+from modelyard.core.engine import (
+    CacheInfo,
+    Control,
+    Embeddings,
+    End,
+    EngineSpec,
+    ForwardingEngine,
+    Prompt,
+    Ranking,
+    TokenRun,
+    Tokens,
+)
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, Unavailable, Unsupported
 from modelyard.core.events import Failed, collect_reply
+from modelyard.core.request import EmbeddingRequest, Request, RerankRequest, Text
 from modelyard.core.request import Message as Turn
-from modelyard.core.request import Request, Text
 from modelyard.engines import fake
+from modelyard.engines.fake.engine import FakeChatEngine
 from modelyard.workers.client import WorkerSession
 from modelyard.workers.messages import (
     VERSION,
@@ -116,6 +128,30 @@ async def test_control_embeddings_and_counts_return_results_and_errors() -> None
         with pytest.raises(Unsupported):
             await session.call(lambda id: EmbedTokens(id, "c", []))
         assert collect_reply(await read(chat.chat(request))).text == "Good morning."
+
+
+async def test_a_forwarding_engine_embeds_and_ranks_through_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding, ranking = Embeddings([[0.5, 0.25]], 3), Ranking([(1, 0.5), (0, -1.0)], 7)
+    embed, rank = EmbeddingRequest(model="m", inputs=("a",)), RerankRequest(model="m", query="q", documents=("a", "b"))
+    received: list[object] = []
+
+    async def embed_inputs(_: object, request: object) -> Embeddings:
+        received.append(request)
+        return embedding
+
+    async def rerank(_: object, request: object) -> Ranking:
+        received.append(request)
+        return ranking
+
+    async with running_worker() as worker, connected(worker) as session:
+        chat = await open_fake(session, "c", kind="chat", echo=True)
+        assert isinstance(chat, ForwardingEngine)
+        with pytest.raises(Unsupported, match="neither embeds nor ranks"):
+            await chat.rerank(rank)
+        monkeypatch.setattr(FakeChatEngine, "embed_inputs", embed_inputs, raising=False)
+        monkeypatch.setattr(FakeChatEngine, "rerank", rerank, raising=False)
+        assert (await chat.embed_inputs(embed), await chat.rerank(rank)) == (embedding, ranking)
+        assert received == [embed, rank]
 
 
 async def test_a_request_of_the_wrong_kind_or_for_an_unknown_engine_fails() -> None:

@@ -1,8 +1,9 @@
-"""Where things are in a TOML text: the lines of its settings and of its syntax errors. The parser reports neither all
-errors nor any lines of values."""
+"""Where things are in the text of a configuration file: the lines of its settings and of its syntax errors. Parsers
+report neither all errors nor the lines of values."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -10,10 +11,10 @@ from typing import Any
 
 from modelyard.config.problems import ConfigPath, Table
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- TOML -------------------------------------------------------------------------------------------------------------
 
 
-def setting_lines(text: str) -> dict[ConfigPath, int]:
+def toml_lines(text: str) -> dict[ConfigPath, int]:
     """The line of each section and key of a valid text; lines are counted from 1."""
     found: dict[ConfigPath, int] = {}
     entries: dict[ConfigPath, int] = {}  # how many [[…]] a path has had
@@ -68,7 +69,40 @@ def _paths(value: Any) -> Iterator[ConfigPath]:
         yield from ((key, *path) for path in _paths(inner))
 
 
-# --- syntax errors ----------------------------------------------------------------------------------------------------
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+_JSON_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:\n]|[^\s{}\[\],:"]+')
+
+
+def json_lines(text: str) -> dict[ConfigPath, int]:
+    """The line of each key and element of a valid text."""
+    found: dict[ConfigPath, int] = {}
+    path: list[str | int] = []  # of the value that comes next
+    line, is_key = 1, False
+    for word in _JSON_WORD.findall(text):
+        if word == "\n":
+            line += 1
+        elif word in "}]":
+            path.pop()
+            is_key = False
+        elif word == ",":
+            last = path[-1]
+            is_key = isinstance(last, str)
+            path[-1] = last + 1 if isinstance(last, int) else last
+        elif is_key:
+            path[-1] = json.loads(word)
+            found.setdefault(tuple(path), line)
+            is_key = False
+        elif word != ":":  # a value
+            if path and isinstance(path[-1], int):
+                found.setdefault(tuple(path), line)
+            if word in "{[":
+                path.append("" if word == "{" else 0)
+                is_key = word == "{"
+    return found
+
+
+# --- syntax errors of TOML --------------------------------------------------------------------------------------------
 
 _POSITION = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 _MAX_ERRORS = 20
