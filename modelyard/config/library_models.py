@@ -46,11 +46,12 @@ _RAM_SHARE, _GPU_SHARE = 0.7, 0.9  # the rest is for other programs
 
 
 @cache
-def machine_budget() -> MemoryBudget:
+def machine_budget(*, of_llama_cpp: bool = True) -> MemoryBudget:
     """What one model may take of this machine, whatever is free now: the choice of a quantization or of a window is
-    for longer than a moment, must be the same in all processes, and the pool unloads other models for it."""
+    for longer than a moment, must be the same in all processes, and the pool unloads other models for it. The library
+    of llama.cpp may be one for CPUs; other engines use every GPU."""
     total = AvailableMemory(system.total_ram(), {gpu.uuid: gpu.total for gpu in system.read_gpus()})
-    if total.gpus:
+    if total.gpus and of_llama_cpp:
         with suppress(ModelyardError):  # no llama.cpp: another engine may use the GPUs
             total = visible_memory(total)
     return MemoryBudget(int(_RAM_SHARE * total.ram_free), int(_GPU_SHARE * sum(total.gpus.values())))
@@ -257,12 +258,15 @@ def read_library_models(budget: MemoryBudget | None = None) -> list[LibraryModel
     if not entries:
         return []
     store, memory = _FactsStore(), budget or machine_budget()
-    found = [_library_model(entry, store, memory) for entry in entries]
+    found = [_library_model(entry, store, memory, budget) for entry in entries]
     store.save()
     return found
 
 
-def _library_model(entry: LibraryEntry, store: _FactsStore, budget: MemoryBudget) -> LibraryModel:
+def _library_model(
+    entry: LibraryEntry, store: _FactsStore, budget: MemoryBudget, other: MemoryBudget | None = None
+) -> LibraryModel:
+    """`budget` is for llama.cpp, `other` for other engines; None: that of this machine."""
     path = Path(entry.path)
     if not path.exists():
         return LibraryModel(entry, reason=f"{path} is missing")
@@ -271,7 +275,11 @@ def _library_model(entry: LibraryEntry, store: _FactsStore, budget: MemoryBudget
         _verify(str(backend["backend"]))
     except (ModelyardError, OSError) as error:
         return LibraryModel(entry, reason=error.message if isinstance(error, ModelyardError) else str(error))
+    if backend["backend"] not in ("llama_cpp", "llama_server"):
+        budget = other or machine_budget(of_llama_cpp=False)
     choice = choose_window(facts.shape, budget)
+    if backend["backend"] in ("vllm", "vllm_serve"):
+        backend |= _vllm_memory(facts.shape, choice, on_gpu=bool(budget.gpu))
     table: Table = {
         **backend,
         "path": entry.path,
@@ -318,6 +326,17 @@ def folder_backend(folder: Path) -> Table:
     if find_spec("vllm") is None and (shutil.which("vllm") or vllm_env.is_ready()):
         return {"backend": "vllm_serve"}
     return {"backend": "vllm"}
+
+
+def _vllm_memory(shape: ModelShape, choice: WindowChoice, *, on_gpu: bool) -> Table:
+    """By default vLLM takes nine tenths of the memory: a model of the library takes what its window needs. On a CPU it
+    computes in float32, since bfloat16 crashes on some, and does not compile, which takes minutes."""
+    size = 2 if on_gpu else 4
+    kv = (shape.key + shape.value) * size * choice.window * choice.parallel
+    table: Table = {"vllm_kv_cache_memory_bytes": max(kv + kv // 8, 256 << 20)}
+    if on_gpu:
+        return table | {"vllm_gpu_memory_utilization": 0.01}
+    return table | {"vllm_dtype": "float32", "vllm_enforce_eager": True}
 
 
 def _verify(backend: str) -> None:

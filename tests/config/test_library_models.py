@@ -173,6 +173,19 @@ def test_the_engine_follows_from_the_format(monkeypatch: pytest.MonkeyPatch):
     assert load(f'[models.m]\npath = "{exl3}"').models["m"].backend == "exllamav3"
 
 
+def test_vllm_takes_the_memory_of_the_window_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library_models, "find_spec", lambda name: None)
+    monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/vllm")
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 2048}
+    model_files.put_entry(LibraryEntry("v", str(folder("v", config))))
+    options = load().models["v"].options
+    assert options == {"vllm_kv_cache_memory_bytes": 256 << 20, "vllm_dtype": "float32", "vllm_enforce_eager": True}
+    (model,) = read_library_models(MemoryBudget(GB, 80 * GB))
+    assert model.table is not None
+    assert model.table["vllm_gpu_memory_utilization"] == 0.01
+    assert "vllm_dtype" not in model.table
+
+
 def test_a_model_with_a_projector_runs_in_a_llama_server_if_there_is_one(monkeypatch: pytest.MonkeyPatch):
     add("eyes", projector="/x/mmproj.gguf")
     monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/llama-server")

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import logging
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +14,15 @@ import pytest
 from pydantic import ValidationError
 
 from modelyard.telemetry.cache_diagnostics import CacheReuse
-from modelyard.telemetry.log import LogSettings, current_trace, log_event, log_request, setup
+from modelyard.telemetry.log import (
+    LogHistory,
+    LogSettings,
+    current_trace,
+    log_event,
+    log_request,
+    recent_records,
+    setup,
+)
 
 _log = logging.getLogger("modelyard.test")
 
@@ -283,3 +294,58 @@ def test_a_closed_stream_does_not_stop_the_program(capsys: pytest.CaptureFixture
     logging.getLogger("modelyard.test").info("line")
     assert "I/O operation on closed file" in capsys.readouterr().err
     logging.getLogger().removeHandler(handler)
+
+
+# --- the last lines ---------------------------------------------------------------------------------------------------
+
+
+def _record(level: int, message: str, at: float, request: str | None = None, **more: Any) -> logging.LogRecord:
+    record = logging.makeLogRecord({"name": "m", "levelno": level, "levelname": "INFO", "msg": message, **more})
+    record.created = at
+    if request is not None:
+        record.request_id = request
+    return record
+
+
+def test_the_last_lines_are_kept_and_selected_by_time_level_and_request():
+    history = LogHistory(size=3)
+    for number in range(5):
+        history.add(_record(logging.INFO, f"line {number}", float(number), f"trace{number}"))
+    everything = history.read(0, logging.DEBUG, "", 10)
+    assert [line["message"] for line in everything] == ["line 2", "line 3", "line 4"]
+    assert [line["at"] for line in history.read(3.0, logging.DEBUG, "", 10)] == [4.0]
+    assert [line["request_id"] for line in history.read(0, logging.DEBUG, "ce3", 10)] == ["trace3"]
+    assert history.read(0, logging.WARNING, "", 10) == []
+    assert [line["at"] for line in history.read(0, logging.DEBUG, "", 1)] == [4.0], "the newest"
+    assert history.read(0, logging.DEBUG, "", 0) == []
+
+
+def test_a_kept_line_holds_no_objects_and_belongs_to_its_request():
+    class Large:
+        def __str__(self) -> str:
+            return "large"
+
+    history, large = LogHistory(), Large()
+    alive = weakref.ref(large)
+    token = current_trace.set("trace")
+    try:
+        raise ValueError("x" * 10)
+    except ValueError as error:
+        info = (type(error), error, error.__traceback__)
+        history.add(_record(logging.ERROR, "lost %s", 1.0, args=(large,), exc_info=info))
+    finally:
+        current_trace.reset(token)
+    del large, info
+    gc.collect()
+    assert alive() is None
+    (line,) = history.read(0, logging.DEBUG, "", 10)
+    assert (line["message"], line["request_id"]) == ("lost large", "trace")
+    assert "ValueError: xxxxxxxxxx" in line["error"]
+
+
+def test_every_logged_line_is_kept():
+    _json_log()
+    before = time.time()
+    log_event(_log, logging.INFO, "remember me", model="m")
+    (line,) = [line for line in recent_records.read(before - 1, logging.DEBUG, "", 100) if line.get("model") == "m"]
+    assert line["message"] == "remember me"

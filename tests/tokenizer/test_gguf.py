@@ -263,7 +263,10 @@ def test_a_text_of_its_own_gets_the_tokens_of_its_kind_of_vocabulary() -> None:
 def test_a_pair_is_joined_by_separators_and_its_control_tokens_are_text() -> None:
     tokenizer = GgufTokenizer(tiny_models.bert("rank"))
     cat, dog = tokenizer.encode("cat"), tokenizer.encode("dog")
-    assert tokenizer.encode_pair("cat", "dog") == [2, *cat, 3, *dog, 3]
+    assert tokenizer.encode_pair("cat", "dog") == [2, *cat, 3, *dog]  # as llama-server: this file adds no end token
+    ender = GgufTokenizer(tiny_models.last_token_embedder())
+    end = ender.specials[ender.eos_token]
+    assert ender.encode_pair("a", "b") == [*ender.encode("a"), end, *ender.encode("b"), end]
     assert tokenizer.encode_pair("[MASK]", "dog").count(4) == 0
 
 

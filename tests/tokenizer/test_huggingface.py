@@ -14,9 +14,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.tokenizer import Tokenizer
+from modelyard.core.tokenizer import FimTokens, Tokenizer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, TokenizerFile, exact_split_points
 from modelyard.tokenizer.tokenizer_files import SpecialTokens
 from tests.tokenizer import sample_tokenizers
@@ -255,3 +259,21 @@ def test_a_tokenizer_is_freed_without_the_garbage_collector() -> None:
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_a_text_and_a_pair_get_what_the_post_processor_adds() -> None:
+    raw = HfTokenizer(WordLevel({"[CLS]": 0, "[SEP]": 1, "a": 2, "b": 3}, unk_token="a"))
+    raw.pre_tokenizer = Whitespace()
+    raw.add_special_tokens(["[CLS]", "[SEP]"])
+    bare = HuggingFaceTokenizer.from_text(raw.to_str())
+    assert (bare.wrapping, bare.encode_pair("a", "b")) == (([], []), [2, 3])
+    raw.post_processor = TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", [("[CLS]", 0), ("[SEP]", 1)])
+    wrapped = HuggingFaceTokenizer.from_text(raw.to_str())
+    assert (wrapped.wrapping, wrapped.encode_pair("a", "b")) == (([0], [1]), [0, 2, 1, 3, 1])
+
+
+def test_tokens_for_gaps_are_found_by_their_spelling() -> None:
+    raw = HfTokenizer(WordLevel({"a": 0}, unk_token="a"))
+    assert HuggingFaceTokenizer.from_text(raw.to_str()).fim is None
+    raw.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"])
+    assert HuggingFaceTokenizer.from_text(raw.to_str()).fim == FimTokens(1, 2, 3, None, 4)

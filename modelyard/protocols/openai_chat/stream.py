@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from modelyard.core.errors import Incomplete, ModelyardError
-from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Started, Usage
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage
 from modelyard.core.request import Request
-from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.json import encode, is_json_object
 from modelyard.protocols.common.openai_errors import error_body
 from modelyard.protocols.common.openai_fields import DONE, FINGERPRINT, FINISH_REASONS, write_usage
 from modelyard.protocols.common.sse import comment, frame
@@ -21,15 +21,21 @@ _TEXT_FIELDS = {"text": b'{"content":', "thinking": b'{"reasoning_content":'}
 
 
 class _Choice:
-    """One choice: the bytes around the text of its open block, its calls so far, and its usage once it has ended."""
+    """One choice: the bytes around the text of its open block, its calls so far, and its usage once it has ended.
 
-    __slots__ = ("calls", "delta_end", "delta_start", "is_text", "start", "usage")
+    `arguments` are those of the open call. `held` is an open call of a custom tool: free text that was cut off looks
+    complete, so it is written only when it is.
+    """
+
+    __slots__ = ("arguments", "calls", "delta_end", "delta_start", "held", "is_text", "start", "usage")
 
     def __init__(self, start: bytes) -> None:
         self.start = start
         self.delta_start = self.delta_end = b""
         self.calls = 0
         self.is_text = False
+        self.arguments: list[str] | None = None
+        self.held: list[bytes] | None = None
         self.usage: Usage | None = None
 
 
@@ -49,9 +55,13 @@ class ChatStreamWriter:
             state = self._choices[choice]
             if event.logprobs and state.is_text:
                 return self._delta_with_logprobs(state, event)
+            if state.arguments is not None:
+                return self._call_delta(state, event.text)
             return state.delta_start + encode(event.text) + state.delta_end if event.text else b""
         if isinstance(event, BlockStart):
             return self._start_block(event, self._choices[choice])
+        if isinstance(event, BlockEnd):
+            return self._end_block(event, self._choices[choice])
         if isinstance(event, Started):
             return self._start(event, choice)
         if isinstance(event, Finished):
@@ -102,7 +112,32 @@ class ChatStreamWriter:
         state.delta_start = state.start + f'{{"tool_calls":[{{"index":{index},"{kind}":{{"{field}":'.encode()
         state.delta_end = b"}}]}" + _NO_LOGPROBS + self._chunk_end
         call = {"index": index, "id": event.call_id, "type": kind, kind: {"name": event.name, field: ""}}
-        return self._chunk(state.start, encode({"tool_calls": [call]}))
+        opening = self._chunk(state.start, encode({"tool_calls": [call]}))
+        state.arguments, state.held = [], [opening] if event.custom else None
+        return b"" if event.custom else opening
+
+    def _call_delta(self, state: _Choice, text: str) -> bytes:
+        if not text or state.arguments is None:
+            return b""
+        delta = state.delta_start + encode(text) + state.delta_end
+        if state.held is not None:
+            state.held.append(delta)
+            return b""
+        state.arguments.append(text)
+        return delta
+
+    def _end_block(self, event: BlockEnd, state: _Choice) -> bytes:
+        """The arguments of an incomplete call must not parse: a client would run them."""
+        arguments, held = state.arguments, state.held
+        state.arguments = state.held = None
+        if arguments is None:
+            return b""
+        if held is not None:
+            state.calls -= not event.complete
+            return b"".join(held) if event.complete else b""
+        text = "".join(arguments).strip()
+        parses = not event.complete and (not text or is_json_object(text))
+        return state.delta_start + b'"{"' + state.delta_end if parses else b""
 
     def _delta_with_logprobs(self, state: _Choice, event: BlockDelta) -> bytes:
         logprobs = encode(write_logprobs(event.logprobs))

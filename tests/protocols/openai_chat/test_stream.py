@@ -121,3 +121,21 @@ def test_an_overflow_before_the_stream_is_an_http_error() -> None:
     written = openai_chat.write_error(ContextOverflow(40123, 32768), trace="t1", streaming=True, request=REQUEST)
     assert (written.status, written.headers["x-request-id"], written.content_type) == (400, "t1", "application/json")
     check_golden("openai_chat", "overflow", written.body)
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", '{"a":1}', '{"a', " "])
+def test_the_arguments_of_an_incomplete_call_never_parse(arguments: str) -> None:
+    events = answer(call(0, "c", "f", arguments, complete=False), reason="max_tokens")
+    deltas = [c["choices"][0]["delta"].get("tool_calls") for c in chunks(stream(events, REQUEST)) if c != b"[DONE]"]
+    sent = "".join(given[0]["function"]["arguments"] for given in deltas if given)
+    assert sent.strip()
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(sent)
+
+
+def test_a_custom_call_is_written_only_if_it_is_complete() -> None:
+    blocks = [call(0, "c", "patch", "*** Beg", custom=True, complete=False), call(1, "d", "f", "{}")]
+    written = chunks(stream(answer(*blocks, reason="max_tokens"), REQUEST))
+    calls = [c["choices"][0]["delta"]["tool_calls"] for c in written[:-1] if "tool_calls" in c["choices"][0]["delta"]]
+    assert [given[0]["index"] for given in calls] == [0, 0]
+    assert calls[0][0]["id"] == "d"
