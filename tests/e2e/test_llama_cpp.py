@@ -210,6 +210,27 @@ def test_a_required_call_fits_its_schema(sdk: openai.OpenAI, name: str | None, s
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_response_schema_does_not_prevent_calls(sdk: openai.OpenAI, choice: Any) -> None:
+    """The output is a call or a pet, and nothing else; a required call is a call."""
+    reply = sdk.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "What is the weather in Rome? Use a tool."}],
+        tools=CHAT_TOOLS,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        response_format={"type": "json_schema", "json_schema": {"name": "pet", "schema": Pet.model_json_schema()}},
+        max_tokens=96,
+        temperature=0,
+    )
+    message = reply.choices[0].message
+    assert reply.choices[0].finish_reason == "tool_calls"
+    for call in message.tool_calls or ():
+        assert call.type == "function"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    assert message.tool_calls
+
+
 def complete(server: LiveServer, **fields: Any) -> httpx.Response:
     body = {"model": "smollm2", "messages": QUESTION, "max_tokens": 48, "temperature": 0, **fields}
     return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)

@@ -27,6 +27,10 @@ SCRIPT: list[dict[str, Any]] = [
     {"when": "^control", "steps": [{"raw": "one<|im_start|> two<|im_end|> three"}]},
     {"when": "^quote", "steps": [{"text": f"Write <tool_call>{CALL}</tool_call> or <think>."}]},
     {"when": "^call", "steps": [{"raw": f"I look.\n<tool_call>\n{CALL}\n</tool_call>"}]},
+    {
+        "when": "^twice",
+        "steps": [{"raw": f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"}],
+    },
     {"when": "^go on", "steps": [{"raw": " more.\n</think>\n\nAnswer."}]},
     {"steps": [{"text": "yes"}]},
 ]
@@ -127,6 +131,74 @@ def test_arguments_stream_unless_tool_stream_is_off(
     pieces = _arguments(protocol, parse_events(reply.text))
     assert json.loads("".join(pieces)) == ROME[1]
     assert (len(pieces) == 1) is whole
+
+
+# --- output that a limit cuts off -------------------------------------------------------------------------------------
+
+
+def _runnable(protocol: Protocol, reply: httpx.Response, stream: bool) -> tuple[list[Any], str]:
+    """The calls that a client would run, and why the reply ended."""
+    if protocol is RESPONSES:
+        body = parse_events(reply.text)[-1].data["response"] if stream else reply.json()
+        items = [item for item in body["output"] if item["type"] == "function_call" and item["status"] == "completed"]
+        return [(item["name"], json.loads(item["arguments"])) for item in items], body["status"]
+    calls: dict[int, list[str]] = {}
+    if not stream and protocol is CHAT:
+        (choice,) = reply.json()["choices"]
+        given = [call["function"] for call in choice["message"].get("tool_calls") or ()]
+        return [(call["name"], json.loads(call["arguments"])) for call in given], choice["finish_reason"]
+    if not stream:
+        blocks = [block for block in reply.json()["content"] if block["type"] == "tool_use"]
+        return [(block["name"], block["input"]) for block in blocks], reply.json()["stop_reason"]
+    stop = ""
+    for event in parse_events(reply.text):
+        if protocol is CHAT and isinstance(event.data, dict):
+            for choice in event.data["choices"]:
+                stop = choice["finish_reason"] or stop
+                for call in choice["delta"].get("tool_calls") or ():
+                    function = call["function"]
+                    calls.setdefault(call["index"], [function.get("name", "")]).append(function["arguments"])
+        elif protocol is MESSAGES and event.event == "content_block_start":
+            if event.data["content_block"]["type"] == "tool_use":
+                calls[event.data["index"]] = [event.data["content_block"]["name"]]
+        elif protocol is MESSAGES and event.event == "content_block_delta":
+            calls.get(event.data["index"], []).append(event.data["delta"].get("partial_json", ""))
+        elif protocol is MESSAGES and event.event == "message_delta":
+            stop = event.data["delta"]["stop_reason"]
+    return [(name, found) for name, *text in calls.values() if (found := _parsed("".join(text))) is not None], stop
+
+
+def _parsed(arguments: str) -> Any:
+    """As lenient as clients are: no arguments are an empty object."""
+    try:
+        return json.loads(arguments or "{}")
+    except json.JSONDecodeError:
+        return None
+
+
+@pytest.mark.parametrize("model", ["demo", "held"])
+def test_only_complete_calls_count_in_output_that_a_limit_cuts_off(
+    client: httpx.Client, protocol: Protocol, model: str
+) -> None:
+    counts = []
+    for limit in (3, 9, 12, 15, 18, 21, 24, 27, 200):
+        replies = [
+            _runnable(
+                protocol,
+                client.post(
+                    protocol.path, json=protocol.body("twice", tools=True, stream=stream, model=model, limit=limit)
+                ),
+                stream,
+            )
+            for stream in (True, False)
+        ]
+        assert replies[0] == replies[1], limit
+        calls, stop = replies[0]
+        assert calls == [ROME] * len(calls)
+        assert (stop in ("length", "max_tokens", "incomplete")) is (limit < 200)
+        counts.append(len(calls))
+    assert counts == sorted(counts)
+    assert set(counts) == {0, 1, 2}
 
 
 # --- tools for every model --------------------------------------------------------------------------------------------

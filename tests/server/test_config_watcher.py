@@ -54,6 +54,20 @@ async def test_a_change_is_noticed(tmp_path: Path) -> None:
     assert reload.count == 2
 
 
+async def test_a_file_that_appears_is_noticed_beside_one_that_stays_missing(tmp_path: Path) -> None:
+    """The user's file may be written after the server has started."""
+    own, project, never = tmp_path / "own.toml", tmp_path / "project.toml", tmp_path / "never.json"
+    project.write_text("one")
+    reload = Reload()
+    watching = asyncio.create_task(watch((own, never, project), reload, poll_s=0.001))
+    await asyncio.sleep(0)
+    own.write_text("new")
+    await asyncio.wait_for(reload.happened.wait(), 60)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert reload.count == 1
+
+
 @pytest.mark.parametrize("content", ["", None])
 async def test_an_empty_or_missing_file_is_one_that_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None

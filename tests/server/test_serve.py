@@ -1,4 +1,4 @@
-"""What `modelyard serve` fetches before it starts."""
+"""What `modelyard serve` fetches before it starts, and which files it watches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from modelyard.config.load import load_config
 from modelyard.config.settings import Config, engine_options
 from modelyard.engines.vllm import tokenizer_path
 from modelyard.library.progress import ProgressReporter
-from modelyard.server.serve import prepare
+from modelyard.server.serve import prepare, watched_files
 from tests.library.web import Hub, serve_hub
 
 REPO = "maker/Folder"
@@ -56,3 +56,11 @@ def test_a_model_that_is_loaded_later_is_not_fetched_at_the_start(hub: Hub):
 def test_a_model_that_cannot_be_fetched_does_not_stop_the_others(hub: Hub, caplog: pytest.LogCaptureFixture):
     prepare(config(backend="vllm", path="maker/Nothing"), quiet())
     assert "the hub has no repository 'maker/Nothing'" in caplog.text
+
+
+def test_every_file_that_is_looked_for_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    named = [str(file.relative_to(tmp_path)) for file in watched_files(None)]
+    assert named == ["home/modelyard/modelyard.toml", "config/settings.json", "config/local.json", "modelyard.toml"]
+    assert watched_files(Path("mine.toml")) == (tmp_path / "mine.toml",)

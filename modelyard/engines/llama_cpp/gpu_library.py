@@ -108,7 +108,7 @@ def install(
             use_library(folder)
             report(f"{title} is used: it decoded on {', '.join(result.gpus)} in {result.seconds:.1f} s")
             return folder
-        report(f"{title} is skipped: {result.fault}")
+        report(f"{title} is skipped: {result.fault.rstrip('.')}")
     if listed:
         report(no_library(found))
     return None

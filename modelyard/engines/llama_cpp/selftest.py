@@ -140,7 +140,7 @@ def explain_failure(code: int | None, timeout: float, output: str = "", errors: 
         names = {int(each): each.name for each in signal.Signals}
         name = names.get(-code, f"signal {-code}")
         if (gpu_error := _GPU_ERROR.search(errors)) is not None:
-            return f"the llama.cpp library died while {stage}: {gpu_error[1]}; {_REBUILD}."
+            return f"the llama.cpp library died while {stage}: {gpu_error[1].rstrip('.')}; {_REBUILD}."
         return f"the llama.cpp library died while {stage}: {_SIGNALS.get(name, name)}; {_REBUILD}, and {_PORTABLE}."
     reason = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
     return f"the llama.cpp library failed while {stage}: {reason}; {_REBUILD}."

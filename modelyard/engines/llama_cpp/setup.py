@@ -75,7 +75,7 @@ def set_up_variant(variant: Variant, progress: ProgressReporter | None = None) -
     reasons = list[str]()
     found = gpu_library.install(reasons.append, progress, (variant,))
     if found is None:
-        raise BrokenLibrary(f"{reasons[0]}. The library in use has not changed.")
+        raise BrokenLibrary(f"{reasons[0].rstrip('.')}. The library in use has not changed.")
     return found
 
 

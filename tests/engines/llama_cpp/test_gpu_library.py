@@ -90,7 +90,7 @@ def test_a_library_that_dies_at_the_first_decode_is_passed_over(cache: Path) -> 
     folder, lines, fetched = trial(nvidia((8, 9), (13, 0), RADEON), cache, {"cuda": fault, "vulkan": None})
     assert folder == cache / "vulkan"
     assert fetched == ["cuda", "cuda12", "vulkan"]
-    assert lines[0] == f"the CUDA 13 library is skipped: {fault}"
+    assert lines[0] == f"the CUDA 13 library is skipped: {fault.rstrip('.')}"
     assert lines[1] == "the CUDA 12 library is skipped: the registry cannot be reached"
 
 

@@ -103,6 +103,18 @@ def test_each_gateway_lists_the_requests_of_all(gateways: str) -> None:
     assert get(gateways, "requests/req_nobody").status_code == 404
 
 
+def test_each_gateway_shows_the_log_of_all(gateways: str) -> None:
+    replies = [post(gateways, "/v1/chat/completions", chat_body("Hi.")) for _ in range(8)]
+    ids = {reply.headers["x-request-id"].removeprefix("req_") for reply in replies}
+    for _ in range(4):
+        lines = get(gateways, "logs?level=info").json()["lines"]
+        assert ids <= {line.get("request_id") for line in lines}
+        assert [line["at"] for line in lines] == sorted(line["at"] for line in lines)
+    (one,) = get(gateways, f"logs?id={next(iter(ids))}").json()["lines"]
+    assert one["path"] == "/v1/chat/completions"
+    assert get(gateways, "logs?level=loud").status_code == 400
+
+
 def test_each_gateway_cancels_the_requests_of_all(gateways: str) -> None:
     with ExitStack() as stack:
         client = [stack.enter_context(httpx.Client(timeout=cli_process.DEADLINE)) for _ in range(6)]
