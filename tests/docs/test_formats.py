@@ -16,6 +16,18 @@ def test_every_format_has_a_row_and_every_row_a_format() -> None:
     assert sorted(ROWS) == list(names())
 
 
+def test_a_row_says_what_a_call_inside_reasoning_is() -> None:
+    for name in names():
+        form = load(name)
+        if not form.reads_calls or all(region.kind == "text" for region in form.regions.values()):
+            says = ""
+        elif form.has_messages:
+            says = "own message"
+        else:
+            says = "calls" if form.calls_in_reasoning else "drafts"
+        assert ROWS[name].replace("\\|", "").split("|")[-1].strip() == says, name
+
+
 def test_a_row_shows_how_reasoning_and_calls_begin() -> None:
     for name in names():
         form = load(name)

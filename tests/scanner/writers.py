@@ -216,7 +216,7 @@ def _functionary(reasoning: str, text: str, calls: Calls) -> str:
         raise Unwritable
     parts = [f"all\n{text}"] if text else []
     parts += [f"{tool.name}\n{json.dumps(given, ensure_ascii=False)}" for tool, given in calls]
-    return _think(reasoning) + "".join(f">>>{part}" for part in parts) + "<|eot_id|>"
+    return "".join(f">>>{part}" for part in parts) + "<|eot_id|>"
 
 
 def _firefunction(reasoning: str, text: str, calls: Calls) -> str:

@@ -59,6 +59,7 @@ def check_before_loading(path: Path, spec: EngineSpec) -> ModelShape | None:
         model = read_model_shape(path)
     except InvalidRequest:
         return None
+    spec = limit_windows(spec, model)
     if not spec.options.scales_positions:
         warn_about_trained_length(spec, model.trained, "; rope_scaling and rope_freq_scale can help")
     check_memory(model, spec.model, spec.options, spec.caches, draft_shape(spec.options))

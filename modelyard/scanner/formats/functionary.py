@@ -52,7 +52,7 @@ def _read_recipient(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str |
 FORMATS = (
     OutputFormat(
         name="functionary_v32",
-        regions=regions({_RECIPIENT: StartReader(_read_recipient, bare=True)}, ends=_ENDS),
+        regions=regions({_RECIPIENT: StartReader(_read_recipient, bare=True)}, tags=(), ends=_ENDS),
         has_messages=True,
         stop_tokens=_ENDS,
         turn_starts=("<|start_header_id|>assistant<|end_header_id|>",),
