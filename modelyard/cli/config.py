@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
@@ -12,16 +13,14 @@ from msgspec.structs import replace
 from rich.markup import escape
 
 from modelyard.cli.console import ConfigOption, err, make_table, out, print_notes, print_problem
-from modelyard.config.library_models import read_library_models
-from modelyard.config.load import load_config
-from modelyard.config.problems import ConfigError, ConfigProblem
-from modelyard.config.settings import LoadedConfig, json_schema
-from modelyard.core.engine import AvailableMemory
 from modelyard.core.units import format_size
-from modelyard.router.router import CacheEntry, Catalog, ModelEntry, Router
-from modelyard.server.memory_estimate import ModelMemory, available_memory, estimate_all
-from modelyard.server.model_check import check_models
-from modelyard.telemetry.system import read_memory
+
+if TYPE_CHECKING:
+    from modelyard.config.problems import ConfigProblem
+    from modelyard.config.settings import LoadedConfig
+    from modelyard.core.engine import AvailableMemory
+    from modelyard.router.router import CacheEntry, Catalog, ModelEntry, Router
+    from modelyard.server.memory_estimate import ModelMemory
 
 
 def check(config: ConfigOption = None) -> None:
@@ -30,7 +29,11 @@ def check(config: ConfigOption = None) -> None:
     The exit status is 1 if there is an error: an invalid setting, or a missing engine, program, file or memory of a
     model that requests can reach.
     """
-    problems = list[ConfigProblem]()
+    from modelyard.config.library_models import read_library_models
+    from modelyard.config.load import load_config
+    from modelyard.config.problems import ConfigError
+
+    problems: list[ConfigProblem] = []
     loaded: LoadedConfig | None
     try:
         loaded = load_config(config, library=read_library_models)
@@ -48,6 +51,10 @@ def check(config: ConfigOption = None) -> None:
 
 def _check(loaded: LoadedConfig, *, show: bool) -> list[ConfigProblem]:
     """The problems of the files and of this machine. The rest of a configuration with errors is checked, not shown."""
+    from modelyard.server.memory_estimate import available_memory, estimate_all
+    from modelyard.server.model_check import check_models
+    from modelyard.telemetry.system import read_memory
+
     if show:
         print_notes(loaded)
         out.print(f"[dim]from {', '.join(map(str, loaded.sources))}[/dim]")
@@ -63,6 +70,8 @@ def _check(loaded: LoadedConfig, *, show: bool) -> list[ConfigProblem]:
 
 def schema() -> None:
     """Print the configuration's JSON Schema, for editors that complete from it."""
+    from modelyard.config.settings import json_schema
+
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n")
 
 

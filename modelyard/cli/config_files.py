@@ -11,18 +11,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from rich.markup import escape
 
 from modelyard.cli.console import ConfigOption, err, load_or_exit, out, print_problem, run_or_exit
-from modelyard.config.effective import EffectiveSetting, effective_settings
-from modelyard.config.load import load_config
-from modelyard.config.problems import ConfigError, ConfigPath, format_path
-from modelyard.config.sources import config_files, user_file
 from modelyard.core.errors import NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from modelyard.config.effective import EffectiveSetting
+    from modelyard.config.problems import ConfigPath
 
 config_app = typer.Typer(
     help="Where settings come from: the files that are read, the values in effect, and the user's own file.",
@@ -61,6 +61,8 @@ TEMPLATE = """\
 @config_app.command("path")
 def path(config: ConfigOption = None) -> None:
     """List the files that are looked for, in the order in which later ones override earlier ones."""
+    from modelyard.config.sources import config_files
+
     for file in config_files(config, os.environ, Path.cwd()):
         state = "missing" if file.state == "read" and not file.path.is_file() else file.state
         about = f"{escape(str(file.path))}  [dim]{escape(file.reason or _ROLES[file.role])}[/dim]"
@@ -78,6 +80,9 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per setting.")] = False,
 ) -> None:
     """Print the configuration in effect as TOML; a comment says where each value comes from. Secrets are masked."""
+    from modelyard.config.effective import effective_settings
+    from modelyard.config.problems import format_path
+
     loaded = load_or_exit(config)
     settings = list(effective_settings(loaded, defaults=defaults))
     if as_json:
@@ -121,6 +126,9 @@ def _toml(value: Any) -> str:
 @config_app.command("edit")
 def edit() -> None:
     """Open your own file in $VISUAL or $EDITOR, and check it afterwards. It is created if there is none."""
+    from modelyard.config.load import load_config
+    from modelyard.config.problems import ConfigError
+
     file = run_or_exit(_edited, os.environ)
     try:
         loaded = load_config(file)
@@ -135,6 +143,8 @@ def edit() -> None:
 
 
 def _edited(env: Mapping[str, str]) -> Path:
+    from modelyard.config.sources import user_file
+
     file = user_file(env)
     if file is None:
         raise NotFound("there is no home folder: set HOME or XDG_CONFIG_HOME")

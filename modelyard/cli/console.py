@@ -1,22 +1,25 @@
-"""What all commands share: consoles, common options, loading the configuration, and printing errors and tables."""
+"""What all commands share: consoles, common options, loading the configuration, and printing errors and tables.
+
+Modules of commands import what they need where they need it: `modelyard --help` and a shell's completion should not wait for
+engines and HTTP clients.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from modelyard.config.library_models import read_library_models
-from modelyard.config.load import load_config
-from modelyard.config.problems import ConfigError, ConfigProblem
-from modelyard.config.settings import LoadedConfig
 from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.processes.supervisor import INDEX_VARIABLE
+
+if TYPE_CHECKING:
+    from modelyard.config.problems import ConfigProblem
+    from modelyard.config.settings import LoadedConfig
 
 out, err = Console(), Console(stderr=True)
 
@@ -45,6 +48,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for progra
 
 def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None, *, quiet: bool = False) -> LoadedConfig:
     """`quiet`: the notes were printed before."""
+    from modelyard.config.library_models import read_library_models
+    from modelyard.config.load import load_config
+    from modelyard.config.problems import ConfigError
+
     try:
         loaded = load_config(path, overrides=overrides, library=read_library_models)
     except ConfigError as error:
@@ -60,6 +67,8 @@ def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None, *, 
 
 def print_notes(loaded: LoadedConfig) -> None:
     """About files that are ignored."""
+    from modelyard.processes.supervisor import INDEX_VARIABLE
+
     if INDEX_VARIABLE not in os.environ:  # the supervisor has said it
         for note in loaded.notes:
             err.print(f"[yellow]note[/yellow] {escape(note)}", soft_wrap=True)

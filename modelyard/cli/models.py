@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -12,12 +12,14 @@ from rich.table import Table
 from modelyard.cli.completion import complete_library
 from modelyard.cli.config import describe_config
 from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, run_or_exit
-from modelyard.config.library_models import LibraryModel
-from modelyard.config.settings import Config
 from modelyard.core.errors import NotFound
-from modelyard.library.model_files import LibraryEntry
-from modelyard.library.progress import ProgressReporter
-from modelyard.router.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from modelyard.config.library_models import LibraryModel
+    from modelyard.config.settings import Config
+    from modelyard.library.model_files import LibraryEntry
+    from modelyard.library.progress import ProgressReporter
+    from modelyard.router.settings import ModelSettings
 
 models_app = typer.Typer(help="The models of a configuration, and the library of model files.", no_args_is_help=True)
 
@@ -68,6 +70,8 @@ def pull_model(source: str, *, quant: str | None = None, name: str | None = None
 
 
 def make_progress() -> ProgressReporter:
+    from modelyard.library.progress import ProgressReporter
+
     return ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False, soft_wrap=True))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -21,9 +22,10 @@ from modelyard.cli.console import (
     print_problem,
     run_or_exit,
 )
-from modelyard.config.library_models import read_library_models
-from modelyard.config.load import load_config
 from modelyard.server.client import find_url
+
+if TYPE_CHECKING:
+    from modelyard.config.settings import LoadedConfig
 
 SharedConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML or JSON file, the same for all processes.")
@@ -68,6 +70,13 @@ def serve(
     raise typer.Exit(run_or_exit(run_server, loaded.config, config, http, debug, scheduler))
 
 
+def _config_loader(config: Path | None) -> Callable[[], LoadedConfig]:
+    from modelyard.config.library_models import read_library_models
+    from modelyard.config.load import load_config
+
+    return partial(load_config, config, library=read_library_models)
+
+
 def scheduler(
     config: SharedConfigOption = None,
     listen: Annotated[
@@ -85,7 +94,7 @@ def scheduler(
     from modelyard.server.scheduler_process import run_scheduler
 
     loaded = load_or_exit(config)
-    reload = partial(load_config, config, library=read_library_models)
+    reload = _config_loader(config)
     raise typer.Exit(run_or_exit(run_scheduler, loaded.config, listen, reload))
 
 
@@ -106,7 +115,7 @@ def worker(
     from modelyard.server.scheduler_process import run_worker_for
 
     loaded = load_or_exit(config)
-    reload = partial(load_config, config, library=read_library_models)
+    reload = _config_loader(config)
     raise typer.Exit(run_or_exit(run_worker_for, loaded.config, scheduler, listen, reload))
 
 
