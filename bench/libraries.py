@@ -4,6 +4,7 @@
 
 Each measurement is a child process that loads one of the two libraries and runs our engine on it. The libraries
 alternate within a round, so that other work on the machine slows both; the better of two passes of a child counts.
+With one thread tokens per CPU-second are shown too, which depend less on other work.
 Both must continue a text that leaves no doubt (numbers in a row) alike. Where flash attention rounds differently, texts
 with close choices differ after some tokens. `modelyard setup` offers the build on CPUs for which this shows a gain of
 more than 10 %: BUILD_GAINS of engines/llama_cpp/setup.py.
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -28,6 +30,7 @@ from bench.prompts import NO_END
 from bench.report import Comparison, console, save_json, show
 from modelyard.core.engine import End, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.library import cpu_features
 from modelyard.library import default_model, llama_cpp_build, llama_cpp_package
 from modelyard.tokenizer import open_tokenizer
@@ -37,10 +40,12 @@ NUMBERS = "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16"
 
 
 class Speed(Struct, frozen=True):
-    """Tokens per second, and the tokens that continue the numbers."""
+    """Tokens per second, tokens per CPU-second, and the tokens that continue the numbers."""
 
     prefill: float
     decode: float
+    cpu_prefill: float
+    cpu_decode: float
     ids: tuple[int, ...]
 
 
@@ -52,30 +57,39 @@ async def run_child(file: Path, threads: int) -> Speed:
     try:
         passes = [await _measure(engine, number) for number in range(PASSES)]
         greedy, _, _ = await _generate(engine, open_tokenizer(file).encode(NUMBERS), 24)
-        return Speed(max(p for p, _ in passes), max(d for _, d in passes), tuple(greedy))
+        return Speed(*(max(column) for column in zip(*passes, strict=True)), ids=tuple(greedy))
     finally:
         await engine.close()
 
 
-async def _measure(engine: object, number: int) -> tuple[float, float]:
+async def _measure(engine: LlamaCppEngine, number: int) -> tuple[float, float, float, float]:
     ids = [(number * 7919 + at * 104729) % 40_000 + 1_000 for at in range(PROMPT)]
     made, first, rest = await _generate(engine, ids, OUTPUT)
-    return PROMPT / first, (len(made) - 1) / rest
+    return PROMPT / first[0], (len(made) - 1) / rest[0], PROMPT / first[1], (len(made) - 1) / rest[1]
 
 
-async def _generate(engine: object, ids: list[int], count: int) -> tuple[list[int], float, float]:
+_Times = tuple[float, float]  # of the clock, and of the processor
+
+
+async def _generate(engine: LlamaCppEngine, ids: list[int], count: int) -> tuple[list[int], _Times, _Times]:
     """The tokens, the time to the first, and the time from the first to the last."""
     sampling = Sampling(temperature=0.0, logit_bias=NO_END)
     prompt = Prompt(parts=(TokenRun(ids),), sampling=sampling, max_tokens=count, session=str(ids[0]))
-    began, first, made = time.perf_counter(), 0.0, []
-    async for batch in engine.generate(prompt):  # type: ignore[attr-defined]
+    made = list[int]()
+    began = first = _now()
+    async for batch in engine.generate(prompt):
         for item in batch:
             if isinstance(item, End) and item.error is not None:
                 raise item.error
             if isinstance(item, Tokens):
-                first = first or time.perf_counter()
+                first = first if made else _now()
                 made += item.ids
-    return made, first - began, time.perf_counter() - first
+    end = _now()
+    return made, (first[0] - began[0], first[1] - began[1]), (end[0] - first[0], end[1] - first[1])
+
+
+def _now() -> _Times:
+    return time.perf_counter(), time.process_time()
 
 
 # --- the parent -------------------------------------------------------------------------------------------------------
@@ -95,9 +109,11 @@ def compare(folders: tuple[Path, Path], file: Path, threads: list[int], rounds: 
         pairs = [tuple(measure(folder, file, count) for folder in folders) for _ in track(range(rounds), f"{count}")]
         if any(built.ids != prebuilt.ids for built, prebuilt in pairs):
             raise SystemExit(f"the libraries write different greedy texts with {count} threads")
-        for name in ("prefill", "decode"):
-            ours, theirs = (tuple(getattr(pair[side], name) for pair in pairs) for side in (0, 1))
-            found.append(Comparison(f"{name}, threads: {count}", "tok/s", ours, theirs))
+        # Several threads spin while they wait for each other: their CPU time says nothing.
+        units = {"": "tok/s", "cpu_": "tok/CPU-s"} if count == 1 else {"": "tok/s"}
+        for name, (kind, unit) in product(("prefill", "decode"), units.items()):
+            ours, theirs = (tuple(getattr(pair[side], kind + name) for pair in pairs) for side in (0, 1))
+            found.append(Comparison(f"{name}, threads: {count}", unit, ours, theirs))
     return found
 
 

@@ -1,7 +1,7 @@
 """What all commands share: consoles, common options, loading the configuration, and printing errors and tables.
 
-Modules of commands import what they need where they need it: `modelyard --help` and a shell's completion should not wait for
-engines and HTTP clients.
+Modules of commands import what they need where they need it: `modelyard --help` and a shell's completion should not
+wait for engines and HTTP clients.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rich.table import Table
 from modelyard.cli.completion import complete_models
 from modelyard.cli.console import AdminKeyOption, JsonOption, UrlOption, make_table, out, run_or_exit
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
-from modelyard.library.progress import format_size
+from modelyard.core.units import format_size
 from modelyard.server.client import Json, ServerClient, find_url, no_server
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ _ROUTES = frozenset(
         "/v1/completions",
         "/v1/embeddings",
         "/v1/rerank",
+        "/v1/fim/completions",
         "/infill",
         "/v1/models",
         "/models",
@@ -47,6 +48,7 @@ _UNPREFIXED = frozenset({"/chat/completions", "/completions", "/embeddings", "/r
 _OTHER_NAMES = {
     **dict.fromkeys(("/v2/rerank", "/reranking", "/v1/reranking"), "/v1/rerank"),  # Cohere's and llama-server's
     "/v1/infill": "/infill",
+    "/fim/completions": "/v1/fim/completions",
 }
 _DEBUG_ONLY = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
 _POLLED = "/v1/admin/"  # open pages read it every second

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from modelyard.core.errors import NotFound
 from modelyard.http.tokens import TokenBody
-from modelyard.protocols import llama_infill, openai_completions, openai_embeddings, rerank
+from modelyard.protocols import llama_infill, mistral_fim, openai_completions, openai_embeddings, rerank
 from modelyard.protocols.anthropic_messages import request as anthropic_messages
 from modelyard.protocols.openai_chat import request as openai_chat
 from modelyard.protocols.openai_responses import request as openai_responses
@@ -42,6 +42,7 @@ _TAKES: tuple[tuple[str, str, str, type], ...] = (
     ("/v1/completions", "OpenAI Completions (legacy)", "OpenaiCompletions", openai_completions.CompletionBody),
     ("/v1/embeddings", "OpenAI Embeddings", "OpenaiEmbeddings", openai_embeddings.EmbeddingBody),
     ("/v1/rerank", "Order documents by their relevance to a query", "Rerank", rerank.RerankBody),
+    ("/v1/fim/completions", "Fill a gap between two texts, as Mistral", "MistralFim", mistral_fim.FimBody),
     ("/infill", "Fill a gap between two texts, as llama-server", "LlamaInfill", llama_infill.InfillBody),
     ("/tokenize", "Text or messages to token ids", "Tokens", TokenBody),
     ("/detokenize", "Token ids to text", "Tokens", TokenBody),

@@ -93,9 +93,12 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     return _with_cors(RequestMiddleware(app, handlers, settings, authenticator, metrics, context.workbench), settings)
 
 
+_GAPS = ("llama_infill", "mistral_fim")  # protocols that fill a gap in a text
+
+
 def _inference_routes(context: HttpContext) -> list[Route]:
     routes: list[Route] = []
-    for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions", "llama_infill"):
+    for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions", *_GAPS):
         protocol, stores = load_protocol(name), name == "openai_responses"
         endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures, stores=stores)
         routes += [Route(path, endpoint, methods=["POST"], name=name) for path in protocol.PATHS]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
 from modelyard.library.cache_dir import file_lock, models_dir
 
 # --- GGUF files -------------------------------------------------------------------------------------------------------
@@ -244,5 +244,8 @@ def remove_entry(name: str) -> None:
 def _write_entries(entries: list[LibraryEntry]) -> None:
     file = models_dir() / _ENTRIES
     temporary = file.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(entries), indent=2))
-    temporary.replace(file)
+    try:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(entries), indent=2))
+        temporary.replace(file)
+    except OSError as error:
+        raise Unavailable(f"the list of the library, {file}, cannot be written: {error.strerror}") from error

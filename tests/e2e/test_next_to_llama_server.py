@@ -204,6 +204,9 @@ def test_a_suffix_of_a_completion_makes_a_gap(client: httpx.Client) -> None:
     events = parse_events(client.post("/v1/completions", json=CONTINUE | {"temperature": 0}).text)
     chunks = [event.data for event in events if isinstance(event.data, dict)]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == filled["choices"][0]["text"]
+    events = parse_events(client.post("/v1/fim/completions", json=body | {"stream": True}).text)
+    deltas = [event.data["choices"][0]["delta"]["content"] for event in events if isinstance(event.data, dict)]
+    assert "".join(deltas) == filled["choices"][0]["text"]
     bare = post(client, "/v1/completions", **body | {"suffix": ""})
     assert bare["usage"]["prompt_tokens"] < filled["usage"]["prompt_tokens"]
 

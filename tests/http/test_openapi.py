@@ -69,6 +69,7 @@ async def test_body_schemas_accept_valid_and_refuse_invalid_bodies() -> None:
         "/v1/completions": {"model": "m", "prompt": ["a", "b"]},
         "/v1/embeddings": {"model": "m", "input": [1, 2]},
         "/v1/rerank": {"model": "m", "query": "q", "documents": ["a", {"text": "b"}]},
+        "/v1/fim/completions": {"model": "m", "prompt": "a", "suffix": "b"},
         "/infill": {"model": "m", "input_prefix": "a", "input_suffix": "b"},
         "/tokenize": {"content": "hi"},
         "/detokenize": {"tokens": [1]},

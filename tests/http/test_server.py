@@ -41,6 +41,7 @@ CLOSED = [
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/rerank"),
     ("POST", "/infill"),
+    ("POST", "/v1/fim/completions"),
     ("POST", "/tokenize"),
     ("GET", "/v1/admin/models"),
     ("GET", "/nonsense"),

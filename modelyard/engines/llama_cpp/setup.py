@@ -31,16 +31,22 @@ from modelyard.plugins import MissingLibrary
 
 def ensure_library(progress: ProgressReporter | None = None) -> Path:
     """The library that works here. At first use, or if the chosen one does not work any more, it is set up."""
+    progress = progress or ProgressReporter()
     try:
         folder = library_folder()
     except MissingLibrary:
-        return set_up(progress)
-    fault = find_fault(folder)
-    if fault is None:
-        return folder
-    if folder != chosen_library():  # the user's own
-        raise BrokenLibrary(fault)
-    return set_up(progress)
+        pass
+    else:
+        fault = find_fault(folder)
+        if fault is None:
+            return folder
+        if folder != chosen_library():  # the user's own
+            raise BrokenLibrary(fault)
+        progress.write_line(f"The library in {folder} is not used any more: {fault}")
+    folder = set_up(progress)
+    if hint := build_hint(folder):
+        progress.write_line(hint)
+    return folder
 
 
 def candidates() -> list[LibraryPackage]:

@@ -67,6 +67,13 @@ def test_the_first_use_fetches_the_best_library(machine: Machine) -> None:
     assert machine.builds == []
 
 
+def test_the_first_use_offers_the_build_where_it_is_faster(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "build_hint", lambda folder: f"faster than {folder.name}")
+    for _ in range(2):
+        setup.ensure_library(machine.progress)
+    assert machine.lines == ["faster than new-1"]
+
+
 def test_a_library_that_works_is_kept(machine: Machine) -> None:
     use_library(machine.folder("build-1"))
     assert setup.ensure_library(machine.progress).name == machine.used == "build-1"
@@ -83,6 +90,7 @@ def test_a_library_of_another_machine_is_replaced(machine: Machine) -> None:
     use_library(machine.folder("build-1"))
     machine.broken = {"build-1"}
     assert setup.ensure_library(machine.progress).name == machine.used == "new-1"
+    assert machine.lines == [f"The library in {machine.home / 'build-1'} is not used any more: build-1 died"]
 
 
 def test_if_no_prebuilt_library_works_one_is_built(machine: Machine) -> None:
