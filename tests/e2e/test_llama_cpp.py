@@ -47,7 +47,7 @@ def server() -> Iterator[LiveServer]:
     default_model.fetch()
     with live_server(
         {
-            "models": {"smollm2": {"n_threads": 1}},
+            "models": {"smollm2": {"n_threads": 1, "embeddings": True}},
             "caches": {"main": {"n_ctx": 1024, "parallel": 2}, "fast": {"n_ctx": 512, "n_ubatch": 64}},
         }
     ) as running:
