@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from modelyard.cli.chat_screen import ChatScreen, is_complete, unfolded
 from modelyard.cli.conversation import Conversation
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
 from modelyard.core.request import Image, Text
-from tests import cli_process
 from tests.cli.terminal import Terminal
 from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, demo_config, live_server
@@ -308,13 +306,5 @@ def test_a_terminal_edits_lines_and_ctrl_c_stops_a_reply_only(server: LiveServer
 
 
 def test_every_line_of_a_pipe_is_a_message(server: LiveServer):
-    ended = subprocess.run(
-        [*cli_process.MODELYARD, "chat", "--url", server.url],
-        input="hi\nthink\n",
-        env=cli_process.environment(),
-        capture_output=True,
-        text=True,
-        timeout=cli_process.DEADLINE,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "Hello there.\nForty-two.\n", "")
+    shown = CliRunner().invoke(app.app, ["chat", "--url", server.url], input="hi\nthink\n")
+    assert (shown.exit_code, shown.stdout, shown.stderr) == (0, "Hello there.\nForty-two.\n", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from modelyard.cli import app, console
 from modelyard.cli import run as run_module
 from modelyard.core.errors import NotFound
 from modelyard.library.model_files import LibraryEntry
-from tests import cli_process
 from tests.cli.terminal import Terminal
 from tests.cli.test_chat import SCRIPT
 from tests.live_server import LiveServer, demo_config, live_server
@@ -93,8 +91,9 @@ def test_a_model_that_the_server_lacks_is_looked_for_on_this_machine(
     shown = run(server, "nobody-knows-it", "hi")
     assert shown.exit_code == 1
     assert "there is no model 'nobody-knows-it'" in shown.stderr
+    assert "The server at" in shown.stderr
     monkeypatch.setattr(run_module, "pull_model", lambda source: LibraryEntry("tiny", "/tiny.gguf"))
-    refused = run(server, "tiny.gguf", "hi")
+    refused = run(server, "owner/tiny", "hi")
     assert refused.exit_code == 1
     assert "does not offer it: it has demo, small" in refused.stderr
 
@@ -136,7 +135,7 @@ def test_without_a_server_one_runs_for_as_long_as_the_conversation(tmp_path: Pat
     with Terminal("run", "demo", cwd=tmp_path, **cache) as terminal:
         terminal.wait_for("is ignored: it has no settings of Modelyard")
         terminal.wait_for("› ")
-        listed = cli_process.run("ps", "--all", "--json", cwd=tmp_path, **cache)
+        listed = CliRunner().invoke(app.app, ["ps", "--all", "--json"])  # the address is in the configuration here
         states = {row["model"]: row["state"] for row in json.loads(listed.stdout)}
         assert states == {"other": "on demand", "demo": "ready"} or states["demo"].startswith("loading")
         terminal.type("hi\r")
@@ -149,20 +148,15 @@ def test_without_a_server_one_runs_for_as_long_as_the_conversation(tmp_path: Pat
 
 
 def test_a_server_that_cannot_start_is_one_sentence(tmp_path: Path):
-    (tmp_path / "modelyard.toml").write_text("[models.demo]\nbackend = 'warp_drive'\n")
-    ended = subprocess.run(
-        [*cli_process.MODELYARD, "run", "demo", "hi", "--url", f"http://127.0.0.1:{free_port()}"],
-        cwd=tmp_path,
-        env=cli_process.environment(MODELYARD_CACHE=str(tmp_path / "cache")),
-        capture_output=True,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=cli_process.DEADLINE,
-        check=False,
+    """Here because its certificate is not one."""
+    (tmp_path / "c.pem").write_text("no certificate")
+    (tmp_path / "modelyard.toml").write_text(
+        f"[http]\nport = {free_port()}\nssl_certfile = 'c.pem'\nssl_keyfile = 'c.pem'\n[models.demo]\nbackend = 'fake'\n"
     )
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    assert "warp_drive" in ended.stderr.splitlines()[-1]
+    shown = CliRunner().invoke(app.app, ["run", "demo", "hi"])
+    assert shown.exit_code == 1
+    assert "the server exited before it was ready" in shown.stderr.splitlines()[-1]
+    assert "Traceback" not in shown.stderr
 
 
 def test_another_program_on_the_usual_port_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

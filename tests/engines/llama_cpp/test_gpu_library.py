@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from modelyard.core.errors import Unavailable
-from modelyard.engines.llama_cpp import gpu_library
+from modelyard.engines.llama_cpp import gpu_library, setup
 from modelyard.engines.llama_cpp.gpu_library import Candidate, candidates, fetch_variant, install, no_library
-from modelyard.engines.llama_cpp.selftest import SelfTest, explain_failure
+from modelyard.engines.llama_cpp.selftest import BrokenLibrary, SelfTest, explain_failure
 from modelyard.libllama import VULKAN_MANIFEST
-from modelyard.library.llama_cpp_package import Variant, chosen_library
+from modelyard.library.llama_cpp_package import Variant, chosen_library, library_folder
 from modelyard.telemetry.gpus import AppleGpu, FoundGpus, NvidiaDriver, NvidiaGpu, VulkanGpu
 
 LOADER = "there is no Vulkan loader (libvulkan.so.1)"
@@ -117,3 +119,39 @@ def test_a_driver_that_starts_only_through_egl_gets_its_manifest_beside_the_libr
     assert not (cache / "vulkan" / VULKAN_MANIFEST).exists()
     fetch_variant("vulkan", egl=True)
     assert json.loads((cache / "vulkan" / VULKAN_MANIFEST).read_text())["ICD"]["library_path"] == "libEGL_nvidia.so.0"
+
+
+def test_the_manifest_beside_a_library_is_given_to_vulkans_loader(tmp_path: Path) -> None:
+    for file in library_folder().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / VULKAN_MANIFEST).write_text("{}")
+    script = (
+        "import os; from modelyard import libllama; found = libllama.load().gpu_devices()\n"
+        "print(os.environ['VK_ADD_DRIVER_FILES'], len(found))"
+    )
+    env = {"LLAMA_CPP_LIB_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == str(tmp_path / VULKAN_MANIFEST)
+
+
+def test_setup_prefers_a_library_for_the_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_library, "install", lambda *_: cache / "cuda12")
+    monkeypatch.setattr(setup, "fetch", lambda *_: pytest.fail("the library for CPUs was fetched"))
+    assert setup.set_up() == cache / "cuda12"
+
+
+def test_a_library_that_was_asked_for_and_does_not_work_changes_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "packages_for", lambda _: ["package"])
+
+    def refuse(report: gpu_library.Report, *_: object) -> None:
+        report("the CUDA 13 library is skipped: it finds no GPU.")
+
+    monkeypatch.setattr(gpu_library, "install", refuse)
+    with pytest.raises(BrokenLibrary, match=r"it finds no GPU\. The library in use has not changed\.$"):
+        setup.set_up_variant("cuda")
+    assert chosen_library() is None
+    monkeypatch.setattr(setup, "packages_for", lambda _: [])
+    with pytest.raises(Unavailable, match=r"no prebuilt llama\.cpp library \(metal\) for "):
+        setup.set_up_variant("metal")
