@@ -35,7 +35,7 @@ def effective_capabilities(model: Model, engine: Capabilities | None = None) -> 
         multi_turn=engine.multi_turn and not model.translates,
         tools=engine.tools and not model.translates,
         thinking_modes=engine.thinking_modes if model.text is None else model.text.renderer.thinking_modes,
-        infill=fills_gaps or (model.kind == "chat" and engine.infill),
+        infill=fills_gaps or (model.text is None and engine.infill),
     )
 
 

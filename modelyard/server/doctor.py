@@ -218,7 +218,7 @@ def engine_lines(which: Callable[[str], str | None] = shutil.which) -> Iterator[
     fetched = binary_path()
     binary = which("llama-server") or (str(fetched) if fetched.is_file() else None)
     yield _binary_line("llama-server", binary, "backend llama_server")
-    yield _binary_line("vllm", which("vllm"), "backend vllm_serve")
+    yield _binary_line("vllm serve", which("vllm"), "backend vllm_serve")
     for title, (packages, use) in _PACKAGES.items():
         version = next(filter(None, map(_installed_version, packages)), None)
         yield Line(title, f"{version} ({use})" if version else f"not installed ({use})", "ok" if version else "note")

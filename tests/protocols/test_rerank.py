@@ -27,14 +27,11 @@ def test_documents_are_texts_or_objects_with_a_text() -> None:
     assert request == expected
 
 
-def test_the_model_is_optional_as_in_llama_server() -> None:
-    assert rerank.read_request(b'{"query": "q", "documents": ["a"]}', {}).model == "default"
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"documents": ["a"], "query": ""}, "query"),
+        ({"documents": ["a"], "model": None}, "model"),
         ({}, "documents"),
         ({"documents": []}, "documents"),
         ({"texts": []}, "texts"),

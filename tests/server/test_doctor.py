@@ -137,7 +137,7 @@ def test_engines_that_are_not_installed_are_no_fault(tmp_path: Path) -> None:
     program.chmod(0o755)
     lines = texts(engine_lines(lambda name: str(program) if name == "llama-server" else None))
     assert lines[0] == f"ok llama-server: {program}, version: 1.2.3 (backend llama_server)"
-    assert lines[1] == "note vllm: no such program (backend vllm_serve)"
+    assert lines[1] == "note vllm serve: no such program (backend vllm_serve)"
     assert not any(line.startswith(("warning", "error")) for line in lines)
 
 
