@@ -27,7 +27,7 @@ from modelyard.cli.conversation import (
     set_parameter,
 )
 from modelyard.config.problems import suggest
-from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
+from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unavailable
 from modelyard.core.events import Reply
 from modelyard.core.request import Image, Part, Text
 from modelyard.library.cache_dir import cache_dir
@@ -56,7 +56,7 @@ def find_model(url: str, key: str | None, model: str | None) -> str:
     """The given name, or the first that the server lists. Raises if there is no server."""
     with ServerClient(url, key) as server:
         if not server.is_running():
-            raise no_server(url)
+            raise Unavailable(f"{no_server(url).message}, or talk to a model without one: modelyard run MODEL")
         if model is not None:
             return model
         cards = server.get("/v1/models")["data"]

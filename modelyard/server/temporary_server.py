@@ -27,13 +27,16 @@ class TemporaryServer:
     def __init__(self, url: str, config: Path | None, log: Path, env: Mapping[str, str]) -> None:
         if not is_local(url):
             raise Unavailable(f"no server answers at {url}, and a server can be started only on this machine")
-        self._port, self._config, self._log, self._env = urlsplit(url).port or 8000, config, log, env
+        address = urlsplit(url)
+        self._host, self._port = address.hostname or "127.0.0.1", address.port or 8000
+        self._config, self._log, self._env = config, log, env
         self._process: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
         config = ("--config", str(self._config)) if self._config else ()
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, "-m", "modelyard", "serve", "--port", str(self._port), *config]
+        address = ("--host", self._host, "--port", str(self._port))  # of this machine, whatever the file says
+        argv = [sys.executable, "-m", "modelyard", "serve", *address, *config]
         with self._log.open("w") as log:
             # In its own session, so that Ctrl-C in the terminal does not reach it.
             self._process = subprocess.Popen(  # noqa: S603  our own program

@@ -239,7 +239,7 @@ def test_the_note_of_a_dead_process_or_of_another_with_its_id_is_dropped(tmp_pat
 
 
 def test_ctrl_c_during_the_start_prints_no_traceback(tmp_path: Path):
-    """At the first line of output, which is a warning about the configuration: modules are imported, nothing listens."""
+    """At the first line of output, a warning about the configuration: modules are imported, nothing listens."""
     env = cli_process.environment(MODELYARD_CACHE=str(tmp_path))
     argv = [*cli_process.MODELYARD, "serve", "--port", "0", *cli_process.DEMO]
     with subprocess.Popen(argv, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:

@@ -150,9 +150,8 @@ def test_without_a_server_one_runs_for_as_long_as_the_conversation(tmp_path: Pat
 def test_a_server_that_cannot_start_is_one_sentence(tmp_path: Path):
     """Here because its certificate is not one."""
     (tmp_path / "c.pem").write_text("no certificate")
-    (tmp_path / "modelyard.toml").write_text(
-        f"[http]\nport = {free_port()}\nssl_certfile = 'c.pem'\nssl_keyfile = 'c.pem'\n[models.demo]\nbackend = 'fake'\n"
-    )
+    http = f"port = {free_port()}\nssl_certfile = 'c.pem'\nssl_keyfile = 'c.pem'"
+    (tmp_path / "modelyard.toml").write_text(f"[http]\n{http}\n[models.demo]\nbackend = 'fake'\n")
     shown = CliRunner().invoke(app.app, ["run", "demo", "hi"])
     assert shown.exit_code == 1
     assert "the server exited before it was ready" in shown.stderr.splitlines()[-1]
