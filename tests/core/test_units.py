@@ -41,8 +41,8 @@ DECIMAL = re.compile(r"(?<![A-Za-z+/])[kKMGT]B(?![A-Za-z0-9])")
 
 
 def texts(file: Path) -> Iterator[str]:
-    """The string literals of a module except its docstrings."""
-    tree = ast.parse(file.read_text())
+    """The string literals of a module except its docstrings; none without such a unit, because parsing takes time."""
+    tree = ast.parse(source if DECIMAL.search(source := file.read_text()) else "")
     statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements:
