@@ -110,7 +110,7 @@ def paths(value: Any, start: tuple[Any, ...] = ()) -> set[tuple[Any, ...]]:
 
 
 @given(st.dictionaries(st.text(max_size=4), VALUES, max_size=4))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_every_value_of_a_json_text_has_a_line(value: dict[str, Any]) -> None:
     text = json.dumps(value, indent=1)
     lines = json_lines(text)
