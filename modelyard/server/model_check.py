@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from modelyard import plugins
 from modelyard.config.library_models import LIBRARY_SOURCE, missing_hub_model
-from modelyard.config.problems import ConfigPath, ConfigProblem, ProblemLevel, problem_at
+from modelyard.config.problems import ConfigPath, ConfigProblem, ProblemLevel, format_path, problem_at
 from modelyard.config.settings import Config, LoadedConfig, engine_spec
 from modelyard.config.sources import with_lines
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
@@ -70,7 +70,7 @@ def _graded(problem: ConfigProblem, used: set[str], config: Config) -> ConfigPro
     """What is unavailable is an error if requests can reach the model."""
     if problem.level != "unavailable":
         return problem
-    idle = [f"models.{name}." for name in config.models if name not in used]
+    idle = [f"{format_path(('models', name))}." for name in config.models if name not in used]
     is_idle = any(problem.path.removeprefix("engine.").startswith(prefix) for prefix in idle)
     return replace(problem, level="note" if is_idle else "error")
 

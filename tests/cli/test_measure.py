@@ -30,7 +30,8 @@ def served() -> Iterator[LiveServer]:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MODELYARD_LIBRARY", raising=False)  # a variable would be a second source
     path = tmp_path / "modelyard.json"
     path.write_text(json.dumps(demo_config([{"steps": [{"tokens": 50}]}])))
     return path

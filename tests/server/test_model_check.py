@@ -110,6 +110,11 @@ def test_what_a_model_lacks_is_an_error_if_requests_can_reach_it(text: str, line
     assert {each.level for each in problems(f"{text}\nenabled = false")} == {"note"}
 
 
+def test_an_unknown_engine_of_a_disabled_model_is_a_note_whatever_its_name_is() -> None:
+    (found,) = problems('[models."qwen2.5 x"]\nbackend = "warp_drive"\nenabled = false\n')
+    assert (found.path, found.level) == ('models."qwen2.5 x".backend', "note")
+
+
 def test_a_model_with_invalid_options_is_checked_for_the_rest() -> None:
     found = problems('[models.m]\nbackend = "ct2"\npath = "no"\ncompute_type = "int9"\n[http]\nprot = 1\n')
     assert [(problem.path, problem.line) for problem in found] == [
