@@ -79,7 +79,7 @@ def run(
         err.print("[red]error[/red] there is no prompt: give one after the model, or pipe one in")
         raise typer.Exit(2)
     screen = ChatScreen(out, err, show_thinking=_shown(thinking)) if is_one_shot else make_screen(thinking)
-    with served_model(model, url, key, config) as (address, name):
+    with served_model(model, url, key, config, lasting=not is_one_shot) as (address, name):
         conversation = Conversation(address, name, key=key, settings=settings)
         loop = ChatLoop(conversation, screen, verbose=verbose, images=() if is_one_shot else images)
         code = loop.once(parts, as_json=as_json) if is_one_shot else loop.run()
@@ -91,8 +91,11 @@ def _shown(thinking: str) -> bool | None:
 
 
 @contextmanager
-def served_model(model: str, url: str | None, key: str | None, config: Path | None) -> Iterator[tuple[str, str]]:
-    """The URL of a server that has the model, and its name there. Exits with one line on an error."""
+def served_model(
+    model: str, url: str | None, key: str | None, config: Path | None, *, lasting: bool = False
+) -> Iterator[tuple[str, str]]:
+    """The URL of a server that has the model, and its name there. Exits with one line on an error. `lasting`: not a
+    server that ends with somebody else's conversation."""
     address = find_url(url)
     with ServerClient(address, key) as server:
         try:
@@ -101,6 +104,8 @@ def served_model(model: str, url: str | None, key: str | None, config: Path | No
             if url is not None:
                 run_or_exit(_raise, error)
             is_running, address = False, f"http://127.0.0.1:{free_port()}"  # another program has the usual port
+        if is_running and lasting and url is None and _is_temporary(address):
+            is_running, address = False, f"http://127.0.0.1:{free_port()}"
         if is_running:
             yield address, run_or_exit(_name_on_server, server, model)
             return
@@ -111,6 +116,12 @@ def served_model(model: str, url: str | None, key: str | None, config: Path | No
         with err.status(f"[dim]starting {escape(name)} …[/dim]"), ServerClient(address, key) as server:
             run_or_exit(_wait_until_listening, server, temporary)
         yield address, name
+
+
+def _is_temporary(url: str) -> bool:
+    from modelyard.server.running_servers import running_servers
+
+    return any(server.temporary and server.url == url for server in running_servers())
 
 
 def _raise(error: Exception) -> None:
@@ -169,12 +180,14 @@ def _prepare(model: str, config: Path | None) -> tuple[str, dict[str, str]]:
     from modelyard.library import default_model
     from modelyard.server.serve import prepare
 
-    name = _configured_name(load_or_exit(config).config, model)
+    configured = load_or_exit(config).config
+    name = _configured_name(configured, model)
     if name is None and model in EMBEDDED_DEFAULTS["models"]:  # it is left out while other models are here
         run_or_exit(default_model.fetch, make_progress())
-        name = model
-    name = name or pull_model(model).name
-    configured = load_or_exit(config, quiet=True).config
+        configured, name = load_or_exit(config, quiet=True).config, model
+    if name is None:
+        name = pull_model(model).name
+        configured = load_or_exit(config, quiet=True).config
     cache = configured.router().catalog.find(name)
     wanted = cache.model if cache is not None else name
     only = {other: {"enabled": other == wanted, "autoload": True} for other in configured.models}

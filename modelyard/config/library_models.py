@@ -8,6 +8,7 @@ that has its own path replaces it.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from msgspec.structs import replace
 from modelyard import plugins
 from modelyard.config.problems import Table
 from modelyard.core.engine import AvailableMemory, CacheInfo
-from modelyard.core.errors import ModelyardError
+from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.engines.hf_folder import CONFIG, read_config, read_json
 from modelyard.engines.llama_cpp.estimate import ModelShape, estimate_memory, read_model_shape
 from modelyard.engines.llama_cpp.library import visible_memory
@@ -39,6 +40,8 @@ from modelyard.router.settings import ModelSettings
 from modelyard.telemetry import system
 
 LIBRARY_SOURCE: Final = "library"
+
+log = logging.getLogger(__name__)
 
 # --- the memory of this machine ---------------------------------------------------------------------------------------
 
@@ -253,8 +256,12 @@ class LibraryModel(Struct, frozen=True):
 
 
 def read_library_models(budget: MemoryBudget | None = None) -> list[LibraryModel]:
-    """All models of the library, oldest first."""
-    entries = read_entries()
+    """All models of the library, oldest first. A list that cannot be read does not stop a server with other models."""
+    try:
+        entries = read_entries()
+    except InvalidRequest as error:
+        log.warning("%s", error.message)
+        return []
     if not entries:
         return []
     store, memory = _FactsStore(), budget or machine_budget()
@@ -365,7 +372,3 @@ def default_for_any_name(models: Sequence[LibraryModel]) -> str | None:
     suited = [model for model in models if model.table is not None and model.is_chat]
     names = [model.entry.name for model in suited if model.entry.commit or not model.entry.owned]
     return names[-1] if names else None
-
-
-def describe_unserved(models: Sequence[LibraryModel]) -> dict[str, str]:
-    return {model.entry.name: model.reason for model in models if model.table is None}

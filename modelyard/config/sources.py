@@ -221,7 +221,7 @@ def _lines(path: Path) -> dict[str, int]:
 
 PREFIX = "MODELYARD_"
 ENVIRONMENT = "environment"
-_NOT_SETTINGS = re.compile(r"MODELYARD_(GOLDEN|CACHE|WORKER_.*|URL|API_KEY|ADMIN_KEY)")
+_NOT_SETTINGS = re.compile(r"MODELYARD_(GOLDEN|CACHE|TEMPORARY_SERVER|WORKER_.*|URL|API_KEY|ADMIN_KEY)")
 
 
 # The names of the models and caches in files, by section: a variable's name cannot spell their case and punctuation.

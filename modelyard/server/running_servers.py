@@ -16,18 +16,21 @@ from msgspec import Struct
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.library.cache_dir import run_dir
 
+TEMPORARY_VARIABLE = "MODELYARD_TEMPORARY_SERVER"
 _PATTERN = "server-*.json"
 _WILDCARD = ("0.0.0.0", "::", "")
 
 
 class RunningServer(Struct, frozen=True, kw_only=True):
-    """`created` is the start time of the process: with it, a process that reuses the id is not mistaken for it."""
+    """`created` is the start time of the process: with it, a process that reuses the id is not mistaken for it. A
+    `temporary` server ends with the command that started it."""
 
     pid: int
     created: float
     host: str
     port: int
     tls: bool = False
+    temporary: bool = False
 
     @property
     def url(self) -> str:
@@ -52,7 +55,8 @@ def server_url(host: str, port: int, tls: bool = False) -> str:
 def announced(host: str, port: int, *, tls: bool = False, env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """This process is a server until the block ends. A folder that cannot be written to is no reason not to serve."""
     created = psutil.Process().create_time()
-    server = RunningServer(pid=os.getpid(), created=created, host=host, port=port, tls=tls)
+    temporary = bool(env.get(TEMPORARY_VARIABLE))
+    server = RunningServer(pid=os.getpid(), created=created, host=host, port=port, tls=tls, temporary=temporary)
     file: Path | None = None
     with contextlib.suppress(OSError, ModelyardError):
         file = run_dir(env) / f"server-{server.pid}.json"

@@ -13,6 +13,7 @@ from modelyard.core.errors import Unavailable
 from modelyard.library.cache_dir import cache_dir
 from modelyard.processes.parent_death import die_with_parent
 from modelyard.server.client import is_local
+from modelyard.server.running_servers import TEMPORARY_VARIABLE
 
 _STOP_TIMEOUT_S = 30.0
 
@@ -44,7 +45,7 @@ class TemporaryServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=dict(self._env),
+                env={**self._env, TEMPORARY_VARIABLE: "1"},
                 start_new_session=True,
             )
         return self

@@ -271,6 +271,16 @@ def test_a_model_is_converted_into_the_library(tmp_path: Path):
         assert (shown.exit_code, shown.stderr.count("\n")) == (code, 1)
 
 
+def test_an_interrupted_pull_says_that_it_can_be_continued(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("modelyard.library.models.pull", interrupted)
+    stopped = invoke("pull", "owner/repo")
+    assert stopped.exit_code == 130
+    assert stopped.stderr == "stopped; what has arrived is kept, and the same command continues there\n"
+
+
 def test_add_and_remove_errors_are_one_sentence(tmp_path: Path):
     (tmp_path / "broken.gguf").write_bytes(b"GGUX")
     for command in (("add", "nowhere at all"), ("add", "broken.gguf"), ("remove", "nobody", "--yes")):

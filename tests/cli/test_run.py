@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ from typer.testing import CliRunner
 
 from modelyard.cli import app, console
 from modelyard.cli import run as run_module
+from modelyard.cli.run import served_model
 from modelyard.core.errors import NotFound
 from modelyard.library.model_files import LibraryEntry
+from modelyard.server.running_servers import TEMPORARY_VARIABLE, announced
 from tests.cli.terminal import Terminal
 from tests.cli.test_chat import SCRIPT
 from tests.live_server import LiveServer, demo_config, live_server
@@ -156,6 +159,29 @@ def test_a_server_that_cannot_start_is_one_sentence(tmp_path: Path):
     assert shown.exit_code == 1
     assert "the server exited before it was ready" in shown.stderr.splitlines()[-1]
     assert "Traceback" not in shown.stderr
+
+
+def test_a_conversation_does_not_rely_on_the_server_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """That server ends with the other conversation. A single prompt uses it."""
+    asked: list[str] = []
+
+    def prepare(model: str, config: object) -> tuple[str, dict[str, str]]:
+        raise NotFound("this far")
+
+    monkeypatch.setattr(run_module, "_prepare", prepare)
+    monkeypatch.setattr(run_module, "_name_on_server", lambda server, model: asked.append(server.url) or model)
+    with live_server(demo_config()) as running:
+        monkeypatch.setattr(run_module, "find_url", lambda url: running.url)
+        port = int(running.url.rpartition(":")[2])
+        env = {**os.environ, TEMPORARY_VARIABLE: "1"}
+        with announced("127.0.0.1", port, env=env):
+            with served_model("demo", None, None, None) as (address, _):
+                assert address == running.url
+            with pytest.raises(NotFound), served_model("demo", None, None, None, lasting=True):
+                pass
+        with served_model("demo", None, None, None, lasting=True) as (address, _):
+            assert address == running.url
+    assert len(asked) == 2
 
 
 def test_another_program_on_the_usual_port_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -310,6 +310,13 @@ def test_the_built_in_model_stays_available_on_demand_if_it_is_here(cache: Path,
     assert config.router().resolve("whatever", "/").model == "mine"
 
 
+def test_a_broken_list_does_not_stop_the_configured_models(cache: Path, caplog: pytest.LogCaptureFixture):
+    (cache / "models").mkdir(parents=True)
+    (cache / "models/library.json").write_text("{")
+    assert list(load('[models.own]\nbackend = "fake"\n').models) == ["own"]
+    assert "library.json cannot be read" in caplog.text
+
+
 def test_a_removed_model_leaves_the_configuration():
     add("mine")
     models.remove_model("mine")

@@ -18,6 +18,8 @@ case "$*" in
     *version_info*) exit {unsupported} ;;
     --version) echo "Python {version}" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/modelyard" ;;
+    *"config list") echo "{pip_config}" ;;
+    *"--target .venv/uv uv") {uv} ;;
 esac
 """
 
@@ -34,13 +36,15 @@ class Checkout:
             (folder / "modelyard" / "library").mkdir(exist_ok=True)
             (folder / "modelyard" / "library" / name).touch()
         self.log.touch()
+        self.pip_config, self.uv = "", "exit 1"  # the package index has no uv
 
     def interpreter(self, version: str, place: str = "python3") -> Path:
         """A stand-in for a Python of this version."""
         program = self.folder / place
         program.parent.mkdir(parents=True, exist_ok=True)
         unsupported = int(version.startswith("3.10"))
-        program.write_text(PYTHON.format(log=self.log, version=version, unsupported=unsupported))
+        values = {"version": version, "unsupported": unsupported, "pip_config": self.pip_config, "uv": self.uv}
+        program.write_text(PYTHON.format(log=self.log, **values))
         program.chmod(0o755)
         return program
 
@@ -96,8 +100,7 @@ def test_a_broken_environment_is_replaced(checkout: Checkout) -> None:
 
 def test_serve_installs_no_development_tools_and_compiles_nothing(checkout: Checkout) -> None:
     assert checkout.make("serve", "3.11.9").returncode == 0
-    installed = [run for run in checkout.runs if " install " in run]
-    assert [run.split()[-1] for run in installed] == ["."]
+    assert checkout.installed == ["python uv", "python ."]
     assert not any("setup" in run for run in checkout.runs)
     assert any("download" in run and "/models/.prefetch" in run for run in checkout.runs)
     before = len(checkout.runs)
@@ -107,7 +110,7 @@ def test_serve_installs_no_development_tools_and_compiles_nothing(checkout: Chec
 
 def test_install_prepares_the_tools_and_both_libraries_once(checkout: Checkout) -> None:
     assert checkout.make("install", "3.13.0").returncode == 0
-    assert [run.split()[-1] for run in checkout.runs if " install " in run] == [".[dev]"]
+    assert checkout.installed == ["python uv", "python .[dev]"]
     assert [run for run in checkout.runs if run.startswith("modelyard")] == [
         "modelyard setup",
         "modelyard setup --build",
@@ -116,6 +119,28 @@ def test_install_prepares_the_tools_and_both_libraries_once(checkout: Checkout) 
     assert checkout.make("install", "3.13.0").returncode == 0
     assert checkout.make("serve", "3.13.0").returncode == 0
     assert checkout.runs[before:] == ["modelyard serve"]
+
+
+COPY_UV = 'mkdir -p .venv/uv/bin && cp "$0" .venv/uv/bin/uv'
+
+
+def test_uv_of_the_package_index_installs_the_packages(checkout: Checkout) -> None:
+    checkout.uv = COPY_UV
+    assert checkout.make("serve", "3.11.9").returncode == 0
+    assert checkout.installed == ["python uv", "uv ."]
+
+
+def test_pip_installs_them_if_uv_fails(checkout: Checkout) -> None:
+    checkout.uv = 'mkdir -p .venv/uv/bin && printf "#!/bin/sh\nexit 1" > .venv/uv/bin/uv && chmod +x .venv/uv/bin/uv'
+    assert checkout.make("serve", "3.11.9").returncode == 0
+    assert checkout.installed == ["python uv", "python ."]
+
+
+@pytest.mark.parametrize("line", ["global.index-url='https://mirror.example/simple'", ":env:.no-index='1'"])
+def test_pip_installs_them_if_it_is_configured_for_another_index(checkout: Checkout, line: str) -> None:
+    checkout.uv, checkout.pip_config = COPY_UV, line
+    assert checkout.make("serve", "3.11.9").returncode == 0
+    assert checkout.installed == ["python ."]
 
 
 def test_rebuild_engine_compiles_without_caches(checkout: Checkout) -> None:
