@@ -22,6 +22,7 @@ SPECIALS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"),
 )
+GAPS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")  # behind the others: ids stay the same
 CHAT = """I am the built-in fake engine. You said hello. What is the weather in Rome today? Call the tool get_weather.
 {"name": "get_weather", "arguments": {"city": "Rome"}}\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>
 {"type": "object", "properties": {"location": {"type": "string", "description": "the city"}}, "required": ["location"]}
@@ -58,6 +59,7 @@ def train() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in GAPS])
     return tokenizer
 
 

@@ -151,7 +151,7 @@ def describe_config(loaded: LoadedConfig) -> ConfigDescription:
         sources=[str(source) for source in loaded.sources],
         models=[_model_row(entry) for entry in catalog.models.values()],
         caches=[_cache_row(cache) for cache in catalog.caches.values()],
-        routes=[*_configured_routes(loaded, catalog), *_routes_by_name(router)],
+        routes=[*_configured_routes(loaded, catalog), *_routes_by_name(router), *_default_route(loaded, catalog)],
     )
 
 

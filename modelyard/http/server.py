@@ -107,11 +107,13 @@ def _inference_routes(context: HttpContext) -> list[Route]:
 
 def _token_routes(context: HttpContext) -> list[BaseRoute]:
     chat, common = load_protocol("openai_chat"), (context.gateway, context.settings)
+    embeddings = tokens.EmbeddingsEndpoint(load_protocol("openai_embeddings"), *common)
+    ranking = tokens.RerankEndpoint(load_protocol("rerank"), *common)
     endpoints: dict[str, ASGIApp] = {
         "/v1/messages/count_tokens": tokens.CountTokens(load_protocol("anthropic_messages"), *common),
         "/v1/responses/input_tokens": tokens.InputTokens(load_protocol("openai_responses"), *common),
-        "/v1/embeddings": tokens.EmbeddingsEndpoint(load_protocol("openai_embeddings"), *common),
-        "/v1/rerank": tokens.RerankEndpoint(load_protocol("rerank"), *common),
+        **dict.fromkeys(("/v1/embeddings", "/embeddings"), embeddings),
+        **dict.fromkeys(("/v1/rerank", "/rerank"), ranking),
         "/tokenize": tokens.Tokenize(chat, *common),
         "/detokenize": tokens.Detokenize(chat, *common),
         "/apply-template": tokens.ApplyTemplate(chat, *common),

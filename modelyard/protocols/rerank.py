@@ -27,7 +27,7 @@ from modelyard.protocols.common.openai_errors import read_http_error, write_http
 from modelyard.protocols.common.openai_fields import require_model
 
 NAME = "rerank"
-PATHS: tuple[str, ...] = ("/v1/rerank", "/v2/rerank", "/v1/reranking", "/rerank", "/reranking")
+PATHS: tuple[str, ...] = ("/v1/rerank", "/rerank")
 
 read_error = read_http_error
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -230,9 +231,7 @@ def test_the_note_of_a_dead_process_or_of_another_with_its_id_is_dropped(tmp_pat
         (own,) = running_servers()
         assert own.url == "http://127.0.0.1:5"
     reused = RunningServer(pid=os.getpid(), created=1.0, host="127.0.0.1", port=6)
-    (folder / "server-1.json").write_text(
-        json.dumps(dict(zip(reused.__struct_fields__, (os.getpid(), 1.0, "x", 6, False), strict=True)))
-    )
+    (folder / "server-1.json").write_bytes(msgspec.json.encode(reused))
     (folder / "server-2.json").write_text("{")
     assert running_servers() == []
     assert not (folder / "server-1.json").exists()

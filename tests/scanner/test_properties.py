@@ -248,9 +248,9 @@ def _broken_calls(rng: random.Random, form: OutputFormat, raw: str) -> str:
 def test_no_tag_of_a_broken_call_is_shown_whatever_its_markers(format: str) -> None:
     form = load(format)
     turn = WRITERS[format]("Hm.", "So.", [(_SEARCH, {"query": "Paris", "limit": 3}), (_NOW, {})])
-    for rng in _examples(format, "markers", 60):
+    for rng in _examples(format, "markers", 30):
         raw = f"{_broken_calls(rng, form, turn)} end."
-        options = {"tools": rng.choice([None, [_SEARCH, _NOW]]), "truncated": rng.random() < 0.3}
+        options: dict[str, Any] = {"tools": rng.choice([None, [_SEARCH, _NOW]]), "truncated": rng.random() < 0.3}
         blocks = scan([raw], format, **options)
         _assert_no_marker(blocks, [m for m in (*form.markers, *form.inner_markers) if m != _OF_XML])
         assert scan(list(raw), format, **options) == blocks, raw
@@ -262,7 +262,7 @@ def test_what_a_limit_cuts_off_is_never_a_complete_call(format: str) -> None:
     written: Written = [(_NOW, {}), (_SEARCH, {"query": "Paris", "limit": 3})]
     raw = WRITERS[format]("Hm.", "So.", written)
     counts = []
-    for cut in range(len(raw) % 3, len(raw), 3):
+    for cut in range(len(raw) % 4, len(raw), 4):
         found = []
         for stream in (True, False):
             blocks = scan([raw[:cut]], format, tools=[_SEARCH, _NOW], truncated=True, tool_stream=stream)

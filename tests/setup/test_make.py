@@ -59,11 +59,14 @@ class Checkout:
     def runs(self) -> list[str]:
         """What the interpreters were asked to do, without the version checks."""
         lines = [line.partition(" ")[::2] for line in self.log.read_text().splitlines()]
-        return [
-            f"{Path(program).name} {rest}"
-            for program, rest in lines
-            if "version_info" not in rest and rest != "--version"
-        ]
+        checks = ("version_info", "config list")
+        found = [f"{Path(program).name} {rest}" for program, rest in lines if not any(c in rest for c in checks)]
+        return [run for run in found if not run.endswith("--version")]
+
+    @property
+    def installed(self) -> list[str]:
+        """By which program what was installed."""
+        return [f"{run.split()[0]} {run.split()[-1]}" for run in self.runs if " install " in run]
 
 
 @pytest.fixture
