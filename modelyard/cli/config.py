@@ -175,6 +175,12 @@ def _configured_routes(loaded: LoadedConfig, catalog: Catalog) -> Iterator[Route
             yield RouteRow(match, endpoint, cache.model, cache.name, cache.info.window, route.allow_remote)
 
 
+def _default_route(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:
+    """Names that no model has."""
+    if (cache := catalog.find(loaded.config.default_model or "")) is not None:
+        yield RouteRow("any other", "*", cache.model, cache.name, cache.info.window, False)
+
+
 def _routes_by_name(router: Router) -> Iterator[RouteRow]:
     """Ids and aliases, except those that a route overrides."""
     for name in router.names():

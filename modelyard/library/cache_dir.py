@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ def run_dir(env: Mapping[str, str] = os.environ) -> Path:
     """The folder of sockets and keys, which no other user can enter. It is created if it is missing."""
     folder = cache_dir(env) / "run"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if sys.platform == "win32":
+        return folder  # in the user's profile, which other users cannot enter
     if folder.stat().st_uid == os.geteuid():
         folder.chmod(0o700)  # older versions created it with the umask's mode
     check_private(folder)

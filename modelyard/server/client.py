@@ -42,10 +42,7 @@ def no_server(url: str) -> Unavailable:
     """Names another server of this user, if there is one."""
     from modelyard.server.running_servers import running_servers
 
-    try:
-        others = [server.url for server in running_servers() if server.url != url]
-    except ModelyardError:
-        others = []
+    others = [server.url for server in running_servers() if server.url != url]
     hint = f"; one runs at {others[0]}: --url {others[0]}" if others else "; start one with: modelyard serve"
     return Unavailable(f"no server answers at {url}{hint}")
 

@@ -70,9 +70,13 @@ def announced(host: str, port: int, *, tls: bool = False, env: Mapping[str, str]
 
 
 def running_servers(env: Mapping[str, str] = os.environ) -> list[RunningServer]:
-    """The notes of processes that run; those of dead ones are deleted."""
+    """The notes of processes that run; those of dead ones are deleted. None if the folder cannot be used."""
     found = []
-    for file in sorted(run_dir(env).glob(_PATTERN)):
+    try:
+        files = sorted(run_dir(env).glob(_PATTERN))
+    except (OSError, ModelyardError):
+        return []
+    for file in files:
         try:
             server = msgspec.json.decode(file.read_bytes(), type=RunningServer)
         except (OSError, msgspec.MsgspecError):

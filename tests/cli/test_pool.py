@@ -71,6 +71,15 @@ def test_another_server_of_this_user_is_named():
         assert "one runs at http://127.0.0.1:4321: --url" in invoke("status", "--url", NOWHERE).stderr
 
 
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "file" / "cache"))
+    shown = invoke("status", "--url", NOWHERE)
+    assert (shown.exit_code, shown.stderr.count("\n")) == (1, 1)
+    with announced("127.0.0.1", 4321):
+        assert running_servers() == []
+
+
 def test_something_else_on_the_port_is_one_sentence():
     shown = invoke("ps", "--url", "ftp://x")
     assert (shown.exit_code, shown.stderr.count("\n")) == (2, 1)
