@@ -262,6 +262,8 @@ class Scanner:
             self._calls.is_drafting, self._buffer.recorded = False, None
             self._calls.is_broken = self._calls.is_broken and self._calls.count == self._calls_before
             if over.value is not None:
+                if self._calls.drafts:
+                    self._show_drafts()
                 self._visible.end_block()
                 self._enter(over.value)
         except ParseError as error:
