@@ -58,7 +58,13 @@ def pull_model(source: str, *, quant: str | None = None, name: str | None = None
 
     def work() -> LibraryEntry:
         return models.pull(
-            source, name=name, quant=quant, progress=make_progress(), budget=machine_budget(), update=update
+            source,
+            name=name,
+            quant=quant,
+            progress=make_progress(),
+            budget=machine_budget(),
+            folder_budget=machine_budget(of_llama_cpp=False),
+            update=update,
         )
 
     try:

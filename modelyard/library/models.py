@@ -108,12 +108,14 @@ def pull(
     quant: str | None = None,
     progress: ProgressReporter | None = None,
     budget: MemoryBudget | None = None,
+    folder_budget: MemoryBudget | None = None,
     update: bool = False,
 ) -> LibraryEntry:
     """The library's entry of a model: it is fetched from the hub or registered if necessary.
 
     A model that is already here is returned without asking the hub, unless `update` is set: then a new version there
-    replaces it. `budget` is the memory that decides between quantizations; by default that of a CPU.
+    replaces it. `budget` is the memory that decides between quantizations, by default that of a CPU; `folder_budget`
+    that of engines for folders.
     """
     if name is not None:
         _check_name(name)  # before a large download
@@ -129,7 +131,8 @@ def pull(
     if found.hub is None:
         raise NotFound(f"there is no model {found.text!r}", code="unknown_model", param="source")
     fetched = found.entry if name in (None, found.entry.name if found.entry else None) else None
-    return _fetch(found.hub, name, quant, progress or ProgressReporter(), budget or default_budget(), fetched)
+    budgets = budget or default_budget(), folder_budget or budget or default_budget()
+    return _fetch(found.hub, name, quant, progress or ProgressReporter(), budgets, fetched)
 
 
 def add_model(
@@ -173,7 +176,7 @@ def _fetch(
     name: str | None,
     quant: str | None,
     progress: ProgressReporter,
-    budget: MemoryBudget,
+    budgets: tuple[MemoryBudget, MemoryBudget],
     fetched: LibraryEntry | None,
 ) -> LibraryEntry:
     repo, wanted = reference.repo, quant or reference.quant or (fetched.quant if fetched else None) or None
@@ -181,9 +184,9 @@ def _fetch(
         listing = client.list_files(repo, reference.revision)
         format = variants.repo_format(listing.sizes)
         if format == "gguf":
-            entry = _fetch_gguf(client, listing, reference.file or wanted, progress, budget)
+            entry = _fetch_gguf(client, listing, reference.file or wanted, progress, budgets[0])
         else:
-            entry = _fetch_folder(client, listing, reference, wanted, progress, budget)
+            entry = _fetch_folder(client, listing, reference, wanted, progress, budgets[1])
     taken = fetched.name if fetched else _free_name(_short_name(reference, entry), entry)
     return _register(replace(entry, name=name or taken))
 

@@ -66,7 +66,7 @@ class Scanner:
         self._drafts_calls = not (format.calls_in_reasoning or format.has_messages)
         self._draft_text: list[str] = []  # the raw text of calls inside reasoning
         self._turn_ends = frozenset(table.turn_ends)
-        self._calls_before = 0  # how many calls were complete when the reader started
+        self._calls_before = self._drafts_before = 0  # how many there were when the reader started
         self._token_text = token_text
         self.reasoning_tokens = 0
         self._prompt_end = 0  # the position in the input where the prompt ends: text before it is not repeated
@@ -240,7 +240,8 @@ class Scanner:
                 self._reader = action.reader(self._buffer, self._calls)
         elif isinstance(action, StartReader):
             self._buffer.uncommitted = [from_model if action.bare else marker]
-            self._reader_start, self._calls_before = action, self._calls.count
+            self._reader_start = action
+            self._calls_before, self._drafts_before = self._calls.count, len(self._calls.drafts)
             self._calls.is_drafting = self._region.kind == "thinking" and self._drafts_calls
             self._buffer.recorded = [marker] if self._calls.is_drafting else None
             self._reader = action.reader(self._buffer, self._calls)
@@ -257,7 +258,7 @@ class Scanner:
         except StopIteration as over:
             self._reader, self._buffer.uncommitted = None, None
             self._visible.mark_gap()
-            if self._calls.drafts:
+            if len(self._calls.drafts) > self._drafts_before:
                 self._draft_text += self._buffer.recorded or ()
             self._calls.is_drafting, self._buffer.recorded = False, None
             self._calls.is_broken = self._calls.is_broken and self._calls.count == self._calls_before

@@ -238,6 +238,8 @@ VALID_BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "demo", "prompt": "hi"},
     "/v1/embeddings": {"model": "demo", "input": "hi"},
     "/v1/rerank": {"model": "demo", "query": "hi", "documents": ["ho"]},
+    "/v1/fim/completions": {"model": "demo", "prompt": "hi", "suffix": "ho"},
+    "/infill": {"model": "demo", "input_prefix": "hi", "input_suffix": "ho"},
     "/tokenize": {"model": "demo", "content": "hi"},
     "/detokenize": {"model": "demo", "tokens": [1, 2]},
     "/apply-template": {"model": "demo", "messages": _HI},
@@ -310,12 +312,20 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
         "max_output_tokens": 9, "store": True, "parallel_tool_calls": True, "previous_response_id": None,
     },
     "/v1/completions": VALID_BODIES["/v1/completions"] | _SAMPLING | {
-        "prompt": ["one", "two"], "suffix": "", "echo": True, "n": 1, "best_of": 1, "logprobs": 2, "max_tokens": 9,
+        "prompt": ["one", "two"], "suffix": "x", "echo": True, "n": 1, "best_of": 1, "logprobs": 2, "max_tokens": 9,
         "stop": ["STOP"], "stream_options": {"include_usage": True},
     },
     "/v1/embeddings": {"model": "demo", "input": ["one", "two"], "encoding_format": "base64", "dimensions": 8},
     "/v1/rerank": {
         "model": "demo", "query": "hi", "documents": ["one", {"text": "two"}], "top_n": 1, "return_documents": True,
+    },
+    "/v1/fim/completions": {
+        "model": "demo", "prompt": "one", "suffix": "two", "max_tokens": 9, "stop": ["STOP"], "random_seed": 3,
+        "stream": False, "temperature": 0.5,
+    },
+    "/infill": {
+        "model": "demo", "input_prefix": "one", "input_suffix": "two", "input_extra": [{"filename": "a", "text": "b"}],
+        "prompt": "x", "n_predict": 9, "stop": ["STOP"], "response_fields": ["content"], "repeat_penalty": 1.1,
     },
     "/tokenize": {"model": "demo", "content": "one", "with_pieces": True, "add_special": True},
     "/detokenize": {"model": "demo", "tokens": [1, 2, 3]},

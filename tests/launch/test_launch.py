@@ -51,13 +51,23 @@ def test_agent_gets_variables_and_arguments_from_a_running_server(
     assert httpx.get(url + "/health/live").status_code == 200
 
 
-def test_temporary_server_runs_as_long_as_the_agent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_temporary_server_runs_as_long_as_the_agent(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a project folder with another program's settings, on the user's own configuration."""
     url = f"http://127.0.0.1:{free_port()}"
-    env = install(tmp_path, 'echo "$OPENAI_API_BASE"', "aider")
+    (tmp_path / "project" / "config").mkdir(parents=True)
+    (tmp_path / "project" / "config" / "settings.json").write_text('{"theme": "dark"}')
+    (tmp_path / "home" / "modelyard").mkdir(parents=True)
+    (tmp_path / "home" / "modelyard" / "modelyard.toml").write_text(Path(DEMO[1]).read_text())
+    monkeypatch.chdir(tmp_path / "project")
+    env = install(tmp_path, 'echo "$OPENAI_API_BASE"', "aider") | {"XDG_CONFIG_HOME": str(tmp_path / "home")}
     notes: list[str] = []
-    options = LaunchOptions(agent="aider", url=url, config=Path(DEMO[1]))
+    options = LaunchOptions(agent="aider", url=url)
     assert launch_agent(options, env, notes.append) == 0
     assert capfd.readouterr().out == f"{url}/v1\n"
+    log = (tmp_path / "cache" / "launch" / "server.log").read_text()
+    assert log.count("settings.json is ignored") == 1
     assert "starting a server" in notes[0]
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)

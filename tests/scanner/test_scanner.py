@@ -343,3 +343,35 @@ def test_no_word_is_lost_if_a_call_breaks_after_any_marker() -> None:
         for marker in specials:
             blocks = scan([Piece(marker, special=True), Piece(call)], form, specials=specials, tools=[TOOL])
             assert "oops" in "".join(block.text for block in blocks), (form.name, marker)
+
+
+@pytest.mark.parametrize(
+    ("format", "raw", "reasoning"),
+    [
+        (
+            "granite",
+            'Here is my thought process: Hm <|tool_call|>[{"name": "now", "arguments": {}}] Here is my response: So.',
+            'Hm [{"name": "now", "arguments": {}}]',
+        ),
+        (
+            "gemma4",
+            "<|channel>thought\nI call<|tool_call>call:now{}<tool_call|><|channel>thought\nmore<channel|>So.",
+            None,
+        ),
+        ("hermes", f"<think>Try\n{CALL}\n\n{CALL} or not.</think>So.", None),
+    ],
+)
+def test_a_draft_is_reasoning_however_the_reasoning_goes_on(format: str, raw: str, reasoning: str | None) -> None:
+    blocks = scan([raw], format)
+    assert scan(list(raw), format) == blocks
+    assert calls_of(blocks) == []
+    assert text_of(blocks) == "So."
+    assert reasoning is None or text_of(blocks, "thinking").strip() == reasoning
+
+
+def test_calls_with_which_the_model_ends_its_turn_are_sent_in_their_order() -> None:
+    raw = f"<think>Hm.\n{CALL}\n{CALL}<|im_end|>"
+    for options in ({}, {"parallel": False}):
+        blocks = scan(list(raw), "hermes", **options)
+        assert text_of(blocks, "thinking") == "Hm."
+        assert len(calls_of(blocks)) == (1 if options else 2)
