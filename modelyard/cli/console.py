@@ -59,7 +59,7 @@ def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None, *, 
             print_problem(problem)
         raise typer.Exit(2) from None
     except ModelyardError as error:
-        _fail(error)
+        fail(error)
     if not quiet:
         print_notes(loaded)
     return loaded
@@ -79,10 +79,11 @@ def run_or_exit(work: Any, *args: Any) -> Any:
     try:
         return work(*args)
     except ModelyardError as error:
-        _fail(error)
+        fail(error)
 
 
-def _fail(error: ModelyardError) -> NoReturn:
+def fail(error: ModelyardError) -> NoReturn:
+    """Print the error as one line and exit."""
     err.print(f"[red]error[/red] {escape(error.message)}", soft_wrap=True)
     raise typer.Exit(2 if isinstance(error, InvalidRequest) else 1)
 

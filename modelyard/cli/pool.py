@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from modelyard.cli.completion import complete_models
-from modelyard.cli.console import AdminKeyOption, JsonOption, UrlOption, make_table, out, run_or_exit
+from modelyard.cli.console import AdminKeyOption, JsonOption, UrlOption, fail, make_table, out, run_or_exit
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from modelyard.core.units import format_size
 from modelyard.server.client import Json, ServerClient, find_url, no_server
@@ -135,7 +135,7 @@ def stop(
     Examples: [bold]modelyard stop qwen[/bold], [bold]modelyard stop --server[/bold]
     """
     if (model is not None) + everything + the_server != 1:
-        run_or_exit(_raise, InvalidRequest("name a model to unload, or give --all or --server"))
+        fail(InvalidRequest("name a model to unload, or give --all or --server"))
     from modelyard.server.running_servers import stop_server
 
     address = find_url(url)
@@ -148,10 +148,6 @@ def stop(
         for name in run_or_exit(_models_to_stop, client, model):
             run_or_exit(lambda name=name: client.post(client.model_path(name, "unload"), force=force))
             out.print(f"{escape(name)} is unloaded")
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _find_server(url: str) -> RunningServer:

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from modelyard.cli.chat import ImageOption, SetOption, SystemOption, ThinkingOption, ThinkOption, VerboseOption
 from modelyard.cli.completion import complete_models
-from modelyard.cli.console import ConfigOption, KeyOption, UrlOption, err, load_or_exit, out, run_or_exit
+from modelyard.cli.console import ConfigOption, KeyOption, UrlOption, err, fail, load_or_exit, out, run_or_exit
 from modelyard.cli.models import make_progress, pull_model
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from modelyard.server.client import ServerClient, find_url, is_local
@@ -102,7 +102,7 @@ def served_model(
             is_running = server.is_running()
         except InvalidRequest as error:
             if url is not None:
-                run_or_exit(_raise, error)
+                fail(error)
             is_running, address = False, f"http://127.0.0.1:{free_port()}"  # another program has the usual port
         if is_running and lasting and url is None and _is_temporary(address):
             is_running, address = False, f"http://127.0.0.1:{free_port()}"
@@ -110,7 +110,7 @@ def served_model(
             yield address, run_or_exit(_name_on_server, server, model)
             return
     if not is_local(address):
-        run_or_exit(_raise, Unavailable(f"no server answers at {address}"))
+        fail(Unavailable(f"no server answers at {address}"))
     name, env = _prepare(model, config)
     with TemporaryServer(address, config, log_path(env), env) as temporary:
         with err.status(f"[dim]starting {escape(name)} …[/dim]"), ServerClient(address, key) as server:
@@ -122,10 +122,6 @@ def _is_temporary(url: str) -> bool:
     from modelyard.server.running_servers import running_servers
 
     return any(server.temporary and server.url == url for server in running_servers())
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def free_port() -> int:
