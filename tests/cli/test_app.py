@@ -160,7 +160,8 @@ def test_check_lists_all_problems_with_suggestions(tmp_path: Path):
         ("3: http.prot", "4: http.keepalive_s", "7: models.demo.backend", "11: routes[0]", "13: caches.main.n_ctx"),
         strict=True,
     ):
-        assert line.startswith("error") and f"modelyard.toml:{words}" in line
+        assert line.startswith("error")
+        assert f"modelyard.toml:{words}" in line
     assert count == "5 errors"
     assert "'port'" in lines[0]
     assert "'fake'" in lines[2]

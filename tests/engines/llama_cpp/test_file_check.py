@@ -131,7 +131,7 @@ def test_no_damage_to_a_header_kills_this_process(tmp_path: Path) -> None:
 async def test_truncating_a_loaded_file_changes_nothing(tmp_path: Path) -> None:
     """A mapped file would kill the process with SIGBUS."""
     file = write(tmp_path / "model.gguf", fetch().read_bytes())
-    async with running(path=str(file)) as engine:
+    async with running(path=str(file), embeddings=True) as engine:
         os.truncate(file, 4096)
         assert len((await engine.embed([[1, 2, 3]])).vectors) == 1
 
