@@ -40,7 +40,9 @@ _WORDS = ("river", "stone", "seven", "lamp", "green", "quick", "harbour", "lette
 def configuration(gguf: Path) -> dict[str, Any]:
     return {
         "models": {
-            "real": {"backend": "llama_cpp", "path": str(gguf), "n_threads": 1},
+            # Evicted conversations are kept in RAM up to parked_mb, by default more than an hour fills: full at once,
+            # they do not look like a leak.
+            "real": {"backend": "llama_cpp", "path": str(gguf), "n_threads": 1, "parked_mb": 16},
             "fake": {"backend": "fake", "token_delay": 0.02, "echo": True},
         },
         "caches": {

@@ -34,6 +34,7 @@ from modelyard.core.request import (
 )
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
+    check_option,
     check_positive,
     read_constraint,
     read_priority,
@@ -193,7 +194,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         sampling=read_sampling(parsed),
         max_tokens=parsed.max_tokens,
         stop=_read_stop_sequences(parsed.stop_sequences),
-        constraint=_read_output_format(parsed) or read_constraint(parsed),
+        constraint=read_constraint(parsed, ("output_config.format", _read_output_format(parsed))),
         reasoning=_read_reasoning(parsed),
         stream=bool(parsed.stream),
         lora_adapter=parsed.lora_adapter,
@@ -229,7 +230,8 @@ def _read_output_format(body: MessagesBody) -> Constraint | None:
             raise InvalidRequest("output_config.format.schema: not UTF-8", param="output_config.format") from None
         limits.check_length("output_config.format.schema", schema, limits.MAX_SCHEMA)
         return Constraint("json_schema", schema)
-    return Constraint("json_object") if output_format.type == "json_object" else None
+    check_option("output_config.format.type", output_format.type, ("json_schema", "json_object"))
+    return Constraint("json_object")
 
 
 def _read_reasoning(body: MessagesBody) -> Reasoning:
@@ -448,8 +450,9 @@ def _read_document(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
         return (Text("\n\n".join([*headings, _string(source.data, "source.data")])),)
     if source.type == "content":
         return (*map(Text, headings), *_nested_content(source.content, warnings))
-    warnings[f"document_dropped:{source.type}"] = None
-    return ()
+    # The model is told: a refusal would end an agent's session, because the document stays in its history.
+    warnings[f"document_replaced:{source.type}"] = None
+    return (Text("\n\n".join([*headings, "[document: this model reads text only]"])),)
 
 
 def _read_search_result(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:

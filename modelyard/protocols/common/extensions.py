@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +26,12 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
     regex: limits.Grammar | None = None
     lark: limits.Grammar | None = None
     json_schema: limits.JsonObject | None = None
+    ebnf: limits.Grammar | None = None  # SGLang's name of `grammar`; the next ones are vLLM's
+    guided_json: limits.Grammar | limits.JsonObject | None = None
+    guided_regex: limits.Grammar | None = None
+    guided_choice: limits.Choices | None = None
+    guided_grammar: limits.Grammar | None = None
+    structured_outputs: limits.JsonObject | None = None
     chat_template_kwargs: limits.JsonObject | None = None
     documents: limits.Documents | None = None
     priority: limits.Word | None = None
@@ -85,17 +93,92 @@ def read_sampling(body: ExtensionFields) -> Sampling:
     return Sampling(**given)
 
 
-def read_constraint(body: ExtensionFields) -> Constraint | None:
-    """The extension constraints. A protocol's own field (`response_format` and the like) takes precedence."""
-    if body.json_schema is not None:
-        return Constraint("json_schema", limits.check_length("json_schema", dumps(body.json_schema), limits.MAX_SCHEMA))
-    if body.grammar is not None:
-        return Constraint("gbnf", body.grammar)
-    if body.regex is not None:
-        return Constraint("regex", body.regex)
-    if body.lark is not None:
-        return Constraint("lark", body.lark)
-    return None
+# --- constraints ------------------------------------------------------------------------------------------------------
+
+_CONSTRAINT_FIELDS = (
+    *("json_schema", "grammar", "regex", "lark", "ebnf"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+)
+_constraint_values = attrgetter(*_CONSTRAINT_FIELDS)
+_NO_CONSTRAINTS = (None,) * len(_CONSTRAINT_FIELDS)
+# Options of vLLM that choose how an output is constrained, not what it must match.
+_HOW_FIELDS = frozenset({"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "backend"})
+_METACHARACTER = re.compile(r"[\\.^$*+?()\[\]{}|]")
+
+
+def read_constraint(body: ExtensionFields, own: tuple[str, Constraint | None] = ("", None)) -> Constraint | None:
+    """The constraint of the output. `own` is the protocol's field (`response_format` and the like) and its constraint.
+    Two constraints would have to be met at once, which no engine can do: they are refused."""
+    values = _constraint_values(body)
+    if values == _NO_CONSTRAINTS:
+        return own[1]
+    found = [own] if own[1] is not None else []
+    for name, value in zip(_CONSTRAINT_FIELDS, values, strict=True):
+        if value is not None and (constraint := _read_constraint(name, value)) is not None:
+            found.append((name, constraint))
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise InvalidRequest(f"{names} constrain the same output: send one of them", param=found[1][0])
+    return found[0][1] if found else None
+
+
+def _read_constraint(name: str, value: Any) -> Constraint | None:
+    if name == "structured_outputs":
+        return _read_structured_outputs(value)
+    if name in ("json_schema", "guided_json"):
+        return _read_schema(name, value)
+    if name == "guided_choice":
+        return _read_choice(name, value)
+    if name == "guided_grammar":
+        return _read_grammar(value)
+    return Constraint("gbnf" if name in ("grammar", "ebnf") else "lark" if name == "lark" else "regex", value)
+
+
+def _read_structured_outputs(fields: dict[str, Any]) -> Constraint | None:
+    """vLLM's object: one of `json`, `regex`, `choice`, `grammar` and `json_object`."""
+    given = {name: value for name, value in fields.items() if value is not None and value is not False}
+    found = [name for name in given if name not in _HOW_FIELDS]
+    if not found:
+        return None
+    name, path = found[0], f"structured_outputs.{found[0]}"
+    if len(found) > 1:
+        raise InvalidRequest(f"structured_outputs has {' and '.join(found)}: send one of them", param=path)
+    value = given[name]
+    if name == "json_object" and value is True:
+        return Constraint("json_object")
+    if name == "json" and isinstance(value, str | dict):
+        return _read_schema(path, value)
+    if name == "choice" and isinstance(value, list):
+        return _read_choice(path, value)
+    if name in ("regex", "grammar") and isinstance(value, str):
+        limits.check_length(path, value, limits.MAX_GRAMMAR)
+        return Constraint("regex", value) if name == "regex" else _read_grammar(value)
+    kinds = "json, json_object, regex, choice or grammar"
+    raise InvalidRequest(f"{path} cannot be enforced: send {kinds} with a value of its type", param=path)
+
+
+def _read_schema(path: str, value: str | dict[str, Any]) -> Constraint:
+    text = value if isinstance(value, str) else dumps(value)
+    if not text.lstrip().startswith("{"):
+        raise InvalidRequest(f"{path} must be a JSON schema, which is an object", param=path)
+    return Constraint("json_schema", limits.check_length(path, text, limits.MAX_SCHEMA))
+
+
+def _read_choice(path: str, texts: list[Any]) -> Constraint:
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise InvalidRequest(f"{path} must list the texts that the output may be; none of them is empty", param=path)
+    pattern = "|".join(_METACHARACTER.sub(lambda found: "\\" + found.group(), text) for text in texts)
+    return Constraint("regex", limits.check_length(path, f"({pattern})", limits.MAX_GRAMMAR))
+
+
+def _read_grammar(text: str) -> Constraint:
+    """vLLM takes both languages under one name; only the rules of EBNF have this sign."""
+    return Constraint("gbnf" if "::=" in text else "lark", text)
+
+
+def check_option(path: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise InvalidRequest(f"{path} {value[:40]!r} is unknown; send one of {', '.join(allowed)}", param=path)
 
 
 def read_priority(body: ExtensionFields) -> Priority | None:

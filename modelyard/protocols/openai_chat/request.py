@@ -1,7 +1,7 @@
 """Reads a chat request body into a core request.
 
-Reading is lenient: unknown fields and types are never an error. What cannot be carried over is dropped and named in
-`Request.warnings`.
+Unknown fields are never an error. What changes the answer if it is ignored is refused: a content part that no model reads
+here, an unknown response format. The rest of what cannot be carried over is dropped and named in `Request.warnings`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from modelyard.core.request import (
 )
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
+    check_option,
     check_positive,
     read_constraint,
     read_priority,
@@ -190,6 +191,7 @@ class ChatCompletionBody(ExtensionFields):
 # --- the request ----------------------------------------------------------------------------------------------------
 
 _MAX_TOP_LOGPROBS = 20
+_RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 _decoder = msgspec.json.Decoder(ChatCompletionBody)
 
 
@@ -211,7 +213,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         stop=read_stop(parsed.stop, warnings),
         n=1 if parsed.n is None else parsed.n,
         logprobs=_read_logprobs(parsed),
-        constraint=_read_response_format(parsed.response_format, warnings) or read_constraint(parsed),
+        constraint=read_constraint(parsed, ("response_format", _read_response_format(parsed.response_format))),
         reasoning=_read_reasoning(parsed),
         stream=parsed.stream is True,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
@@ -246,18 +248,14 @@ def _read_logprobs(body: ChatCompletionBody) -> int | None:
     return flag
 
 
-def _read_response_format(response_format: ResponseFormat | None, warnings: list[str]) -> Constraint | None:
+def _read_response_format(response_format: ResponseFormat | None) -> Constraint | None:
     if response_format is None or response_format.type == "text":
         return None
+    check_option("response_format.type", response_format.type, _RESPONSE_FORMATS)
     if response_format.type == "json_schema":
         return _read_schema(response_format.json_schema or JsonSchemaFormat(schema=response_format.schema))
-    if response_format.type == "json_object":
-        has_schema = bytes(response_format.schema).startswith(b"{")
-        return (
-            _read_schema(JsonSchemaFormat(schema=response_format.schema)) if has_schema else Constraint("json_object")
-        )
-    warnings.append(f"response_format_ignored: {response_format.type!r} is not one of text, json_object, json_schema")
-    return None
+    has_schema = bytes(response_format.schema).startswith(b"{")
+    return _read_schema(JsonSchemaFormat(schema=response_format.schema)) if has_schema else Constraint("json_object")
 
 
 def _read_schema(json_schema: JsonSchemaFormat) -> Constraint:
@@ -447,10 +445,10 @@ class _MessageReader:
             return ()
         if isinstance(content, str):
             return (Text(content),)
-        parts = (self._read_part(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
+        parts = (self._read_part(p, f"messages[{index}].content[{i}]", message.role) for i, p in enumerate(content))
         return tuple(part for part in parts if part is not None)
 
-    def _read_part(self, part: ChatContentPart | str, path: str) -> Text | Image | None:
+    def _read_part(self, part: ChatContentPart | str, path: str, role: str) -> Text | Image | None:
         if isinstance(part, str):
             return Text(part)
         if part.type in _TEXT_TYPES:
@@ -459,8 +457,17 @@ class _MessageReader:
             return _read_image(part, path)
         if part.type == "refusal":
             return Text(_string(part.refusal, f"{path}.refusal"))
-        self._warnings.append(f"content_part_dropped: {path} is of type {part.type!r}")
-        return None
+        if role == "assistant":  # its own earlier reply, which may come from another provider
+            self._warnings.append(f"content_part_dropped: {path} is of type {part.type!r}")
+            return None
+        if role in ("tool", "function"):  # a refusal would end an agent's session, because the part stays in its history
+            self._warnings.append(f"content_part_replaced: {path} is of type {part.type!r}")
+            return Text(f"[{part.type}: this model does not read it]")
+        raise InvalidRequest(
+            f"{path} is of type {part.type[:40]!r}, which no model reads here; send text or image_url",
+            param=f"{path}.type",
+            code="modality_unsupported",
+        )
 
     def _read_result(self, message: ChatMessage, index: int) -> ToolResult:
         call_id = message.tool_call_id

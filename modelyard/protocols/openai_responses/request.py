@@ -33,6 +33,7 @@ from modelyard.core.request import (
 )
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
+    check_option,
     check_positive,
     read_constraint,
     read_priority,
@@ -164,6 +165,11 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         raise InvalidRequest("input is empty: send a text or a list of items", param="input")
     if body.background:
         raise Unsupported("background must be false: stream the answer instead", param="background")
+    if body.conversation:
+        instead = "send the items as input, or previous_response_id"
+        raise Unsupported(f"conversation: conversations are not stored here; {instead}", param="conversation")
+    if body.prompt:
+        raise Unsupported("prompt: prompts are not stored here; send instructions and input", param="prompt")
     check_positive("max_output_tokens", body.max_output_tokens)
     check_range("top_logprobs", body.top_logprobs, 0, _MAX_TOP_LOGPROBS)
     warnings: list[str] = []
@@ -180,7 +186,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         max_tokens=body.max_output_tokens,
         stop=read_stop(body.stop, warnings),
         logprobs=(body.top_logprobs or 0) if INCLUDE_LOGPROBS in include else None,
-        constraint=_read_text_format(body, warnings) or read_constraint(body),
+        constraint=read_constraint(body, ("text.format", _read_text_format(body))),
         reasoning=_read_reasoning(body.reasoning),
         stream=bool(body.stream),
         lora_adapter=body.lora_adapter,
@@ -198,7 +204,6 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
 
 
 def _read_messages(body: ResponsesBody, warnings: list[str]) -> tuple[Message, ...]:
-    warnings += [f"{name} is not stored here: ignored" for name in ("conversation", "prompt") if getattr(body, name)]
     system = [] if body.instructions is None else [Message("system", (Text(body.instructions),))]
     if isinstance(body.input, str):
         return (*system, Message("user", (Text(body.input),)))
@@ -206,15 +211,13 @@ def _read_messages(body: ResponsesBody, warnings: list[str]) -> tuple[Message, .
     return (*system, *join_turns(turn for turn in turns if turn is not None))
 
 
-def _read_text_format(body: ResponsesBody, warnings: list[str]) -> Constraint | None:
+def _read_text_format(body: ResponsesBody) -> Constraint | None:
     text_format = body.text.format if body.text else None
     if text_format is None or text_format.type == "text":
         return None
     if text_format.type == "json_object":
         return Constraint("json_object")
-    if text_format.type != "json_schema":
-        warnings.append(f"text.format of type {text_format.type!r} is ignored")
-        return None
+    check_option("text.format.type", text_format.type, ("text", "json_object", "json_schema"))
     if text_format.schema is None:
         raise InvalidRequest("text.format.schema is required for json_schema", param="text.format.schema")
     schema = limits.check_length("text.format.schema", dumps(text_format.schema), limits.MAX_SCHEMA)
@@ -256,6 +259,8 @@ def _read_item(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
     if kind is None:
         raise InvalidRequest(f"{path} needs a type or a role", param=path)
     read = _ITEM_READERS.get(kind)
+    if kind == "item_reference":
+        raise Unsupported(f"{path}: items are not stored one by one; send the item itself", param=f"{path}.type")
     if read is None:
         warnings.append(f"{path}: items of type {kind!r} are ignored")
         return None
@@ -266,20 +271,20 @@ def _read_message(item: InputItem, path: str, warnings: list[str]) -> Turn:
     if item.role not in _ROLES:
         problem = "is missing" if item.role is None else f"{item.role!r} is unknown"
         raise InvalidRequest(f"{path}.role {problem}; the roles are {', '.join(_ROLES)}", param=f"{path}.role")
-    return cast("Role", item.role), tuple(_read_content(item.content, f"{path}.content", warnings))
+    return cast("Role", item.role), tuple(_read_content(item.content, f"{path}.content", warnings, item.role))
 
 
-def _read_content(content: object, path: str, warnings: list[str]) -> Iterator[ResultPart]:
+def _read_content(content: object, path: str, warnings: list[str], role: str) -> Iterator[ResultPart]:
     if isinstance(content, str):
         yield Text(content)
     elif isinstance(content, list):
         for index, part in enumerate(content):
-            yield from _read_part(part, f"{path}[{index}]", warnings)
+            yield from _read_part(part, f"{path}[{index}]", warnings, role)
     elif isinstance(content, dict):
         yield Text(dumps(content))
 
 
-def _read_part(part: InputPart, path: str, warnings: list[str]) -> Iterator[ResultPart]:
+def _read_part(part: InputPart, path: str, warnings: list[str], role: str) -> Iterator[ResultPart]:
     if part.type in _TEXT_TYPES:
         yield Text(part.text or "")
     elif part.type == "refusal":
@@ -292,9 +297,20 @@ def _read_part(part: InputPart, path: str, warnings: list[str]) -> Iterator[Resu
         if url:
             yield Image(url, detail)
         else:
-            warnings.append(f"{path}: an image without image_url is ignored; uploaded files are not stored here")
-    else:
+            yield from _refuse_part(f"{path}: uploaded files are not stored here; send image_url", f"{path}.image_url", role)
+    elif role == "assistant":  # its own earlier reply, which may come from another provider
         warnings.append(f"{path}: content of type {part.type!r} is ignored")
+    else:
+        problem = f"{path} is of type {part.type[:40]!r}, which no model reads here; send input_text or input_image"
+        yield from _refuse_part(problem, f"{path}.type", role)
+
+
+def _refuse_part(problem: str, path: str, role: str) -> Iterator[ResultPart]:
+    """In a tool's output the model reads what is missing: a refusal would end an agent's session, because the part stays
+    in its history."""
+    if role != "tool":
+        raise InvalidRequest(problem, param=path, code="modality_unsupported")
+    yield Text("[a part that this model does not read]")
 
 
 def _read_reasoning_item(item: InputItem, _path: str, _warnings: list[str]) -> Turn:
@@ -328,7 +344,7 @@ def _read_call(item: InputItem, path: str, _warnings: list[str]) -> Turn:
 
 
 def _read_output(item: InputItem, path: str, warnings: list[str]) -> Turn:
-    content = tuple(_read_content(item.output, f"{path}.output", warnings))
+    content = tuple(_read_content(item.output, f"{path}.output", warnings, "tool"))
     custom = item.type == "custom_tool_call_output"
     return "tool", (ToolResult(_required(item, "call_id", path), content, custom=custom),)
 

@@ -85,7 +85,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         sampling=_read_decoding(decoding).over(read_sampling(parsed)),
         max_tokens=decoding.max_tokens,
         stop=read_stop(decoding.stop, warnings),
-        constraint=read_constraint(decoding) or read_constraint(parsed),
+        constraint=read_constraint(parsed, ("decoding", read_constraint(decoding))),
         reasoning=_read_thinking(parsed.thinking),
         stream=bool(parsed.stream),
         lora_adapter=decoding.lora_adapter or parsed.lora_adapter,
