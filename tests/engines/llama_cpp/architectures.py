@@ -1,0 +1,407 @@
+"""Tiny random GGUF models of the architectures that llama.cpp knows, written once into the user's cache folder.
+
+    python -m tests.engines.llama_cpp.architectures [NAME …]    writes them
+
+An architecture is a row of hyperparameters here. llama.cpp itself says which tensors it needs for them
+(`llama_model_init_from_user`); their values are random numbers of a fixed seed. Norms are near one and matrices small,
+so each token of a prompt counts. All have one vocabulary of bytes and ChatML's markers, so each text has tokens.
+An assertion of llama.cpp ends the process: a child process writes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modelyard.library.cache_dir import cache_dir, file_lock
+
+Value = str | bool | int | float | list[Any]
+Facts = Mapping[str, Value]
+
+WINDOW, SLIDING_WINDOW = 256, 32
+WIDTH, HEADS, FEED, LAYERS = 64, 2, 96, 2
+HEAD = WIDTH // HEADS
+_EXPERTS: Facts = {
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_shared_count": 1,
+    "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 32,
+    "expert_latent_length": 32,
+    "expert_gating_func": 2,
+    "expert_group_scale": 1.0,
+    "experts_per_group": 1,
+    "expert_weights_scale": 1.0,
+    "expert_weights_norm": True,
+    "interleave_moe_layer_step": 2,
+    "leading_dense_block_count": 1,
+}
+_MLA: Facts = {
+    "attention.head_count": 2,
+    "attention.head_count_kv": 1,
+    "attention.q_lora_rank": 32,
+    "attention.kv_lora_rank": 32,
+    "attention.key_length": 48,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 32,
+    "attention.value_length_mla": 16,
+    "rope.dimension_count": 16,
+}
+_SSM: Facts = {
+    "ssm.inner_size": 2 * WIDTH,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": HEADS,
+    "ssm.group_count": 2,
+}
+_MIXED_HEADS: Facts = {"attention.head_count": [HEADS, 0], "attention.head_count_kv": [HEADS, 0]}
+_GATED_DELTA: Facts = {
+    "ssm.inner_size": 64,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 32,
+    "ssm.time_step_rank": HEADS,
+    "ssm.group_count": 2,
+    "full_attention_interval": 2,
+    "rope.dimension_sections": [4, 4, 4, 4],
+}
+_KDA: Facts = {"kda.head_dim": 32, "ssm.conv_kernel": 4, "kda.safe_gate": True, "kda.gate_lower_bound": -5.0}
+_ALTERNATING: Facts = {"attention.sliding_window": SLIDING_WINDOW, "attention.sliding_window_pattern": [0, 1]}
+_SWA: Facts = {"attention.sliding_window": SLIDING_WINDOW, "attention.sliding_window_pattern": 2}
+_INDEXER: Facts = {
+    "attention.indexer.head_count": 64,
+    "attention.indexer.key_length": 128,
+    "attention.indexer.top_k": 131072,
+}
+_MROPE: Facts = {"rope.dimension_sections": [8, 8, 8, 8]}
+
+# The hyperparameters besides the usual ones, by architecture.
+ARCHITECTURES: dict[str, Facts] = {
+    # dense, rotary positions
+    **{name: {} for name in ("llama", "arcee", "baichuan", "chatglm", "codeshell", "command-r", "deci", "exaone")},
+    **{name: {} for name in ("gemma", "glm4", "gptneox", "granite", "hunyuan-dense", "internlm2", "maincoder")},
+    **{name: {} for name in ("mistral3", "nanbeige", "nemotron", "olmo", "olmo2", "orion", "pangu-embedded", "phi2")},
+    **{name: {} for name in ("phi3", "plamo", "qwen", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm")},
+    **{name: {} for name in ("starcoder2", "talkie", "xverse", "bitnet", "ernie4_5", "jais2", "falcon", "openelm")},
+    "minicpm": {},
+    "apertus": {},
+    **{name: _MROPE for name in ("qwen2vl", "qwen3vl", "hunyuan_vl", "paddleocr")},
+    # learned positions, or none
+    **{name: {} for name in ("gpt2", "starcoder")},
+    **{name: {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 1.0} for name in ("bloom", "jais", "mpt", "refact")},
+    # sliding windows
+    **{name: _SWA for name in ("gemma2", "gemma3", "cohere2", "exaone4", "plamo3")},
+    **{name: _ALTERNATING for name in ("granite_swa", "muse-glimmer", "spark2_5")},
+    "gemma3n": {"block_count": 22, "embedding_length_per_layer_input": 32} | _SWA,
+    "llama4": _EXPERTS | _SWA | {"block_count": 4},
+    "gpt-oss": _EXPERTS | _SWA,
+    "cohere2moe": _EXPERTS | _ALTERNATING,
+    "mimo2": _EXPERTS | _ALTERNATING,
+    "smallthinker": _EXPERTS | _SWA,
+    "step35": _EXPERTS | _ALTERNATING,
+    "afmoe": _EXPERTS | _SWA,
+    "laguna": _EXPERTS | _SWA,
+    "exaone-moe": _EXPERTS | _SWA,
+    "mellum": _EXPERTS | _SWA,
+    "maple": _EXPERTS | _ALTERNATING | {"swiglu_clamp_exp": 7.0},
+    # experts
+    **{name: _EXPERTS for name in ("arctic", "bailingmoe", "bailingmoe2", "dbrx", "deepseek", "dots1", "ernie4_5-moe")},
+    **{name: _EXPERTS for name in ("glm4moe", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "hy_v3", "minimax-m2")},
+    **{name: _EXPERTS for name in ("olmoe", "phimoe", "qwen2moe", "qwen3moe")},
+    "qwen3vlmoe": _EXPERTS | _MROPE,
+    # latent attention
+    "deepseek2": _EXPERTS | _MLA,
+    "mistral4": _EXPERTS | _MLA,
+    "minicpm3": {"attention.q_lora_rank": 32, "attention.kv_lora_rank": 32, "rope.dimension_count": 16},
+    "plm": {"attention.kv_lora_rank": 32, "rope.dimension_count": 16},
+    "deepseek32": _EXPERTS | _MLA | _INDEXER,
+    "glm-dsa": _EXPERTS | _MLA | _INDEXER,
+    # recurrent
+    "mamba": _SSM | {"attention.head_count": 0, "feed_forward_length": 0},
+    "mamba2": _SSM | {"attention.head_count": 0, "feed_forward_length": 0},
+    **{
+        name: {
+            "wkv.head_size": HEAD,
+            "time_mix_extra_dim": 16,
+            "time_decay_extra_dim": 16,
+            "attention.head_count": 0,
+            "attention.decay_lora_rank": 16,
+            "attention.iclr_lora_rank": 16,
+            "attention.value_residual_mix_lora_rank": 16,
+            "attention.gate_lora_rank": 16,
+        }
+        for name in ("rwkv6", "rwkv7")
+    },
+    # hybrid
+    "jamba": _EXPERTS | _SSM | {"attention.head_count_kv": [HEADS, 0]},
+    "falcon-h1": _SSM,
+    "plamo2": _SSM | {"ssm.group_count": 0, "ssm.state_size": 64} | _MIXED_HEADS,
+    "granitehybrid": _SSM | _MIXED_HEADS,
+    "nemotron_h": _SSM | {"block_count": 3, "feed_forward_length": [0, 0, FEED]}
+    | {"attention.head_count": [HEADS, 0, HEADS], "attention.head_count_kv": [HEADS, 0, HEADS]},
+    "nemotron_h_moe": _EXPERTS | _SSM | {"block_count": 3, "feed_forward_length": [0, 0, FEED]}
+    | {"attention.head_count": [HEADS, 0, HEADS], "attention.head_count_kv": [HEADS, 0, HEADS]},
+    "lfm2": {"shortconv.l_cache": 3} | _MIXED_HEADS,
+    "lfm2moe": _EXPERTS | {"shortconv.l_cache": 3} | _MIXED_HEADS,
+    "qwen3next": _EXPERTS | _GATED_DELTA,
+    "qwen35": _GATED_DELTA,
+    "qwen35moe": _EXPERTS | _GATED_DELTA,
+    "kimi-linear": _EXPERTS | _MLA | _KDA | _MIXED_HEADS,
+    # encoders, encoder-decoders, diffusion
+    "t5": {"attention.relative_buckets_count": 8},
+    "t5encoder": {"attention.relative_buckets_count": 8},
+    **{name: {"attention.causal": False} for name in ("modern-bert", "neo-bert", "eurobert", "llama-embed")},
+    "gemma-embedding": _SWA | {"attention.causal": False, "pooling_type": 1},
+    **{name: {"attention.causal": False} for name in ("dream", "llada")},
+    # no vectors
+    "deepseek4": _EXPERTS | _INDEXER
+    | {
+        "block_count": 4,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 1,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "rope.dimension_count": 8,
+        "attention.q_lora_rank": 32,
+        "attention.output_group_count": 8,
+        "attention.output_lora_rank": 32,
+        "attention.compress_ratios": [0, 0, 4, 128],
+        "attention.compress_rope_freq_base": 160000.0,
+        "attention.sliding_window": SLIDING_WINDOW,
+        "hyper_connection.count": 4,
+        "hyper_connection.sinkhorn_iterations": 2,
+        "hyper_connection.epsilon": 1e-6,
+        "hash_layer_count": 0,
+        "swiglu_clamp_exp": 10.0,
+        "expert_gating_func": 4,
+    },
+}
+
+
+# --- the vocabulary ---------------------------------------------------------------------------------------------------
+
+_MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def _byte_letters() -> list[str]:
+    """The letters that GPT-2 writes for the 256 bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _vocabulary() -> dict[str, Value]:
+    letters = _byte_letters()
+    tokens = [*_MARKERS, *letters, "th", "he", "in", "er"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in _MARKERS else 1 for token in tokens],
+        "tokenizer.ggml.merges": ["t h", "h e", "i n", "e r"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": _TEMPLATE,
+    }
+
+
+def metadata(name: str) -> dict[str, Value]:
+    vocabulary = _vocabulary()
+    tokens = vocabulary["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    usual: Facts = {
+        "vocab_size": len(tokens),
+        "context_length": WINDOW,
+        "embedding_length": WIDTH,
+        "block_count": LAYERS,
+        "feed_forward_length": FEED,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": HEADS,
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.group_norm_epsilon": 1e-5,
+        "attention.group_norm_groups": 8,
+        "use_parallel_residual": False,
+        "logit_scale": 1.0,
+        "rope.freq_base": 10000.0,
+    }
+    own = {f"{name}.{key}": value for key, value in (usual | ARCHITECTURES[name]).items()}
+    extra = {f"xielu.{key}": 1.0 for key in ("alpha_n", "alpha_p", "beta", "eps")} if name == "apertus" else {}
+    return {"general.architecture": name, **own, **extra, **vocabulary}
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def model(name: str) -> Path:
+    """The file; all that are missing are written by one child process."""
+    path = _path(name)
+    if not path.is_file():
+        write_missing()
+    return path
+
+
+def _folder() -> Path:
+    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return cache_dir() / "test-models" / f"architectures-{version}"
+
+
+def _path(name: str) -> Path:
+    return _folder() / f"{name}.gguf"
+
+
+def write_missing() -> None:
+    folder = _folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(folder.with_suffix(".lock")):
+        missing = [name for name in ARCHITECTURES if not _path(name).is_file()]
+        if missing:
+            env = os.environ | {"GGML_NO_BACKTRACE": "1"}
+            subprocess.run([sys.executable, "-m", __name__, *missing], check=True, env=env)  # noqa: S603
+
+
+class _Metadata:
+    """A gguf_context of ggml."""
+
+    def __init__(self, library: Any, facts: Facts) -> None:
+        self._library = library
+        self.raw = library.gguf_init_empty()
+        for key, value in facts.items():
+            self._set(key.encode(), value)
+
+    def _set(self, key: bytes, value: Value) -> None:
+        lib = self._library
+        if isinstance(value, bool):
+            lib.gguf_set_val_bool(self.raw, key, value)
+        elif isinstance(value, int):
+            lib.gguf_set_val_u32(self.raw, key, value)
+        elif isinstance(value, float):
+            lib.gguf_set_val_f32(self.raw, key, value)
+        elif isinstance(value, str):
+            lib.gguf_set_val_str(self.raw, key, value.encode())
+        elif isinstance(value[0], str):
+            texts = (c_char_p * len(value))(*(text.encode() for text in value))
+            lib.gguf_set_arr_str(self.raw, key, texts, len(value))
+        else:
+            is_type = key.endswith(b"token_type")
+            numbers = ((c_int if is_type else c_uint32) * len(value))(*value)
+            lib.gguf_set_arr_data(self.raw, key, 5 if is_type else 4, numbers, len(value))
+
+
+def _library() -> tuple[Any, Any]:
+    """libllama, and the part of ggml that writes headers."""
+    from modelyard import libllama
+
+    lib = libllama.load()
+    base = ctypes.CDLL(str(next(lib.folder.glob("libggml-base*"))))
+    for function, result, arguments in (
+        ("gguf_init_empty", c_void_p, []),
+        ("gguf_set_val_bool", None, [c_void_p, c_char_p, c_bool]),
+        ("gguf_set_val_u32", None, [c_void_p, c_char_p, c_uint32]),
+        ("gguf_set_val_f32", None, [c_void_p, c_char_p, c_float]),
+        ("gguf_set_val_str", None, [c_void_p, c_char_p, c_char_p]),
+        ("gguf_set_arr_str", None, [c_void_p, c_char_p, c_void_p, c_size_t]),
+        ("gguf_set_arr_data", None, [c_void_p, c_char_p, c_int, c_void_p, c_size_t]),
+        ("ggml_get_name", c_char_p, [c_void_p]),
+    ):
+        declared = getattr(base, function)
+        declared.restype, declared.argtypes = result, arguments
+    return lib, base
+
+
+_SetTensor = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
+
+
+def tensor_shapes(facts: Facts) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model with these facts, rows first."""
+    from modelyard.tokenizer import llama_log
+
+    lib, base = _library()
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(tensor: int, _: int) -> None:
+        sizes = (c_int64 * 4).from_address(tensor + 16)[:]
+        while len(sizes) > 1 and sizes[-1] == 1:
+            sizes.pop()
+        shapes[base.ggml_get_name(tensor).decode()] = tuple(reversed(sizes))
+
+    create = lib.raw.llama_model_init_from_user
+    create.restype, create.argtypes = c_void_p, [c_void_p, _SetTensor, c_void_p, lib.llama_model_params]
+    llama_log.clear()
+    callback = _SetTensor(note)
+    made = create(_Metadata(base, facts).raw, callback, None, lib.llama_model_default_params())
+    if not made:
+        raise ValueError(f"{facts['general.architecture']}: {llama_log.first_error()}")
+    lib.llama_model_free(made)
+    return shapes
+
+
+def _values(name: str, shape: tuple[int, ...]) -> Any:
+    random = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big"))
+    values = random.normal(0, 1, shape)
+    if "ssm_a" in name and "norm" not in name:
+        return -np.abs(values) * 0.5
+    if "norm" in name and name.endswith(".weight"):
+        return 1 + 0.1 * values
+    if name.startswith(("token_embd", "output.weight")):
+        return values
+    return values * (0.1 if len(shape) == 1 else 0.2)
+
+
+def write_model(name: str, path: Path) -> None:
+    import gguf
+
+    facts = metadata(name)
+    writer = gguf.GGUFWriter(path, name)
+    for key, value in facts.items():
+        if key == "general.architecture":
+            continue
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    for tensor, shape in tensor_shapes(facts).items():
+        writer.add_tensor(tensor, _values(tensor, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main(names: Iterable[str]) -> int:
+    from modelyard import libllama
+
+    libllama.load().llama_backend_init()
+    folder = _folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names or ARCHITECTURES:
+        print(name, flush=True)
+        partial = _path(name).with_suffix(".partial")
+        write_model(name, partial)
+        partial.rename(_path(name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
