@@ -7,7 +7,7 @@ import logging
 
 from msgspec.structs import replace
 
-from modelyard.core.errors import NotFound
+from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.events import Event, Failed, Finished, Reply, ReplyBuilder
 from modelyard.core.request import Request
 from modelyard.core.store import Store
@@ -27,7 +27,15 @@ class StoredResponses:
         """The request with the conversation it continues in front."""
         if request.previous is None:
             return request
-        return prepend_stored(await self.get(request.previous, key), request)
+        try:
+            stored = await self.get(request.previous, key)
+        except NotFound as error:
+            raise InvalidRequest(
+                f"{error.message}: send the whole conversation as input, without previous_response_id",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            ) from error
+        return prepend_stored(stored, request)
 
     async def save(self, request: Request, reply: Reply, key: str) -> Finished:
         """Best effort: the reply is there and is sent in any case. Its end, which says if it could not be stored."""
@@ -46,9 +54,7 @@ class StoredResponses:
         found = await self._store.get(_scope(key), id)
         if found is None:
             raise NotFound(
-                f"no response {id!r} is stored; it may have expired, or belong to another key",
-                code="response_not_found",
-                param="previous_response_id",
+                f"no response {id!r} is stored; it may have expired, or belong to another key", code="response_not_found"
             )
         return decode_stored(found)
 

@@ -70,6 +70,8 @@ class InferenceEndpoint:
             finally:
                 stop_watching()
             source = gateway.start(prepared, capture)
+            if self._stored is not None:  # a response shows the values that were used
+                request = replace(request, sampling=prepared.sampling)
             await (self._stream if request.stream else self._reply)(source, request, exchange)
         except Exception as error:
             if context.status:

@@ -1,7 +1,8 @@
 """Reads a chat request body into a core request.
 
-Unknown fields are never an error. What changes the answer if it is ignored is refused: a content part that no model reads
-here, an unknown response format. The rest of what cannot be carried over is dropped and named in `Request.warnings`.
+Unknown fields are never an error. What changes the answer if it is ignored is refused: a content part that no model
+reads here, an unknown response format. The rest of what cannot be carried over is dropped and named in
+`Request.warnings`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from msgspec import Raw, Struct, field
 
 from modelyard.core import limits
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
     Constraint,
     Image,
@@ -175,6 +176,7 @@ class ChatCompletionBody(ExtensionFields):
     function_call: limits.Word | ToolName | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    modalities: limits.Words | None = None
     n: int | None = None
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
@@ -201,6 +203,8 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     if not parsed.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
     check_range("n", parsed.n, 1, MAX_N)
+    if parsed.modalities and "audio" in parsed.modalities:
+        raise Unsupported('modalities: no model speaks here; send ["text"]', param="modalities")
     warnings: list[str] = []
     return Request(
         model=model,
@@ -460,7 +464,10 @@ class _MessageReader:
         if role == "assistant":  # its own earlier reply, which may come from another provider
             self._warnings.append(f"content_part_dropped: {path} is of type {part.type!r}")
             return None
-        if role in ("tool", "function"):  # a refusal would end an agent's session, because the part stays in its history
+        if role in (
+            "tool",
+            "function",
+        ):  # a refusal would end an agent's session, because the part stays in its history
             self._warnings.append(f"content_part_replaced: {path} is of type {part.type!r}")
             return Text(f"[{part.type}: this model does not read it]")
         raise InvalidRequest(

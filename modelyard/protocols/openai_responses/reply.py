@@ -22,6 +22,12 @@ _NOT_STORED = {
     "code": "not_stored",
     "message": "the response could not be stored: previous_response_id cannot continue it, send the conversation again",
 }
+# Fields with the same value in every response: there is one tier, no truncation and nothing of OpenAI's own services.
+_CONSTANT_FIELDS = b"," + encode(
+    {"background": False, "service_tier": "default", "truncation": "disabled"}
+    | dict.fromkeys(("access_programs", "conversation", "image", "moderation", "prompt"))
+    | dict.fromkeys(("prompt_cache_diagnostics", "prompt_cache_options", "tool_usage"))
+)[1:]
 _EMPTY_REPLY = (Block(Text("")),)  # a reply without blocks is one empty message, as in the stream
 
 
@@ -30,7 +36,7 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     reply = replies[0]
     key = reply.started.id
     output = [write_item(block, key, index, request) for index, block in enumerate(reply.blocks or _EMPTY_REPLY)]
-    return encode(ResponseObject(request, key).finished(reply.started, reply.finished, output))
+    return bytes(ResponseObject(request, key).finished(reply.started, reply.finished, output)[1])
 
 
 class ResponseObject:
@@ -38,27 +44,30 @@ class ResponseObject:
 
     def __init__(self, request: Request, key: str) -> None:
         self._id = f"resp_{key}"
-        self._echo = _echo(request)
+        self._stored = request.store is not False
+        self._echo = b"," + encode(_echo(request))[1:-1] + _CONSTANT_FIELDS
 
-    def at(self, status: Status, started: Started, **state: Any) -> JsonObject:
-        """The object now; `state` has output, usage, error, incomplete_details, output_text, metrics."""
-        return {
+    def at(self, status: Status, started: Started, **state: Any) -> Raw:
+        """The object now; `state` has output, usage, error, incomplete_details, completed_at, output_text, metrics and
+        what replaces `store`."""
+        fields = {
             "id": self._id,
             "object": "response",
             "created_at": started.created,
+            "completed_at": None,
             "status": status,
-            "background": False,
             "error": None,
             "incomplete_details": None,
             "model": started.model,
             "output": _EMPTY_LIST,
             "usage": None,
-            **self._echo,
+            "store": self._stored,
             **state,
         }
+        return Raw(encode(fields)[:-1] + self._echo)
 
-    def finished(self, started: Started, finished: Finished, output: list[JsonObject]) -> JsonObject:
-        """`output_text` is the text of all messages in one string, as the SDKs have it."""
+    def finished(self, started: Started, finished: Finished, output: list[JsonObject]) -> tuple[Status, Raw]:
+        """The status and the object. `output_text` is the text of all messages in one string, as the SDKs have it."""
         reason = None
         if finished.reason in ("max_tokens", "window"):
             reason = "max_output_tokens"
@@ -66,9 +75,11 @@ class ResponseObject:
             reason = "content_filter"
         text = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
         storing = {"store": False, "store_error": _NOT_STORED} if finished.storing_failed else {}
-        return self.at(
-            "incomplete" if reason else "completed",
+        status: Status = "incomplete" if reason else "completed"
+        return status, self.at(
+            status,
             started,
+            completed_at=None if reason else int(started.created + (finished.timings.total or 0)),
             output=output,
             usage=_write_usage(finished.usage),
             incomplete_details={"reason": reason} if reason else None,
@@ -79,24 +90,30 @@ class ResponseObject:
 
 
 def _echo(request: Request) -> JsonObject:
-    """The fields of the request. The tools are encoded once: they may be large."""
-    sampling, reasoning = request.sampling, request.reasoning
+    """The fields of the request. A sampling field that neither the request nor the model sets is the engines' default."""
+    sampling, reasoning, repeated = request.sampling, request.reasoning, request.repeated or {}
+    text_format: JsonObject = {"format": write_text_format(request.constraint)}
+    if verbosity := repeated.get("verbosity"):
+        text_format["verbosity"] = verbosity
     return {
         "instructions": split_instructions(request)[0],
         "max_output_tokens": request.max_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": repeated.get("max_tool_calls"),
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-        "store": request.store is not False,
-        "temperature": sampling.temperature,
-        "text": {"format": write_text_format(request.constraint)},
+        "frequency_penalty": sampling.frequency_penalty or 0.0,
+        "presence_penalty": sampling.presence_penalty or 0.0,
+        "prompt_cache_key": repeated.get("prompt_cache_key"),
+        "prompt_cache_retention": repeated.get("prompt_cache_retention"),
+        "safety_identifier": repeated.get("safety_identifier"),
+        "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+        "text": text_format,
         "tool_choice": write_tool_choice(request.tool_choice, request.tools),
-        "tools": Raw(encode(write_tools(request.tools))) if request.tools else _EMPTY_LIST,
+        "tools": write_tools(request.tools),
         "top_logprobs": request.logprobs or 0,
-        "top_p": sampling.top_p,
-        "truncation": "disabled",
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
         "user": request.user,
     }
 

@@ -8,6 +8,7 @@ named in `Request.warnings`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -93,6 +94,7 @@ class TextFormat(Struct):
 
 class TextSettings(Struct):
     format: TextFormat | None = None
+    verbosity: limits.Word | None = None
 
 
 class ReasoningSettings(Struct):
@@ -124,6 +126,8 @@ class ResponsesBody(ExtensionFields):
     metadata: limits.JsonObject | None = None
     user: limits.Name | None = None
     safety_identifier: limits.Name | None = None
+    max_tool_calls: int | None = None
+    prompt_cache_retention: limits.Word | None = None
     # Keys of the pool dialect: only their presence matters here.
     decoding: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
@@ -196,11 +200,25 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         session=next((value for name in _SESSION_HEADERS if (value := headers.get(name))), body.prompt_cache_key),
         user=body.safety_identifier if body.user is None else body.user,
         metadata=body.metadata,
+        repeated=_read_repeated(body),
         previous=body.previous_response_id,
         store=body.store,
         encrypted_reasoning=INCLUDE_ENCRYPTED in include,
         warnings=tuple(warnings),
     )
+
+
+# Fields of the body that only the reply repeats.
+_REPEATED = ("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "max_tool_calls")
+_repeated_values = attrgetter(*_REPEATED)
+_NONE_REPEATED = (None,) * len(_REPEATED)
+
+
+def _read_repeated(body: ResponsesBody) -> JsonObject | None:
+    values, verbosity = _repeated_values(body), body.text.verbosity if body.text else None
+    if values == _NONE_REPEATED and verbosity is None:
+        return None
+    return dict(zip(_REPEATED, values, strict=True)) | ({"verbosity": verbosity} if verbosity else {})
 
 
 def _read_messages(body: ResponsesBody, warnings: list[str]) -> tuple[Message, ...]:
@@ -297,7 +315,9 @@ def _read_part(part: InputPart, path: str, warnings: list[str], role: str) -> It
         if url:
             yield Image(url, detail)
         else:
-            yield from _refuse_part(f"{path}: uploaded files are not stored here; send image_url", f"{path}.image_url", role)
+            yield from _refuse_part(
+                f"{path}: uploaded files are not stored here; send image_url", f"{path}.image_url", role
+            )
     elif role == "assistant":  # its own earlier reply, which may come from another provider
         warnings.append(f"{path}: content of type {part.type!r} is ignored")
     else:
@@ -306,8 +326,8 @@ def _read_part(part: InputPart, path: str, warnings: list[str], role: str) -> It
 
 
 def _refuse_part(problem: str, path: str, role: str) -> Iterator[ResultPart]:
-    """In a tool's output the model reads what is missing: a refusal would end an agent's session, because the part stays
-    in its history."""
+    """In a tool's output the model reads what is missing: a refusal would end an agent's session, because the part
+    stays in its history."""
     if role != "tool":
         raise InvalidRequest(problem, param=path, code="modality_unsupported")
     yield Text("[a part that this model does not read]")

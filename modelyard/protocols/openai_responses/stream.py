@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec import Raw
+
 from modelyard.core.events import (
     Block,
     BlockDelta,
@@ -72,7 +74,7 @@ class ResponsesStreamWriter:
         self._sequence_number += 1
         return frame(encode({"type": name, "sequence_number": number} | fields), name)
 
-    def _in_progress(self) -> JsonObject:
+    def _in_progress(self) -> Raw:
         return self._response.at("in_progress", self._started)
 
     def _created(self) -> bytes:
@@ -84,8 +86,8 @@ class ResponsesStreamWriter:
     def _finish(self, finished: Finished) -> bytes:
         """A reply without items gets one empty message."""
         empty = b"" if self._output else self._start_item(BlockStart(0, "text")) + self._end_item(BlockEnd(0))
-        response = self._response.finished(self._started, finished, self._output)
-        return empty + self._frame(f"response.{response['status']}", {"response": response})
+        status, response = self._response.finished(self._started, finished, self._output)
+        return empty + self._frame(f"response.{status}", {"response": response})
 
     def _fail(self, failed: Failed) -> bytes:
         error = write_failure(failed.error, self._request)

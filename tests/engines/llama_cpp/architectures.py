@@ -114,7 +114,8 @@ ARCHITECTURES: dict[str, Facts] = {
     "mellum": _EXPERTS | _SWA,
     "maple": _EXPERTS | _ALTERNATING | {"swiglu_clamp_exp": 7.0},
     # experts
-    **{name: _EXPERTS for name in ("arctic", "bailingmoe", "bailingmoe2", "dbrx", "deepseek", "dots1", "ernie4_5-moe")},
+    "dbrx": _EXPERTS | {"attention.clamp_kqv": 1.0},
+    **{name: _EXPERTS for name in ("arctic", "bailingmoe", "bailingmoe2", "deepseek", "dots1", "ernie4_5-moe")},
     **{name: _EXPERTS for name in ("glm4moe", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "hy_v3", "minimax-m2")},
     **{name: _EXPERTS for name in ("olmoe", "phimoe", "qwen2moe", "qwen3moe")},
     "qwen3vlmoe": _EXPERTS | _MROPE,

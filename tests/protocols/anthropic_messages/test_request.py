@@ -78,12 +78,17 @@ def test_unknown_fields_betas_and_enum_values_are_accepted() -> None:
         service_tier="auto",
         thinking={"type": "dreaming", "display": "updates"},
         tool_choice={"type": "perhaps"},
-        output_config={"effort": "astronomic", "format": {"type": "poem"}},
+        output_config={"effort": "astronomic"},
     )
     assert request.reasoning == Reasoning(effort="astronomic", summary="updates")
     assert request.tool_choice == ToolChoice()
-    assert request.constraint is None
     assert request.warnings == ("tool_choice_unknown:perhaps",)
+
+
+def test_an_unknown_output_format_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'poem' is unknown") as caught:
+        read(output_config={"format": {"type": "poem"}})
+    assert caught.value.param == "output_config.format.type"
 
 
 # --- the system prompt ----------------------------------------------------------------------------------------------
@@ -331,10 +336,6 @@ def test_a_search_result_becomes_text_with_its_source() -> None:
 @pytest.mark.parametrize(
     ("block", "warning"),
     [
-        (
-            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}},
-            "document_dropped:base64",
-        ),
         ({"type": "image", "source": {"type": "hologram"}}, "image_dropped:hologram"),
         ({"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}}, "block_dropped:server_tool_use"),
         (
@@ -347,6 +348,13 @@ def test_a_search_result_becomes_text_with_its_source() -> None:
 def test_unsupported_blocks_are_dropped_with_a_warning(block: Any, warning: str) -> None:
     parts, warnings = parts_and_warnings({"type": "text", "text": "hi"}, block, block)
     assert (parts, warnings) == ((Text("hi"),), (warning,))
+
+
+def test_the_model_is_told_of_a_document_that_it_cannot_read() -> None:
+    source = {"type": "base64", "media_type": "application/pdf"}
+    parts, warnings = parts_and_warnings({"type": "document", "title": "Terms", "source": source})
+    assert parts == (Text("Terms\n\n[document: this model reads text only]"),)
+    assert warnings == ("document_replaced:base64",)
 
 
 # --- thinking -------------------------------------------------------------------------------------------------------

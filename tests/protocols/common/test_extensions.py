@@ -104,3 +104,46 @@ def test_the_other_fields_are_written_under_their_names() -> None:
         "documents": ({"text": "d"},),
         "priority": "background",
     }
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"ebnf": 'root ::= "a"'}, Constraint("gbnf", 'root ::= "a"')),
+        ({"guided_json": {"type": "object"}}, Constraint("json_schema", '{"type":"object"}')),
+        ({"guided_json": '{"type": "object"}'}, Constraint("json_schema", '{"type": "object"}')),
+        ({"guided_regex": "a+"}, Constraint("regex", "a+")),
+        ({"guided_choice": ["yes", "n.o"]}, Constraint("regex", "(yes|n\\.o)")),
+        ({"guided_grammar": 'root ::= "a"'}, Constraint("gbnf", 'root ::= "a"')),
+        ({"guided_grammar": 'start: "a"'}, Constraint("lark", 'start: "a"')),
+        ({"structured_outputs": {"json": {"type": "object"}}}, Constraint("json_schema", '{"type":"object"}')),
+        ({"structured_outputs": {"json_object": True}}, Constraint("json_object")),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, Constraint("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Constraint("regex", "(a|b)")),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Constraint("gbnf", 'root ::= "a"')),
+        ({"structured_outputs": {}}, None),
+    ],
+)
+def test_constraints_are_read_under_the_names_of_other_servers(fields: Any, constraint: Constraint | None) -> None:
+    body = msgspec.json.decode(msgspec.json.encode(fields), type=ExtensionFields)
+    assert read_constraint(body) == constraint
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", ""]}, "guided_choice"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.regex"),
+        ({"regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"grammar": "a", "json_schema": {}}, "grammar"),
+    ],
+)
+def test_a_constraint_that_cannot_be_enforced_is_refused_by_its_name(fields: Any, param: str) -> None:
+    body = msgspec.json.decode(msgspec.json.encode(fields), type=ExtensionFields)
+    with pytest.raises(InvalidRequest) as caught:
+        read_constraint(body)
+    assert caught.value.param == param

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
     Constraint,
     Image,
@@ -93,10 +93,23 @@ def test_response_formats_become_constraints() -> None:
     assert read(regex="a+").constraint == Constraint("regex", "a+")
 
 
-def test_an_unknown_response_format_is_a_warning() -> None:
-    request = read(response_format={"type": "yaml"})
-    assert request.constraint is None
-    assert "'yaml'" in request.warnings[0]
+@pytest.mark.parametrize("kind", ["yaml", "structural_tag"])
+def test_an_unknown_response_format_is_refused(kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"'{kind}' is unknown; send one of text, json_object") as caught:
+        read(response_format={"type": kind})
+    assert caught.value.param == "response_format.type"
+
+
+def test_a_response_format_beside_another_constraint_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="response_format and guided_regex constrain the same output"):
+        read(response_format={"type": "json_object"}, guided_regex="a+")
+    assert read(response_format={"type": "text"}, guided_regex="a+").constraint == Constraint("regex", "a+")
+
+
+def test_spoken_answers_are_refused() -> None:
+    with pytest.raises(Unsupported) as caught:
+        read(modalities=["text", "audio"], audio={"voice": "alloy"})
+    assert caught.value.param == "modalities"
 
 
 def test_the_session_comes_from_headers_before_the_cache_key() -> None:
@@ -272,12 +285,25 @@ def test_a_text_part_without_text_is_refused() -> None:
         messages({"role": "user", "content": [{"type": "text", "text": 5}]})
 
 
-def test_parts_of_unknown_type_are_dropped_with_a_warning() -> None:
-    parts = [{"type": "input_audio", "input_audio": {}}, {"type": "text", "text": "hi"}, {"type": "x", "text": {}}]
-    request = read(messages=[{"role": "user", "content": parts}])
+@pytest.mark.parametrize("kind", ["input_audio", "file", "video_url", "x"])
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+def test_a_part_that_no_model_reads_is_refused_by_its_path(role: str, kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"messages\\[0\\].content\\[1\\] is of type '{kind}'") as caught:
+        read(messages=[{"role": role, "content": [{"type": "text", "text": "hi"}, {"type": kind, kind: {}}]}])
+    assert (caught.value.param, caught.value.code) == ("messages[0].content[1].type", "modality_unsupported")
+
+
+def test_in_a_tools_result_the_model_is_told_of_a_part_that_it_cannot_read() -> None:
+    request = read(messages=[{"role": "tool", "tool_call_id": "a", "content": [{"type": "file", "file": {}}]}])
+    assert request.messages[0].parts == (ToolResult("a", (Text("[file: this model does not read it]"),)),)
+    assert request.warnings == ("content_part_replaced: messages[0].content[0] is of type 'file'",)
+
+
+def test_unknown_parts_of_the_assistants_own_message_are_dropped_with_a_warning() -> None:
+    parts = [{"type": "thinking_summary", "text": {}}, {"type": "text", "text": "hi"}]
+    request = read(messages=[{"role": "assistant", "content": parts}])
     assert request.messages[0].parts == (Text("hi"),)
-    assert request.warnings[0] == "content_part_dropped: messages[0].content[0] is of type 'input_audio'"
-    assert len(request.warnings) == 2
+    assert request.warnings == ("content_part_dropped: messages[0].content[0] is of type 'thinking_summary'",)
 
 
 def test_a_refusal_is_text() -> None:

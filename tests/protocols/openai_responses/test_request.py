@@ -101,10 +101,10 @@ def test_structured_output_becomes_a_constraint() -> None:
     assert read(text={"format": {"type": "text"}}, regex="a+").constraint == Constraint("regex", "a+")
 
 
-def test_an_unknown_format_is_a_warning() -> None:
-    request = read(text={"format": {"type": "hologram"}})
-    assert request.constraint is None
-    assert "hologram" in request.warnings[0]
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'hologram' is unknown") as caught:
+        read(text={"format": {"type": "hologram"}})
+    assert caught.value.param == "text.format.type"
 
 
 def test_reasoning_settings_are_read() -> None:
@@ -145,8 +145,11 @@ def test_extension_fields_and_identity_fields_are_read() -> None:
     assert (request.max_tokens, request.stream) == (9, True)
 
 
-def test_conversation_and_prompt_are_ignored_with_a_warning() -> None:
-    assert len(read(conversation="conv_1", prompt={"id": "p"}).warnings) == 2
+@pytest.mark.parametrize(("field", "value"), [("conversation", "conv_1"), ("prompt", {"id": "p"})])
+def test_what_is_not_stored_here_is_refused_by_its_name(field: str, value: Any) -> None:
+    with pytest.raises(Unsupported, match=f"^{field}: .* not stored here") as caught:
+        read(**{field: value})
+    assert caught.value.param == field
 
 
 @pytest.mark.parametrize(
@@ -281,7 +284,6 @@ def test_a_refusal_is_text() -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        {"type": "item_reference", "id": "msg_1"},
         {"type": "web_search_call", "id": "ws_1", "action": {"type": "search"}},
         {"type": "tool_search_call", "arguments": {"query": "x"}, "call_id": None},
         {"type": "computer_call_output", "output": {"type": "computer_screenshot"}},
@@ -294,11 +296,26 @@ def test_unknown_items_are_warnings(item: dict[str, Any]) -> None:
     assert "input[1]" in request.warnings[0]
 
 
-def test_unknown_content_is_a_warning_with_its_path() -> None:
-    content = [{"type": "input_file", "file_id": "f"}, {"type": "input_image", "file_id": "f"}]
-    request = read_items({"role": "user", "content": content})
-    assert request.messages == (Message("user", ()),)
-    assert [warning.split(":")[0] for warning in request.warnings] == ["input[0].content[0]", "input[0].content[1]"]
+def test_a_reference_to_an_item_is_refused() -> None:
+    with pytest.raises(Unsupported, match="send the item itself") as caught:
+        read_items({"type": "item_reference", "id": "msg_1"})
+    assert caught.value.param == "input[0].type"
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [({"type": "input_file"}, "type"), ({"type": "input_audio"}, "type"), ({"type": "input_image"}, "image_url")],
+)
+def test_content_that_no_model_reads_is_refused_by_its_path(part: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_items({"role": "user", "content": [{"type": "input_text", "text": "a"}, part | {"file_id": "f"}]})
+    assert (caught.value.param, caught.value.code) == (f"input[0].content[1].{param}", "modality_unsupported")
+
+
+def test_in_an_output_the_model_is_told_of_a_part_that_it_cannot_read() -> None:
+    output = [{"type": "input_file", "file_id": "f"}]
+    request = read_items({"type": "function_call_output", "call_id": "c", "output": output})
+    assert request.messages[0].parts == (ToolResult("c", (Text("[a part that this model does not read]"),)),)
 
 
 @pytest.mark.parametrize("field", ["call_id", "name"])
