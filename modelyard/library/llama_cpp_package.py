@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -26,7 +27,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from msgspec import Struct
@@ -238,11 +239,17 @@ def _verify(package: LibraryPackage, archive: Path) -> None:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Only what is needed: not the add-on for Node.js and what it links to."""
+    """Only what is needed: not the add-on for Node.js and what it links to. Python 3.11.2 cannot filter by itself."""
     with tarfile.open(archive) as contents:
-        members = [m for m in contents if "/bins/" in m.name and not m.name.endswith((".node", ".lib"))]
-        members = [m for m in members if "llama-common." not in m.name]
-        contents.extractall(folder, members, filter="data")
+        for member in contents:
+            path = PurePosixPath(member.name)
+            is_needed = member.isfile() and "bins" in path.parts and path.suffix not in (".node", ".lib")
+            if not is_needed or "llama-common." in path.name or path.is_absolute() or ".." in path.parts:
+                continue
+            source, file = contents.extractfile(member), folder / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as out:
+                shutil.copyfileobj(source or io.BytesIO(), out)
 
 
 def _libraries(folder: Path) -> Path:

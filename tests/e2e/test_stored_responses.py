@@ -30,6 +30,13 @@ def create(connect: httpx.Client, text: str, **more: Any) -> Any:
     return reply.json()
 
 
+def expect_no_previous(reply: httpx.Response, id: str) -> None:
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    assert (error["code"], error["param"]) == ("previous_response_not_found", "previous_response_id")
+    assert id in error["message"]
+
+
 def expect_not_found(reply: httpx.Response, id: str) -> None:
     error = reply.json()["error"]
     assert (reply.status_code, error["type"], error["code"]) == (404, "not_found_error", "response_not_found")
@@ -55,8 +62,8 @@ def test_a_key_cannot_continue_or_count_responses_of_another_key(two_key_server:
         response = create(ada, "text")
         body = {"model": "demo", "input": "thinking", "previous_response_id": response["id"]}
         for stream in (False, True):
-            expect_not_found(bob.post(PATH, json=body | {"stream": stream}), response["id"])
-        expect_not_found(bob.post(PATH + "/input_tokens", json=body), response["id"])
+            expect_no_previous(bob.post(PATH, json=body | {"stream": stream}), response["id"])
+        expect_no_previous(bob.post(PATH + "/input_tokens", json=body), response["id"])
         assert ada.post(PATH, json=body).status_code == 200
 
 
@@ -142,8 +149,7 @@ def test_the_memory_store_is_empty_after_a_restart() -> None:
 def test_an_unknown_previous_response_names_the_field(server: LiveServer) -> None:
     with connect(server) as client:
         reply = client.post(PATH, json={"model": "demo", "input": "text", "previous_response_id": "resp_nowhere"})
-        expect_not_found(reply, "resp_nowhere")
-        assert reply.json()["error"]["param"] == "previous_response_id"
+        expect_no_previous(reply, "resp_nowhere")
 
 
 # --- a store that fails -----------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ FILES = {
     "package/bins/linux-x64/libggml-cpu-haswell.so": b"cpu",
     "package/bins/linux-x64/libllama-common.so": b"not needed",
     "package/bins/linux-x64/llama-addon.node": b"not needed",
+    "package/bins/../../../../escaped.so": b"evil",
 }
 
 

@@ -144,7 +144,7 @@ def test_junk_reads_the_same_in_all_chunks_and_no_marker_is_shown(format: str) -
     form = load(format)
     markers = [*form.markers, *form.inner_markers]
     parts = [*markers, *_JSON_PARTS, *_TAG_PARTS, *(m[: len(m) // 2] for m in markers)]
-    for rng in _examples(format, "junk", 80):
+    for rng in _examples(format, "junk", 60):
         chosen = [rng.choice(parts) if rng.random() < 0.75 else _random_text(rng) for _ in range(rng.randrange(15))]
         raw, options = "".join(chosen), _random_options(rng, ["\n", "wor", "}}", "ord", "<"])
         blocks = scan([raw], format, **options)
@@ -181,7 +181,7 @@ def _nested_junk(rng: random.Random, form: OutputFormat) -> list[Piece]:
 @every_format
 def test_a_marker_that_remains_when_others_are_dropped_is_not_shown(format: str) -> None:
     form = load(format)
-    for rng in _examples(format, "nested", 60):
+    for rng in _examples(format, "nested", 45):
         raw = "".join(piece.text for piece in _nested_junk(rng, form))
         options = _random_options(rng, ["wor", "|>", "<", "xyz"])
         blocks = scan([raw], format, **options)
@@ -195,7 +195,7 @@ def test_a_remaining_marker_is_not_shown_if_some_markers_are_tokens(format: str)
     """Only what ordinary text spells without an interruption is a quotation."""
     form = load(format)
     tokens = marker_tokens(form)
-    for rng in _examples(format, "tokens", 60):
+    for rng in _examples(format, "tokens", 45):
         options = _random_options(rng, ["wor", "|>", "<", "xyz"])
         specials = set(rng.sample(tokens, rng.randint(1, len(tokens))))
         given = [Piece(p.text, special=p.special and p.text in specials) for p in _nested_junk(rng, form)]
@@ -210,7 +210,7 @@ def test_a_remaining_marker_is_not_shown_if_some_markers_are_tokens(format: str)
 @every_format
 def test_a_marker_that_the_prompt_began_is_not_completed_visibly(format: str) -> None:
     form = load(format)
-    for rng in _examples(format, "prompt", 60):
+    for rng in _examples(format, "prompt", 45):
         begun, raw = _in_two(rng, "".join(piece.text for piece in _nested_junk(rng, form)))
         prefill = (form.turn_starts[0] if form.turn_starts else "") + begun
         blocks = scan(list(raw), format, prefill=prefill)
@@ -315,7 +315,7 @@ def test_a_call_inside_reasoning_counts_only_where_the_family_places_it(format: 
 def test_no_word_is_lost_wherever_a_call_breaks(format: str) -> None:
     """Words inside of a tag are not shown as long as the tag can be read."""
     call = WRITERS[format]("", "", [(_SEARCH, _ARGUMENTS)])
-    for rng in _examples(format, "broken", 60):
+    for rng in _examples(format, "broken", 45):
         before, after = _in_two(rng, call)
         word = rng.choice(["w1. ", "}w1.", "'w1.", '"w1."', "<w1."])
         raw = f"{before}{word}{after} w2."
@@ -331,7 +331,7 @@ def test_no_word_is_lost_wherever_a_call_breaks(format: str) -> None:
 def test_no_word_between_markers_is_lost(format: str) -> None:
     """Words in a header of harmony are not shown, so none is opened here."""
     markers = [m for m in load(format).markers if m not in ("<|start|>", "<|channel|>")]
-    for rng in _examples(format, "words", 60):
+    for rng in _examples(format, "words", 45):
         parts = [rng.choice(markers) if rng.random() < 0.5 else None for _ in range(rng.randrange(15))]
         raw = "".join(part or f" w{i}. " for i, part in enumerate(parts))
         shown = "".join(block.text for block in scan([raw], format))

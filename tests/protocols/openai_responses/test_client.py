@@ -66,6 +66,9 @@ def _expressible_part(part: Part) -> Part:
 @given(EXPRESSIBLE.map(expressible), st.booleans(), st.none() | names())
 def test_an_expressible_request_reads_back_equal(request: Request, encrypted: bool, session: str | None) -> None:
     request = replace(request, encrypted_reasoning=encrypted, session=session, previous=session, store=encrypted)
+    if session is not None:
+        repeated = {"safety_identifier": None, "prompt_cache_key": session, "prompt_cache_retention": None}
+        request = replace(request, repeated={**repeated, "max_tool_calls": None})
     assert openai_responses.read_request(openai_responses.write_request(request), {}) == request
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -99,8 +101,12 @@ def test_an_upstreams_signature_is_written_instead_of_ours() -> None:
     assert "encrypted_content" not in write_item(Block(Thinking("b", "theirs")), "key", 0, REQUEST)
 
 
+def in_progress(request: Request) -> Any:
+    return msgspec.json.decode(ResponseObject(request, "k").at("in_progress", STARTED))
+
+
 def test_instructions_are_echoed_only_if_the_request_has_them() -> None:
     request = replace(REQUEST, messages=(Message("system", (Text("orders"),)), *REQUEST.messages))
-    assert ResponseObject(request, "k").at("in_progress", STARTED)["instructions"] is None
+    assert in_progress(request)["instructions"] is None
     request = replace(request, instructions=True)
-    assert ResponseObject(request, "k").at("in_progress", STARTED)["instructions"] == "orders"
+    assert in_progress(request)["instructions"] == "orders"
