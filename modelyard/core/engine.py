@@ -57,6 +57,23 @@ class Media(Struct, frozen=True, tag="media"):
     n_tokens: int
 
 
+class ReasoningBounds(Struct, frozen=True):
+    """A kind of reasoning: the texts around it, and the tokens that end it before the answer."""
+
+    start: str
+    ends: tuple[str, ...]
+    closing: tuple[int, ...]
+
+
+class ReasoningBudget(Struct, frozen=True):
+    """After so many tokens of reasoning the engine generates the end of the block. `opened`: the prompt has opened a
+    block of this kind."""
+
+    tokens: int
+    blocks: tuple[ReasoningBounds, ...]
+    opened: int | None = None
+
+
 class Prompt(Struct, frozen=True, kw_only=True, gc=False):
     """One generation for a TextEngine. It crosses processes, so it contains only values."""
 
@@ -65,6 +82,7 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
     max_tokens: int = 1
     stop_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    reasoning: ReasoningBudget | None = None
     cache: str = ""
     scope: str = ""  # KV of another scope is never reused: whose it is would show in counts and times
     session: str | None = None
@@ -160,6 +178,7 @@ class Capabilities(Struct, frozen=True):
     structured: bool = False
     streaming: bool = True
     logprobs: bool = False
+    reasoning_budget: bool = False  # it ends reasoning after a number of tokens
     lora: bool = False
     embeddings: bool = False
     rerank: bool = False

@@ -62,6 +62,14 @@ class Region(Struct, frozen=True):
     markers: dict[str, SwitchRegion | StartReader]
 
 
+class ReasoningBlock(Struct, frozen=True):
+    """Reasoning between markers. `closing` ends it and begins the answer, as the family's template writes it."""
+
+    start: str
+    ends: tuple[str, ...]
+    closing: str
+
+
 class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
     """One output format. A module in `scanner/formats/` lists its formats in `FORMATS`."""
 
@@ -78,6 +86,25 @@ class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
     template_hints: tuple[tuple[str, ...], ...] = ()  # a chat template with all strings of one group has this format
     name_hints: tuple[str, ...] = ()  # parts of model names in lower case, used if no template decides
     grammar: Grammar | None = None
+    messages_of_reasoning: tuple[ReasoningBlock, ...] = ()  # where readers open the reasoning, not markers
+
+    @property
+    def reasoning_blocks(self) -> tuple[ReasoningBlock, ...]:
+        if self.messages_of_reasoning or self.has_messages:
+            return self.messages_of_reasoning
+        texts = [region for region in self.regions.values() if region.kind == "text"]
+        opened = {m: self.regions[a.region] for r in texts for m, a in r.markers.items() if isinstance(a, SwitchRegion)}
+        blocks = []
+        for start, region in opened.items():
+            ends = tuple(
+                marker
+                for marker, action in region.markers.items()
+                if isinstance(action, SwitchRegion) and self.regions[action.region].kind == "text"
+            )
+            if region.kind == "thinking" and ends:
+                closing = f"\n{ends[0]}\n\n" if ends[0].startswith("</") else ends[0]
+                blocks.append(ReasoningBlock(start, ends, closing))
+        return tuple(blocks)
 
     @property
     def reads_calls(self) -> bool:

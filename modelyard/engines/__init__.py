@@ -9,6 +9,7 @@ NOT_PLUGINS = frozenset(
         "grammars",
         "hf_folder",
         "in_process",
+        "reasoning_limit",
         "managed",
         "option_faults",
         "upstream",

@@ -17,6 +17,7 @@ _UNKNOWN_ENGINE = Capabilities(
     modalities=("text", "image", "audio"),
     structured=True,
     logprobs=True,
+    reasoning_budget=True,
     lora=True,
     embeddings=True,
     rerank=True,
@@ -110,11 +111,13 @@ def check_rerank(can: Capabilities, name: str) -> None:
         )
 
 
-def ignored_parameters(sampling: Sampling, can: Capabilities) -> tuple[str, ...]:
-    """The sampling parameters that the client set and the engine does not support."""
-    if sampling is DEFAULT_SAMPLING:
-        return ()
-    return tuple(name for name in can.ignored if getattr(sampling, name, None) is not None)
+def ignored_parameters(request: Request, can: Capabilities) -> tuple[str, ...]:
+    """The sampling parameters that the client set and the engine does not support, and a budget for reasoning."""
+    sampling, budget = request.sampling, request.reasoning.budget
+    ignored: tuple[str, ...] = ()
+    if can.ignored and sampling is not DEFAULT_SAMPLING:
+        ignored = tuple(name for name in can.ignored if getattr(sampling, name, None) is not None)
+    return ignored if budget is None or can.reasoning_budget else (*ignored, "reasoning_budget")
 
 
 def without_tool_images(request: Request) -> Request:

@@ -85,6 +85,7 @@ from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
 from modelyard.gateway.model import Model
 from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, output_budget
 from modelyard.gateway.priority import priority
+from modelyard.gateway.reasoning_budget import reasoning_budget
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.gateway.request_record import gateway_timings, input_record, request_record
 from modelyard.gateway.request_work import RequestWork
@@ -180,6 +181,9 @@ class Gateway:
             warnings = (*warnings, *dropped, *_omitted_tools(request, model))
         if warnings:
             self._report(warnings)
+        reasoning = None
+        if request.reasoning.budget is not None and prompts and model.kind == "text":
+            reasoning = reasoning_budget(request, model.pipeline, prompts[0].text)
         return PreparedRequest(
             request=request,
             caller=caller,
@@ -192,6 +196,7 @@ class Gateway:
             tokenize_s=time.perf_counter() - began,
             capabilities=capabilities,
             priority=urgency,
+            reasoning=reasoning,
         )
 
     def start(
@@ -743,7 +748,7 @@ class ChoiceStream:
             # The engine was loaded or replaced after `prepare`.
             effective = gateway.capabilities.effective(model, capabilities)
             check_capabilities(request, effective, model.name, images=has_images(request))
-        if capabilities.ignored and (ignored := ignored_parameters(request.sampling, capabilities)):
+        if ignored := ignored_parameters(request, capabilities):
             self.ignored = ignored
             gateway.metrics.warned("parameter_ignored")
             log.info("request: the engine of %s ignores %s", model.name, ", ".join(ignored))

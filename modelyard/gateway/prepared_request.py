@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.engine import Capabilities, Media, Prompt, TokenRun
+from modelyard.core.engine import Capabilities, Media, Prompt, ReasoningBudget, TokenRun
 from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.events import Usage
 from modelyard.core.lease import LeaseRequest
@@ -59,6 +59,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
     tokenize_s: float
     capabilities: Capabilities | None = None  # the engine's, as checked; None: the engine was not loaded
     priority: Priority = "main"
+    reasoning: ReasoningBudget | None = None  # for a TextEngine
 
     @property
     def choices(self) -> int:
@@ -152,6 +153,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             max_tokens=rendered.budget.max_tokens,
             stop_ids=model.text.stop_ids,
             constraint=self.constraint,
+            reasoning=self.reasoning,
             cache=self.target.cache,
             scope=self.kv_scope,
             session=self.session_key(),

@@ -54,7 +54,8 @@ class StoredResponses:
         found = await self._store.get(_scope(key), id)
         if found is None:
             raise NotFound(
-                f"no response {id!r} is stored; it may have expired, or belong to another key", code="response_not_found"
+                f"no response {id!r} is stored; it may have expired, or belong to another key",
+                code="response_not_found",
             )
         return decode_stored(found)
 

@@ -44,7 +44,17 @@ from msgspec.structs import asdict
 
 from modelyard.core import engine as core
 from modelyard.core import errors
-from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, EngineStats, Media, Prompt, TokenRun
+from modelyard.core.engine import (
+    CacheInfo,
+    Control,
+    EngineInfo,
+    EngineSpec,
+    EngineStats,
+    Media,
+    Prompt,
+    ReasoningBudget,
+    TokenRun,
+)
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError
 from modelyard.core.events import Event, Timings, Usage
 from modelyard.core.lease import LeaseRequest, ModelStatus
@@ -254,6 +264,7 @@ class InferRequest(LinkMessage, frozen=True):
     max_tokens: int = 1
     stop_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    reasoning: ReasoningBudget | None = None
     cache: str = ""
     scope: str = ""
     session: str | None = None

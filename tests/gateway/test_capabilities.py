@@ -139,5 +139,12 @@ def test_a_request_has_images_in_messages_and_in_tool_results() -> None:
 
 def test_only_parameters_that_the_client_set_are_reported_as_ignored() -> None:
     can = Capabilities(ignored=("top_k", "min_p", "beam_size"))
-    assert ignored_parameters(Sampling(top_k=5, temperature=1.0, min_p=0.0), can) == ("top_k", "min_p")
-    assert ignored_parameters(Sampling(), can) == ()
+    sampling = Sampling(top_k=5, temperature=1.0, min_p=0.0)
+    assert ignored_parameters(Request(model="m", sampling=sampling), can) == ("top_k", "min_p")
+    assert ignored_parameters(Request(model="m"), can) == ()
+
+
+def test_a_budget_for_reasoning_is_ignored_where_the_engine_cannot_end_it() -> None:
+    request = Request(model="m", reasoning=Reasoning(budget=5))
+    assert ignored_parameters(request, Capabilities()) == ("reasoning_budget",)
+    assert ignored_parameters(request, Capabilities(reasoning_budget=True)) == ()

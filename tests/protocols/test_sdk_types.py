@@ -76,8 +76,11 @@ def test_a_reply_is_valid_for_the_types_of_the_vendor(protocol: str, case: str) 
     reply.model_validate(body, strict=True)
 
 
-@EVERY_REPLY
-@pytest.mark.parametrize("case", sorted(CASES))
+# A streamed call of a custom tool in Chat: the API sends it, the SDK's type of a chunk does not have it.
+@pytest.mark.parametrize(
+    ("protocol", "case"),
+    [(name, case) for name in sorted(REPLIES) for case in sorted(CASES) if (name[0], case) != ("C", "custom_tool")],
+)
 def test_every_event_is_valid_for_the_types_of_the_vendor(protocol: str, case: str) -> None:
     module, _, event = REPLIES[protocol]
     adapter = TypeAdapter[Any](event)

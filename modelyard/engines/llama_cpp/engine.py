@@ -24,7 +24,7 @@ from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
 from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
-from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks
+from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
@@ -33,6 +33,7 @@ from modelyard.engines.llama_cpp.replay import Replay, create_replay
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
 from modelyard.engines.llama_cpp.sequence_manager import create_sequence_manager, link_compatible
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
+from modelyard.engines.reasoning_limit import ReasoningLimit
 from modelyard.library.gguf import ModelPurpose
 from modelyard.library.model_files import locate_model_file
 
@@ -223,6 +224,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         if len(cache.jobs) >= cache.info.parallel:
             raise Overloaded(f"the cache {cache.name!r} has no free sequence")
         job.sampler = JobSampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, job.ids)
+        if job.prompt.reasoning is not None:
+            job.reasoning = ReasoningLimit(job.prompt.reasoning, partial(token_piece, self._vocab))
         if self._replay is not None:
             job.mask, job.scripted = None, self._replay.answer(job.prompt.ids, job.prompt.session)
         cache.admit(job)

@@ -137,7 +137,7 @@ class GrammarVocabulary:
 
     def __init__(self, vocab: Any, n_vocab: int) -> None:
         buffer = ctypes.create_string_buffer(_MAX_PIECE)
-        self.pieces = [_piece(vocab, token, buffer) for token in range(n_vocab)]
+        self.pieces = [token_piece(vocab, token, buffer) for token in range(n_vocab)]
         marked = [_NOT_TEXT * _is_not_text(vocab, token, piece) + piece for token, piece in enumerate(self.pieces)]
         eos = lib.llama_vocab_eos(vocab)
         others = [token for token in range(n_vocab) if token != eos and lib.llama_vocab_is_eog(vocab, token)]
@@ -155,7 +155,9 @@ class GrammarVocabulary:
         return self.tokenizer.tokenize_bytes(text) if text else []
 
 
-def _piece(vocab: Any, token: int, buffer: Any) -> bytes:
+def token_piece(vocab: Any, token: int, buffer: Any = None) -> bytes:
+    """The text of a token, also of a control token. `buffer` is reused if many tokens are read."""
+    buffer = buffer or ctypes.create_string_buffer(_MAX_PIECE)
     count = lib.llama_token_to_piece(vocab, token, buffer, _MAX_PIECE, 0, True)
     return bytes(ctypes.string_at(buffer, max(0, count)))
 

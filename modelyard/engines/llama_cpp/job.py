@@ -18,6 +18,7 @@ from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.in_process import Finish, InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
 from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob
+from modelyard.engines.reasoning_limit import ReasoningLimit
 
 
 class StepOutput(Struct):
@@ -47,6 +48,7 @@ class LlamaCppJob(InProcessJob):
         self.stop_ids = frozenset(prompt.stop_ids)
         self.checkpoint_positions: list[int] = []  # where reading the prompt pauses for a checkpoint, in order
         self.mask: GrammarMask | TriggeredMask | None = None
+        self.reasoning: ReasoningLimit | None = None
         self.scripted: Iterator[int] | None = None  # replaces sampling, for tests
 
     def __repr__(self) -> str:
@@ -112,7 +114,9 @@ class LlamaCppJob(InProcessJob):
     @property
     def is_simple(self) -> bool:
         """The sampler alone decides, on unchanged logits, and no logprobs are requested."""
-        return self.mask is None and self.scripted is None and self.prompt.logprobs is None
+        return (
+            self.mask is None and self.reasoning is None and self.scripted is None and self.prompt.logprobs is None
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -125,16 +129,21 @@ class LlamaCppJob(InProcessJob):
         """Adds the next token to the output. Returns why the job ends, if it does."""
         top = self.prompt.logprobs
         logits = self.sampler.logits(context, row).copy() if top is not None else None  # a mask changes them
+        forced = None if self.reasoning is None else self.reasoning.next_token()
         try:
-            token = self._sample(context, row)
+            token = self._sample(context, row, forced)
         except ModelyardError as error:
             return "error", error
-        finish = self.accept(token, output)
+        finish = self.accept(token, output, is_forced=forced == token)
+        if self.reasoning is not None:
+            self.reasoning.read(token)
         if logits is not None and output.logprobs is not None and len(output.logprobs) < len(output.ids):
             output.logprobs.append(token_logprob(logits, token, top or 0))
         return finish
 
-    def _sample(self, context: Any, row: int) -> int:
+    def _sample(self, context: Any, row: int, forced: int | None) -> int:
+        if forced is not None:
+            return forced if self.mask is None else self.mask.sample(self.sampler.logits(context, row), lambda: forced)
         if self.scripted is not None:
             return next(self.scripted, next(iter(self.stop_ids), -1))
         if self.mask is None:
@@ -142,9 +151,10 @@ class LlamaCppJob(InProcessJob):
         logits = self.sampler.logits(context, row)
         return self.mask.sample(logits, partial(self.sampler.sample, context, row, logits))
 
-    def accept(self, token: int, output: StepOutput) -> Finish | None:
-        """Appends the token, unless it is one that ends the job."""
-        if token in self.stop_ids or token < 0:
+    def accept(self, token: int, output: StepOutput, *, is_forced: bool = False) -> Finish | None:
+        """Appends the token, unless it is one that ends the job. The end of a message of reasoning may be such a token;
+        it is forced to let the answer begin."""
+        if (token in self.stop_ids and not is_forced) or token < 0:
             return "stop", None
         self.append(token)
         output.ids.append(token)

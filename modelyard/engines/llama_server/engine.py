@@ -25,6 +25,7 @@ CAPABILITIES = Capabilities(
     modalities=("text", "image"),
     structured=True,
     logprobs=True,
+    reasoning_budget=True,
     ignored=("beam_size",),
     thinking_modes=("default", "enabled", "disabled"),
     embeddings=True,
@@ -113,6 +114,8 @@ def chat_body(request: Request, options: LlamaServerOptions) -> bytes:
     fields: dict[str, Any] = {"return_progress": True}
     if request.sampling.repetition_penalty is not None:
         fields["repeat_penalty"] = request.sampling.repetition_penalty
+    if request.reasoning.budget is not None:
+        fields["thinking_budget_tokens"] = max(-1, request.reasoning.budget)
     written = (openai_completions if request.prompts else openai_chat).write_request(streamed)
     return append_fields(written, fields)
 

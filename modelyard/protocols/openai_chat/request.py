@@ -7,7 +7,7 @@ reads here, an unknown response format. The rest of what cannot be carried over 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -184,6 +184,9 @@ class ChatCompletionBody(ExtensionFields):
     reasoning_effort: limits.Word | None = None
     reasoning: ChatReasoning | None = None
     enable_thinking: bool | None = None
+    thinking_budget: int | None = None  # three servers' names of one limit
+    thinking_budget_tokens: int | None = None
+    thinking_token_budget: int | None = None
     thinking: ChatThinking | bool | limits.Word | None = None
     metadata: limits.JsonObject | None = None
     safety_identifier: limits.Name | None = None
@@ -277,8 +280,10 @@ def _read_schema(json_schema: JsonSchemaFormat) -> Constraint:
 THINKING_KWARG = "enable_thinking"  # the name of the switch in chat templates
 
 _DEFAULT_REASONING = Reasoning()
-_reasoning_fields = attrgetter("reasoning_effort", "reasoning", "thinking", "enable_thinking", "chat_template_kwargs")
-_NO_FIELDS = (None,) * 5
+_BUDGETS = ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget")
+_SWITCHES = ("reasoning_effort", "reasoning", "thinking", "enable_thinking", "chat_template_kwargs")
+_reasoning_fields, _budgets = attrgetter(*_SWITCHES, *_BUDGETS), attrgetter(*_BUDGETS)
+_NO_FIELDS = (None,) * len(_SWITCHES + _BUDGETS)
 _NO_REASONING, _NO_THINKING = ChatReasoning(), ChatThinking()
 _THINKING_ENABLED = {
     "enabled": True,
@@ -307,9 +312,14 @@ def _read_reasoning(body: ChatCompletionBody) -> Reasoning:
     return Reasoning(
         enabled=next((switch for switch in switches if switch is not None), None),
         effort=effort,
-        budget=reasoning.max_tokens if reasoning.max_tokens is not None else thinking.budget_tokens,
+        budget=_read_budget((reasoning.max_tokens, thinking.budget_tokens, *_budgets(body))),
         visible=None if reasoning.exclude is None else not reasoning.exclude,
     )
+
+
+def _read_budget(values: Iterable[int | None]) -> int | None:
+    """The first limit that is set. A negative number is no limit."""
+    return next((value for value in values if value is not None and value >= 0), None)
 
 
 def _read_thinking(thinking: ChatThinking | bool | str | None) -> ChatThinking:

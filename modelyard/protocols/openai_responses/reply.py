@@ -23,11 +23,14 @@ _NOT_STORED = {
     "message": "the response could not be stored: previous_response_id cannot continue it, send the conversation again",
 }
 # Fields with the same value in every response: there is one tier, no truncation and nothing of OpenAI's own services.
-_CONSTANT_FIELDS = b"," + encode(
-    {"background": False, "service_tier": "default", "truncation": "disabled"}
-    | dict.fromkeys(("access_programs", "conversation", "image", "moderation", "prompt"))
-    | dict.fromkeys(("prompt_cache_diagnostics", "prompt_cache_options", "tool_usage"))
-)[1:]
+_CONSTANT_FIELDS = (
+    b","
+    + encode(
+        {"background": False, "service_tier": "default", "truncation": "disabled"}
+        | dict.fromkeys(("access_programs", "conversation", "image", "moderation", "prompt"))
+        | dict.fromkeys(("prompt_cache_diagnostics", "prompt_cache_options", "tool_usage"))
+    )[1:]
+)
 _EMPTY_REPLY = (Block(Text("")),)  # a reply without blocks is one empty message, as in the stream
 
 

@@ -101,6 +101,7 @@ class ReasoningSettings(Struct):
     effort: limits.Word | None = None
     summary: limits.Word | None = None
     generate_summary: limits.Word | None = None  # the older name of `summary`
+    max_tokens: int | None = None  # not OpenAI's; the same extension as on Chat
 
 
 class ResponsesBody(ExtensionFields):
@@ -249,6 +250,7 @@ def _read_reasoning(settings: ReasoningSettings | None) -> Reasoning:
         enabled=False if settings.effort == "none" else None,
         effort=settings.effort,
         summary=settings.summary or settings.generate_summary,
+        budget=settings.max_tokens if settings.max_tokens is None or settings.max_tokens >= 0 else None,
     )
 
 

@@ -25,7 +25,7 @@ import re
 import sys
 from collections.abc import Callable
 
-from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, escape_json, to_json
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lenient_json import JsonReader, repair_literal
@@ -252,6 +252,7 @@ _GEMMA4 = OutputFormat(
         "text": Region("text", {**_READERS}),
         "thinking": Region("thinking", {_CHANNEL_END: SwitchRegion("text"), **_READERS}),
     },
+    messages_of_reasoning=(ReasoningBlock(_CHANNEL, (_CHANNEL_END,), f"\n{_CHANNEL_END}"),),
     hidden_markers=(
         _CHANNEL_END,
         _TOOL_CALL_END,

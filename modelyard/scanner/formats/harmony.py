@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.grammar import CallGrammar, JsonBody
 from modelyard.scanner.json_calls import json_arguments
@@ -114,6 +114,11 @@ FORMATS = (
         turn_starts=_ENDS,
         has_messages=True,
         stop_tokens=("<|return|>", "<|call|>"),
+        messages_of_reasoning=(
+            ReasoningBlock(
+                "<|channel|>analysis<|message|>", _ENDS, "<|end|><|start|>assistant<|channel|>final<|message|>"
+            ),
+        ),
         template_hints=((_CHANNEL, _MESSAGE),),
         name_hints=("gpt-oss", "gpt_oss", "harmony"),
         grammar=CallGrammar(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name
 from modelyard.scanner.json_calls import json_arguments
@@ -67,6 +67,7 @@ FORMATS = (
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
         hidden_markers=(_CALLS, _NAME, _ARGUMENTS, _CALL_END),
         has_messages=True,
+        messages_of_reasoning=(ReasoningBlock(_THINK, _ENDS, f"<|end|>{_BEGIN}assistant{_CONTENT}"),),
         stop_tokens=("<|calls|>", "<|flush|>"),
         turn_starts=_ENDS,
         template_hints=((_CALL, _ARGUMENTS), ("<|begin|>assistant", _THINK)),

@@ -123,7 +123,6 @@ ARCHITECTURES: dict[str, Facts] = {
     "deepseek2": _EXPERTS | _MLA,
     "mistral4": _EXPERTS | _MLA,
     "minicpm3": {"attention.q_lora_rank": 32, "attention.kv_lora_rank": 32, "rope.dimension_count": 16},
-    "plm": {"attention.kv_lora_rank": 32, "rope.dimension_count": 16},
     "deepseek32": _EXPERTS | _MLA | _INDEXER,
     "glm-dsa": _EXPERTS | _MLA | _INDEXER,
     # recurrent
@@ -156,7 +155,7 @@ ARCHITECTURES: dict[str, Facts] = {
     "qwen3next": _EXPERTS | _GATED_DELTA,
     "qwen35": _GATED_DELTA,
     "qwen35moe": _EXPERTS | _GATED_DELTA,
-    "kimi-linear": _EXPERTS | _MLA | _KDA | _MIXED_HEADS,
+    "kimi-linear": _EXPERTS | _MLA | _KDA | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]},
     # encoders, encoder-decoders, diffusion
     "t5": {"attention.relative_buckets_count": 8},
     "t5encoder": {"attention.relative_buckets_count": 8},
