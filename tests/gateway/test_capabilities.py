@@ -10,7 +10,7 @@ import pytest
 from modelyard.core.engine import Capabilities
 from modelyard.core.errors import Unsupported
 from modelyard.core.events import Failed
-from modelyard.core.request import Constraint, Image, Message, Reasoning, Sampling, Text, Tool, ToolResult
+from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text, Tool, ToolResult
 from modelyard.gateway.capabilities import (
     CapabilityCache,
     check_capabilities,

@@ -114,9 +114,7 @@ class LlamaCppJob(InProcessJob):
     @property
     def is_simple(self) -> bool:
         """The sampler alone decides, on unchanged logits, and no logprobs are requested."""
-        return (
-            self.mask is None and self.reasoning is None and self.scripted is None and self.prompt.logprobs is None
-        )
+        return self.mask is None and self.reasoning is None and self.scripted is None and self.prompt.logprobs is None
 
     @property
     def is_greedy(self) -> bool:

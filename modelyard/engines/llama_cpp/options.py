@@ -27,7 +27,13 @@ _Count = Annotated[int, Field(ge=1, le=1 << 24)]
 GpuLayers = Annotated[int, Field(ge=-1, le=10_000)] | Literal["auto"]
 
 CAPABILITIES = Capabilities(
-    structured=True, logprobs=True, reasoning_budget=True, embeddings=True, rerank=True, lora=True, ignored=("beam_size",)
+    structured=True,
+    logprobs=True,
+    reasoning_budget=True,
+    embeddings=True,
+    rerank=True,
+    lora=True,
+    ignored=("beam_size",),
 )
 
 # field → its type and range: what the admin API may override for one load
