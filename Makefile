@@ -84,6 +84,11 @@ test-cluster: install ## run the tests that need a Ray cluster, with three nodes
 	PYTHONPATH=$(CURDIR)/$(VENV)/ray unshare --map-root-user --net sh -c \
 		'ip link set lo up && $(BIN)/pytest -m cluster tests/workers tests/engines/conformance'
 
+test-litellm: install ## run the tests that call the real LiteLLM, in a folder of its own
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/litellm \
+		'litellm[mcp]>=1.106,<2'
+	PYTHONPATH=$(CURDIR)/$(VENV)/litellm $(BIN)/pytest -m litellm tests/engines
+
 vllm-env: install ## build an environment in which vLLM runs without a GPU (3.5 GB, once, in the cache folder)
 	$(BIN)/python setup/vllm_env.py
 
@@ -115,4 +120,4 @@ soak: install ## an hour of moderate load, and what the server holds meanwhile; 
 bench-reuse: install ## run real agents and count the tokens that are evaluated again
 	$(BIN)/python -m bench.reuse $(ARGS)
 
-.PHONY: help install rebuild-engine serve test check test-clients test-recipes test-cluster vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak
+.PHONY: help install rebuild-engine serve test check test-clients test-recipes test-cluster test-litellm vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak

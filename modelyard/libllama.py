@@ -385,6 +385,7 @@ def load() -> LibLlama:
     with _lock:
         if _loaded is None:
             folder = library_folder()
+            os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # a failed assertion prints itself, and no debugger
             if sys.platform == "win32":
                 os.add_dll_directory(str(folder))
             if (manifest := folder / VULKAN_MANIFEST).is_file():

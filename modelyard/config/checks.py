@@ -64,6 +64,8 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
         if value is not None and value not in known:
             hint = suggest(value, known) or f" Choose one of {', '.join(known)}."
             yield (*path, field), f"there is no {field} {value!r}.{hint}", "error"
+    if model.force_prompt_format:
+        yield (*path, "force_prompt_format"), _forced_format(model), "warning"
     engines, backend = plugins.names("engines"), model.backend
     if backend is None:
         return
@@ -86,6 +88,17 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
             else:
                 message = validation_messages(errors)
             yield (*path, *loc), message, "error"
+
+
+def _forced_format(model: ModelSettings) -> str:
+    if model.chat_template is not None:
+        return "is not used: chat_template is set."
+    if model.prompt_format is None:
+        return "is not used: prompt_format is not set."
+    return (
+        f"prompt_format {model.prompt_format} replaces the model's own template, and its wording is not the one that the "
+        "model was trained on. Remove it unless the file's template is missing or wrong."
+    )
 
 
 def _owner_hint(key: str) -> str:

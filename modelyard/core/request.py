@@ -196,6 +196,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     metadata: dict[str, Any] | None = None
     previous: str | None = None  # previous_response_id, resolved by the gateway
     store: bool | None = None
+    warm_up: bool = False  # the engine reads the prompt for a later request; what it generates is dropped
     encrypted_reasoning: bool = False  # return reasoning in a form that the client can send back
     echo: bool = False  # legacy completions: repeat the prompt in the reply
     infill: Infill | None = None  # each prompt is the text before a gap that the model fills

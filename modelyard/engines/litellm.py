@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import ModuleType
@@ -32,6 +34,7 @@ from modelyard.core.events import Event
 from modelyard.core.request import Reasoning, Request, Sampling
 from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.engines.upstream import (
+    UPSTREAM_UNREACHABLE,
     Emit,
     RetryableError,
     RetryPolicy,
@@ -75,6 +78,18 @@ CAPABILITIES = Capabilities(
     logprobs=True,
     ignored=tuple(name for name in Sampling.__struct_fields__ if name not in _SAMPLING),
 )
+
+
+_LIBRARY_FAILED = "litellm_failed"
+_TRACEBACK = "Traceback (most recent call last)"
+_MAX_CAUSES = 16
+# Classes of httpx, aiohttp and botocore. LiteLLM's own APIConnectionError is no sign: it has many causes.
+_NETWORK_ERRORS = frozenset(
+    {"ConnectError", "ConnectTimeout", "ClientConnectorError", "ClientConnectorDNSError", "EndpointConnectionError"}
+)
+_NETWORK_REASON = "the connection failed"
+
+log = logging.getLogger(__name__)
 
 
 def verify() -> None:
@@ -150,12 +165,24 @@ class LiteLlmEngine:
                 await close()
 
     def _map_error(self, error: Exception) -> ModelyardError:
+        """LiteLLM reports an unreachable provider and a fault of its own as 500; what it raised them from tells them
+        apart. Its messages may hold a traceback, which no client sees."""
+        causes = _causes(error)
+        if missing := next((cause for cause in causes if isinstance(cause, ImportError)), None):
+            log.error("LiteLLM lacks a package", exc_info=error)
+            needed = f"LiteLLM needs the Python package {missing.name!r} for this request"
+            return Unavailable(f"{needed}: install it with pip install 'modelyard[litellm]'", code=_LIBRARY_FAILED)
+        if reason := next((_network_reason(cause) for cause in causes if _is_network_error(cause)), None):
+            return Unavailable(f"{self._address.name} cannot be reached: {reason}", code=UPSTREAM_UNREACHABLE)
         status, retry_after = getattr(error, "status_code", None), _retry_after(error)
-        message = str(getattr(error, "message", "") or error)
+        if not isinstance(status, int):
+            log.error("LiteLLM failed", exc_info=error)
+            message = f"LiteLLM failed with {type(error).__name__}; the server's log has the details"
+            return Unavailable(message, code=_LIBRARY_FAILED)
+        message = str(getattr(error, "message", "") or error).partition(_TRACEBACK)[0].strip()
         body = msgspec.json.encode({"error": {"message": message}})  # LiteLLM's `code` only repeats the status
         headers = {} if retry_after is None else {"retry-after": retry_after}
-        mapped = openai_chat.read_error(status if isinstance(status, int) else 502, headers, body)
-        return map_auth_error(mapped, self._address)
+        return map_auth_error(openai_chat.read_error(status, headers, body), self._address)
 
     async def count(self, request: Request) -> int | None:
         """None: LiteLLM estimates with tokenizers of other models."""
@@ -168,6 +195,27 @@ class LiteLlmEngine:
     async def close(self) -> None:
         self._jobs.close(Unavailable("the engine was closed"))
         await self._jobs.join()
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, the first cause last."""
+    found: list[BaseException] = []
+    while (following := error.__cause__ or error.__context__) is not None and len(found) < _MAX_CAUSES:
+        found.append(error)
+        error = following
+    return [*found, error]
+
+
+def _is_network_error(error: BaseException) -> bool:
+    """Of the operating system, or of a library that hides it: a provider's SDK may use any HTTP client."""
+    is_os_error = isinstance(error, ConnectionError | socket.gaierror)
+    return is_os_error or type(error).__name__ in _NETWORK_ERRORS
+
+
+def _network_reason(error: BaseException) -> str:
+    """Without the objects that aiohttp prints into its messages."""
+    first = _causes(error)[-1]
+    return first.strerror if isinstance(first, OSError) and first.strerror else _NETWORK_REASON
 
 
 def _retry_after(error: Exception) -> str | None:

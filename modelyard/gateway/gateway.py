@@ -151,14 +151,16 @@ class Gateway:
         headers: Mapping[str, str],
         key: str,
         work: RequestWork | None = None,
+        stored: StoredResponses | None = None,
     ) -> Request:
-        """`work` can be cancelled, here and in the next steps, if the request is large."""
+        """`work` can be cancelled, here and in the next steps, if the request is large. `stored` are the responses that
+        the request may continue, if they are not the gateway's."""
         if len(body) > INLINE_BYTES:
             request = await (work or RequestWork()).run(protocol.read_request, body, headers)
         else:
             request = protocol.read_request(body, headers)
-        if request.previous is not None and self.stored is not None:
-            request = await self.stored.resume(request, key)
+        if request.previous is not None and (stored := stored or self.stored) is not None:
+            request = await stored.resume(request, key)
         return request
 
     async def prepare(self, request: Request, caller: Caller, work: RequestWork | None = None) -> PreparedRequest:

@@ -16,6 +16,7 @@ from modelyard.telemetry.log import log_event
 
 log = logging.getLogger("modelyard.gateway")
 
+_KEPT_BY_CONNECTION = 8  # responses, whole conversations each
 _SAVE_S = 5.0  # a client does not wait longer for its last event
 
 
@@ -65,6 +66,29 @@ class StoredResponses:
 
     def recorder(self, request: Request, key: str) -> ResponseRecorder:
         return ResponseRecorder(self, request, key)
+
+    def of_connection(self) -> ConnectionResponses:
+        return ConnectionResponses(self._store)
+
+
+class ConnectionResponses(StoredResponses):
+    """The responses that a WebSocket connection can continue: the stored ones, and its own newest ones even if they are
+    not stored."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._newest: dict[str, bytes] = {}
+
+    async def save(self, request: Request, reply: Reply, key: str) -> Finished:
+        self._newest[f"resp_{reply.started.id}"] = encode_stored(request, reply)
+        while len(self._newest) > _KEPT_BY_CONNECTION:
+            del self._newest[next(iter(self._newest))]
+        return await super().save(request, reply, key)
+
+    async def get(self, id: str, key: str) -> StoredResponse:
+        if (found := self._newest.get(id)) is not None:
+            return decode_stored(found)
+        return await super().get(id, key)
 
 
 class ResponseRecorder:

@@ -16,12 +16,14 @@ from modelyard.core.events import Event, Failed, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.gateway import EventSource, Gateway
+from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.http.connection import cancel_on_disconnect, ping_on_half_close, watched_work
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.request_capture import CaptureSink, RequestCapture
 
+RESPONSES_KEY = "modelyard.responses"  # in the scope: the stored responses of a WebSocket connection
 _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events
@@ -36,10 +38,11 @@ class Exchange(Struct):
     send: Send
     context: RequestContext
     capture: RequestCapture | None
+    stored: StoredResponses | None
 
 
 class InferenceEndpoint:
-    """An ASGI app for one protocol. `stores`: the protocol has stored responses."""
+    """An ASGI app for one protocol. `stored` are the responses that it stores; a WebSocket connection has its own."""
 
     def __init__(
         self,
@@ -47,16 +50,16 @@ class InferenceEndpoint:
         gateway: Gateway,
         settings: HttpSettings,
         captures: CaptureSink | None = None,
-        *,
-        stores: bool = False,
+        stored: StoredResponses | None = None,
     ) -> None:
         self._protocol, self._gateway, self._settings, self._captures = protocol, gateway, settings, captures
-        self._stored = gateway.stored if stores else None
+        self._stored = stored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, context, request = self._gateway, RequestContext.of(scope), None
         capture = self._captures.start(context.trace) if self._captures is not None else None
-        exchange = Exchange(scope, receive, send, context, capture)
+        stored = None if self._stored is None else scope.get(RESPONSES_KEY, self._stored)
+        exchange = Exchange(scope, receive, send, context, capture, stored)
         gateway.metrics.active += 1
         try:
             body = await read_body(receive, context, self._settings)
@@ -65,12 +68,12 @@ class InferenceEndpoint:
             caller = context.caller()
             work, stop_watching = watched_work(body, caller.deadline, scope, receive)
             try:
-                request = await gateway.read(self._protocol, body, context.headers, context.key, work)
+                request = await gateway.read(self._protocol, body, context.headers, context.key, work, stored)
                 prepared = await gateway.prepare(request, caller, work)
             finally:
                 stop_watching()
             source = gateway.start(prepared, capture)
-            if self._stored is not None:  # a response shows the values that were used
+            if stored is not None:  # a response shows the values that were used
                 request = replace(request, sampling=prepared.sampling)
             await (self._stream if request.stream else self._reply)(source, request, exchange)
         except Exception as error:
@@ -94,8 +97,8 @@ class InferenceEndpoint:
             source.close()
         context.read_result(source)
         replies = [builder.reply() for builder in builders]
-        if self._stored is not None:
-            finished = await self._stored.save(request, replies[0], context.key)
+        if exchange.stored is not None:
+            finished = await exchange.stored.save(request, replies[0], context.key)
             replies[0] = replace(replies[0], finished=finished)
         body = self._protocol.write_reply(replies, request)
         if exchange.capture is not None:
@@ -104,7 +107,7 @@ class InferenceEndpoint:
 
     async def _stream(self, source: EventSource, request: Request, exchange: Exchange) -> None:
         context = exchange.context
-        recorder = self._stored.recorder(request, context.key) if self._stored is not None else None
+        recorder = exchange.stored.recorder(request, context.key) if exchange.stored is not None else None
 
         def write_error(error: ModelyardError) -> WireError:
             return self._protocol.write_error(error, trace=context.trace, streaming=True, request=request)

@@ -26,6 +26,7 @@ _ROUTES = frozenset(
         "/v1/messages/count_tokens",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/responses/compact",
         "/v1/responses/input_tokens",
         "/v1/completions",
         "/v1/embeddings",
@@ -69,6 +70,7 @@ class RequestMiddleware:
     ) -> None:
         self._app, self._inference, self._authenticator, self._metrics = app, inference, authenticator, metrics
         self._workbench = workbench
+        self.sockets: dict[str, ASGIApp] = {}  # path → the app of its WebSockets
         self._max_header_bytes = settings.max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,25 +105,25 @@ class RequestMiddleware:
             self._account(context, method, time.perf_counter() - context.arrived)
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Web pages may open WebSockets to any server; only our own pages may do it here."""
+        """Web pages may open WebSockets to any server: `Origin` is checked as for every request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         scope["path"] = _canonical(scope["path"])
-        if self._workbench is None or not self._may_connect(scope):
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        await self._workbench(scope, receive, send)
-
-    def _may_connect(self, scope: Scope) -> bool:
+        app = self.sockets.get(scope["path"], self._workbench if is_workbench(scope["path"]) else None)
+        headers, size = _read_headers(scope)
+        context = RequestContext(new_trace(), scope["path"], headers)
         try:
-            headers, size = _read_headers(scope)
             self._check_size(scope, size)
-            self._authenticator.admit(RequestContext(new_trace(), scope["path"], headers))
+            self._authenticator.admit(context)
         except ModelyardError as error:
             log_event(log, logging.WARNING, "websocket refused", path=scope["path"], why=error.message)
-            return False
-        return is_workbench(scope["path"])
+            await _refuse_socket(scope, send, context, error)
+            return
+        if app is None:
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await app(scope, receive, send)
 
     def _check_size(self, scope: Scope, headers: int) -> None:
         limit = self._max_header_bytes
@@ -144,6 +146,18 @@ class RequestMiddleware:
             key=context.key,
             reuse=context.reuse,
         )
+
+
+async def _refuse_socket(scope: Scope, send: Send, context: RequestContext, error: ModelyardError) -> None:
+    """With the status and body that a request would get, where the server can send them: SDKs show why."""
+    if is_workbench(context.path) or "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008})
+        return
+
+    async def send_http(message: Message) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    await send_error(send_http, context, write_error(error, context))
 
 
 def _noting_status(context: RequestContext, send: Send) -> Send:

@@ -38,8 +38,10 @@ from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.models import ModelEndpoints
 from modelyard.http.openapi import describe, page_routes
 from modelyard.http.request_context import RequestContext
+from modelyard.http.responses_socket import ResponsesSocket
 from modelyard.http.settings import HttpSettings
 from modelyard.http.stored_responses import StoredResponseEndpoints
+from modelyard.protocols.openai_responses import compaction
 from modelyard.telemetry.request_capture import CaptureSink
 
 Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
@@ -90,7 +92,10 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     handlers = {route.path: route.app for route in inference}
     authenticator = Authenticator(settings, context.keys)
     metrics = context.gateway.metrics
-    return _with_cors(RequestMiddleware(app, handlers, settings, authenticator, metrics, context.workbench), settings)
+    middleware = RequestMiddleware(app, handlers, settings, authenticator, metrics, context.workbench)
+    if context.gateway.stored is not None:
+        middleware.sockets["/v1/responses"] = ResponsesSocket(middleware, context.gateway.stored, settings)
+    return _with_cors(middleware, settings)
 
 
 _GAPS = ("llama_infill", "mistral_fim")  # protocols that fill a gap in a text
@@ -99,9 +104,12 @@ _GAPS = ("llama_infill", "mistral_fim")  # protocols that fill a gap in a text
 def _inference_routes(context: HttpContext) -> list[Route]:
     routes: list[Route] = []
     for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions", *_GAPS):
-        protocol, stores = load_protocol(name), name == "openai_responses"
-        endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures, stores=stores)
+        protocol = load_protocol(name)
+        stored = context.gateway.stored if name == "openai_responses" else None
+        endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures, stored)
         routes += [Route(path, endpoint, methods=["POST"], name=name) for path in protocol.PATHS]
+    compact = InferenceEndpoint(compaction, context.gateway, context.settings, context.captures)
+    routes += [Route(path, compact, methods=["POST"], name=compaction.NAME) for path in compaction.PATHS]
     return routes
 
 
@@ -232,7 +240,8 @@ def make_server(
         port=settings.port,
         http=LimitedConnection.configured(settings.max_header_bytes, settings.stall_s),
         loop="none",  # the caller runs the event loop
-        ws="websockets-sansio",  # for the workbench; the middleware refuses every other WebSocket
+        ws="websockets-sansio",  # for the workbench and /v1/responses; the middleware refuses every other WebSocket
+        ws_max_size=settings.max_body_bytes,
         proxy_headers=False,
         log_config=None,
         access_log=False,

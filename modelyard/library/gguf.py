@@ -12,6 +12,7 @@ from typing import IO, Any, Literal
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
+from modelyard.library import architectures
 from modelyard.library.model_files import split_parts
 
 Lists = Literal["none", "short", "all"]
@@ -79,12 +80,6 @@ Task = Literal["chat", "embedding", "reranking", "diffusion"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 _POOLINGS: tuple[Pooling, ...] = ("none", "mean", "cls", "last", "rank")  # by llama.cpp's numbers
-_ENCODERS = frozenset(
-    {"bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert", "neo-bert"}
-    | {"nomic-bert", "nomic-bert-moe", "t5encoder"}
-)
-_DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
-_NO_EMBEDDINGS = frozenset({"deepseek4", "qwen4exp"})  # llama.cpp ends the process: their graphs have none
 
 
 class ModelPurpose(Struct, frozen=True):
@@ -102,16 +97,20 @@ def model_purpose(metadata: Mapping[str, Any]) -> ModelPurpose:
     architecture = str(metadata.get("general.architecture", ""))
     number = metadata.get(f"{architecture}.pooling_type")
     pooling = _POOLINGS[number] if isinstance(number, int) and 0 <= number < len(_POOLINGS) else None
-    is_encoder = architecture in _ENCODERS
+    is_encoder = architecture in architectures.ENCODERS
     task: Task = "chat"
-    if architecture in _DIFFUSION:
+    if architecture in architectures.DIFFUSION:
         task = "diffusion"
     elif pooling == "rank":
         task = "reranking"
     elif is_encoder or pooling not in (None, "none"):
         task = "embedding"
     causal = not is_encoder and metadata.get(f"{architecture}.attention.causal") is not False
-    return ModelPurpose(task, pooling, causal, architecture not in _NO_EMBEDDINGS)
+    return ModelPurpose(task, pooling, causal, architecture not in architectures.NO_EMBEDDINGS)
+
+
+def read_architecture(file: Path) -> str:
+    return str(read_contents(file, lists="none")[0].get("general.architecture", ""))
 
 
 def read_purpose(file: Path) -> ModelPurpose:

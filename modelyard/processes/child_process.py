@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections import deque
@@ -133,6 +134,15 @@ class ChildProcess:
         finally:
             self.signal(signal.SIGKILL)
         return await asyncio.shield(self.ended)
+
+
+_ASSERTION = re.compile(r"(?:^|/)([\w.-]+\.(?:c|cc|cpp|cu|h|hpp|m):\d+: .+)")  # without the folders of the build
+
+
+def last_words(lines: Sequence[str], count: int) -> str:
+    """Why a program ended: the assertion of a C library that failed, else its last lines."""
+    failed = next((found[1].strip() for line in reversed(lines) if (found := _ASSERTION.search(line))), None)
+    return failed if failed is not None else "\n".join(lines[-count:] if count > 0 else ())
 
 
 def describe_exit(code: int) -> str:

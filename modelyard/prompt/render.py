@@ -265,6 +265,10 @@ class Renderer:
         return f"<Renderer {self._plain!r}>"
 
     @property
+    def template_text(self) -> str:
+        return self._plain.template.source
+
+    @property
     def is_costly(self) -> bool:
         """Whether a render took too long: call `text` in a thread."""
         return self._plain.template.is_costly or self._with_tools.template.is_costly

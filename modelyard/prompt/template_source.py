@@ -1,11 +1,14 @@
 """Finds a model's chat template. The first source that has one wins:
 
 1. `chat_template` of the model: the text itself or the path of a file
-2. `prompt_format` of the model: the name of a template in `prompt/templates/`
-3. the model file's own metadata
-4. `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json` in the model's folder
+2. the model file's own metadata
+3. `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json` in the model's folder
+4. `prompt_format` of the model: the name of a template in `prompt/templates/`
 5. the family, by the model's name
 6. the engine's own default (`fallback`), where it has one
+
+A model's own template has the wording that the model was trained on. A built-in one has the markers, the roles and the
+structure of its family in words of ours, so `prompt_format` comes before it only with `force_prompt_format`.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ def find_template(
     *,
     chat_template: str | None = None,
     prompt_format: str | None = None,
+    force_prompt_format: bool = False,
     embedded: str | None = None,
     embedded_for_tools: str | None = None,
     folder: Path | None = None,
@@ -73,12 +77,14 @@ def find_template(
 ) -> TemplateSource:
     if chat_template:
         return _explicit(chat_template, folder)
-    if prompt_format:
-        return _built_in(prompt_format, f"prompt_format {prompt_format}")
+    if prompt_format and force_prompt_format:
+        return _built_in(prompt_format, f"prompt_format {prompt_format}, because of force_prompt_format")
     if embedded:
-        return TemplateSource(embedded, "the model file's metadata", embedded_for_tools)
+        return _own(TemplateSource(embedded, "the model file's metadata", embedded_for_tools), prompt_format)
     if folder is not None and (found := _in_folder(folder)) is not None:
-        return found
+        return _own(found, prompt_format)
+    if prompt_format:
+        return _built_in(prompt_format, f"prompt_format {prompt_format}, because the model has no template of its own")
     for part, family in _FAMILIES:
         if part in name.lower():
             return _built_in(family, f"the built-in {family}, because the name {name!r} contains {part!r}")
@@ -94,6 +100,13 @@ def formats() -> tuple[str, ...]:
 def prompt_formats() -> tuple[str, ...]:
     """Every name that `prompt_format` accepts: also those without the suffix of the file."""
     return tuple(sorted({*formats(), *(name.removesuffix("_template") for name in formats())}))
+
+
+def _own(source: TemplateSource, prompt_format: str | None) -> TemplateSource:
+    if prompt_format is None:
+        return source
+    why = f"prompt_format {prompt_format} is for models without a template; force_prompt_format = true would use it"
+    return source._replace(origin=f"{source.origin}; {why}")
 
 
 def _built_in(name: str, origin: str) -> TemplateSource:

@@ -191,7 +191,14 @@ class ModelSettings(BaseModel):
     chat_template: str | None = Field(
         default=None, description="The Jinja chat template, as text or as the path of a file."
     )
-    prompt_format: str | None = Field(default=None, description="Name of a built-in chat template, such as generic.")
+    prompt_format: str | None = Field(
+        default=None,
+        description="Name of a built-in chat template, such as generic, for a model that has no template of its own.",
+    )
+    force_prompt_format: bool = Field(
+        default=False,
+        description="Use prompt_format even if the model has its own template. Its wording differs from the model's.",
+    )
     format: str | None = Field(
         default=None, description="Output format of reasoning and tool calls, such as hermes; unset detects it."
     )

@@ -26,9 +26,10 @@ from modelyard.config.sources import with_lines
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.core.units import format_size
+from modelyard.gateway.model import Model
 from modelyard.http.auth import is_loopback
 from modelyard.library import default_model
-from modelyard.prompt.template_source import find_template
+from modelyard.prompt.template_source import builtin, find_template
 from modelyard.router.router import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.scheduler.memory_planner import MemoryLimits
@@ -105,7 +106,10 @@ def _model_faults(
             yield ("backend",), "its library is not on this machine yet: modelyard serve sets it up.", "note"
     if hasattr(module, "faults"):
         faults += [((*option.split("."),), message) for option, message in module.faults(spec)]
-    faults += _definition_faults(entry, settings, complete=is_set_up and not faults)
+    model = define_model(entry, settings).model if is_set_up and not faults else None
+    faults += _definition_faults(settings, model)
+    if model is not None and (unused := _unused_format(settings, model)) is not None:
+        yield ("prompt_format",), unused, "note"
     yield from ((path, _sentence(message), "error") for path, message in dict(reversed(faults)).items())
     if memory is not None:
         yield from _memory_faults(memory, spec.options, config.scheduler.memory_limits(), machine)
@@ -124,21 +128,33 @@ def _engine_faults(module: ModuleType, settings: ModelSettings) -> Iterator[tupl
         yield ("backend" if settings.python is None else "python",), error.message
 
 
-def _definition_faults(
-    entry: ModelEntry, settings: ModelSettings, *, complete: bool
-) -> Iterator[tuple[ConfigPath, str]]:
-    """A definition ends at its first fault, so the template is also tried alone. `complete`: nothing else that the
-    definition needs is missing."""
+def _definition_faults(settings: ModelSettings, model: Model | None) -> Iterator[tuple[ConfigPath, str]]:
+    """A definition ends at its first fault, so the template is also tried alone. `model` is None if something else that
+    the definition needs is missing."""
     if settings.chat_template is not None:
         folder = Path(settings.path).expanduser() if settings.path is not None else None
         try:
             find_template(chat_template=settings.chat_template, folder=folder)
         except ModelyardError as error:
             yield ("chat_template",), error.message
-    if complete:
-        model = define_model(entry, settings).model
-        if (fault := model.fault or trial_fault(model)) is not None:
-            yield (_field_at_fault(fault, settings),), fault.message
+    if model is not None and (fault := model.fault or trial_fault(model)) is not None:
+        hint = ". To use prompt_format instead, set force_prompt_format = true" if _is_overruled(fault, settings) else ""
+        yield (_field_at_fault(fault, settings),), f"{fault.message}{hint}"
+
+
+def _is_overruled(fault: ModelyardError, settings: ModelSettings) -> bool:
+    """Whether the model's own template, which came before `prompt_format`, is at fault."""
+    is_own = settings.chat_template is None and not settings.force_prompt_format
+    return settings.prompt_format is not None and is_own and "template" in (fault.code or "")
+
+
+def _unused_format(settings: ModelSettings, model: Model) -> str | None:
+    """A note, because most models have a template of their own."""
+    format, text = settings.prompt_format, model.text
+    if format is None or text is None or text.renderer.template_text == builtin(format):
+        return None
+    own = "chat_template is set" if settings.chat_template is not None else "the model has a template of its own"
+    return f"{format} is not used: {own}."
 
 
 def _field_at_fault(fault: ModelyardError, settings: ModelSettings) -> str:

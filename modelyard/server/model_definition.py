@@ -125,12 +125,9 @@ def _text_pipeline(
 ) -> TextPipeline:
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
     tokenizer = _open_tokenizer(where)
-    # A chat engine always uses the file's template.
-    if tokenizer.template and plugins.engine_kind(module, options) == "chat":
-        settings = settings.model_copy(update={"prompt_format": None})
     generates = _capabilities(settings, module, options)
     fallback = _fallback_template(module, tokenizer, generates is None or generates.chat)
-    source = _template(entry, settings, tokenizer.template, fallback, where)
+    source = _template(entry, settings, tokenizer, fallback, where)
     detected = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
     format = load_format(detected.format)
     stops = {tokenizer.specials[text] for text in (*format.stop_tokens, *source.stops) if text in tokenizer.specials}
@@ -170,12 +167,14 @@ def _open_tokenizer(path: Path) -> FileTokenizer:
 
 
 def _template(
-    entry: ModelEntry, settings: ModelSettings, embedded: str | None, fallback: str | None, where: Path
+    entry: ModelEntry, settings: ModelSettings, tokenizer: FileTokenizer, fallback: str | None, where: Path
 ) -> TemplateSource:
     return find_template(
         chat_template=settings.chat_template,
         prompt_format=settings.prompt_format,
-        embedded=embedded,
+        force_prompt_format=settings.force_prompt_format,
+        embedded=tokenizer.template,
+        embedded_for_tools=tokenizer.named_template("tool_use"),
         folder=where if where.is_dir() else where.parent,
         name=entry.name,
         fallback=fallback,

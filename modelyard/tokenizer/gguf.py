@@ -122,8 +122,9 @@ class GgufTokenizer:
 
     @property
     def template(self) -> str | None:
-        """The chat template in the file's metadata."""
-        return self.named_template(None)
+        """The chat template in the file's metadata. For some files without one llama.cpp gives the name of a format."""
+        text = self.named_template(None)
+        return text if text and "{" in text else None
 
     def named_template(self, name: str | None) -> str | None:
         raw = self._lib.llama_model_chat_template(self._owner.model, name.encode() if name else None)

@@ -31,7 +31,7 @@ from modelyard.core.engine import (
 from modelyard.core.errors import ENGINE_DIED, ModelyardError, Timeout, Unavailable
 from modelyard.core.events import Event
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
-from modelyard.processes.child_process import ChildProcess, describe_exit
+from modelyard.processes.child_process import ChildProcess, describe_exit, last_words
 from modelyard.workers.client import WorkerSession, remote_engine, result_unless_exited
 from modelyard.workers.definitions import define, write_definition
 from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
@@ -109,7 +109,7 @@ class ProcessEngine:
 
     def _exit_error(self, child: ChildProcess) -> Unavailable:
         message = f"the process of the engine of {self._spec.model!r} {describe_exit(child.ended.result())}"
-        lines = child.log.tail(_ERROR_LINES)
+        lines = last_words(child.log.lines(), _ERROR_LINES)
         return Unavailable(f"{message}: {lines}" if lines else message, code=ENGINE_DIED)
 
     async def _watch(self, child: ChildProcess, session: WorkerSession) -> None:

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from modelyard.core.engine import Engine, EngineInfo, EngineSpec, EngineStats, Node, OnProgress
 from modelyard.core.errors import ENGINE_DIED, ModelyardError, Timeout, Unavailable
-from modelyard.processes.child_process import describe_exit
+from modelyard.processes.child_process import describe_exit, last_words
 from modelyard.processes.ports import reserve_port
 from modelyard.workers.client import RemoteEngine, WorkerSession, remote_engine, result_unless_exited
 from modelyard.workers.definitions import EngineDefinition, define, write_definition
@@ -102,7 +102,7 @@ class WorkerHandle:
 
     def exit_error(self) -> Unavailable:
         message = f"the worker {describe_exit(self.ended.result() if self.ended is not None else 0)}"
-        lines = "\n".join(self.log_lines()[-_ERROR_LINES:])
+        lines = last_words(self.log_lines(), _ERROR_LINES)
         return Unavailable(f"{message}: {lines}" if lines else message, code=ENGINE_DIED)
 
     async def close(self, *, kill: bool = False) -> None:

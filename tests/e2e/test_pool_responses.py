@@ -91,7 +91,7 @@ def pool_config() -> dict[str, Any]:
             "decoding": {"max_tokens": 16, "temperature": 0},
             "models": {
                 TRANSLATE["model"]: small | {"aliases": ["qwen2.5-vl-3b"]},
-                TRANSLATOR: small | {"prompt_format": "translategemma_template"},
+                TRANSLATOR: small | {"prompt_format": "translategemma_template", "force_prompt_format": True},
                 "gemma-4-26b-a4b-it-ud-q5ks-llama-server": menu | {"modalities": ["text", "image"]},
             },
         }

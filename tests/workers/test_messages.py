@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from modelyard.core import engine as core
 from modelyard.core import errors
-from modelyard.core.engine import Media, Prompt, TokenRun
+from modelyard.core.engine import Media, Prompt, ReasoningBounds, ReasoningBudget, TokenRun
 from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, ModelyardError, Overloaded, Unavailable
 from modelyard.core.events import BlockDelta, Failed, Started, TokenLogprob, Usage
 from modelyard.core.lease import LeaseRequest
@@ -205,6 +205,7 @@ FULL = Prompt(
     max_tokens=99,
     stop_ids=(5, 6),
     constraint=Constraint("regex", "a+"),
+    reasoning=ReasoningBudget(5, (ReasoningBounds("<think>", ("</think>",), (8,)),), 0),
     cache="main",
     scope="ann",
     session="s",

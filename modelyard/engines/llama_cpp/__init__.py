@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.core.engine import Capabilities, Engine, EngineSpec
+from modelyard.core.errors import ModelyardError
 from modelyard.engines.llama_cpp.estimate import estimate as estimate
+from modelyard.engines.llama_cpp.estimate import require_supported
 from modelyard.engines.llama_cpp.library import offloads_to_gpu
 from modelyard.engines.llama_cpp.options import CAPABILITIES as CAPABILITIES
 from modelyard.engines.llama_cpp.options import KV_TYPES as KV_TYPES
@@ -15,7 +17,8 @@ from modelyard.engines.llama_cpp.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_cpp.options import Options as Options
 from modelyard.engines.llama_cpp.options import flash_attention_mode, model_capabilities
 from modelyard.engines.option_faults import OptionFault, try_options
-from modelyard.library.gguf import read_purpose, require_complete
+from modelyard.library.architectures import is_tested
+from modelyard.library.gguf import read_architecture, read_purpose, require_complete
 from modelyard.library.model_files import locate_model_file
 from modelyard.library.progress import ProgressReporter
 
@@ -25,11 +28,23 @@ _PLAIN_TYPES = ("f32", "f16", "bf16")
 
 
 def own_process(options: Mapping[str, Any]) -> bool:
-    """On a GPU a step takes half a millisecond: the gateway's own work in the same process would slow it down. And
-    whoever truncates a mapped file kills the process that reads it (SIGBUS)."""
-    return bool(options.get("use_mmap")) or offloads_to_gpu(
-        options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", "auto"))
-    )
+    """On a GPU a step takes half a millisecond: the gateway's own work in the same process would slow it down. Whoever
+    truncates a mapped file kills the process that reads it (SIGBUS). And an architecture that the test suite does not
+    cover may meet an assertion of llama.cpp."""
+    layers = options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", "auto"))
+    return bool(options.get("use_mmap")) or offloads_to_gpu(layers) or not _is_tested(options.get("path"))
+
+
+def _is_tested(path: Any) -> bool:
+    try:
+        return is_tested(read_architecture(locate_model_file(str(path))))
+    except (ModelyardError, OSError):  # loading explains it
+        return True
+
+
+def _require_runnable(file: Path) -> None:
+    require_complete(file)
+    require_supported(file, read_architecture(file))
 
 
 def capabilities(options: Options, header: Path | None = None) -> Capabilities:
@@ -70,7 +85,7 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
 
     options: Options = spec.options
     yield from try_options(
-        ("path", lambda path: require_complete(locate_model_file(path)), options.path),
+        ("path", lambda path: _require_runnable(locate_model_file(path)), options.path),
         ("draft_model_path", locate_model_file, options.draft_model_path),
         ("replay", lambda path: read_rules(Path(path)), options.replay),
         *((f"lora.{name}", locate_model_file, lora.path) for name, lora in options.lora.items()),

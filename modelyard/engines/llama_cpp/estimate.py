@@ -25,6 +25,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.units import format_size as format_size
 from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels, visible_memory
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode, kv_type_bytes
+from modelyard.library import architectures
 from modelyard.library.gguf import ModelPurpose, TensorInfo, model_purpose, read_contents
 from modelyard.library.llama_cpp_package import library_folder
 from modelyard.library.model_files import locate_model_file, split_parts
@@ -51,7 +52,16 @@ class ModelShape(Struct, frozen=True):
     head_size: int = 0
     files: tuple[tuple[int, list[TensorInfo]], ...] = ()  # size and tensors of each
     purpose: ModelPurpose = ModelPurpose()
+    architecture: str = ""
     positions: int | None = None  # rows of the table of learned positions: no text may be longer
+
+
+def require_supported(file: Path, architecture: str) -> None:
+    """Raises for an architecture for which llama.cpp would end the process."""
+    if (reason := architectures.refusal(architecture)) is not None:
+        raise InvalidRequest(
+            f"{file} cannot be loaded: the architecture {architecture!r} {reason}", code="architecture_unsupported"
+        )
 
 
 def read_model_shape(file: Path) -> ModelShape:
@@ -94,6 +104,7 @@ def _model_shape(metadata: Mapping[str, Any], files: tuple[tuple[int, list[Tenso
         head_size=number("attention.value_length", head_size),
         files=files,
         purpose=model_purpose(metadata),
+        architecture=str(family),
         positions=next((t.shape[0] for _, tensors in files for t in tensors if t.name == _POSITION_TABLE), None),
     )
 

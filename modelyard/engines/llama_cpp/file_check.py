@@ -44,6 +44,7 @@ _TIMEOUT_S = 60.0  # it takes half a second
 _POLL_S = 0.25
 _MAX_MEMORY = 8 << 30  # of the child, not counting the mapped file
 _DATA_STAGE = "computing with the weights"  # takes as long as the disk needs
+_DUPLICATE_TOKENS = "id_to_token.size() == token_to_id.size()"  # a failed assertion
 _ASSERTION = re.compile(r"[\w.-]+\.\w+:\d+: (.+)")  # file, line and message of a failed assertion
 
 
@@ -133,6 +134,8 @@ def explain(code: int | None, output: str, errors: str = "") -> str | None:
         names = {int(each): each.name for each in signal.Signals}
         name = names.get(-code, f"signal {-code}")
         found = _ASSERTION.search(errors)
+        if found is not None and _DUPLICATE_TOKENS in found[1]:
+            return "two tokens of its vocabulary are equal, which llama.cpp does not read; convert the model again"
         why = f"{name}, {found[1].strip()}" if found is not None else name
         return f"llama.cpp died while {stage} ({why}); the file is damaged, fetch it again"
     return (errors.strip().splitlines() or [f"exit code {code}"])[-1]

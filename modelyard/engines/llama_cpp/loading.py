@@ -24,6 +24,7 @@ from modelyard.engines.llama_cpp.estimate import (
     format_size,
     offloaded_layers,
     read_model_shape,
+    require_supported,
 )
 from modelyard.engines.llama_cpp.options import KV_TYPES, Options, flash_attention_mode
 from modelyard.library.gguf import Pooling
@@ -59,6 +60,7 @@ def check_before_loading(path: Path, spec: EngineSpec) -> ModelShape | None:
         model = read_model_shape(path)
     except InvalidRequest:
         return None
+    require_supported(path, model.architecture)
     spec = limit_windows(spec, model)
     if not spec.options.scales_positions:
         warn_about_trained_length(spec, model.trained, "; rope_scaling and rope_freq_scale can help")
@@ -167,7 +169,7 @@ def create_embedding_context(model: Any, options: Options, cells: int, sequences
     params = context_parameters(CacheInfo(cells), options)
     params.n_seq_max, params.kv_unified = sequences, True
     params.embeddings, params.pooling_type = True, _POOLING_TYPES[pooling]
-    params.n_batch = params.n_ubatch
+    params.n_batch = params.n_ubatch = -(-params.n_ubatch // sequences) * sequences
     return _create_context(model, params, "the context for embeddings")
 
 
@@ -182,9 +184,11 @@ def _create_context(model: Any, params: Any, name: str) -> Any:
 def context_parameters(info: CacheInfo, options: Options) -> Any:
     options, params = options.for_cache(info), lib.llama_context_default_params()
     params.n_ctx, params.n_seq_max = info.window * info.parallel, info.parallel
+    # Attention over latent vectors beside recurrent layers (kimi-linear) asserts that all sequences have equally many
+    # rows of a micro-batch.
+    params.n_ubatch = -(-options.n_ubatch // info.parallel) * info.parallel
     # llama.cpp asserts that a decode has at most n_batch rows, and each stream needs one.
-    params.n_batch = max(options.n_batch, options.n_ubatch, info.parallel)
-    params.n_ubatch = options.n_ubatch
+    params.n_batch = max(options.n_batch, params.n_ubatch)
     params.n_threads, params.n_threads_batch = thread_counts(info, options)
     params.flash_attn_type = _FLASH_ATTENTION_TYPES[flash_attention_mode(options, gpu=uses_gpu(options))]
     params.type_k, params.type_v = _kv_type(info.type_k), _kv_type(info.type_v)

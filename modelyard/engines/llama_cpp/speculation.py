@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.batch import IntArray, LlamaBatch
 from modelyard.engines.llama_cpp.binding import lib, short
+from modelyard.engines.llama_cpp.estimate import ModelShape, read_model_shape, require_supported
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.sampler import logits_row
@@ -318,6 +320,7 @@ class DraftModel:
     ) -> None:
         path = locate_model_file(options.draft_model_path or "")
         self._options, self._attach = options, attach
+        self._shape = _check_draft_shape(read_model_shape(path), path)
         self._raw = loading.load_model(path, options, report)
         try:
             check_draft_model(self._raw, target, str(path))
@@ -326,6 +329,12 @@ class DraftModel:
             raise
 
     def create_drafter(self, cache: str, info: CacheInfo) -> ModelDrafter:
+        if self._shape.positions is not None and self._shape.positions < info.window:
+            raise InvalidRequest(
+                f"the draft model has {self._shape.positions} positions and the cache {cache!r} a window of "
+                f"{info.window}: use a smaller n_ctx or another draft model",
+                code="draft_model_unusable",
+            )
         context = loading.create_context(self._raw, f"{cache} of the draft model", info, self._options)
         self._attach(context)
         n_ubatch = self._options.for_cache(info).n_ubatch
@@ -450,6 +459,13 @@ def most_likely_token(logits: Any) -> tuple[int, float]:
     """With its probability."""
     token = int(logits.argmax())
     return token, float(1 / np.exp(logits - logits[token]).sum())
+
+
+def _check_draft_shape(shape: ModelShape, path: Path) -> ModelShape:
+    require_supported(path, shape.architecture)
+    if shape.purpose.task != "chat" or not shape.purpose.causal:
+        raise _unusable(str(path), "it does not generate")
+    return shape
 
 
 def check_draft_model(draft: Any, target: Any, path: str) -> None:

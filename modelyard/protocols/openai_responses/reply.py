@@ -37,8 +37,8 @@ _EMPTY_REPLY = (Block(Text("")),)  # a reply without blocks is one empty message
 def write_reply(replies: list[Reply], request: Request) -> bytes:
     """This protocol has one choice: the first reply."""
     reply = replies[0]
-    key = reply.started.id
-    output = [write_item(block, key, index, request) for index, block in enumerate(reply.blocks or _EMPTY_REPLY)]
+    key, blocks = reply.started.id, () if request.warm_up else reply.blocks or _EMPTY_REPLY
+    output = [write_item(block, key, index, request) for index, block in enumerate(blocks)]
     return bytes(ResponseObject(request, key).finished(reply.started, reply.finished, output)[1])
 
 
@@ -47,7 +47,7 @@ class ResponseObject:
 
     def __init__(self, request: Request, key: str) -> None:
         self._id = f"resp_{key}"
-        self._stored = request.store is not False
+        self._stored, self._warm_up = request.store is not False, request.warm_up
         self._echo = b"," + encode(_echo(request))[1:-1] + _CONSTANT_FIELDS
 
     def at(self, status: Status, started: Started, **state: Any) -> Raw:
@@ -72,7 +72,9 @@ class ResponseObject:
     def finished(self, started: Started, finished: Finished, output: list[JsonObject]) -> tuple[Status, Raw]:
         """The status and the object. `output_text` is the text of all messages in one string, as the SDKs have it."""
         reason = None
-        if finished.reason in ("max_tokens", "window"):
+        if self._warm_up:
+            pass
+        elif finished.reason in ("max_tokens", "window"):
             reason = "max_output_tokens"
         elif finished.reason == "content_filter":
             reason = "content_filter"
@@ -84,7 +86,7 @@ class ResponseObject:
             started,
             completed_at=None if reason else int(started.created + (finished.timings.total or 0)),
             output=output,
-            usage=_write_usage(finished.usage),
+            usage=write_usage(finished.usage),
             incomplete_details={"reason": reason} if reason else None,
             output_text=text,
             metrics=write_metrics(finished),
@@ -93,7 +95,7 @@ class ResponseObject:
 
 
 def _echo(request: Request) -> JsonObject:
-    """The fields of the request. A sampling field that neither the request nor the model sets is the engines' default."""
+    """The fields of the request. A sampling field that is set nowhere has the default of the engines."""
     sampling, reasoning, repeated = request.sampling, request.reasoning, request.repeated or {}
     text_format: JsonObject = {"format": write_text_format(request.constraint)}
     if verbosity := repeated.get("verbosity"):
@@ -175,7 +177,7 @@ def write_tool_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str | Json
     return {"type": "custom" if custom else "function", "name": choice.name}
 
 
-def _write_usage(usage: Usage) -> JsonObject:
+def write_usage(usage: Usage) -> JsonObject:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},

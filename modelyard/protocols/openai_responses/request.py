@@ -118,6 +118,7 @@ class ResponsesBody(ExtensionFields):
     include: limits.Words | None = None
     top_logprobs: int | None = None
     stream: bool | None = None
+    generate: bool | None = None  # of WebSocket mode; false: read the prompt, and answer nothing
     store: bool | None = None
     background: bool | None = None
     previous_response_id: limits.Id | None = None
@@ -188,7 +189,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         tool_choice=tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         sampling=read_sampling(body),
-        max_tokens=body.max_output_tokens,
+        max_tokens=1 if body.generate is False else body.max_output_tokens,
         stop=read_stop(body.stop, warnings),
         logprobs=(body.top_logprobs or 0) if INCLUDE_LOGPROBS in include else None,
         constraint=read_constraint(body, ("text.format", _read_text_format(body))),
@@ -202,6 +203,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         user=body.safety_identifier if body.user is None else body.user,
         metadata=body.metadata,
         repeated=_read_repeated(body),
+        warm_up=body.generate is False,
         previous=body.previous_response_id,
         store=body.store,
         encrypted_reasoning=INCLUDE_ENCRYPTED in include,
@@ -357,6 +359,14 @@ def read_thinking(signature: str, text: str) -> Thinking:
     return Thinking(text, signature, redacted=bool(signature) and not text)
 
 
+def _read_compaction(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
+    summary = unpack_reasoning(item.encrypted_content or "")
+    if summary is None:
+        warnings.append(f"{path}: a compaction of another provider is ignored")
+        return None
+    return "user", (Text(f"Summary of the conversation before this point:\n\n{summary}"),)
+
+
 def _read_call(item: InputItem, path: str, _warnings: list[str]) -> Turn:
     custom = item.type == "custom_tool_call"
     value = item.input if custom else item.arguments
@@ -378,9 +388,10 @@ def _required(item: InputItem, field: str, path: str) -> str:
     return value
 
 
-_ITEM_READERS: dict[str, Callable[[InputItem, str, list[str]], Turn]] = {
+_ITEM_READERS: dict[str, Callable[[InputItem, str, list[str]], Turn | None]] = {
     "message": _read_message,
     "reasoning": _read_reasoning_item,
+    "compaction": _read_compaction,
     "function_call": _read_call,
     "function_call_output": _read_output,
     "custom_tool_call": _read_call,

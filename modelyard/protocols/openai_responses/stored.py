@@ -27,7 +27,8 @@ _decoder = msgspec.msgpack.Decoder(StoredResponse)
 def encode_stored(request: Request, reply: Reply) -> bytes:
     """`instructions` apply to one response only and are not kept. Neither is an incomplete call: it has no result."""
     _, messages = split_instructions(request)
-    parts = (block.part for block in reply.blocks if block.complete or not isinstance(block.part, ToolCall))
+    blocks = () if request.warm_up else reply.blocks
+    parts = (block.part for block in blocks if block.complete or not isinstance(block.part, ToolCall))
     stored = StoredResponse((*messages, Message("assistant", tuple(parts))), write_reply([reply], request))
     return _encoder.encode(stored)
 
@@ -39,7 +40,8 @@ def decode_stored(stored: bytes) -> StoredResponse:
 def prepend_stored(stored: StoredResponse, request: Request) -> Request:
     """The request with the stored conversation before its messages; its own instructions stay first."""
     system = request.messages[:1] if request.instructions else ()
-    return replace(request, messages=(*system, *stored.messages, *request.messages[len(system) :]))
+    earlier = stored.messages if stored.messages[-1].parts else stored.messages[:-1]  # without an empty answer
+    return replace(request, messages=(*system, *earlier, *request.messages[len(system) :]))
 
 
 def write_input_items(stored: StoredResponse, *, newest_first: bool = True) -> bytes:

@@ -53,6 +53,8 @@ class ResponsesStreamWriter:
     def write(self, event: Event, choice: int = 0) -> bytes:  # noqa: ARG002 - this protocol has one choice
         if isinstance(event, BlockDelta):
             return self._write_delta(event)
+        if self._request.warm_up and isinstance(event, BlockStart | BlockEnd):
+            return b""
         if isinstance(event, BlockStart):
             return self._start_item(event)
         if isinstance(event, BlockEnd):
@@ -85,7 +87,11 @@ class ResponsesStreamWriter:
 
     def _finish(self, finished: Finished) -> bytes:
         """A reply without items gets one empty message."""
-        empty = b"" if self._output else self._start_item(BlockStart(0, "text")) + self._end_item(BlockEnd(0))
+        empty = (
+            b""
+            if self._output or self._request.warm_up
+            else self._start_item(BlockStart(0, "text")) + self._end_item(BlockEnd(0))
+        )
         status, response = self._response.finished(self._started, finished, self._output)
         return empty + self._frame(f"response.{status}", {"response": response})
 

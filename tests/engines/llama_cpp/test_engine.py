@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -20,17 +21,31 @@ from modelyard.core.engine import (
     Media,
     Progress,
     Prompt,
+    ReasoningBounds,
+    ReasoningBudget,
     TokenRun,
     Tokens,
 )
 from modelyard.core.errors import InvalidRequest, ModelyardError, Overloaded, Timeout, Unavailable, Unsupported
+from modelyard.core.request import Constraint
 from modelyard.engines import llama_cpp
 from modelyard.engines.in_process import ThreadCall
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from tests.engines.llama_cpp import reference
-from tests.engines.llama_cpp.helpers import Tap, answer, model_file, prompt, running, spec, vocabulary
+from tests.engines.llama_cpp.helpers import (
+    Tap,
+    answer,
+    chatml,
+    id_prompt,
+    model_file,
+    prompt,
+    running,
+    spec,
+    text_of,
+    vocabulary,
+)
 from tests.engines.reading import accepted, end, ids, read, until
 
 TEXTS = ("Tell me about Paris.", "What is 2 + 2?", "Write one line of Python that prints the squares of 0 to 9.")
@@ -282,3 +297,35 @@ def test_no_context_has_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch)
 def test_the_tokenizer_is_read_from_the_model_file() -> None:
     assert llama_cpp.tokenizer_path(llama_cpp.Options(path=str(model_file()))) == model_file()
     assert vocabulary().size == 49152
+
+
+# --- the budget of reasoning ------------------------------------------------------------------------------------------
+
+
+def budget(tokens: int, opened: int | None = 0) -> ReasoningBudget:
+    closing = tuple(vocabulary().encode("\n</think>\n\n"))
+    return ReasoningBudget(tokens, (ReasoningBounds("<think>", ("</think>",), closing),), opened)
+
+
+async def test_reasoning_ends_with_its_budget_and_the_answer_is_that_of_a_fresh_context() -> None:
+    text = chatml(("user", "Why is the sky blue?"), opening="<think>\n")
+    async with running() as engine:
+        free, other = await answer(engine, text), await answer(engine, "Hello!")
+        jobs = [answer(engine, text, reasoning=budget(3), max_tokens=16), answer(engine, "Hello!")]
+        limited, beside = await asyncio.gather(*jobs)
+        closing = list(budget(3).blocks[0].closing)
+        assert ids(limited)[: 3 + len(closing)] == ids(free)[:3] + closing
+        assert ids(beside) == ids(other)
+        await engine.control(Control("evict"))
+        written = vocabulary().encode(text) + ids(limited)[: 3 + len(closing)]
+        fresh = await read(engine.generate(id_prompt(written, max_tokens=16 - 3 - len(closing))))
+        assert ids(fresh) == ids(limited)[3 + len(closing) :]
+
+
+async def test_a_grammar_goes_on_behind_reasoning_that_was_ended() -> None:
+    grammar = Constraint("lark", 'start: /[^<]*/ "</think>" /\\s*/ "yes"')
+    text = chatml(("user", "Is the sky blue?"), opening="<think>\n")
+    async with running() as engine:
+        limited = await answer(engine, text, reasoning=budget(2), constraint=grammar, max_tokens=40)
+        assert text_of(limited).endswith("yes")
+        assert len(ids(limited)) < 20

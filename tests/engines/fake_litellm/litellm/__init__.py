@@ -1,12 +1,14 @@
 """A fake of the LiteLLM library: it answers the calls of the engine in the shapes of the library.
 
-The model name chooses the behaviour: `says/TEXT`, `hangs/TEXT`, `breaks/TEXT`, `refuses/STATUS`.
+The model name chooses the behaviour: `says/TEXT`, `hangs/TEXT`, `breaks/TEXT`, `refuses/STATUS`, and `fails/CAUSE` for
+what the library reports as 500 although no provider said so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 telemetry = True
@@ -62,9 +64,31 @@ class CustomStreamWrapper:
         closed.append(self._text)
 
 
+def _fail(cause: str) -> None:
+    """As in the library: the message may hold a traceback, and the cause is the context of the error."""
+    folder = "/home/somebody/site-packages/litellm/main.py"
+    trace = f'Traceback (most recent call last):\n  File "{folder}", line 1, in acompletion\n'
+    if cause == "bug":
+        raise TypeError(f"{folder} got an unexpected argument")
+    if cause == "request":
+        raise APIError(400, f"the model is unknown\n{trace}", {})
+    try:
+        if cause == "package":
+            raise ModuleNotFoundError("No module named 'mcp'", name="mcp")
+        if cause == "name":
+            raise socket.gaierror(-2, "Name or service not known")
+        raise ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 9)")
+    except OSError as error:
+        raise APIError(500, f"Cannot connect to host a.b ssl:<ssl.SSLContext object at 0x7f> [{error}]", {})  # noqa: B904
+    except ImportError as error:
+        raise APIError(500, f"{error}\n{trace}", {})  # noqa: B904
+
+
 async def acompletion(model: str, messages: list[Any], stream: bool = False, **more: Any) -> CustomStreamWrapper:
     calls.append({"model": model, "messages": messages, "stream": stream, **more})
     how, _, rest = model.partition("/")
     if how == "refuses" and not (rest.endswith("once") and len(calls) > 1):
         raise APIError(int(rest.removesuffix("once")), "no", {"retry-after": "3"} if rest == "429" else {})
+    if how == "fails":
+        _fail(rest)
     return CustomStreamWrapper("says" if how == "refuses" else how, rest)

@@ -1,0 +1,175 @@
+"""WebSocket mode of /v1/responses: each `response.create` of the client is a request of its own, and the events of its
+stream are messages.
+
+Requests run one after the other, or at once if they name different lanes (`stream_id`). A connection can continue its
+newest responses even if they are not stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from modelyard.core import limits
+from modelyard.core.errors import InvalidRequest, ModelyardError, Overloaded, TooLarge
+from modelyard.gateway.stored_responses import StoredResponses
+from modelyard.http.connection import DisconnectCallbacks, offer_callbacks
+from modelyard.http.inference import RESPONSES_KEY
+from modelyard.http.request_context import json_fault, run_sized
+from modelyard.http.settings import HttpSettings
+from modelyard.protocols.common.json import decode
+from modelyard.protocols.common.openai_errors import write_http_error
+from modelyard.protocols.common.sse import SseParser
+
+_MAX_WAITING = 32  # requests of a connection, in all lanes
+_GOING_AWAY = 1001
+
+
+class ClientEvent(Struct):
+    type: limits.Word = ""
+    stream_id: limits.Name | None = None
+
+
+_events = msgspec.json.Decoder(ClientEvent)
+_fields = msgspec.json.Decoder(dict[str, Raw])
+
+
+class ResponsesSocket:
+    """An ASGI app for WebSockets. `app` answers the requests over HTTP."""
+
+    def __init__(self, app: ASGIApp, stored: StoredResponses, settings: HttpSettings) -> None:
+        self._app, self._stored, self._settings = app, stored, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()  # websocket.connect
+        await send({"type": "websocket.accept"})
+        connection = _Connection(self._app, self._stored, self._settings, scope, send)
+        try:
+            while (message := await receive())["type"] != "websocket.disconnect":
+                await connection.read(message)
+        finally:
+            await connection.close()
+
+
+class _Connection:
+    def __init__(self, app: ASGIApp, stored: StoredResponses, settings: HttpSettings, scope: Scope, send: Send) -> None:
+        self._app, self._settings, self._scope, self._send = app, settings, scope, send
+        self._stored = stored.of_connection()
+        self._callbacks: DisconnectCallbacks = set()
+        self._lanes: dict[str | None, asyncio.Queue[bytes]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def read(self, message: Message) -> None:
+        text = message.get("text")
+        data: bytes = text.encode() if text is not None else message.get("bytes") or b""
+        lane: str | None = None
+        try:
+            lane = (await run_sized(len(data), self._parse, data)).stream_id
+            if sum(1 + queue.qsize() for queue in self._lanes.values()) >= _MAX_WAITING:
+                raise Overloaded(f"{_MAX_WAITING} responses of this connection are not finished: wait for one of them")
+        except ModelyardError as error:
+            await self._send_error(error, lane)
+            return
+        queue = self._lanes.get(lane)
+        if queue is None:
+            queue = self._lanes[lane] = asyncio.Queue()
+            task = asyncio.get_running_loop().create_task(self._run(lane, queue))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        queue.put_nowait(data)
+
+    def _parse(self, data: bytes) -> ClientEvent:
+        if len(data) > self._settings.max_body_bytes:
+            raise TooLarge(f"the message is larger than {self._settings.max_body_bytes} bytes (http.max_body_bytes)")
+        if (fault := json_fault(data, self._settings.max_json_depth)) is not None:
+            raise InvalidRequest(fault, code="invalid_json")
+        event = decode(_events, data)
+        if event.type != "response.create":
+            found = f"not {event.type[:40]!r}" if event.type else "and it is missing"
+            raise InvalidRequest(f"type must be 'response.create', {found}", param="type", code="unsupported_event")
+        return event
+
+    async def _run(self, lane: str | None, queue: asyncio.Queue[bytes]) -> None:
+        while True:
+            await self._respond(await queue.get(), lane)
+            if queue.empty():
+                del self._lanes[lane]
+                return
+
+    async def _respond(self, data: bytes, lane: str | None) -> None:
+        body = await run_sized(len(data), _request_body, data)
+        scope: Scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/responses",
+            "raw_path": b"/v1/responses",
+            "query_string": b"",
+            "headers": self._scope["headers"],
+            RESPONSES_KEY: self._stored,
+        }
+        offer_callbacks(scope, self._callbacks)
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, receive, _ReplySender(self._send, lane))
+
+    async def _send_error(self, error: ModelyardError, lane: str | None) -> None:
+        sender = _ReplySender(self._send, lane)
+        written = write_http_error(error, "", overflow_param="input")
+        await sender({"type": "http.response.start", "status": written.status, "headers": []})
+        await sender({"type": "http.response.body", "body": written.body})
+
+    async def close(self) -> None:
+        """The client is gone: what runs is cancelled, what waits does not start."""
+        for queue in self._lanes.values():
+            while not queue.empty():
+                queue.get_nowait()
+        for cancel in list(self._callbacks):
+            cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _request_body(data: bytes) -> bytes:
+    """The body of a request over HTTP: without the fields of the event."""
+    fields: dict[str, Any] = decode(_fields, data)
+    del fields["type"]
+    fields.pop("stream_id", None)
+    fields["stream"] = True
+    return msgspec.json.encode(fields)
+
+
+class _ReplySender:
+    """Sends a reply over HTTP as messages: each event of a stream, or one error."""
+
+    def __init__(self, send: Send, lane: str | None) -> None:
+        self._send = send
+        self._end = b"}" if lane is None else b',"stream_id":' + msgspec.json.encode(lane) + b"}"
+        self._parser = SseParser()
+        self._error: dict[str, Any] | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = dict(message["headers"])
+            if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+                self._error = {"type": "error", "status": message["status"]}
+                if (delay := headers.get(b"retry-after")) is not None:
+                    self._error["headers"] = {"retry-after": delay.decode()}
+            return
+        body = message.get("body", b"")
+        if self._error is None:
+            for event in self._parser.feed(body):
+                await self._send_text(event.data)
+        elif body:
+            error = decode(_fields, body).get("error", Raw(b"null"))
+            await self._send_text(msgspec.json.encode(self._error | {"error": error}))
+
+    async def _send_text(self, data: bytes) -> None:
+        await self._send({"type": "websocket.send", "text": (data[:-1] + self._end).decode()})

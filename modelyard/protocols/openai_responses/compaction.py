@@ -1,0 +1,91 @@
+"""POST /v1/responses/compact: the model summarizes a conversation, and the client continues from the summary.
+
+The request is a Responses request whose last message asks for the summary. The reply has the newest texts of the user
+as they were, and a `compaction` item with the summary, which `request.py` reads when the client sends it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from modelyard.core.errors import ModelyardError, Unavailable
+from modelyard.core.events import Reply
+from modelyard.core.protocol import EventWriter, WireError
+from modelyard.core.request import Message, Request, Text
+from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.openai_errors import write_http_error
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
+from modelyard.protocols.openai_responses.client import ResponsesStreamReader, read_reply, write_items, write_request
+from modelyard.protocols.openai_responses.errors import read_error
+from modelyard.protocols.openai_responses.reply import write_usage
+from modelyard.protocols.openai_responses.request import body_decoder, read_body
+from modelyard.protocols.openai_responses.stream import ResponsesStreamWriter
+
+NAME = "openai_compaction"
+PATHS: tuple[str, ...] = ("/v1/responses/compact",)
+
+__all__ = ["read_error", "read_reply", "write_request"]
+
+_ASK = (
+    "Summarize this conversation for an assistant that continues it and sees nothing else of it: the task, what the "
+    "user asked for and decided, what was done and found, the exact names, paths, values and errors that matter, and "
+    "what is left to do. Write only the summary."
+)
+_KEPT_CHARS = 16_000  # of the user's newest texts
+
+
+def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
+    request = read_body(decode(body_decoder, body), headers)
+    messages = (*request.messages, Message("user", (Text(_ASK),)))
+    return replace(request, messages=messages, tools=(), constraint=None, stream=False, store=False)
+
+
+def write_reply(replies: list[Reply], request: Request) -> bytes:
+    reply = replies[0]
+    summary = reply.text.strip()
+    if not summary:
+        raise Unavailable("the model wrote no summary: try again, or send the conversation as it is")
+    key = reply.started.id
+    kept = [
+        {"id": f"msg_{key}_{n}", "status": "completed"} | item for n, item in enumerate(write_items(_kept(request)))
+    ]
+    compaction = {"id": f"cmp_{key}", "type": "compaction", "encrypted_content": pack_reasoning(summary)}
+    return encode(
+        {
+            "id": f"resp_{key}",
+            "object": "response.compaction",
+            "created_at": reply.started.created,
+            "output": [*kept, compaction],
+            "usage": write_usage(reply.finished.usage),
+        }
+    )
+
+
+def _kept(request: Request) -> tuple[Message, ...]:
+    kept: list[Message] = []
+    room = _KEPT_CHARS
+    for message in reversed(request.messages[:-1]):
+        texts = tuple(part for part in message.parts if isinstance(part, Text))
+        if message.role == "user" and texts:
+            room -= sum(len(part.text) for part in texts)
+            if room < 0:
+                break
+            kept.append(Message("user", texts))
+    return tuple(kept[::-1])
+
+
+def write_error(
+    error: ModelyardError, *, trace: str, streaming: bool = False, request: Request | None = None
+) -> WireError:
+    del streaming  # there is no stream
+    return write_http_error(error, trace, overflow_param="input", request=request)
+
+
+def writer(request: Request, trace: str) -> EventWriter:
+    return ResponsesStreamWriter(request, trace)
+
+
+def reader() -> ResponsesStreamReader:
+    return ResponsesStreamReader()
