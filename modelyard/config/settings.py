@@ -16,8 +16,9 @@ from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import ModelyardError
 from modelyard.http.settings import HttpSettings, KeySettings
-from modelyard.library.model_files import find_model_folder, leads_to_gguf
+from modelyard.library.model_files import find_model_file, find_model_folder, leads_to_gguf
 from modelyard.prompt.settings import ImageSettings
+from modelyard.prompt.template_source import engine_template, prompt_formats
 from modelyard.router.router import ModelEntry, Router, build_router
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings, RouteSettings
 from modelyard.scheduler.settings import SchedulerSettings
@@ -192,7 +193,18 @@ def options_input(model: ModelSettings) -> dict[str, Any]:
     """What the engine's `Options` are made from, not validated yet."""
     kind: type[BaseModel] = plugins.load("engines", model.backend or "").Options
     common = (model.model_fields_set & kind.model_fields.keys()) - {"options"}
-    return {name: getattr(model, name) for name in common} | model.options
+    values = {name: getattr(model, name) for name in common} | model.options
+    if model.prompt_format in prompt_formats() and "chat_template" in kind.model_fields:
+        values["chat_template"] = values.get("chat_template") or _built_in_template(model)
+    return values
+
+
+def _built_in_template(model: ModelSettings) -> str | None:
+    """An engine that renders by itself takes a built-in format as the text of a template."""
+    path = str(model.options.get("vllm_model", "")) if model.path is None else model.path
+    folder = find_model_folder(path) if path and not leads_to_gguf(path) else None
+    weights = folder.path if folder is not None else find_model_file(path) if path else None
+    return engine_template(model.prompt_format or "", weights, force=model.force_prompt_format)
 
 
 def engine_spec(entry: ModelEntry, model: ModelSettings) -> EngineSpec:

@@ -27,6 +27,7 @@ class TokenLogprob(Struct, frozen=True, gc=False):
     logprob: float
     bytes: builtins.bytes = b""  # the full name, because `bytes` is a field of this class
     top: tuple[TokenLogprob, ...] = ()
+    id: int | None = None  # in the model's vocabulary; None if another server did not tell
 
 
 class Usage(Struct, frozen=True, gc=False):

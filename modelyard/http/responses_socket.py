@@ -26,7 +26,6 @@ from modelyard.protocols.common.openai_errors import write_http_error
 from modelyard.protocols.common.sse import SseParser
 
 _MAX_WAITING = 32  # requests of a connection, in all lanes
-_GOING_AWAY = 1001
 
 
 class ClientEvent(Struct):

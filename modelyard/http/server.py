@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 
 from modelyard import __version__
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
+from modelyard.core.protocol import WireProtocol
 from modelyard.gateway.gateway import Gateway
 from modelyard.http import tokens
 from modelyard.http.admin.context import AdminContext
@@ -108,7 +109,7 @@ def _inference_routes(context: HttpContext) -> list[Route]:
         stored = context.gateway.stored if name == "openai_responses" else None
         endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures, stored)
         routes += [Route(path, endpoint, methods=["POST"], name=name) for path in protocol.PATHS]
-    compact = InferenceEndpoint(compaction, context.gateway, context.settings, context.captures)
+    compact = InferenceEndpoint(cast(WireProtocol, compaction), context.gateway, context.settings, context.captures)
     routes += [Route(path, compact, methods=["POST"], name=compaction.NAME) for path in compaction.PATHS]
     return routes
 

@@ -14,13 +14,14 @@ structure of its family in words of ours, so `prompt_format` comes before it onl
 from __future__ import annotations
 
 import difflib
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from modelyard.core.errors import InvalidRequest
+from modelyard.library.gguf import read_contents
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _ALIASES = {"chatml": "generic"}
@@ -91,6 +92,29 @@ def find_template(
     if fallback:
         return _built_in(fallback, f"the engine's default, {fallback}")
     raise _no_template(name, folder)
+
+
+def engine_template(prompt_format: str, model: Path | None, *, force: bool) -> str | None:
+    """The template for an engine that renders by itself, if it does not find one: `model`, a GGUF file or a folder, has
+    none of its own, or `force` replaces it. A file that cannot be read is the engine's to report."""
+    if force:
+        return builtin(prompt_format)
+    try:
+        return builtin(prompt_format) if model is not None and not _has_template(model) else None
+    except (OSError, ValueError, InvalidRequest):
+        return None
+
+
+def _has_template(model: Path) -> bool:
+    if model.is_dir():
+        return _in_folder(model) is not None
+    status = model.stat()
+    return _gguf_has_template(model, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=64)
+def _gguf_has_template(file: Path, changed: int, size: int) -> bool:  # noqa: ARG001 - the key of the cache
+    return bool(read_contents(file, lists="none")[0].get("tokenizer.chat_template"))
 
 
 def formats() -> tuple[str, ...]:

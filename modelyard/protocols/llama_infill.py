@@ -27,8 +27,6 @@ from modelyard.core.events import (
     Finished,
     Reply,
     Started,
-    StopReason,
-    Timings,
     Usage,
 )
 from modelyard.core.protocol import WireError
@@ -42,16 +40,16 @@ from modelyard.protocols.common.extensions import (
     write_extensions,
 )
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_errors import error_body, read_error_field, read_http_error, write_http_error
+from modelyard.protocols.common.llama_reply import LlamaStreamWriter, reply_text, selected, write_last
+from modelyard.protocols.common.openai_errors import read_error_field, read_http_error, write_http_error
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL, read_session, read_stop
-from modelyard.protocols.common.sse import SseParser, comment, frame
+from modelyard.protocols.common.sse import SseParser
 
 NAME = "llama_infill"
 PATHS: tuple[str, ...] = ("/infill",)
 
 read_error = read_http_error
 
-_STOP_TYPES: Mapping[StopReason, str] = {"end": "eos", "stop_string": "word", "max_tokens": "limit", "window": "limit"}
 _MISSING = "missing_required_parameter"
 
 
@@ -117,57 +115,7 @@ def _read_file(file: dict[str, Any], path: str) -> tuple[str, str]:
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
     reply = replies[0]
-    text = "".join(block.part.text for block in reply.blocks if isinstance(block.part, Text))
-    return encode(_selected(_write_last(text, reply.started, reply.finished), request.reply_fields))
-
-
-def _write_last(content: str, started: Started, finished: Finished) -> dict[str, Any]:
-    usage, timings = finished.usage, finished.timings
-    return {
-        "index": 0,
-        "content": content,
-        "tokens": [],
-        "id_slot": -1,
-        "stop": True,
-        "model": started.model,
-        "tokens_predicted": usage.output,
-        "tokens_evaluated": usage.prompt,
-        "tokens_cached": usage.prompt + usage.output,
-        "truncated": False,
-        "stop_type": _STOP_TYPES.get(finished.reason, "none"),
-        "stopping_word": finished.stop_string or "",
-        "timings": _write_timings(usage, timings),
-    }
-
-
-def _write_timings(usage: Usage, timings: Timings) -> dict[str, Any]:
-    read, made = usage.prompt - usage.cached, usage.output
-    prompt_s, decode_s = timings.first_token or 0.0, timings.decode or 0.0
-    return {
-        "cache_n": usage.cached,
-        "prompt_n": read,
-        "prompt_ms": prompt_s * 1000,
-        "prompt_per_token_ms": prompt_s * 1000 / max(1, read),
-        "prompt_per_second": read / prompt_s if prompt_s else 0.0,
-        "predicted_n": made,
-        "predicted_ms": decode_s * 1000,
-        "predicted_per_token_ms": decode_s * 1000 / max(1, made),
-        "predicted_per_second": made / decode_s if decode_s else 0.0,
-    }
-
-
-def _selected(reply: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Only the fields with these names. A name with slashes reaches into an object and stays the name."""
-    if not names:
-        return reply
-    chosen: dict[str, Any] = {}
-    for name in names:
-        value: Any = reply
-        for key in name.split("/"):
-            value = value.get(key, msgspec.UNSET) if isinstance(value, dict) else msgspec.UNSET
-        if value is not msgspec.UNSET:
-            chosen[name] = value
-    return chosen
+    return encode(selected(write_last(reply_text(reply), reply.started, reply.finished), request.reply_fields))
 
 
 def write_error(
@@ -180,43 +128,8 @@ def write_error(
     return write_http_error(error, trace, overflow_param="input_prefix")
 
 
-class InfillStreamWriter:
-    def __init__(self, request: Request, trace: str) -> None:
-        self._fields, self._trace = request.reply_fields, trace
-        self._started: Started | None = None
-        self._tokens = 0
-        self._over = False
-
-    def write(self, event: Event, choice: int = 0) -> bytes:  # noqa: ARG002 - there is one
-        if self._over:
-            return b""
-        if isinstance(event, BlockDelta):
-            return self._write_delta(event.text) if event.text else b""
-        if isinstance(event, Started):
-            self._started = event
-            return b""
-        if isinstance(event, Finished) and self._started is not None:
-            self._over = True
-            return frame(encode(_selected(_write_last("", self._started, event), self._fields)))
-        return self._fail(event.error) if isinstance(event, Failed) else b""
-
-    def _write_delta(self, text: str) -> bytes:
-        return frame(encode({"index": 0, "content": text, "tokens": [], "stop": False, "id_slot": -1}))
-
-    def keepalive(self) -> bytes:
-        return comment()
-
-    def end(self) -> bytes:
-        """A stream without its last chunk must not look complete."""
-        return b"" if self._over else self._fail(Incomplete("the answer ended before it was complete", id=self._trace))
-
-    def _fail(self, error: ModelyardError) -> bytes:
-        self._over = True
-        return frame(encode({"error": error_body(error, "input_prefix")}))
-
-
-def writer(request: Request, trace: str) -> InfillStreamWriter:
-    return InfillStreamWriter(request, trace)
+def writer(request: Request, trace: str) -> LlamaStreamWriter:
+    return LlamaStreamWriter(request, trace, "input_prefix")
 
 
 # --- the client role --------------------------------------------------------------------------------------------------

@@ -161,12 +161,12 @@ class LogprobTracker:
             logprob = self._visible.popleft()[1]
             text, raw = self._token_text(logprob.id)
             top = tuple(self._alternative(token, value) for token, value in logprob.top)
-            taken.append(TokenLogprob(text, logprob.logprob, raw, top))
+            taken.append(TokenLogprob(text, logprob.logprob, raw, top, logprob.id))
         return taken
 
     def _alternative(self, token: int, logprob: float) -> TokenLogprob:
         text, raw = self._token_text(token)
-        return TokenLogprob(text, logprob, raw)
+        return TokenLogprob(text, logprob, raw, id=token)
 
 
 class VisibleOutput:

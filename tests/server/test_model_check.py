@@ -11,6 +11,7 @@ from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.settings import LoadedConfig
 from modelyard.core.engine import MemoryEstimate
+from modelyard.engines.fake.script import FakeOptions, tokenizer_path
 from modelyard.library.model_files import LibraryEntry, put_entry
 from modelyard.plugins import MissingLibrary
 from modelyard.server.memory_estimate import ModelMemory
@@ -162,7 +163,7 @@ def test_an_interpreter_that_cannot_run_the_engine_is_an_error(tmp_path: Path) -
 
 def test_a_format_that_a_models_own_template_replaces_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "vocabulary").mkdir()
-    for file in FakeFiles.iterdir():
+    for file in tokenizer_path(FakeOptions()).iterdir():
         (tmp_path / "vocabulary" / file.name).write_bytes(file.read_bytes())
     text = '[models.m]\nbackend = "fake"\ntokenizer_path = "vocabulary"\nprompt_format = "qwen3"'
     assert problems(text) == []

@@ -143,7 +143,18 @@ def test_tokens_of_a_llama_server_are_counted_in_the_gateway() -> None:
     assert "<|im_start|>" in made.model.pipeline.renderer.text(
         Request(model="demo", messages=(Message("user", (Text("Hi"),)),))
     )
-    assert dict(made.notes)["template"] == "from the model file's metadata", "it is what the program itself uses"
+    assert dict(made.notes)["template"].startswith("from the model file's metadata"), "the program itself uses it"
+
+
+def test_a_named_format_rewords_no_template_of_the_file_unless_forced() -> None:
+    """The file writes a system prompt of its own, the format does not."""
+    settings = {"backend": "llama_cpp", "path": str(fetch()), "prompt_format": "generic"}
+    plain, named = (defined(**each).model.pipeline for each in (settings | {"prompt_format": None}, settings))
+    forced = defined(**settings, force_prompt_format=True)
+    asked = Request(model="demo", messages=(Message("user", (Text("Hi"),)),))
+    assert named.renderer.text(asked) == plain.renderer.text(asked)
+    assert forced.model.pipeline.renderer.text(asked) != plain.renderer.text(asked)
+    assert dict(forced.notes)["template"] == "from prompt_format generic, because of force_prompt_format"
 
 
 def test_a_missing_file_is_left_to_the_engine() -> None:

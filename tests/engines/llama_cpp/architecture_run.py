@@ -172,7 +172,7 @@ class _Scenario:
         cancelled = edited + self._text(30)
         generation = self.engine.generate(_prompt(cancelled))
         await until(generation, Tokens)
-        await generation.aclose()
+        await generation.close()
         await self._answer("cancel", cancelled)
         await self._together([first + self._text(9), follow + self._text(5), self._text(40)])
         await self._answer("repetition", (self._text(6) * 12)[:70], count=16)

@@ -1,0 +1,233 @@
+"""llama-server's own completions: `POST /completion`, a bare prompt in, text and all its settings out.
+
+{"prompt": "Once upon", "n_predict": 4, "temperature": 0, "stream": true, "n_probs": 2, "return_tokens": true}
+data: {"index": 0, "content": " a", "tokens": [253], "stop": false, "completion_probabilities": [{"id": 253, …}], …}
+data: {"index": 0, "content": "", "stop": true, "stop_type": "limit", "generation_settings": {…}, "timings": {…}, …}
+
+Several prompts make a list of replies; in a stream `index` tells them apart. The server role only: engines speak
+OpenAI's completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from modelyard.core import limits
+from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.events import BlockDelta, Reply, TokenLogprob
+from modelyard.core.protocol import WireError
+from modelyard.core.request import Request, Sampling
+from modelyard.protocols.common.extensions import ExtensionFields, read_constraint, read_priority, read_sampling
+from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.llama_reply import LlamaStreamWriter, reply_text, selected, write_last
+from modelyard.protocols.common.openai_errors import write_http_error
+from modelyard.protocols.common.openai_fields import (
+    DEFAULT_MODEL,
+    MIN_LOGPROB,
+    PromptField,
+    check_range,
+    read_prompts,
+    read_session,
+    read_stop,
+)
+
+NAME = "llama_completion"
+PATHS: tuple[str, ...] = ("/completion",)
+DIALECT = "llama"
+
+_MAX_PROBS = 20
+_RANDOM_SEEDS = (-1, 2**32 - 1)
+_NEVER = -1e9  # the bias of a token that must not be generated
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+class LlamaCompletionBody(ExtensionFields):
+    model: limits.Name | None = None
+    prompt: PromptField | None = None
+    n_predict: int | None = None
+    max_tokens: int | None = None
+    repeat_penalty: float | None = None
+    stop: limits.StopString | limits.StopStrings | None = None
+    stream: bool | None = None
+    n_probs: int | None = None
+    return_tokens: bool | None = None
+    response_fields: limits.Words | None = None
+    logit_bias: limits.LogitBias | limits.LogitBiasPairs | None = None  # type: ignore[assignment]
+    lora: limits.AdapterScales | None = None
+    # What no engine here does, or does in its own way: named in the warnings if it is set.
+    ignore_eos: bool | None = None
+    dynatemp_range: float | None = None
+    top_n_sigma: float | None = None
+    t_max_predict_ms: int | None = None
+    post_sampling_probs: bool | None = None
+
+
+_decoder = msgspec.json.Decoder(LlamaCompletionBody)
+# Values that change nothing; llama-server's clients send all their settings.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "ignore_eos": (False,),
+    "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "t_max_predict_ms": (-1, 0),
+    "post_sampling_probs": (False,),
+}
+
+
+def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
+    """`n_predict` 0 only reads the prompt into the cache, and -1 is no limit."""
+    parsed = decode(_decoder, body)
+    prompts = read_prompts(parsed.prompt, "prompt")
+    limit = parsed.n_predict if parsed.n_predict is not None else parsed.max_tokens
+    if limit is not None and limit < -1:
+        raise InvalidRequest(f"n_predict must be -1, 0 or more, got {limit}", param="n_predict")
+    check_range("n_probs", parsed.n_probs, 0, _MAX_PROBS)
+    if any(adapter.get("scale") for adapter in parsed.lora or ()):
+        raise InvalidRequest("lora: send lora_adapter with the name of the adapter", param="lora")
+    warnings = [f"{name}_ignored" for name, neutral in _NEUTRAL.items() if getattr(parsed, name) not in (None, *neutral)]
+    parsed.grammar = parsed.grammar or None  # clients send an empty one
+    return Request(
+        model=parsed.model or DEFAULT_MODEL,
+        prompts=prompts,
+        sampling=_read_sampling(parsed),
+        max_tokens=None if limit in (None, -1) else max(1, limit or 0),
+        stop=read_stop(parsed.stop, warnings),
+        logprobs=parsed.n_probs or (0 if parsed.return_tokens else None),
+        constraint=read_constraint(parsed),
+        stream=parsed.stream is True,
+        lora_adapter=parsed.lora_adapter,
+        priority=read_priority(parsed),
+        session=read_session(headers, None),
+        reply_fields=tuple(parsed.response_fields or ()),
+        repeated={"n_probs": parsed.n_probs or 0, "return_tokens": parsed.return_tokens is True},
+        dialect=DIALECT,
+        warnings=tuple(warnings),
+    )
+
+
+def _read_sampling(body: LlamaCompletionBody) -> Sampling:
+    bias, body.logit_bias = body.logit_bias, None
+    if body.seed in _RANDOM_SEEDS:
+        body.seed = None
+    if body.repeat_penalty is not None:
+        body.repetition_penalty = body.repeat_penalty
+    sampling = read_sampling(body)
+    return replace(sampling, logit_bias=_read_bias(bias)) if bias else sampling
+
+
+def _read_bias(bias: Mapping[str, float] | list[list[Any]]) -> dict[int, float]:
+    """A mapping, or llama-server's pairs of a token id and a number, or false: the token is never generated."""
+    found: dict[int, float] = {}
+    for pair in bias.items() if isinstance(bias, Mapping) else bias:
+        token, value = pair if len(pair) == 2 else (None, None)
+        try:
+            found[int(token)] = _NEVER if value is False else float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            message = "logit_bias must map token ids to numbers; /tokenize has the ids of a text"
+            raise InvalidRequest(message, param="logit_bias") from None
+    return found
+
+
+# --- the reply --------------------------------------------------------------------------------------------------------
+
+
+def write_reply(replies: list[Reply], request: Request) -> bytes:
+    written = [_write_whole(reply, request, index) for index, reply in enumerate(replies)]
+    return encode(written[0] if len(written) == 1 else written)
+
+
+def _write_whole(reply: Reply, request: Request, index: int) -> dict[str, Any]:
+    text, tokens = reply_text(reply), [token for block in reply.blocks for token in block.logprobs]
+    whole = write_last(text, reply.started, reply.finished, index) | _write_settings(request, index)
+    whole |= {"has_new_line": "\n" in text} | _write_tokens(tokens, request)
+    return selected(whole, request.reply_fields)
+
+
+def _write_settings(request: Request, index: int) -> dict[str, Any]:
+    prompt = request.prompts[index // request.n]
+    return {
+        "generation_settings": generation_settings(request.sampling)
+        | {
+            "stop": request.stop,
+            "max_tokens": -1 if request.max_tokens is None else request.max_tokens,
+            "n_predict": -1 if request.max_tokens is None else request.max_tokens,
+            "stream": request.stream,
+            "n_probs": (request.repeated or {}).get("n_probs", 0),
+            "grammar": request.constraint.text if request.constraint and request.constraint.kind == "gbnf" else "",
+            "lora": [{"name": request.lora_adapter, "scale": 1.0}] if request.lora_adapter else [],
+        },
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+    }
+
+
+# Of a field that neither the request nor the model sets: the value with which it changes nothing.
+_DEFAULTS: Mapping[str, Any] = {
+    "seed": 2**32 - 1, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0,
+    "xtc_probability": 0.0, "xtc_threshold": 0.1, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ("\n", ":", '"', "*"), "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1,
+}  # fmt: skip
+
+
+def generation_settings(sampling: Sampling) -> dict[str, Any]:
+    """Under llama-server's names; also the settings that `/props` shows for a model."""
+    used = {name: value if (value := getattr(sampling, name)) is not None else _DEFAULTS[name] for name in _DEFAULTS}
+    penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
+    bias = [{"token": token, "bias": value} for token, value in (sampling.logit_bias or {}).items()]
+    return used | {"repeat_penalty": penalty, "logit_bias": bias}
+
+
+def _write_tokens(tokens: Iterable[TokenLogprob], request: Request) -> dict[str, Any]:
+    """Ids and probabilities, each if the client asked for it."""
+    wanted, out = request.repeated or {}, dict[str, Any]()
+    if wanted.get("return_tokens"):
+        out["tokens"] = [token.id for token in tokens if token.id is not None]
+    if wanted.get("n_probs"):
+        out["completion_probabilities"] = [
+            _write_logprob(token) | {"top_logprobs": [_write_logprob(other) for other in token.top]} for token in tokens
+        ]
+    return out
+
+
+def _write_logprob(token: TokenLogprob) -> dict[str, Any]:
+    logprob = max(token.logprob, MIN_LOGPROB)
+    return {"id": token.id, "token": token.token, "bytes": list(token.bytes), "logprob": logprob}
+
+
+class _PieceFields:
+    """What a chunk of this endpoint has beside its text. Without the probabilities of the tokens a chunk counts as one,
+    which it nearly always is; the last chunk has the exact number."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._counts: dict[int, int] = {}
+        self._has_new_line: dict[int, bool] = {}
+
+    def piece(self, event: BlockDelta, choice: int) -> dict[str, Any]:
+        self._counts[choice] = self._counts.get(choice, 0) + (len(event.logprobs) or 1)
+        self._has_new_line[choice] = self._has_new_line.get(choice, False) or "\n" in event.text
+        return {"tokens_predicted": self._counts[choice]} | _write_tokens(event.logprobs, self._request)
+
+    def end(self, choice: int) -> dict[str, Any]:
+        has_new_line = self._has_new_line.get(choice, False)
+        return _write_settings(self._request, choice) | {"has_new_line": has_new_line}
+
+
+def writer(request: Request, trace: str) -> LlamaStreamWriter:
+    fields = _PieceFields(request)
+    return LlamaStreamWriter(request, trace, "prompt", fields.piece, fields.end)
+
+
+def write_error(
+    error: ModelyardError,
+    *,
+    trace: str,
+    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
+    request: Request | None = None,  # noqa: ARG001
+) -> WireError:
+    return write_http_error(error, trace, overflow_param="prompt")
