@@ -75,6 +75,9 @@ test-clients: install ## install the real coding agents (about 2 GB, once) and r
 	$(BIN)/python setup/clients.py
 	$(BIN)/pytest -m clients tests/clients
 
+test-compliance: install ## check the published specifications of the protocols only; `make test` does it too
+	$(BIN)/pytest -m compliance
+
 test-recipes: install ## install the frameworks of docs/clients.md (4 GiB, once) and run the page's programs
 	$(BIN)/python setup/recipes.py
 	$(BIN)/pytest -m recipes tests/docs

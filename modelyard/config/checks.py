@@ -96,8 +96,8 @@ def _forced_format(model: ModelSettings) -> str:
     if model.prompt_format is None:
         return "is not used: prompt_format is not set."
     return (
-        f"prompt_format {model.prompt_format} replaces the model's own template, and its wording is not the one that the "
-        "model was trained on. Remove it unless the file's template is missing or wrong."
+        f"prompt_format {model.prompt_format} replaces the model's own template, and its wording is not the one that "
+        "the model was trained on. Remove it unless the file's template is missing or wrong."
     )
 
 

@@ -75,7 +75,8 @@ class ReasoningBudget(Struct, frozen=True):
 
 
 class Prompt(Struct, frozen=True, kw_only=True, gc=False):
-    """One generation for a TextEngine. It crosses processes, so it contains only values."""
+    """One generation for a TextEngine. It crosses processes, so it contains only values. `max_tokens` may be 0: then the
+    prompt is only read."""
 
     parts: tuple[TokenRun | Media, ...]
     sampling: Sampling = Sampling()
@@ -89,6 +90,7 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
     priority: Priority = "main"
     adapters: tuple[tuple[str, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, after the first; then no KV is reused
     deadline: float | None = None  # `time.monotonic`; another process gets the seconds that are left
     trace: str = ""
     dedup_key: str | None = None  # equal prompts with an equal key may share one generation
@@ -119,11 +121,16 @@ class Accepted(Struct, frozen=True, tag=True, gc=False):
 
 
 class Progress(Struct, frozen=True, tag=True, gc=False):
+    """How much of the prompt is read. `logprobs`: of the prompt's tokens that follow those of the last report."""
+
     done: int
     total: int
+    logprobs: list[IdLogprob] | None = None
 
 
 class Tokens(Struct, frozen=True, tag=True, gc=False):
+    """Without ids it is the token that ended the output, which has only a log probability."""
+
     ids: list[int]
     logprobs: list[IdLogprob] | None = None
 
@@ -178,6 +185,7 @@ class Capabilities(Struct, frozen=True):
     structured: bool = False
     streaming: bool = True
     logprobs: bool = False
+    prompt_logprobs: bool = False
     reasoning_budget: bool = False  # it ends reasoning after a number of tokens
     lora: bool = False
     embeddings: bool = False
@@ -231,6 +239,7 @@ class EngineStats(Struct, frozen=True):
     guessed_tokens: int = 0  # drafted by speculation; `accepted_tokens` of them were right
     accepted_tokens: int = 0
     caches: Mapping[str, CacheStats] = field(default_factory=dict)
+    adapters: tuple[tuple[str, float], ...] = ()  # loaded LoRA adapters: name and scale
 
 
 class MemoryEstimate(Struct, frozen=True):

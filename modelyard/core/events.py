@@ -61,6 +61,8 @@ class Started(Struct, frozen=True, tag=True, gc=False):
     model: str  # the name that the client used
     created: int
     usage: Usage = Usage()
+    prompt: str = ""  # what the reply repeats of the prompt, and its log probabilities; the first has none (NaN)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class BlockStart(Struct, frozen=True, tag=True, gc=False):

@@ -42,6 +42,7 @@ TokenIds = Annotated[list[int], Meta(max_length=1 << 21)]
 Prompts = Annotated[list[Text | int | TokenIds], Meta(max_length=1 << 21)]  # or the token ids of one
 Choices = Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=1024)]  # texts that an output may be
 JsonObject = Annotated[dict[str, Any], Meta(max_length=100_000)]
+ScoredTexts = Annotated[list[Text], Meta(max_length=10_000)]
 Documents = Annotated[tuple[JsonObject, ...], Meta(max_length=10_000)]
 RankedDocuments = Annotated[list[Text | JsonObject], Meta(max_length=10_000)]
 ProjectFiles = Annotated[list[JsonObject], Meta(max_length=10_000)]

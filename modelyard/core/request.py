@@ -183,6 +183,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     stop: tuple[str, ...] = ()
     n: int = 1
     logprobs: int | None = None  # alternatives per token; 0: the chosen one only; None: off
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     constraint: Constraint | None = None
     reasoning: Reasoning = Reasoning()
     stream: bool = False

@@ -154,6 +154,10 @@ class InProcessEngine(ABC, Generic[J]):
         """Raises if the engine lacks a feature that the prompt needs."""
         if any(isinstance(part, Media) for part in prompt.parts):
             raise Unsupported("this engine reads text only", code="modality_unsupported")
+        if prompt.prompt_logprobs is not None and not self.info.capabilities.prompt_logprobs:
+            raise Unsupported(
+                "this engine does not report a prompt's log probabilities", code="prompt_logprobs_unsupported"
+            )
 
     # --- opening and closing ------------------------------------------------------------------------------------------
 

@@ -115,6 +115,7 @@ CAPABILITIES = Capabilities(
     modalities=("text", "image"),
     structured=True,
     logprobs=True,
+    prompt_logprobs=True,
     reasoning_budget=True,
     thinking_modes=("default", "enabled", "disabled"),
     embeddings=True,

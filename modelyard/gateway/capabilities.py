@@ -17,6 +17,7 @@ _UNKNOWN_ENGINE = Capabilities(
     modalities=("text", "image", "audio"),
     structured=True,
     logprobs=True,
+    prompt_logprobs=True,
     reasoning_budget=True,
     lora=True,
     embeddings=True,
@@ -61,6 +62,13 @@ def check_capabilities(request: Request, can: Capabilities, name: str, *, images
         reason = "has no tokens to fill a gap between two texts; send the prompt without a suffix, or use a code model"
         field = "suffix" if request.infill.files is None else "input_suffix"
         raise Unsupported(f"the model {name!r} {reason}", code="suffix_unsupported", param=field)
+    if request.prompt_logprobs is not None and not can.prompt_logprobs:
+        reason = "does not report the log probabilities of a prompt; send the request without echo or without logprobs"
+        raise Unsupported(
+            f"the engine of {name!r} {reason}",
+            code="prompt_logprobs_unsupported",
+            param="echo" if request.echo else "prompt_logprobs",
+        )
     if images and "image" not in can.modalities:
         reason = "takes text only; send the request without images or to another model"
         raise Unsupported(f"the model {name!r} {reason}", code="modality_unsupported", param="messages")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -35,6 +36,7 @@ from modelyard.core.engine import (
     Engine,
     ForwardingEngine,
     Generation,
+    Progress,
     Ranking,
     TextEngine,
     Tokens,
@@ -63,12 +65,15 @@ from modelyard.core.events import (
     Started,
     StopReason,
     Timings,
+    TokenLogprob,
     Usage,
 )
 from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
 from modelyard.core.limits import MAX_WARNINGS
+from modelyard.core.output_format import OutputFormat, Region
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, EmbeddingRequest, Infill, Request, RerankRequest
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics
 from modelyard.gateway.capabilities import (
     CapabilityCache,
@@ -110,6 +115,8 @@ _INLINE_CHARS = 20_000  # of uncached text to tokenize
 _INLINE_MESSAGES = 300  # messages and tools to render
 _WARNING_CHARS = 500  # of a warning in the log
 _UNLIMITED = 1 << 40  # tokens
+# The answer to a bare prompt whose log probabilities are wanted: every token of it counts.
+VERBATIM = OutputFormat(name="verbatim", regions={"text": Region("text", {})}, trims_newlines=False)
 
 R = TypeVar("R", EmbeddingRequest, RerankRequest)
 Read = TypeVar("Read")
@@ -877,7 +884,10 @@ class TextOutput:
         "_on_text",
         "_prepared",
         "_rendered",
+        "_prompt_logprobs",
         "_scanner",
+        "_started",
+        "_stop_logprob",
         "emitted_start",
         "has_output",
         "ids",
@@ -905,7 +915,7 @@ class TextOutput:
         visible = request.reasoning.visible
         self._detokenizer = pipeline.tokenizer.detokenizer()
         self._scanner = Scanner(
-            pipeline.format_for(request),
+            VERBATIM if request.prompt_logprobs is not None and request.prompts else pipeline.format_for(request),
             tools=request.tools,
             stop=model.stop + pipeline.stop_strings + request.stop,
             prefill="" if request.prompts else pipeline.renderer.tail(rendered.text),
@@ -918,6 +928,9 @@ class TextOutput:
         )
         self.usage = Usage(len(rendered.ids))
         self.ids: list[int] | None = [] if request.tools else None  # an agent's next prompt repeats them
+        self._prompt_logprobs: list[IdLogprob] = []
+        self._started: Started | None = None  # held back until the prompt's log probabilities have arrived
+        self._stop_logprob: IdLogprob | None = None  # of the token that ended the output
         self.over = self.slot_free = self.has_output = self.emitted_start = False
 
     @property
@@ -932,21 +945,61 @@ class TextOutput:
         events: list[Event] = []
         for chunk in batch:
             if isinstance(chunk, Tokens):
+                if self._started is not None:
+                    self._start_late(events)
                 if not self.over:
                     self._feed_tokens(chunk, events)
             elif isinstance(chunk, End):
                 self.slot_free = True
+                if self._started is not None and chunk.error is None:
+                    self._start_late(events)
                 if not self.over:
                     self._finish(chunk, events)
+            elif isinstance(chunk, Progress):
+                self._prompt_logprobs += chunk.logprobs or ()
             elif isinstance(chunk, Accepted) and not self.emitted_start:
                 self.emitted_start = True
                 prepared, usage = self._prepared, self.usage
                 self.usage = Usage(usage.prompt, chunk.cached_tokens, usage.output, usage.reasoning)
-                events.append(Started(prepared.caller.trace, prepared.request.model, prepared.created, self.usage))
+                started = Started(
+                    prepared.caller.trace, prepared.request.model, prepared.created, self.usage, self._echo
+                )
+                if prepared.request.prompt_logprobs is None:
+                    events.append(started)
+                else:
+                    self._started = started
         return events
+
+    @property
+    def _echo(self) -> str:
+        return self._rendered.text if self._prepared.request.echo else ""
+
+    def _start_late(self, events: list[Event]) -> None:
+        started, self._started = self._started, None
+        if started is not None:
+            events.append(msgspec.structs.replace(started, prompt_logprobs=self._written_prompt_logprobs()))
+
+    def _written_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """One for each token of the client's prompt. A token that was put in front of its text is not the client's."""
+        ids, bos = self._rendered.ids, self._prepared.model.pipeline.tokenizer.bos
+        text, raw = self._token_text(ids[0])
+        written = [TokenLogprob(text, math.nan, raw), *map(self._write_logprob, self._prompt_logprobs)]
+        is_added = ids[0] == bos and not self._rendered.text.startswith(text)
+        return tuple(written[1:] if is_added and text else written)
+
+    def _write_logprob(self, logprob: IdLogprob) -> TokenLogprob:
+        def written(token: int, value: float) -> TokenLogprob:
+            text, raw = self._token_text(token)
+            return TokenLogprob(text, value, raw)
+
+        top = tuple(written(token, value) for token, value in logprob.top)
+        return msgspec.structs.replace(written(logprob.id, logprob.logprob), top=top)
 
     def _feed_tokens(self, chunk: Tokens, events: list[Event]) -> None:
         scanner, usage = self._scanner, self.usage
+        if not chunk.ids:
+            self._stop_logprob = chunk.logprobs[0] if chunk.logprobs else None
+            return
         if self.ids is not None:
             self.ids += chunk.ids
         pieces = self._detokenizer.feed(chunk.ids, chunk.logprobs)
@@ -969,7 +1022,8 @@ class TextOutput:
             return
         scanner, usage = self._scanner, self.usage
         events += scanner.feed(self._detokenizer.finish())
-        events += scanner.finish(truncated=end.reason != "stop")
+        last = scanner.finish(truncated=end.reason != "stop")
+        events += last if self._stop_logprob is None else self._with_stop_logprob(last, self._stop_logprob)
         prompt = max(usage.prompt, end.usage.prompt)  # only the engine knows how many tokens images take
         self.usage = Usage(prompt, usage.cached, usage.output, scanner.reasoning_tokens)
         reason: StopReason
@@ -983,6 +1037,14 @@ class TextOutput:
             reason = "tool_calls" if scanner.has_complete_call else "end"
         self.over = True
         events.append(Finished(reason, self.usage, scanner.stop_string, end.timings))
+
+    def _with_stop_logprob(self, last: list[Event], stop: IdLogprob) -> list[Event]:
+        """The token that ended the output counts where the prompt's tokens count; it has no text."""
+        written = (msgspec.structs.replace(self._write_logprob(stop), token=""),)
+        for at, event in enumerate(last):
+            if isinstance(event, BlockEnd):
+                return [*last[:at], BlockDelta(event.index, "", written), *last[at:]]
+        return [*last, BlockStart(0, "text"), BlockDelta(0, "", written), BlockEnd(0)]
 
     def fail(self, error: ModelyardError) -> list[Event]:
         self.over = True
@@ -1000,7 +1062,7 @@ class ChatOutput:
     ids: list[int] | None = None  # only the engine knows them
 
     def __init__(self, prepared: PreparedRequest, choice: int = 0) -> None:
-        self._prepared, self._rendered = prepared, prepared.rendered(choice)
+        self._prepared, self._rendered, self._choice = prepared, prepared.rendered(choice), choice
         visible = prepared.request.reasoning.visible
         self._hide_thinking = not (prepared.model.show_thinking if visible is None else visible)
         self._hidden: set[int] = set()
@@ -1027,7 +1089,16 @@ class ChatOutput:
         prepared = self._prepared
         self.emitted_start = True
         self.usage = event.usage if event.usage.prompt or self._rendered is None else Usage(len(self._rendered.ids))
-        return Started(prepared.caller.trace, prepared.request.model, prepared.created, self.usage)
+        return Started(prepared.caller.trace, prepared.request.model, prepared.created, self.usage, self._echo)
+
+    @property
+    def _echo(self) -> str:
+        """With log probabilities the server repeats the prompt itself."""
+        request = self._prepared.request
+        if not request.echo or request.prompt_logprobs is not None:
+            return ""
+        prompt = request.prompts[self._choice // request.n]
+        return prompt if isinstance(prompt, str) else ""
 
     def _last(self, event: Finished | Failed) -> Finished | Failed:
         if isinstance(event, Failed):

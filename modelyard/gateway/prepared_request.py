@@ -160,6 +160,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             priority=self.priority,
             adapters=((request.lora_adapter, 1.0),) if request.lora_adapter else (),
             logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             deadline=self.caller.deadline,
             trace=self.caller.trace,
             dedup_key=self.dedup_key(choice),

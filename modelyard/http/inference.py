@@ -73,7 +73,7 @@ class InferenceEndpoint:
             finally:
                 stop_watching()
             source = gateway.start(prepared, capture)
-            if stored is not None:  # a response shows the values that were used
+            if stored is not None or request.repeated is not None:  # such a reply shows the values that were used
                 request = replace(request, sampling=prepared.sampling)
             await (self._stream if request.stream else self._reply)(source, request, exchange)
         except Exception as error:

@@ -33,6 +33,15 @@ _ROUTES = frozenset(
         "/v1/rerank",
         "/v1/fim/completions",
         "/infill",
+        "/completion",
+        "/completions",
+        "/embedding",
+        "/v1/score",
+        "/v1/chat/completions/input_tokens",
+        "/props",
+        "/slots",
+        "/lora-adapters",
+        "/version",
         "/v1/models",
         "/models",
         "/tokenize",
@@ -45,10 +54,13 @@ _ROUTES = frozenset(
         "/",
     }
 )
-_UNPREFIXED = frozenset({"/chat/completions", "/completions", "/embeddings", "/rerank", "/responses"})
+_UNPREFIXED = frozenset({"/chat/completions", "/embeddings", "/rerank", "/responses", "/score"})
 _OTHER_NAMES = {
     **dict.fromkeys(("/v2/rerank", "/reranking", "/v1/reranking"), "/v1/rerank"),  # Cohere's and llama-server's
     "/v1/infill": "/infill",
+    "/v1/health": "/health",
+    "/v1/lora-adapters": "/lora-adapters",
+    "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
     "/fim/completions": "/v1/fim/completions",
 }
 _DEBUG_ONLY = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})

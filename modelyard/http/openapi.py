@@ -16,7 +16,15 @@ from starlette.routing import Route
 
 from modelyard.core.errors import NotFound
 from modelyard.http.tokens import TokenBody
-from modelyard.protocols import llama_infill, mistral_fim, openai_completions, openai_embeddings, rerank
+from modelyard.protocols import (
+    llama_completion,
+    llama_infill,
+    mistral_fim,
+    openai_completions,
+    openai_embeddings,
+    rerank,
+    score,
+)
 from modelyard.protocols.anthropic_messages import request as anthropic_messages
 from modelyard.protocols.openai_chat import request as openai_chat
 from modelyard.protocols.openai_responses import request as openai_responses
@@ -39,11 +47,21 @@ _TAKES: tuple[tuple[str, str, str, type], ...] = (
         "OpenaiResponses",
         openai_responses.ResponsesBody,
     ),
+    ("/v1/responses/compact", "Summarize a conversation", "OpenaiResponses", openai_responses.ResponsesBody),
     ("/v1/completions", "OpenAI Completions (legacy)", "OpenaiCompletions", openai_completions.CompletionBody),
     ("/v1/embeddings", "OpenAI Embeddings", "OpenaiEmbeddings", openai_embeddings.EmbeddingBody),
     ("/v1/rerank", "Order documents by their relevance to a query", "Rerank", rerank.RerankBody),
     ("/v1/fim/completions", "Fill a gap between two texts, as Mistral", "MistralFim", mistral_fim.FimBody),
     ("/infill", "Fill a gap between two texts, as llama-server", "LlamaInfill", llama_infill.InfillBody),
+    ("/completion", "Complete a prompt, as llama-server", "LlamaCompletion", llama_completion.LlamaCompletionBody),
+    ("/embedding", "Embeddings, as llama-server", "OpenaiEmbeddings", openai_embeddings.LlamaEmbeddingBody),
+    ("/v1/score", "How well texts match, as vLLM", "Score", score.ScoreBody),
+    (
+        "/v1/chat/completions/input_tokens",
+        "Count the tokens of a Chat request",
+        "OpenaiChat",
+        openai_chat.ChatCompletionBody,
+    ),
     ("/tokenize", "Text or messages to token ids", "Tokens", TokenBody),
     ("/detokenize", "Token ids to text", "Tokens", TokenBody),
     ("/apply-template", "Messages to the prompt that the model reads", "OpenaiChat", openai_chat.ChatCompletionBody),
@@ -57,6 +75,10 @@ _GIVES = (
     ("get", "/health", "Is the server well, and each model"),
     ("get", "/health/live", "Is the process alive"),
     ("get", "/health/ready", "Can a model answer"),
+    ("get", "/props", "Settings, template and window of a model, as llama-server"),
+    ("get", "/slots", "The places of a model, as llama-server"),
+    ("get", "/lora-adapters", "The loaded LoRA adapters of a model, as llama-server"),
+    ("get", "/version", "The version of this server, as vLLM"),
     ("get", "/metrics", "Prometheus metrics of all gateway processes"),
 )
 

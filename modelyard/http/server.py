@@ -32,6 +32,7 @@ from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.routes import admin_router
 from modelyard.http.auth import Authenticator, Key
 from modelyard.http.connection import LimitedConnection
+from modelyard.http.engine_lookups import EngineLookups
 from modelyard.http.errors import as_modelyard_error, load_protocol, write_error
 from modelyard.http.health import HealthEndpoints
 from modelyard.http.inference import InferenceEndpoint
@@ -99,12 +100,13 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     return _with_cors(middleware, settings)
 
 
+_LLAMA = ("llama_completion", "bare_completions")
 _GAPS = ("llama_infill", "mistral_fim")  # protocols that fill a gap in a text
 
 
 def _inference_routes(context: HttpContext) -> list[Route]:
     routes: list[Route] = []
-    for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions", *_GAPS):
+    for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions", *_LLAMA, *_GAPS):
         protocol = load_protocol(name)
         stored = context.gateway.stored if name == "openai_responses" else None
         endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures, stored)
@@ -123,6 +125,9 @@ def _token_routes(context: HttpContext) -> list[BaseRoute]:
         "/v1/responses/input_tokens": tokens.InputTokens(load_protocol("openai_responses"), *common),
         **dict.fromkeys(("/v1/embeddings", "/embeddings"), embeddings),
         **dict.fromkeys(("/v1/rerank", "/rerank"), ranking),
+        "/v1/chat/completions/input_tokens": tokens.ChatInputTokens(chat, *common),
+        "/embedding": tokens.LlamaEmbedding(load_protocol("openai_embeddings"), *common),
+        "/v1/score": tokens.ScoreEndpoint(load_protocol("rerank"), *common),
         "/tokenize": tokens.Tokenize(chat, *common),
         "/detokenize": tokens.Detokenize(chat, *common),
         "/apply-template": tokens.ApplyTemplate(chat, *common),
@@ -132,6 +137,7 @@ def _token_routes(context: HttpContext) -> list[BaseRoute]:
 
 def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
     models, health = ModelEndpoints(context.gateway, int(time.time())), HealthEndpoints(context.gateway, context.scrape)
+    lookups = EngineLookups(context.gateway)
     routes: list[BaseRoute] = [
         Route("/v1/models", models.all),
         Route("/models", models.all),
@@ -141,6 +147,10 @@ def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
         Route("/health/live", health.live),
         Route("/health/ready", health.ready),
         Route("/metrics", health.metrics),
+        Route("/props", lookups.props),
+        Route("/slots", lookups.slots),
+        Route("/lora-adapters", lookups.lora_adapters),
+        Route("/version", lookups.version),
         Route("/", health.root),
     ]
     if context.gateway.stored is not None:

@@ -24,7 +24,7 @@ from modelyard.http.connection import watched_work
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
-from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses, rerank
+from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses, rerank, score
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.tokenizer.shield import unshield
@@ -116,11 +116,37 @@ class InputTokens(JsonEndpoint):
         return openai_responses.write_input_tokens(await self._gateway.count(request, context.caller(), work))
 
 
+class ChatInputTokens(JsonEndpoint):
+    """As llama-server: a Chat body, in which the model is optional."""
+
+    async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
+        if not (await _run(work, 1, decode, _body_decoder, body)).model:
+            body = encode(await _run(work, 1, decode, _object_decoder, body) | {"model": DEFAULT_MODEL})
+        request = await self._gateway.read(self._protocol, body, context.headers, context.key, work)
+        return openai_responses.write_input_tokens(await self._gateway.count(request, context.caller(), work))
+
+
 class EmbeddingsEndpoint(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await _run(work, 1, openai_embeddings.read_request, body, context.headers)
         result = await self._gateway.embed(request, context.caller(), work)
         return openai_embeddings.write_reply(result.vectors, result.prompt_tokens, request)
+
+
+class LlamaEmbedding(JsonEndpoint):
+    """llama-server's own shape: `content` in, a list with one row of vectors per text out."""
+
+    async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
+        request = await _run(work, 1, openai_embeddings.read_llama_request, body)
+        result = await self._gateway.embed(request, context.caller(), work)
+        return openai_embeddings.write_llama_reply(result.vectors)
+
+
+class ScoreEndpoint(JsonEndpoint):
+    async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
+        requests = await _run(work, 1, score.read_request, body, context.headers)
+        rankings = [await self._gateway.rerank(request, context.caller(), work) for request in requests]
+        return score.write_reply(rankings, requests[0].model)
 
 
 class RerankEndpoint(JsonEndpoint):

@@ -246,6 +246,7 @@ class Renderer:
         self._keep_reasoning = {
             adapted.template: _keep_reasoning(adapted.template) for adapted in (self._plain, self._with_tools)
         }
+        self.template_source = template.source
         self._always_as_text = tools_prompt == "always"
         self.describes_tools = self._always_as_text or (tools_prompt == "auto" and not knows_tools)
         self._thinking, self._kwargs = thinking_default, dict(template_kwargs or {})

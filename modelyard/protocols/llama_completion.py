@@ -89,7 +89,9 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     check_range("n_probs", parsed.n_probs, 0, _MAX_PROBS)
     if any(adapter.get("scale") for adapter in parsed.lora or ()):
         raise InvalidRequest("lora: send lora_adapter with the name of the adapter", param="lora")
-    warnings = [f"{name}_ignored" for name, neutral in _NEUTRAL.items() if getattr(parsed, name) not in (None, *neutral)]
+    warnings = [
+        f"{name}_ignored" for name, neutral in _NEUTRAL.items() if getattr(parsed, name) not in (None, *neutral)
+    ]
     parsed.grammar = parsed.grammar or None  # clients send an empty one
     return Request(
         model=parsed.model or DEFAULT_MODEL,

@@ -9,6 +9,7 @@ has one channel only: the text of every block, of whatever kind, is part of the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import isnan, nan
 from typing import Any
 
 import msgspec
@@ -64,7 +65,7 @@ from modelyard.protocols.common.openai_fields import (
 from modelyard.protocols.common.sse import SseParser, comment, frame
 
 NAME = "openai_completions"
-PATHS: tuple[str, ...] = ("/v1/completions", "/completions")
+PATHS: tuple[str, ...] = ("/v1/completions",)
 
 _MAX_LOGPROBS = 5
 _MAX_CHOICES = 2048  # each one is a stream of its own inside the server
@@ -97,10 +98,9 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     warnings: list[str] = []
     prompts = read_prompts(parsed.prompt, "prompt")
     check_range("logprobs", parsed.logprobs, 0, _MAX_LOGPROBS)
-    check_positive("max_tokens", parsed.max_tokens)
+    if not (parsed.max_tokens == 0 and parsed.echo):  # nothing but the prompt: for its log probabilities
+        check_positive("max_tokens", parsed.max_tokens)
     n = _read_n(parsed, len(prompts), warnings)
-    if parsed.echo and not all(isinstance(prompt, str) for prompt in prompts):
-        warnings.append("echo_ignored: a prompt of token ids has no text to echo")
     return Request(
         model=require_model(parsed.model),
         prompts=prompts,
@@ -109,6 +109,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         stop=read_stop(parsed.stop, warnings),
         n=n,
         logprobs=parsed.logprobs,
+        prompt_logprobs=parsed.logprobs if parsed.echo else None,
         constraint=read_constraint(parsed),
         stream=parsed.stream is True,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
@@ -170,11 +171,12 @@ def _completion_fields(started: Started) -> dict[str, Any]:
 
 
 def _write_choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
-    echo, logprobs = _echo(request, index), None
+    echo, logprobs = reply.started.prompt, None
     parts = [block.part for block in reply.blocks]
     if request.logprobs is not None:
-        tokens = [token for block in reply.blocks for token in block.logprobs]
-        logprobs = _write_logprobs(tokens, len(echo), request.logprobs)
+        prompt = reply.started.prompt_logprobs
+        tokens = [*prompt, *(token for block in reply.blocks for token in block.logprobs)]
+        logprobs = _write_logprobs(tokens, 0 if prompt else len(echo), request.logprobs)
     return {
         "index": index,
         "text": echo + "".join(part.arguments if isinstance(part, ToolCall) else part.text for part in parts),
@@ -187,21 +189,19 @@ def _finish_reason(finished: Finished) -> str:
     return "stop" if finished.reason == "tool_calls" else FINISH_REASONS[finished.reason]
 
 
-def _echo(request: Request, choice: int) -> str:
-    prompt = request.prompts[choice // request.n] if request.echo else ""
-    return prompt if isinstance(prompt, str) else ""
-
-
 def _write_logprobs(tokens: Iterable[TokenLogprob], offset: int, top: int) -> dict[str, Any]:
-    """`offset` is the position of the first token in the text. Alternatives are listed only where `top` is not 0."""
+    """`offset` is the position of the first token in the text. Alternatives are listed only where `top` is not 0. The
+    first token of a prompt has no log probability."""
     out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if top else None, "text_offset": []}
     for token in tokens:
         out["tokens"].append(token.token)
-        out["token_logprobs"].append(max(token.logprob, MIN_LOGPROB))
+        is_known = not isnan(token.logprob)
+        out["token_logprobs"].append(max(token.logprob, MIN_LOGPROB) if is_known else None)
         out["text_offset"].append(offset)
         offset += len(token.token)
         if top:
-            out["top_logprobs"].append({t.token: max(t.logprob, MIN_LOGPROB) for t in token.top or (token,)})
+            top_tokens = {t.token: max(t.logprob, MIN_LOGPROB) for t in token.top or (token,)}
+            out["top_logprobs"].append(top_tokens if is_known else None)
     return out
 
 
@@ -269,9 +269,12 @@ class CompletionStreamWriter:
         if not self._fields:
             self._fields = _completion_fields(event)
         start = b"data: " + encode(self._fields)[:-1] + b',"choices":[{"index":%d,"text":' % choice
-        echo = _echo(self._request, choice)
+        echo, prompt = event.prompt, event.prompt_logprobs
         self._choices[choice] = _Choice(start, len(echo))
-        return start + encode(echo) + self._text_end if echo else b""
+        if not prompt or self._request.logprobs is None:
+            return start + encode(echo) + self._text_end if echo else b""
+        logprobs = encode(_write_logprobs(prompt, 0, self._request.logprobs))
+        return start + encode(echo) + b',"logprobs":' + logprobs + b',"finish_reason":null' + self._chunk_end
 
     def _write_delta(self, event: BlockDelta, state: _Choice) -> bytes:
         if not event.logprobs or self._request.logprobs is None:
@@ -301,7 +304,8 @@ read_error = read_http_error
 
 
 def write_request(request: Request) -> bytes:
-    """One prompt. `echo` is not sent: the writer of the reply repeats the prompt."""
+    """One prompt. `echo` is sent for the prompt's log probabilities only: the server then repeats the prompt, otherwise
+    the gateway does."""
     prompt, infill = request.prompts[0], request.infill
     if infill is not None and infill.files:
         raise Unsupported("this model's server takes no other files beside the gap", param="input_extra")
@@ -313,6 +317,7 @@ def write_request(request: Request) -> bytes:
         max_tokens=request.max_tokens,
         stop=request.stop or None,
         logprobs=request.logprobs,
+        echo=True if request.echo and request.prompt_logprobs is not None else None,
         stream=request.stream or None,
         stream_options={"include_usage": True} if request.include_usage else None,
         prompt_cache_key=request.session,
@@ -393,7 +398,7 @@ def _read_logprobs(found: UpstreamTokenLogprobs | None) -> tuple[TokenLogprob, .
     return tuple(
         TokenLogprob(
             token,
-            MIN_LOGPROB if value is None else value,
+            nan if value is None else value,
             token.encode("utf-8", "replace"),
             tuple(
                 TokenLogprob(text, logprob, text.encode("utf-8", "replace")) for text, logprob in (top or {}).items()

@@ -19,7 +19,13 @@ from modelyard.core.request import EmbeddingRequest
 from modelyard.protocols.common.extensions import check_positive
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.openai_errors import read_http_error, write_http_error
-from modelyard.protocols.common.openai_fields import PromptField, Prompts, read_prompts, require_model
+from modelyard.protocols.common.openai_fields import (
+    DEFAULT_MODEL,
+    PromptField,
+    Prompts,
+    read_prompts,
+    require_model,
+)
 
 NAME = "openai_embeddings"
 PATHS: tuple[str, ...] = ("/v1/embeddings", "/embeddings")
@@ -48,10 +54,33 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> EmbeddingRequest:  
     )
 
 
-def _read_inputs(value: PromptField | None) -> Prompts:
-    inputs = read_prompts(value, "input")
+class LlamaEmbeddingBody(Struct):
+    """llama-server's `/embedding`: `input` is another name of `content`. Vectors of models that do not pool would be
+    one per token, which is not offered."""
+
+    model: limits.Name | None = None
+    content: PromptField | None = None
+    input: PromptField | None = None
+
+
+_llama_decoder = msgspec.json.Decoder(LlamaEmbeddingBody)
+
+
+def read_llama_request(body: bytes) -> EmbeddingRequest:
+    parsed = decode(_llama_decoder, body)
+    name = "input" if parsed.content is None and parsed.input is not None else "content"
+    inputs = _read_inputs(parsed.input if name == "input" else parsed.content, name)
+    return EmbeddingRequest(model=parsed.model or DEFAULT_MODEL, inputs=inputs)
+
+
+def write_llama_reply(vectors: Sequence[Sequence[float]]) -> bytes:
+    return encode([{"index": at, "embedding": [vector]} for at, vector in enumerate(vectors)])
+
+
+def _read_inputs(value: PromptField | None, name: str = "input") -> Prompts:
+    inputs = read_prompts(value, name)
     if "" in inputs:
-        path = "input" if isinstance(value, str) else f"input[{inputs.index('')}]"
+        path = name if isinstance(value, str) else f"{name}[{inputs.index('')}]"
         raise InvalidRequest(f"{path} is an empty text, which has no embedding", param=path)
     return inputs
 

@@ -138,8 +138,9 @@ def _definition_faults(settings: ModelSettings, model: Model | None) -> Iterator
         except ModelyardError as error:
             yield ("chat_template",), error.message
     if model is not None and (fault := model.fault or trial_fault(model)) is not None:
-        hint = ". To use prompt_format instead, set force_prompt_format = true" if _is_overruled(fault, settings) else ""
-        yield (_field_at_fault(fault, settings),), f"{fault.message}{hint}"
+        hint = ". To use prompt_format instead, set force_prompt_format = true"
+        message = fault.message + (hint if _is_overruled(fault, settings) else "")
+        yield (_field_at_fault(fault, settings),), message
 
 
 def _is_overruled(fault: ModelyardError, settings: ModelSettings) -> bool:

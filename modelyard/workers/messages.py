@@ -63,7 +63,7 @@ from modelyard.core.request import Constraint, EmbeddingRequest, Priority, Reque
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.workers.definitions import define, message_options
 
-VERSION = 2  # 2: a message names a model, not files or programs; a deadline is the time left; "placing" is "reserved"
+VERSION = 3  # 3: a prompt may have a budget of reasoning and ask for the log probabilities of its own tokens
 TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
 FORWARD_FEATURE = "forward"  # the worker understands `EmbedInputs` and `RerankDocuments`
 _AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
@@ -270,6 +270,7 @@ class InferRequest(LinkMessage, frozen=True):
     session: str | None = None
     priority: Priority = "main"
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     timeout_s: float | None = None
     trace: str = ""
     media: list[tuple[int, Media]] = []
@@ -416,6 +417,7 @@ class PrefillProgress(LinkMessage, frozen=True, tag="p"):
     request_id: int
     done: int
     total: int
+    logprobs: list[IdLogprob] | None = None
 
 
 class TokenStep(LinkMessage, frozen=True, tag="s"):
@@ -673,7 +675,7 @@ def to_chunk(update: RequestUpdate) -> core.Chunk:
     if isinstance(update, RequestAccepted):
         return core.Accepted(update.cached_tokens, update.divergence, update.evicted, update.elsewhere)
     if isinstance(update, PrefillProgress):
-        return core.Progress(update.done, update.total)
+        return core.Progress(update.done, update.total, update.logprobs)
     if isinstance(update, RequestFinished):
         return core.End(update.reason, update.usage, update.timings)
     if isinstance(update, RequestFailed):
@@ -687,7 +689,7 @@ def to_update(request_id: int, chunk: core.Chunk) -> RequestUpdate:
     if isinstance(chunk, core.Accepted):
         return RequestAccepted(request_id, chunk.cached_tokens, chunk.divergence, chunk.evicted, chunk.elsewhere)
     if isinstance(chunk, core.Progress):
-        return PrefillProgress(request_id, chunk.done, chunk.total)
+        return PrefillProgress(request_id, chunk.done, chunk.total, chunk.logprobs)
     assert isinstance(chunk, core.End)  # noqa: S101  the last member of the union
     if chunk.reason != "error":
         return RequestFinished(request_id, chunk.reason, chunk.usage, chunk.timings)

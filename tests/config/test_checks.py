@@ -105,7 +105,7 @@ def test_duplicate_key_names_are_an_error(toml: Loader) -> None:
             "routes[1]: is never reached: routes[0]",
         ),
         ('[caches.two]\nmodel = "n"\nn_ctx = 1\n[models.n]\nn_ctx = 5', "models.n.n_ctx: is not used"),
-        ("[models.n]\nforce_prompt_format = true", "models.n.force_prompt_format: is not used: prompt_format is not set"),
+        ("[models.n]\nforce_prompt_format = true", "force_prompt_format: is not used: prompt_format is not set"),
         (
             '[models.n]\nforce_prompt_format = true\nprompt_format = "qwen3"',
             "its wording is not the one that the model was trained on",

@@ -52,6 +52,7 @@ def events(socket: ClientConnection) -> list[Any]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")  # in the SDK
 def test_the_sdk_receives_the_events_of_each_response_on_one_connection(server: LiveServer) -> None:
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="sk-ada")
     with client.responses.connect() as connection:

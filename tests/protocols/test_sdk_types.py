@@ -1,5 +1,5 @@
-"""The vendors' own types: every field of their requests is read or listed in docs/api.md, and everything that we write is
-valid, whole and streamed. The fields come from the installed SDKs, so that a new SDK shows what is missing."""
+"""The vendors' own types: every field of their requests is read or listed in docs/api.md, and everything that we write
+is valid, whole and streamed. The fields come from the installed SDKs, so that a new SDK shows what is missing."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.openai_chat.request import ChatCompletionBody
 from modelyard.protocols.openai_responses.request import ResponsesBody
 from tests.protocols.openai_responses.helpers import CASES
+
+pytestmark = pytest.mark.compliance
 
 DOCS = (Path(__file__).parents[2] / "docs/api.md").read_text()
 REQUESTS: dict[str, tuple[type[Any], type[msgspec.Struct]]] = {

@@ -74,7 +74,14 @@ Sequences = OrderedDict[tuple[str, SequenceName], list[int]]  # by scope and nam
 
 _IGNORED = Sampling.__struct_fields__
 CAPABILITIES = Capabilities(
-    ("text", "image"), structured=True, logprobs=True, lora=True, embeddings=True, rerank=True, ignored=_IGNORED
+    ("text", "image"),
+    structured=True,
+    logprobs=True,
+    prompt_logprobs=True,
+    lora=True,
+    embeddings=True,
+    rerank=True,
+    ignored=_IGNORED,
 )
 BURST = 4096  # tokens of one batch; then the job yields to the event loop
 QUEUE_LIMIT = 256  # items that may wait for the reader
@@ -179,6 +186,10 @@ class FakeJob(ABC, Generic[T, Output]):
     def _accept(self) -> T: ...
     @abstractmethod
     def _prefill(self, seconds: float, reports: int) -> Batches[T]: ...
+    def _report_prompt(self) -> Batches[T]:
+        """Log probabilities of the prompt, if they are wanted."""
+        yield from ()
+
     @abstractmethod
     def _play(self, output: Output) -> Playback[T]: ...
     @abstractmethod
@@ -189,6 +200,7 @@ class FakeJob(ABC, Generic[T, Output]):
         step = next(answer, None)
         if not isinstance(step, ScriptStep) or step.error is None:  # else it fails before it is accepted
             yield [self._accept()]
+            yield from self._report_prompt()
             if self._prefill_delay and not (isinstance(step, ScriptStep) and step.prefill is not None):
                 yield from self._prefill(self._prefill_delay, _PREFILL_REPORTS)
         while step is not None:
@@ -380,6 +392,12 @@ class TextJob(FakeJob[Chunk, list[int]]):
             if reports:
                 yield [Progress(self._cached + (self._total - self._cached) * part // parts, self._total)]
         self._prefill_s = time.perf_counter() - self._started
+
+    def _report_prompt(self) -> Batches[Chunk]:
+        if (count := self._prompt.prompt_logprobs) is not None:
+            size = self._engine.tokenizer.size
+            logprobs = [fake_logprob(token, count, size) for token in self._ids[1:]]
+            yield [Progress(self._total, self._total, logprobs)]
 
     def _play(self, output: list[int]) -> Playback[Chunk]:
         stops = [output.index(token) for token in self._prompt.stop_ids if token in output]

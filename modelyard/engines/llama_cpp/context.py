@@ -30,7 +30,7 @@ from modelyard.engines.llama_cpp.batch import (
 from modelyard.engines.llama_cpp.binding import lib, short, waiting
 from modelyard.engines.llama_cpp.job import LlamaCppJob, StepOutput
 from modelyard.engines.llama_cpp.lora import LoraAdapters
-from modelyard.engines.llama_cpp.sampler import logits_rows
+from modelyard.engines.llama_cpp.sampler import logits_row, logits_rows, token_logprob
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager
 from modelyard.engines.llama_cpp.sequences import AdapterSet
 from modelyard.engines.llama_cpp.speculation import Drafts, Speculator
@@ -234,9 +234,7 @@ class LlamaContext:
     def _step_mixed(self, jobs: Mapping[int, LlamaCppJob], drafts: Drafts) -> int | None:
         """Prompts, drafts and streams in one decode. Returns the number of drafted rows; None if the decode failed."""
         work = [
-            SequenceWork(
-                index, job.pending, job.generating, job.arrival, len(drafts.get(index, ())), job.until_checkpoint
-            )
+            SequenceWork(index, job.pending, job.generating, job.arrival, len(drafts.get(index, ())), job.most_rows)
             for index, job in jobs.items()
         ]
         slices = plan_batch(work, self._n_ubatch)
@@ -263,7 +261,9 @@ class LlamaContext:
             ids = job.ids[job.n_past : job.n_past + part.count]
             if part.drafted:
                 ids = np.concatenate((ids, np.asarray(drafts[index][: part.drafted], np.int32)))
-            rows[index] = self._batch.add(ids, job.n_past, index, last=part.last, drafted=part.drafted)
+            wants_all = job.prompt.prompt_logprobs is not None and not job.generating
+            drafted = len(ids) - 1 if wants_all else part.drafted
+            rows[index] = self._batch.add(ids, job.n_past, index, last=part.last or wants_all, drafted=drafted)
         return rows
 
     def _advance(self, part: BatchSlice, row: int, draft: list[int]) -> None:
@@ -271,14 +271,29 @@ class LlamaContext:
         job.n_past += part.count
         if not job.generating:
             self.evaluated += part.count
-        finish = None
-        if part.last:
+            if job.prompt.prompt_logprobs is not None:
+                row = self._report_prompt(job, row, part.count, job.prompt.prompt_logprobs)
+        finish: Finish | None = None
+        if part.last and not job.prompt.max_tokens:
+            job.mark_prefilled()
+            finish = "length", None
+        elif part.last:
             finish = self._sample_drafted(job, part.sequence, row, draft)
-        else:
+        elif job.prompt.prompt_logprobs is None:
             self._emit(job, [Progress(job.n_past, job.prompt_tokens)], False)
         self.sequences.update(slot, job)
         if finish is not None:
             self._finish(part.sequence, *finish)
+
+    def _report_prompt(self, job: LlamaCppJob, row: int, count: int, top: int) -> int:
+        """The log probability of the token after each of these rows. Returns the last row."""
+        following = job.ids[job.n_past - count + 1 : job.n_past + 1].tolist()  # none follows the prompt's last token
+        logprobs = [
+            token_logprob(logits_row(self._raw, row + at, self._n_vocab), token, top)
+            for at, token in enumerate(following)
+        ]
+        self._emit(job, [Progress(job.n_past, job.prompt_tokens, logprobs)], False)
+        return row + count - 1
 
     def _sample_drafted(self, job: LlamaCppJob, index: int, row: int, draft: list[int]) -> Finish | None:
         """Samples after the row, and after each drafted row as long as the sampled token is the drafted one."""
@@ -300,7 +315,7 @@ class LlamaContext:
         return finish
 
     def _emit_output(self, job: LlamaCppJob, output: StepOutput) -> None:
-        if output.ids:
+        if output.ids or output.logprobs:
             self._emit(job, [Tokens(output.ids, output.logprobs)], False)
 
     # --- jobs leave ---------------------------------------------------------------------------------------------------

@@ -175,6 +175,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             guessed_tokens=sum(speculator.drafted for speculator in speculators),
             accepted_tokens=sum(speculator.accepted for speculator in speculators),
             caches={cache.name: cache.stats() for cache in caches},
+            adapters=self._adapters.scales(),
         )
 
     async def control(self, op: Control) -> None:

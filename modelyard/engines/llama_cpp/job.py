@@ -21,6 +21,9 @@ from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob
 from modelyard.engines.reasoning_limit import ReasoningLimit
 
 
+_LOGIT_ROWS = 64  # of a prompt in one step, if their log probabilities are wanted: the other streams wait for them
+
+
 class StepOutput(Struct):
     """What a job generates in one step: several tokens if drafts are accepted."""
 
@@ -83,8 +86,10 @@ class LlamaCppJob(InProcessJob):
         return self.length - self.n_past
 
     @property
-    def until_checkpoint(self) -> int:
-        return (self.checkpoint_positions[0] if self.checkpoint_positions else self.length) - self.n_past
+    def most_rows(self) -> int:
+        """How many tokens of the prompt one step may read: up to the next checkpoint, and few if each has logits."""
+        rows = (self.checkpoint_positions[0] if self.checkpoint_positions else self.length) - self.n_past
+        return rows if self.prompt.prompt_logprobs is None else min(rows, _LOGIT_ROWS)
 
     @property
     def n_output(self) -> int:
@@ -135,9 +140,13 @@ class LlamaCppJob(InProcessJob):
         finish = self.accept(token, output, is_forced=forced == token)
         if self.reasoning is not None:
             self.reasoning.read(token)
-        if logits is not None and output.logprobs is not None and len(output.logprobs) < len(output.ids):
+        if logits is not None and output.logprobs is not None and (finish is None or self._reports(token, output)):
             output.logprobs.append(token_logprob(logits, token, top or 0))
         return finish
+
+    def _reports(self, token: int, output: StepOutput) -> bool:
+        """Whether the last token has a log probability: it is part of the output, or the prompt's tokens have one."""
+        return bool(output.ids and output.ids[-1] == token) or (self.prompt.prompt_logprobs is not None and token >= 0)
 
     def _sample(self, context: Any, row: int, forced: int | None) -> int:
         if forced is not None:

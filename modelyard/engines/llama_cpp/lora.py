@@ -51,6 +51,10 @@ class LoraAdapters:
             )
         self._adapters[name] = _Adapter(raw, lora.scale, path)
 
+    def scales(self) -> tuple[tuple[str, float], ...]:
+        """The name and the scale of each; may be called on any thread."""
+        return tuple((name, adapter.scale) for name, adapter in list(self._adapters.items()))
+
     def unload(self, name: str) -> None:
         """No context may use it any more."""
         self.check(((name, 1.0),))

@@ -29,6 +29,7 @@ GpuLayers = Annotated[int, Field(ge=-1, le=10_000)] | Literal["auto"]
 CAPABILITIES = Capabilities(
     structured=True,
     logprobs=True,
+    prompt_logprobs=True,
     reasoning_budget=True,
     embeddings=True,
     rerank=True,

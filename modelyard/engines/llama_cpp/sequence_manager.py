@@ -132,7 +132,7 @@ class SequenceManager:
         """Makes the chosen sequence hold the shared prefix. Returns its length and the longest that any sequence has.
         The last token is always evaluated: the first new token is sampled from its logits."""
         slot, adapters, scope = self.slots[choice.index], job.prompt.adapters, job.prompt.scope
-        wanted = job.ids[: len(job.ids) - 1]
+        wanted = job.ids[: len(job.ids) - 1 if job.prompt.prompt_logprobs is None else 0]
         own = sequences.reusable_tokens(slot, wanted, adapters, scope, can_rewind=self.kv.can_rewind)
         own = self._fetch(slot, wanted, job, own)
         available, owner, donor = self._find_donor(slot, wanted, job, own)

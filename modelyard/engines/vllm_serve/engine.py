@@ -26,6 +26,7 @@ CAPABILITIES = Capabilities(
     modalities=("text", "image"),
     structured=True,
     logprobs=True,
+    prompt_logprobs=True,
     lora=True,
     ignored=IGNORED,
     thinking_modes=("default", "enabled", "disabled"),

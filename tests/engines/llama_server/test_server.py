@@ -15,6 +15,8 @@ from modelyard.engines import cores
 from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.server import combined_cache, command_line, environment, failure_reason
 from modelyard.engines.managed import ListenAddress
+from modelyard.prompt.template_source import builtin
+from tests.library.files import write_gguf
 
 SOCKET = ListenAddress("/run/llama.sock")
 POOL = {
@@ -73,6 +75,21 @@ def test_complete_definition_becomes_a_command_line(tmp_path: Path) -> None:
     assert options.enable_thinking is False
     env = environment(options, SOCKET, {"LD_LIBRARY_PATH": "/usr/lib", "HOME": "/h"})
     assert env == {"LD_LIBRARY_PATH": "/opt/llama.cpp/lib:/usr/lib", "HOME": "/h"}
+
+
+@pytest.mark.parametrize(
+    ("file", "force", "given"), [("plain.gguf", False, True), ("own.gguf", False, False), ("own.gguf", True, True)]
+)
+def test_a_named_format_is_for_a_file_without_a_template_or_forced(
+    tmp_path: Path, file: str, force: bool, given: bool
+) -> None:
+    write_gguf(tmp_path / file, template="{{ own }}" if file == "own.gguf" else None)
+    model = {"backend": "llama_server", "path": str(tmp_path / file), "prompt_format": "qwen3"}
+    overrides = {"models": {"m": model | {"force_prompt_format": force}}}
+    options = engine_options(load_config(env={}, overrides=overrides).config.models["m"])
+    assert isinstance(options, Options)
+    argv = command_line("llama-server", Path("m"), options, {"m": CacheInfo(4096)}, SOCKET)
+    assert (builtin("qwen3") in argv) is given
 
 
 def test_minimal_definition_sets_no_optional_flags() -> None:

@@ -1,0 +1,105 @@
+"""What clients of llama-server and vLLM look up before they send a prompt: /props, /slots, /lora-adapters, /version.
+
+They read only: the settings of a server are those of its configuration. `?model=` names a model, as in llama-server's
+router; without it the default model answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from modelyard import __version__
+from modelyard.core.engine import Engine
+from modelyard.core.errors import Unavailable
+from modelyard.gateway.gateway import Gateway
+from modelyard.gateway.model import Model
+from modelyard.http.request_context import RequestContext
+from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
+from modelyard.protocols.llama_completion import generation_settings
+from modelyard.router.router import Target
+
+
+class EngineLookups:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def props(self, request: HttpRequest) -> Response:
+        target, model = await self._model(request)
+        entry, engine = self._gateway.router.catalog.models[model.name], self._gateway.leases.engine(model.name)
+        limit = -1 if model.max_tokens is None else model.max_tokens
+        params = generation_settings(model.sampling) | {"n_predict": limit, "max_tokens": limit, "stop": model.stop}
+        body: dict[str, Any] = {
+            "default_generation_settings": {"params": params, "n_ctx": target.window},
+            "total_slots": entry.caches[target.cache].info.parallel if engine is None else _places(engine, target),
+            "model_alias": model.name,
+            "model_path": model.name,  # its file is no concern of a client
+            "modalities": {kind: name in model.modalities for kind, name in _MODALITIES.items()},
+            "endpoint_slots": True,
+            "endpoint_props": False,
+            "endpoint_metrics": True,
+            "build_info": f"modelyard {__version__}",
+            "is_sleeping": engine is None,
+        }
+        return _json(body | _template_fields(model))
+
+    async def slots(self, request: HttpRequest) -> Response:
+        """`?fail_on_no_slot=1` is llama-server's check for load balancers."""
+        target, model = await self._model(request)
+        engine = self._gateway.leases.engine(model.name)
+        rows = [] if engine is None else list(_slots(engine, target))
+        if request.query_params.get("fail_on_no_slot") and rows and all(row["is_processing"] for row in rows):
+            raise Unavailable(f"every slot of {model.name!r} is in use", code="no_slot_available")
+        return _json(rows)
+
+    async def lora_adapters(self, request: HttpRequest) -> Response:
+        """The loaded ones. A request chooses one with `lora_adapter`."""
+        _, model = await self._model(request)
+        engine = self._gateway.leases.engine(model.name)
+        adapters = () if engine is None else engine.stats().adapters
+        return _json([{"id": at, "path": name, "scale": scale} for at, (name, scale) in enumerate(adapters)])
+
+    async def version(self, _request: HttpRequest) -> Response:
+        return _json({"version": __version__})
+
+    async def _model(self, request: HttpRequest) -> tuple[Target, Model]:
+        name = request.query_params.get("model") or DEFAULT_MODEL
+        return await self._gateway.defined_model(name, RequestContext.of(request.scope).caller())
+
+
+_MODALITIES = {"vision": "image", "video": "video", "audio": "audio"}
+
+
+def _template_fields(model: Model) -> dict[str, Any]:
+    """Empty for a model that another server renders and tokenizes for."""
+    if model.text is None:
+        return {"chat_template": "", "bos_token": "", "eos_token": ""}
+    tokenizer = model.text.tokenizer
+    ends = {"bos_token": tokenizer.bos, "eos_token": min(tokenizer.eos, default=None)}
+    texts = {
+        name: "" if token is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
+        for name, token in ends.items()
+    }
+    return {"chat_template": model.text.renderer.template_source} | texts
+
+
+def _places(engine: Engine, target: Target) -> int:
+    cache = engine.info.caches.get(target.cache)
+    return 1 if cache is None else cache.parallel
+
+
+def _slots(engine: Engine, target: Target) -> Iterator[dict[str, Any]]:
+    """An engine that does not tell which of its places are in use fills them in order."""
+    stats = engine.stats()
+    known = stats.caches[target.cache].sequences if target.cache in stats.caches else ()
+    for at in range(_places(engine, target)):
+        running = known[at].running if at < len(known) else at < stats.running
+        yield {"id": at, "n_ctx": target.window, "speculative": stats.guessed_tokens > 0, "is_processing": running}
+
+
+def _json(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
