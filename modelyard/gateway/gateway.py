@@ -880,6 +880,7 @@ class TextOutput:
     """
 
     __slots__ = (
+        "_choice",
         "_detokenizer",
         "_on_text",
         "_prepared",
@@ -911,7 +912,7 @@ class TextOutput:
         )
         if rendered is None or pipeline is None:
             raise ValueError("a text engine needs a rendered prompt")
-        self._prepared, self._rendered, self._on_text = prepared, rendered, on_text
+        self._prepared, self._rendered, self._choice, self._on_text = prepared, rendered, choice, on_text
         visible = request.reasoning.visible
         self._detokenizer = pipeline.tokenizer.detokenizer()
         self._scanner = Scanner(
@@ -972,7 +973,11 @@ class TextOutput:
 
     @property
     def _echo(self) -> str:
-        return self._rendered.text if self._prepared.request.echo else ""
+        request = self._prepared.request
+        if not request.echo:
+            return ""
+        prompt = request.prompts[self._choice // request.n]
+        return prompt if isinstance(prompt, str) else self._rendered.text
 
     def _start_late(self, events: list[Event]) -> None:
         started, self._started = self._started, None

@@ -1,4 +1,4 @@
-"""The limit of a request's reasoning as an engine takes it: how the model's output format opens and closes reasoning."""
+"""The limit of a request's reasoning as an engine takes it: how the model's output format opens and closes it."""
 
 from __future__ import annotations
 

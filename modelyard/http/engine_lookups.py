@@ -78,13 +78,13 @@ def _template_fields(model: Model) -> dict[str, Any]:
     """Empty for a model that another server renders and tokenizes for."""
     if model.text is None:
         return {"chat_template": "", "bos_token": "", "eos_token": ""}
-    tokenizer = model.text.tokenizer
-    ends = {"bos_token": tokenizer.bos, "eos_token": min(tokenizer.eos, default=None)}
-    texts = {
-        name: "" if token is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
-        for name, token in ends.items()
-    }
-    return {"chat_template": model.text.renderer.template_source} | texts
+    tokenizer, template = model.text.tokenizer, model.text.renderer.template_source
+    bos, *ends = (
+        "" if token is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
+        for token in (tokenizer.bos, *sorted(tokenizer.eos))
+    )
+    ends.sort(key=lambda text: text not in template)  # of several, the one that ends a turn
+    return {"chat_template": template, "bos_token": bos, "eos_token": ends[0] if ends else ""}
 
 
 def _places(engine: Engine, target: Target) -> int:

@@ -5,11 +5,10 @@ its clients. Only llama-server's have no `model`, or `n_predict`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Reply
@@ -23,8 +22,8 @@ PATHS: tuple[str, ...] = ("/completions",)
 
 
 class DialectKeys(Struct):
-    model: Raw | None = None
-    n_predict: Raw | None = None
+    model: Any = None
+    n_predict: Any = None
 
 
 _decoder = msgspec.json.Decoder(DialectKeys)
@@ -32,13 +31,15 @@ _decoder = msgspec.json.Decoder(DialectKeys)
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     keys = decode(_decoder, body)
-    is_openai = keys.model is not None and keys.n_predict is None
-    return (openai_completions if is_openai else llama_completion).read_request(body, headers)
+    if keys.model is not None and keys.n_predict is None:
+        return openai_completions.read_request(body, headers)
+    return llama_completion.read_request(body, headers)
 
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
-    reply: bytes = _dialect(request).write_reply(replies, request)
-    return reply
+    if request.dialect == llama_completion.DIALECT:
+        return llama_completion.write_reply(replies, request)
+    return openai_completions.write_reply(replies, request)
 
 
 def write_error(
@@ -48,9 +49,6 @@ def write_error(
 
 
 def writer(request: Request, trace: str) -> EventWriter:
-    made: Any = _dialect(request).writer(request, trace)
-    return made  # type: ignore[no-any-return]
-
-
-def _dialect(request: Request) -> ModuleType:
-    return llama_completion if request.dialect == llama_completion.DIALECT else openai_completions
+    if request.dialect == llama_completion.DIALECT:
+        return llama_completion.writer(request, trace)
+    return openai_completions.writer(request, trace)

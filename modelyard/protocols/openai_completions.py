@@ -109,7 +109,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         stop=read_stop(parsed.stop, warnings),
         n=n,
         logprobs=parsed.logprobs,
-        prompt_logprobs=parsed.logprobs if parsed.echo else None,
+        prompt_logprobs=parsed.logprobs if parsed.echo and not parsed.suffix else None,
         constraint=read_constraint(parsed),
         stream=parsed.stream is True,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,

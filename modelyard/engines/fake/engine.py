@@ -500,7 +500,10 @@ class BlockOutput(NamedTuple):
 
 class FakeChatEngine(FakeEngine[BlockOutput]):
     def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec, replace(CAPABILITIES, logprobs=False, lora=False, embeddings=False, rerank=False))
+        super().__init__(
+            spec,
+            replace(CAPABILITIES, logprobs=False, prompt_logprobs=False, lora=False, embeddings=False, rerank=False),
+        )
         self.pieces = lru_cache(maxsize=1024)(self._split)
 
     def encode(self, steps: Iterable[ScriptStep], in_reasoning: bool) -> Iterator[BlockOutput | ScriptStep]:

@@ -14,10 +14,12 @@ from modelyard.protocols.openai_responses.reply import split_instructions, write
 
 
 class StoredResponse(Struct, frozen=True):
-    """`messages` ends with the assistant's answer; `response` is the object that the client received."""
+    """`messages` ends with the assistant's answer; `response` is the object that the client received. After a warm-up the
+    answer is empty, and not a part of the conversation."""
 
     messages: tuple[Message, ...]
     response: bytes
+    warm_up: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -29,8 +31,8 @@ def encode_stored(request: Request, reply: Reply) -> bytes:
     _, messages = split_instructions(request)
     blocks = () if request.warm_up else reply.blocks
     parts = (block.part for block in blocks if block.complete or not isinstance(block.part, ToolCall))
-    stored = StoredResponse((*messages, Message("assistant", tuple(parts))), write_reply([reply], request))
-    return _encoder.encode(stored)
+    answer = Message("assistant", tuple(parts))
+    return _encoder.encode(StoredResponse((*messages, answer), write_reply([reply], request), request.warm_up))
 
 
 def decode_stored(stored: bytes) -> StoredResponse:
@@ -40,7 +42,7 @@ def decode_stored(stored: bytes) -> StoredResponse:
 def prepend_stored(stored: StoredResponse, request: Request) -> Request:
     """The request with the stored conversation before its messages; its own instructions stay first."""
     system = request.messages[:1] if request.instructions else ()
-    earlier = stored.messages if stored.messages[-1].parts else stored.messages[:-1]  # without an empty answer
+    earlier = stored.messages[:-1] if stored.warm_up else stored.messages
     return replace(request, messages=(*system, *earlier, *request.messages[len(system) :]))
 
 

@@ -26,7 +26,7 @@ from modelyard.core.engine import CacheInfo, Control, EngineSpec, Prompt, TokenR
 from modelyard.core.errors import ContextOverflow, ModelyardError
 from modelyard.core.request import Sampling
 from tests.engines.llama_cpp import architectures
-from tests.engines.reading import accepted, ids, read, until
+from tests.engines.reading import accepted, end, ids, read, until
 
 _WINDOW, _UBATCH = 512, 16
 _TIE = 2e-2  # two best logits that are closer may change places: a batch adds in another order
@@ -155,11 +155,10 @@ class _Scenario:
         )
 
     async def _refusal(self) -> str:
-        try:
-            await read(self.engine.generate(_prompt(self._text(4))))
-        except ModelyardError as error:
-            return str(error)
-        return "nothing"
+        error = end(await read(self.engine.generate(_prompt(self._text(4))))).error
+        if error is None:
+            self._faults.append("a model that does not generate has answered")
+        return str(error)
 
     async def _converse(self) -> None:
         first = self._text(70)
@@ -172,7 +171,8 @@ class _Scenario:
         cancelled = edited + self._text(30)
         generation = self.engine.generate(_prompt(cancelled))
         await until(generation, Tokens)
-        await generation.close()
+        generation.cancel()
+        await read(generation)
         await self._answer("cancel", cancelled)
         await self._together([first + self._text(9), follow + self._text(5), self._text(40)])
         await self._answer("repetition", (self._text(6) * 12)[:70], count=16)
@@ -208,11 +208,9 @@ class _Scenario:
 
     async def _read_too_much(self) -> None:
         """More than the trained length: an answer or an error."""
-        try:
-            await read(self.engine.generate(_prompt(self._text(300), 2)))
-        except ContextOverflow:
-            if self.engine.info.caches["main"].window > architectures.WINDOW:
-                self._faults.append("a text within the window was refused")
+        error = end(await read(self.engine.generate(_prompt(self._text(300), 2)))).error
+        if (error is not None) != (self.engine.info.caches["main"].window < 300):
+            self._faults.append(f"a text of 300 tokens: {error}")
 
     async def _embed(self) -> None:
         texts = [self._text(count) for count in (1, 20, 90)]

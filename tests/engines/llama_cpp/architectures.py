@@ -94,6 +94,8 @@ ARCHITECTURES: dict[str, Facts] = {
     **{name: {} for name in ("starcoder2", "talkie", "xverse", "bitnet", "ernie4_5", "jais2", "falcon", "openelm")},
     "minicpm": {},
     "apertus": {},
+    "cogvlm": {},
+    "hrm_text": {"block_count": 6, "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2},
     **{name: _MROPE for name in ("qwen2vl", "qwen3vl", "hunyuan_vl", "paddleocr")},
     # learned positions, or none
     **{name: {} for name in ("gpt2", "starcoder")},
@@ -130,7 +132,7 @@ ARCHITECTURES: dict[str, Facts] = {
     "mamba2": _SSM | {"attention.head_count": 0, "feed_forward_length": 0},
     **{
         name: {
-            "wkv.head_size": HEAD,
+            "wkv.head_size": WIDTH,
             "time_mix_extra_dim": 16,
             "time_decay_extra_dim": 16,
             "attention.head_count": 0,
@@ -155,6 +157,11 @@ ARCHITECTURES: dict[str, Facts] = {
     "qwen3next": _EXPERTS | _GATED_DELTA,
     "qwen35": _GATED_DELTA,
     "qwen35moe": _EXPERTS | _GATED_DELTA,
+    "bailingmoe3": _EXPERTS | _MLA | _KDA | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]}
+    | {"rope.dimension_sections": [2, 3, 3, 0]},
+    "kimi-k3": _EXPERTS | _MLA | _KDA | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]}
+    | {"attn_res.block_size": 12, "activation.situ_beta": 4.0, "activation.situ_linear_beta": 25.0},
+    "minimax-01": _EXPERTS | {"full_attention_interval": 2, "residual_scale": 3.5},
     "kimi-linear": _EXPERTS | _MLA | _KDA | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]},
     # encoders, encoder-decoders, diffusion
     "t5": {"attention.relative_buckets_count": 8},
@@ -162,6 +169,11 @@ ARCHITECTURES: dict[str, Facts] = {
     **{name: {"attention.causal": False} for name in ("modern-bert", "neo-bert", "eurobert", "llama-embed")},
     "gemma-embedding": _SWA | {"attention.causal": False, "pooling_type": 1},
     **{name: {"attention.causal": False} for name in ("dream", "llada")},
+    **{name: {"attention.causal": False, "pooling_type": 1} for name in ("bert", "nomic-bert", "jina-bert-v2")},
+    "jina-bert-v3": {"attention.causal": False, "pooling_type": 1},
+    "nomic-bert-moe": {"attention.causal": False, "pooling_type": 1, "expert_count": 4, "expert_used_count": 2}
+    | {"moe_every_n_layers": 2},
+    **{name: _EXPERTS | {"attention.causal": False} for name in ("llada-moe", "rnd1")},
     # no vectors
     "deepseek4": _EXPERTS | _INDEXER
     | {
@@ -240,6 +252,8 @@ def metadata(name: str) -> dict[str, Value]:
         "rope.freq_base": 10000.0,
     }
     own = {f"{name}.{key}": value for key, value in (usual | ARCHITECTURES[name]).items()}
+    if "bert" in name:
+        vocabulary["tokenizer.ggml.token_type_count"] = 2
     extra = {f"xielu.{key}": 1.0 for key in ("alpha_n", "alpha_p", "beta", "eps")} if name == "apertus" else {}
     return {"general.architecture": name, **own, **extra, **vocabulary}
 
@@ -396,7 +410,7 @@ def main(names: Iterable[str]) -> int:
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
     for name in names or ARCHITECTURES:
-        print(name, flush=True)
+        print(name, file=sys.stderr)
         partial = _path(name).with_suffix(".partial")
         write_model(name, partial)
         partial.rename(_path(name))

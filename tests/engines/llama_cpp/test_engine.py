@@ -329,3 +329,34 @@ async def test_a_grammar_goes_on_behind_reasoning_that_was_ended() -> None:
         limited = await answer(engine, text, reasoning=budget(2), constraint=grammar, max_tokens=40)
         assert text_of(limited).endswith("yes")
         assert len(ids(limited)) < 20
+
+
+# --- the log probabilities of a prompt --------------------------------------------------------------------------------
+
+
+async def test_a_prompts_log_probabilities_are_those_of_generating_it() -> None:
+    """Of a prompt that takes several steps, beside another stream, after the cache has it."""
+    text = vocabulary().encode(chatml(("user", "Count to a hundred, please. " * 12)))
+    async with running() as engine:
+        made = await read(engine.generate(id_prompt(text, max_tokens=6)))
+        whole = [*text, *ids(made)]
+        job = read(engine.generate(id_prompt(whole, max_tokens=0, prompt_logprobs=1)))
+        chunks, _ = await asyncio.gather(job, answer(engine, max_tokens=20))
+        reported = [logprob for chunk in chunks if isinstance(chunk, Progress) for logprob in chunk.logprobs or ()]
+        assert [logprob.id for logprob in reported] == whole[1:]
+        assert (end(chunks).reason, end(chunks).usage.output, accepted(chunks).cached_tokens) == ("length", 0, 0)
+        generated = [logprob for chunk in made if isinstance(chunk, Tokens) for logprob in chunk.logprobs or ()]
+        for logprob, expected in zip(reported[-6:], generated, strict=True):
+            assert logprob.logprob == pytest.approx(expected.logprob, abs=0.02)
+            assert logprob.top == ((logprob.id, logprob.logprob),)  # greedy
+
+
+async def test_the_token_that_ends_the_output_has_a_log_probability_beside_the_prompts() -> None:
+    async with running() as engine:
+        first = ids(await answer(engine, max_tokens=1))[0]
+        chunks = await answer(engine, max_tokens=1, stop_ids=(first,), prompt_logprobs=1)
+        last = [chunk for chunk in chunks if isinstance(chunk, Tokens)]
+        assert [(chunk.ids, [logprob.id for logprob in chunk.logprobs or ()]) for chunk in last] == [([], [first])]
+        assert end(chunks).reason == "stop"
+        plain = await answer(engine, max_tokens=1, stop_ids=(first,))
+        assert not any(isinstance(chunk, Tokens) for chunk in plain)
