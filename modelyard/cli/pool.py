@@ -77,7 +77,7 @@ def model_summary(model: Json, now: float) -> Json:
     """The row of one model. Memory is in bytes: what its load took, or the estimate; none while it is not loaded."""
     is_loaded, caches = model["state"] in _SHOWN, model["caches"].values()
     estimate = model["memory"]["estimate"] or {} if is_loaded else {}
-    contexts = ", ".join(f"{cache['parallel']} × {cache['window']}" for cache in caches)
+    contexts = ", ".join(f"{cache['parallel']} × {cache['window'] or 'unknown'}" for cache in caches)
     return {
         "model": model["id"],
         "engine": model["backend"],

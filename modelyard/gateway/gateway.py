@@ -232,6 +232,11 @@ class Gateway:
         self._streams.add(stream)
         return self._dedup.share(stream)
 
+    def has_window(self, model: str) -> bool:
+        """Whether its window is known: that of a remote model may not be set, and the default says nothing about it."""
+        entry = self.router.catalog.models.get(model)
+        return entry is None or entry.has_window or not self.models[model].remote
+
     # --- the steps of prepare -------------------------------------------------------------------------------------
 
     def _resolve(self, name: str, caller: Caller, consent: bool = False) -> tuple[Target, Model, Engine | None]:
@@ -1026,7 +1031,7 @@ class TextOutput:
             events += self.fail(end.error or Cancelled("the request was cancelled"))
             return
         scanner, usage = self._scanner, self.usage
-        events += scanner.feed(self._detokenizer.finish())
+        events += scanner.feed(self._detokenizer.finish(truncated=end.reason != "stop"))
         last = scanner.finish(truncated=end.reason != "stop")
         events += last if self._stop_logprob is None else self._with_stop_logprob(last, self._stop_logprob)
         prompt = max(usage.prompt, end.usage.prompt)  # only the engine knows how many tokens images take

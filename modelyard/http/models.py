@@ -54,8 +54,7 @@ class ModelEndpoints:
         return [self._card(name, entry, status) for name, entry, status in found if not answering or _answers(status)]
 
     def _card(self, name: str, entry: ModelEntry, status: ModelStatus) -> ModelCard:
-        unknown = self._gateway.models[entry.name].remote and not entry.has_window
-        window = None if unknown else self._gateway.target(name, "/v1/models").window
+        window = self._gateway.target(name, "/v1/models").window if self._gateway.has_window(entry.name) else None
         aliases = tuple(entry.aliases) if name == entry.name else ()
         return ModelCard(
             name, self._started, window, window, status.state, aliases=aliases, modalities=tuple(entry.modalities)
@@ -66,8 +65,9 @@ class ModelEndpoints:
         status = self._gateway.leases.status()
         if target.model not in status:
             raise NotFound(f"no model {name!r}", code="model_not_found")
+        window = target.window if self._gateway.has_window(target.model) else None
         return ModelCard(
-            name, self._started, target.window, target.window, status[target.model].state, modalities=model.modalities
+            name, self._started, window, window, status[target.model].state, modalities=model.modalities
         )
 
 

@@ -34,6 +34,7 @@ from modelyard.core.events import (
 from modelyard.core.protocol import WireError
 from modelyard.core.request import Infill, Request, Text, ToolCall
 from modelyard.protocols.common.extensions import (
+    MAX_TEMPERATURE,
     ExtensionFields,
     check_positive,
     present,
@@ -104,7 +105,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     return Request(
         model=require_model(parsed.model),
         prompts=prompts,
-        sampling=read_sampling(parsed),
+        sampling=read_sampling(parsed, MAX_TEMPERATURE),
         max_tokens=parsed.max_tokens,
         stop=read_stop(parsed.stop, warnings),
         n=n,

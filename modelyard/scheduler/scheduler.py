@@ -228,15 +228,16 @@ class Scheduler:
         return self._command(model, lambda: bool(model.ready), loads=True)
 
     def _set_overrides(self, model: PooledModel, overrides: Overrides) -> None:
+        """A bad override is refused as such in every state."""
+        with_overrides = model.spec.with_overrides
+        if overrides and with_overrides is None:
+            raise InvalidRequest(f"the model {model.name!r} allows no overrides", code="bad_override")
+        spec = with_overrides(overrides) if overrides and with_overrides is not None else model.spec
         if model.replicas:
             raise Conflict(
                 f"the model {model.name!r} is loaded with other settings; unload it first", code="model_loaded"
             )
-        with_overrides = model.spec.with_overrides
-        if overrides and with_overrides is None:
-            raise InvalidRequest(f"the model {model.name!r} allows no overrides", code="bad_override")
-        model.active_spec = with_overrides(overrides) if overrides and with_overrides is not None else model.spec
-        model.overrides = overrides
+        model.active_spec, model.overrides = spec, overrides
         model.need = None if model.active_spec.estimate is not None else {}
 
     def unload(self, name: str, force: bool = False) -> asyncio.Future[None]:

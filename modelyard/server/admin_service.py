@@ -51,6 +51,7 @@ class AdminService:
             enabled=bool(settings.enabled),
             aliases=tuple(settings.aliases),
             description=settings.description,
+            has_window=self._gateway.has_window(model),
             overrides=override_schemas(settings),
             definition=public_settings(settings),
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
-from pydantic import AliasChoices, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, TypeAdapter, ValidationError
 
 from modelyard import plugins
 from modelyard.config.problems import validation_message
@@ -23,13 +23,19 @@ from modelyard.workers.process_engine import create_process_engine
 
 # Settings for one load of a model: which fields an engine lets an administrator change, and the changed definition.
 
+
+
+def _other_names(settings: type[BaseModel]) -> dict[str, str]:
+    return {
+        str(alias): name
+        for name, info in settings.model_fields.items()
+        if isinstance(info.validation_alias, AliasChoices)
+        for alias in info.validation_alias.choices
+    }
+
+
 # Engines may have other names for fields of all models.
-_CANONICAL = {
-    str(alias): name
-    for name, info in ModelSettings.model_fields.items()
-    if isinstance(info.validation_alias, AliasChoices)
-    for alias in info.validation_alias.choices
-}
+_CANONICAL = _other_names(ModelSettings)
 
 
 def allowed_overrides(settings: ModelSettings) -> Mapping[str, Any]:
@@ -48,21 +54,34 @@ def override_schemas(settings: ModelSettings) -> dict[str, Any]:
 def with_overrides(config: Config, name: str, overrides: Mapping[str, Any]) -> Config:
     """The configuration with one model changed, for one load."""
     settings, fields = config.models[name], allowed_overrides(config.models[name])
-    checked = {_CANONICAL.get(field, field): _checked(field, value, fields, name) for field, value in overrides.items()}
+    names = _names_of_overrides(settings, fields)
+    checked: dict[str, Any] = {}
+    for field, value in overrides.items():
+        canonical = _CANONICAL.get(field) or names.get(field, field)
+        if canonical in checked:
+            raise InvalidRequest(f"{field} is given twice, with another name too", param=field)
+        checked[canonical] = _checked(field, value, fields, names.get(field, field), name)
     if "n_ctx" in checked and any(cache.model == name for cache in config.caches.values()):
         raise InvalidRequest(f"the windows of {name!r} are set by its caches, not by a load", param="n_ctx")
     changed = ModelSettings.model_validate(settings.model_dump(exclude_unset=True) | checked)
     return config.model_copy(update={"models": {**config.models, name: changed}})
 
 
-def _checked(field: str, value: Any, fields: Mapping[str, Any], name: str) -> Any:
-    if field not in fields:
+def _names_of_overrides(settings: ModelSettings, fields: Mapping[str, Any]) -> Mapping[str, str]:
+    """Each name that the configuration knows for an allowed override → the override."""
+    canonical = {**_CANONICAL, **_other_names(plugins.load("engines", settings.backend).Options)} if fields else {}
+    allowed = {canonical.get(field, field): field for field in fields}
+    return {alias: allowed[name] for alias, name in canonical.items() if name in allowed}
+
+
+def _checked(field: str, value: Any, fields: Mapping[str, Any], override: str, name: str) -> Any:
+    if override not in fields:
         known = f"allowed are {', '.join(fields)}" if fields else "its engine allows no overrides"
         raise InvalidRequest(
             f"{field} cannot be set for one load of {name!r}; {known}", code="override_not_allowed", param=field
         )
     try:
-        return TypeAdapter(fields[field]).validate_python(value)
+        return TypeAdapter(fields[override]).validate_python(value)
     except ValidationError as error:
         raise InvalidRequest(f"{field}: {error.errors()[0]['msg']}, got {value!r}", param=field) from None
 

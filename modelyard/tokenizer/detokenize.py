@@ -144,10 +144,10 @@ class TableDetokenizer:
             self._pending = bool(utf8.getstate()[0])
         out.append(piece)
 
-    def finish(self) -> list[Piece]:
+    def finish(self, truncated: bool = False) -> list[Piece]:
         if not self._pending or self._utf8 is None:
             return []
-        rest = self._utf8.decode(b"", True)
+        rest = "" if truncated else self._utf8.decode(b"", True)
         self._utf8.reset()
         self._pending = False
         return [Piece(rest)] if rest else []
@@ -192,10 +192,12 @@ class PrefixDetokenizer:
             self._shown = self._decode(self._ids)
         return new
 
-    def finish(self) -> list[Piece]:
+    def finish(self, truncated: bool = False) -> list[Piece]:
         if not self._held:
             return []
-        return [Piece(text)] if (text := self._show(self._decode(self._ids))) else []
+        text = self._show(self._decode(self._ids))
+        text = text.rstrip(_UNKNOWN) if truncated else text
+        return [Piece(text)] if text else []
 
 
 def with_logprobs(pieces: Sequence[Piece], logprobs: Sequence[IdLogprob]) -> list[Piece]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ from tests.live_server import LiveServer, live_server
 SENTENCE, CODE, LONG = "the cat sleeps on the sofa.", "Print(x) != 7;", "berlin is a capital, " * 130
 QUERY, DOCUMENTS = "capital of france", ["paris is a capital", "the cat naps", "the court rejected the tax appeal"]
 PREFIX, SUFFIX = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
+HELLO = [{"role": "user", "content": "Hello!"}]
 FILES = [{"filename": "a.py", "text": "A = 1\n"}, {"text": "B = <|im_end|> 2"}]
 # What Continue sends for its autocompletion to a server with OpenAI's API, if the model is a Qwen coder.
 CONTINUE = {
@@ -219,9 +221,90 @@ def test_llama_server_takes_bare_prompts_and_suffixes(client: httpx.Client) -> N
     assert post(client, "/v1/completions", model="code-server", prompt=PREFIX, suffix=SUFFIX, max_tokens=4)["choices"]
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- llama-server's own endpoints -------------------------------------------------------------------------------------
 
-HELLO = [{"role": "user", "content": "Hello!"}]
+# What its replies have and ours have not: samplers that no engine here has, and how it is built.
+SETTINGS_WITHOUT = {
+    *("adaptive_decay", "adaptive_target", "backend_sampling", "chat_format", "dynatemp_exponent", "dynatemp_range"),
+    *("generation_prompt", "grammar_lazy", "grammar_triggers", "ignore_eos", "min_keep", "n_discard", "n_keep"),
+    *("post_sampling_probs", "preserved_tokens", "reasoning_format", "reasoning_in_content", "repeat_last_n"),
+    *("samplers", "speculative.types", "timings_per_token", "top_n_sigma"),
+}
+PROPS_WITHOUT = {"media_marker", "ui", "ui_settings", "chat_template_caps", "model_ftype", "cors_proxy_enabled"}
+
+
+def direct(server: LiveServer, model: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The reply of the llama-server behind a model, without us."""
+    upstream = server.app.scheduler.engine(model).server.upstream  # type: ignore[union-attr]
+    encoded = None if body is None else msgspec.json.encode(body)
+    asked = asyncio.run_coroutine_threadsafe(upstream.request_json(method, path, encoded), server.loop)
+    status, reply = asked.result(60)
+    assert status == 200, reply
+    return reply
+
+
+def test_completion_has_the_fields_and_tokens_of_llama_server(server: LiveServer, client: httpx.Client) -> None:
+    body = {"prompt": PREFIX, "n_predict": 6, "temperature": 0, "n_probs": 2, "return_tokens": True}
+    ours, theirs = (
+        post(client, "/completion", model="code", **body),
+        direct(server, "code-server", "POST", "/completion", body),
+    )
+    assert theirs.keys() <= ours.keys()
+    assert theirs["timings"].keys() == ours["timings"].keys()
+    assert theirs["generation_settings"].keys() - ours["generation_settings"].keys() <= SETTINGS_WITHOUT
+    same = ("content", "tokens", "stop", "stop_type", "stopping_word", "tokens_evaluated", "tokens_predicted", "prompt",
+            "truncated", "has_new_line", "index")  # fmt: skip
+    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+    for mine, other in zip(ours["completion_probabilities"], theirs["completion_probabilities"], strict=True):
+        assert mine.keys() == other.keys()
+        assert (mine["id"], mine["bytes"]) == (other["id"], other["bytes"])
+        assert mine["logprob"] == pytest.approx(other["logprob"], abs=0.02)
+        assert [top["id"] for top in mine["top_logprobs"]] == [top["id"] for top in other["top_logprobs"]]
+
+
+@pytest.mark.parametrize("name", ["code", "code-server"])
+def test_a_streamed_completion_has_the_same_text(client: httpx.Client, name: str) -> None:
+    body = {"model": name, "prompt": PREFIX, "n_predict": 6, "temperature": 0}
+    whole = post(client, "/completion", **body)
+    events = [event.data for event in parse_events(client.post("/completions", json=body | {"stream": True}).text)]
+    assert "".join(event["content"] for event in events) == whole["content"]
+    assert (events[-1]["stop"], events[-1]["tokens_predicted"], events[-1]["stop_type"]) == (True, 6, "limit")
+
+
+def test_lookups_have_the_fields_of_llama_server(server: LiveServer, client: httpx.Client) -> None:
+    ours, theirs = client.get("/props?model=code").json(), direct(server, "code-server", "GET", "/props")
+    assert theirs.keys() - ours.keys() <= PROPS_WITHOUT
+    same = ("total_slots", "modalities", "eos_token", "is_sleeping")  # bos_token is empty: prompts have none
+    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+    assert ours["default_generation_settings"]["n_ctx"] == theirs["default_generation_settings"]["n_ctx"]
+    (slot,), (their_slot,) = client.get("/slots?model=code").json(), direct(server, "code-server", "GET", "/slots")
+    assert {name: slot[name] for name in slot} == {name: their_slot[name] for name in slot}
+    adapters = client.get("/lora-adapters?model=code").json()
+    assert adapters == direct(server, "code-server", "GET", "/lora-adapters") == []
+    body = {"messages": HELLO}
+    counted = post(client, "/v1/chat/completions/input_tokens", model="code", **body)
+    assert counted == direct(server, "code-server", "POST", "/v1/chat/completions/input_tokens", body)
+
+
+def test_embedding_has_the_shape_and_vectors_of_llama_server(server: LiveServer, client: httpx.Client) -> None:
+    body = {"content": [SENTENCE, CODE]}
+    ours, theirs = (
+        post(client, "/embedding", model="mean", **body),
+        direct(server, "mean-server", "POST", "/embedding", body),
+    )
+    assert [row.keys() for row in ours] == [row.keys() for row in theirs]
+    np.testing.assert_allclose([row["embedding"] for row in ours], [row["embedding"] for row in theirs], atol=2e-3)
+
+
+def test_scores_are_those_of_the_ranking(client: httpx.Client) -> None:
+    ranked = post(client, "/v1/rerank", model="rank", query=QUERY, documents=DOCUMENTS)["results"]
+    expected = [row["relevance_score"] for row in sorted(ranked, key=lambda row: row["index"])]
+    for path, query in (("/v1/score", QUERY), ("/score", [QUERY] * 3)):
+        scored = post(client, path, model="rank", text_1=query, text_2=DOCUMENTS)["data"]
+        assert [row["score"] for row in scored] == pytest.approx(expected)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

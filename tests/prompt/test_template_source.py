@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,82 @@ def test_formats_are_found_by_file_name_with_or_without_suffix() -> None:
     for wrong in ("qwen4_template", "../source", "generic.jinja"):
         with pytest.raises(InvalidRequest, match="prompt_format"):
             builtin(wrong)
+
+
+# --- markers, roles and structure of the built-in templates -----------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "description": "Where", "enum": ["a", "b"]},
+        "days": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "at": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+    },
+    "required": ["place"],
+}
+TOOL = {"type": "function", "function": {"name": "rain", "description": "Rain?", "parameters": SCHEMA}}
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "abcdef123", "type": "function", "function": {"name": "rain", "arguments": {"place": "a", "days": 2}}}
+CALLED = [
+    USER,
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "name": "rain", "tool_call_id": "abcdef123", "content": "wet"},
+]
+
+
+def built_in(name: str, *messages: dict[str, object], **variables: object) -> str:
+    template = ChatTemplate(builtin(name), bos_token="<bos>")
+    return template.render({"messages": messages, "tools": None, "add_generation_prompt": True, **variables})
+
+
+def test_gemma_begins_an_answer_without_thinking_with_an_empty_thought() -> None:
+    closed = "<bos><|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"
+    assert built_in("gemma4", USER) == built_in("gemma4", USER, enable_thinking=False) == closed
+    opened = "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n"
+    assert built_in("gemma4", USER, enable_thinking=True) == opened
+
+
+def test_gemma_declares_a_tool_with_its_types_in_capitals() -> None:
+    text = built_in("gemma4", USER, tools=[TOOL]).replace('<|"|>', "'")
+    assert text.startswith(
+        "<bos><|turn>system\n<|tool>declaration:rain{description:'Rain?',parameters:{properties:{"
+        "at:{properties:{x:{type:'NUMBER'}},required:['x'],type:'OBJECT'},days:{type:'INTEGER'},"
+        "place:{description:'Where',enum:['a','b'],type:'STRING'},tags:{items:{type:'STRING'},type:'ARRAY'}},"
+        "required:['place'],type:'OBJECT'}}<tool|><turn|>\n"
+    )
+
+
+def test_gemma_keeps_the_reasoning_of_calls_after_the_last_question() -> None:
+    text = built_in("gemma4", *CALLED, tools=[TOOL]).replace('<|"|>', "'")
+    calling = "<|tool_call>call:rain{days:2,place:'a'}<tool_call|>"
+    calling += "<|tool_response>response:rain{value:'wet'}<tool_response|>"
+    assert text.endswith(f"<|turn>model\n<|channel>thought\nhm\n<channel|>{calling}")
+    later = built_in("gemma4", *CALLED, {"role": "assistant", "content": "Yes"}, USER).replace('<|"|>', "'")
+    assert f"<|turn>model\n{calling}Yes<turn|>\n<|turn>user\nHi<turn|>\n" in later
+
+
+def test_gemma_takes_responses_beside_their_call_as_llama_server_sends_them() -> None:
+    message = {**CALLED[1], "tool_responses": [{"name": "rain", "response": "wet"}]}
+    assert built_in("gemma4", USER, message) == built_in("gemma4", *CALLED)
+    answer = {"role": "assistant", "content": "Yes"}
+    assert built_in("gemma4", USER, message | {"content": "Yes"}) == built_in("gemma4", *CALLED, answer)
+
+
+def test_llama_offers_tools_in_the_first_question_and_reads_results_as_json() -> None:
+    text = built_in("llama3", *CALLED, tools=[TOOL])
+    system, question, call, result, opening = text.split("<|eot_id|>")
+    assert system == "<bos><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
+    assert question.startswith("<|start_header_id|>user<|end_header_id|>\n\n")
+    assert question.endswith("}\n\nHi")
+    assert call.endswith('assistant<|end_header_id|>\n\n{"name": "rain", "parameters": {"place": "a", "days": 2}}')
+    assert result == '<|start_header_id|>ipython<|end_header_id|>\n\n"wet"'
+    assert opening == "<|start_header_id|>assistant<|end_header_id|>\n\n"
+
+
+@pytest.mark.parametrize("name", [name for name in formats() if name != "translategemma_template"])
+def test_every_built_in_template_marks_images(name: str) -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    template = ChatTemplate(builtin(name))
+    assert template.mentions("image"), "else the renderer would put [image] as text"
+    assert re.search(r"<image>|<\|image\|>|\[IMG\]|<\|image_pad\|>", built_in(name, {"role": "user", "content": parts}))

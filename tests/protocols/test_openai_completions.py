@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import msgspec
@@ -62,9 +63,16 @@ def test_every_field_is_read() -> None:
 
 
 def test_unsupported_fields_are_warnings() -> None:
-    request = read(prompt=[1, 2], echo=True, best_of=3)
-    assert request.echo
-    assert [warning.split(":")[0] for warning in request.warnings] == ["best_of_ignored", "echo_ignored"]
+    assert [warning.split(":")[0] for warning in read(best_of=3).warnings] == ["best_of_ignored"]
+
+
+def test_echo_with_logprobs_asks_for_those_of_the_prompt_and_may_generate_nothing() -> None:
+    request = read(prompt=[1, 2], echo=True, logprobs=1, max_tokens=0)
+    assert (request.echo, request.prompt_logprobs, request.max_tokens, request.warnings) == (True, 1, 0, ())
+    assert read(echo=True).prompt_logprobs is None
+    assert read(echo=True, logprobs=1, suffix="x").prompt_logprobs is None
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        read(max_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -94,18 +102,43 @@ def test_the_reply_matches_its_golden_file() -> None:
 
 def test_the_stream_matches_its_golden_file() -> None:
     request = Request(model="tiny", prompts=("Say hi",), stream=True, include_usage=True, echo=True)
-    check_golden("openai_completions", "stream_text", stream(answer(text(0, "Hi", "!"), reason="max_tokens"), request))
+    events = answer(text(0, "Hi", "!"), reason="max_tokens")
+    events[0] = msgspec.structs.replace(STARTED, prompt="Say hi")
+    check_golden("openai_completions", "stream_text", stream(events, request))
 
 
 def test_logprob_offsets_start_after_the_echo() -> None:
     request = Request(model="tiny", prompts=("abc",), echo=True, logprobs=2)
-    choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(WITH_LOGPROBS)], request))["choices"][0]
+    events = [msgspec.structs.replace(STARTED, prompt="abc"), *WITH_LOGPROBS[1:]]
+    choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(events)], request))["choices"][0]
     assert choice["text"] == "abcHi!"
     assert choice["logprobs"] == {
         "tokens": ["H", "i", "!"],
         "token_logprobs": [-0.25, -0.25, -0.25],
         "top_logprobs": [{"H": -1.5, "J": -1.5}, {"i": -0.25}, {"!": -1.5, "?": -1.5}],
         "text_offset": [3, 4, 5],
+    }
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_logprobs_of_an_echo_come_first_and_begin_with_null(streamed: bool) -> None:
+    request = Request(model="tiny", prompts=("abc",), echo=True, logprobs=2, prompt_logprobs=2, stream=streamed)
+    first = msgspec.structs.replace(token("ab"), logprob=nan)
+    events = [msgspec.structs.replace(STARTED, prompt="abc", prompt_logprobs=(first, token("c", "d")))]
+    events += WITH_LOGPROBS[1:]
+    if streamed:
+        chunks = [msgspec.json.decode(e.data)["choices"][0] for e in SseParser().feed(stream(events, request))[:-1]]
+        found = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+    else:
+        body = msgspec.json.decode(openai_completions.write_reply([collect_reply(events)], request))
+        chunks, found = body["choices"], [body["choices"][0]["logprobs"]]
+    assert "".join(chunk["text"] for chunk in chunks) == "abcHi!"
+    joined = {key: [entry for part in found for entry in part[key]] for key in found[0]}
+    assert joined == {
+        "tokens": ["ab", "c", "H", "i", "!"],
+        "token_logprobs": [None, -0.25, -0.25, -0.25, -0.25],
+        "top_logprobs": [None, {"c": -1.5, "d": -1.5}, {"H": -1.5, "J": -1.5}, {"i": -0.25}, {"!": -1.5, "?": -1.5}],
+        "text_offset": [0, 2, 3, 4, 5],
     }
 
 
@@ -119,7 +152,8 @@ def test_streamed_logprob_offsets_continue() -> None:
 def test_choices_are_indexed_over_prompts_and_answers() -> None:
     request = Request(model="tiny", prompts=("a", "b"), n=2, echo=True)
     prompts = (Usage(1, 0, 5), Usage(1, 0, 6), Usage(10, 0, 7), Usage(10, 0, 8))
-    replies = [collect_reply([STARTED, *text(0, str(i)), Finished("end", usage)]) for i, usage in enumerate(prompts)]
+    started = [msgspec.structs.replace(STARTED, prompt=prompt) for prompt in "aabb"]
+    replies = [collect_reply([started[i], *text(0, str(i)), Finished("end", usage)]) for i, usage in enumerate(prompts)]
     body = msgspec.json.decode(openai_completions.write_reply(replies, request))
     assert [choice["text"] for choice in body["choices"]] == ["a0", "a1", "b2", "b3"]
     assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (11, 26)
@@ -188,6 +222,7 @@ def test_a_request_for_an_upstream_has_only_fields_that_are_set() -> None:
         "temperature": 0.5,
         "prompt_cache_key": "s",
     }
+    assert b'"echo":true' in openai_completions.write_request(read(logprobs=1, echo=True))
 
 
 @pytest.mark.parametrize("size", [1, 5, 10_000])

@@ -246,8 +246,9 @@ def render(template: str, reply: dict[str, Any]) -> tuple[str, str]:
     """The prompt, and the reply as the template writes it after the prompt."""
     compiled = ChatTemplate(template, bos_token="<s>", eos_token="</s>")
     offered = [{"type": "function", "function": {"name": t.name, "parameters": t.parameters}} for t in TOOLS]
-    prompt = compiled.render({"messages": [USER], "tools": offered, "add_generation_prompt": True})
-    whole = compiled.render({"messages": [USER, reply], "tools": offered, "add_generation_prompt": False})
+    common = {"tools": offered, "enable_thinking": True}
+    prompt = compiled.render({**common, "messages": [USER], "add_generation_prompt": True})
+    whole = compiled.render({**common, "messages": [USER, reply], "add_generation_prompt": False})
     assert whole.startswith(prompt)
     return prompt, whole[len(prompt) :]
 

@@ -212,6 +212,7 @@ FULL = Prompt(
     priority="background",
     adapters=(("law", 0.5),),
     logprobs=3,
+    prompt_logprobs=1,
     deadline=12.5,
     trace="t",
     dedup_key="j",

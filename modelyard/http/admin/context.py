@@ -18,12 +18,13 @@ from modelyard.telemetry.system import MachineMemory
 
 class ModelDetails(Struct, frozen=True, kw_only=True):
     """A model's definition beyond what the pool knows. `overrides` are the fields that one load may change, each with
-    its JSON Schema; `definition` contains no secrets."""
+    its JSON Schema; `definition` contains no secrets. `has_window`: its window is known; a remote model's may not be."""
 
     backend: str
     enabled: bool = False
     aliases: tuple[str, ...] = ()
     description: str = ""
+    has_window: bool = True
     overrides: Mapping[str, Any] = {}
     definition: Mapping[str, Any] = {}
 

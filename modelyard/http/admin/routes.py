@@ -151,7 +151,9 @@ class AdminRoutes:
     async def caches(self) -> Response:
         pool = self._context.pool
         seen = pool.snapshot().models.values()
-        return _json({"data": [row for m in seen for row in schemas.caches(m.name, m.caches, pool.engines(m.name))]})
+        known = self._context.service.details
+        rows = (schemas.caches(m.name, m.caches, pool.engines(m.name), known(m.name).has_window) for m in seen)
+        return _json({"data": [row for of_model in rows for row in of_model]})
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def model(seen: ModelSnapshot, about: ModelDetails, can: Capabilities, log: Iter
         "queue": _queue(seen),
         "replicas": {"wanted": seen.replicas_wanted, "max": seen.replica_max, "items": plain["replicas"]},
         "capabilities": msgspec.to_builtins(can),
-        "caches": plain["caches"],
+        "caches": plain["caches"] if about.has_window else _without_windows(plain["caches"]),
         "load_constraints": {
             "overrides": dict(about.overrides),
             "replica_max": seen.replica_max,
@@ -53,6 +53,10 @@ def model(seen: ModelSnapshot, about: ModelDetails, can: Capabilities, log: Iter
         "definition": dict(about.definition),
         "log": list(log),
     }
+
+
+def _without_windows(caches: Json) -> Json:
+    return {name: cache | {"window": None} for name, cache in caches.items()}
 
 
 def _queue(seen: ModelSnapshot) -> Json:
@@ -164,7 +168,7 @@ def _spread(samples: list[float]) -> Json | None:
 # --- caches and routes ------------------------------------------------------------------------------------------------
 
 
-def caches(name: str, windows: Mapping[str, Any], engines: Iterable[Engine]) -> list[Json]:
+def caches(name: str, windows: Mapping[str, Any], engines: Iterable[Engine], has_window: bool = True) -> list[Json]:
     """One entry a cache and replica; a model that is not up has its caches' sizes alone."""
     up = list(engines)
     stats: list[tuple[int | None, Mapping[str, CacheStats]]] = [(i, one.stats().caches) for i, one in enumerate(up)]
@@ -173,7 +177,7 @@ def caches(name: str, windows: Mapping[str, Any], engines: Iterable[Engine]) -> 
             "model": name,
             "cache": cache,
             "replica": replica,
-            "window": info.window,
+            "window": info.window if has_window else None,
             "parallel": info.parallel,
             **_reuse(caches.get(cache)),
         }

@@ -33,6 +33,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.common.extensions import (
+    MAX_TEMPERATURE,
     ExtensionFields,
     check_option,
     check_positive,
@@ -191,7 +192,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         tools=_read_tools(parsed.tools, body) if parsed.tools else (),
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
-        sampling=read_sampling(parsed),
+        sampling=read_sampling(parsed, MAX_TEMPERATURE),
         max_tokens=parsed.max_tokens,
         stop=_read_stop_sequences(parsed.stop_sequences),
         constraint=read_constraint(parsed, ("output_config.format", _read_output_format(parsed))),

@@ -70,18 +70,20 @@ _RANGES: dict[str, tuple[float, float]] = {
     "xtc_threshold": (0.0, 1.0),
     "mirostat": (0, 2),
 }
+MAX_TEMPERATURE = 2.0  # of OpenAI's protocols, and here of Anthropic's too, whose own is 1
 _SAMPLING_FIELDS = tuple(f.name for f in fields(Sampling) if f.name != "logit_bias")
 _sampling_values = attrgetter(*_SAMPLING_FIELDS)  # one call for all fields: this runs for every request
 _UNSET = (None,) * len(_SAMPLING_FIELDS)
 
 
-def read_sampling(body: ExtensionFields) -> Sampling:
+def read_sampling(body: ExtensionFields, max_temperature: float = 100.0) -> Sampling:
+    """`max_temperature` of the protocol; samplers have none."""
     values = _sampling_values(body)
     if values == _UNSET and not body.logit_bias:
         return DEFAULT_SAMPLING
     given = {name: value for name, value in zip(_SAMPLING_FIELDS, values, strict=True) if value is not None}
     for name in given.keys() & _RANGES.keys():
-        low, high = _RANGES[name]
+        low, high = _RANGES[name] if name != "temperature" else (0.0, max_temperature)
         if not low <= given[name] <= high:
             got = str(given[name])[:40]
             raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, got {got}", param=name)

@@ -38,7 +38,7 @@ def error_body(error: ModelyardError, overflow_param: str = "messages") -> dict[
     body: dict[str, Any] = {
         "message": error.message,
         "type": STATUS[error.kind][1],
-        "param": error.param,
+        "param": overflow_param if error.param == "messages" else error.param,
         "code": error.code,
     }
     if isinstance(error, ContextOverflow):

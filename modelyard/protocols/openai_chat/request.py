@@ -33,6 +33,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.common.extensions import (
+    MAX_TEMPERATURE,
     ExtensionFields,
     check_option,
     check_positive,
@@ -215,7 +216,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         tools=_read_tools(parsed),
         tool_choice=_read_tool_choice(parsed, warnings),
         parallel_tool_calls=parsed.parallel_tool_calls,
-        sampling=read_sampling(parsed),
+        sampling=read_sampling(parsed, MAX_TEMPERATURE),
         max_tokens=_read_max_tokens(parsed),
         stop=read_stop(parsed.stop, warnings),
         n=1 if parsed.n is None else parsed.n,

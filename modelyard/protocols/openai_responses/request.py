@@ -33,6 +33,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.common.extensions import (
+    MAX_TEMPERATURE,
     ExtensionFields,
     check_option,
     check_positive,
@@ -188,7 +189,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        sampling=read_sampling(body),
+        sampling=read_sampling(body, MAX_TEMPERATURE),
         max_tokens=1 if body.generate is False else body.max_output_tokens,
         stop=read_stop(body.stop, warnings),
         logprobs=(body.top_logprobs or 0) if INCLUDE_LOGPROBS in include else None,

@@ -12,8 +12,9 @@ from modelyard.protocols.common.json import encode
 from modelyard.protocols.common.openai_errors import STATUS, error_body
 
 
-def coded_body(error: ModelyardError) -> dict[str, Any]:
-    body = error_body(error)
+def coded_body(error: ModelyardError, request: Request | None = None) -> dict[str, Any]:
+    turns = [] if request is None else [message for message in request.messages if message.role != "system"]
+    body = error_body(error, "input" if len(turns) == 1 else "messages")
     return body | {"code": body["code"] or ("invalid_request" if error.kind == "invalid" else error.kind)}
 
 
@@ -22,7 +23,7 @@ def write_error(
     *,
     trace: str,
     streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
-    request: Request | None = None,  # noqa: ARG001
+    request: Request | None = None,
 ) -> WireError:
     headers = {"x-request-id": trace} | write_retry_headers(error)
-    return WireError(STATUS[error.kind][0], encode({"error": coded_body(error)}), headers)
+    return WireError(STATUS[error.kind][0], encode({"error": coded_body(error, request)}), headers)

@@ -162,7 +162,7 @@ def _button(text: str, icon: str, on_click: Any, style: str = "outline") -> ui.b
 
 
 def windows_text(record: Json) -> str:
-    windows = sorted({cache["window"] for cache in record["caches"].values()})
+    windows = sorted({cache["window"] for cache in record["caches"].values() if cache["window"] is not None})
     return " / ".join(fmt.count(window) for window in windows) + " tokens" if windows else "no window"
 
 
@@ -178,7 +178,8 @@ def capability_tags(record: Json) -> Iterator[str]:
 
 def detail_lines(record: Json) -> Iterator[str]:
     for name, cache in record["caches"].items():
-        yield f"cache {name}: {cache['parallel']} × {fmt.count(cache['window'])} tokens"
+        window = "an unknown number of" if cache["window"] is None else fmt.count(cache["window"])
+        yield f"cache {name}: {cache['parallel']} × {window} tokens"
     for field, value in record["overrides"].items():
         yield f"override {field} = {value}"
     if record["load_s"] is not None:

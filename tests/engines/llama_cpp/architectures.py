@@ -94,7 +94,6 @@ ARCHITECTURES: dict[str, Facts] = {
     **{name: {} for name in ("starcoder2", "talkie", "xverse", "bitnet", "ernie4_5", "jais2", "falcon", "openelm")},
     "minicpm": {},
     "apertus": {},
-    "cogvlm": {},
     "hrm_text": {"block_count": 6, "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2},
     **{name: _MROPE for name in ("qwen2vl", "qwen3vl", "hunyuan_vl", "paddleocr")},
     # learned positions, or none
@@ -135,7 +134,8 @@ ARCHITECTURES: dict[str, Facts] = {
             "wkv.head_size": WIDTH,
             "time_mix_extra_dim": 16,
             "time_decay_extra_dim": 16,
-            "attention.head_count": 0,
+            "attention.head_count": 1,
+            "attention.head_count_kv": 1,
             "attention.decay_lora_rank": 16,
             "attention.iclr_lora_rank": 16,
             "attention.value_residual_mix_lora_rank": 16,
@@ -146,7 +146,6 @@ ARCHITECTURES: dict[str, Facts] = {
     # hybrid
     "jamba": _EXPERTS | _SSM | {"attention.head_count_kv": [HEADS, 0]},
     "falcon-h1": _SSM,
-    "plamo2": _SSM | {"ssm.group_count": 0, "ssm.state_size": 64} | _MIXED_HEADS,
     "granitehybrid": _SSM | _MIXED_HEADS,
     "nemotron_h": _SSM | {"block_count": 3, "feed_forward_length": [0, 0, FEED]}
     | {"attention.head_count": [HEADS, 0, HEADS], "attention.head_count_kv": [HEADS, 0, HEADS]},

@@ -1,0 +1,119 @@
+"""Tiny models of many architectures: each generates or embeds as in a fresh context, or is refused in a sentence.
+
+A usual run has one or two architectures of each kind; `MODELYARD_ARCHITECTURES=all` runs all of them, and so does
+`MODELYARD_GOLDEN=write`, which updates the table in docs/engines.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from modelyard.engines import llama_cpp
+from modelyard.library.architectures import TESTED, is_tested, refusal
+from tests.docs.pages import DOCS
+from tests.engines.llama_cpp.architecture_run import ArchitectureResult, run_all
+from tests.engines.llama_cpp.architectures import ARCHITECTURES, WINDOW, model
+
+USUAL = (
+    "llama qwen3 qwen2vl phi3 falcon stablelm chatglm glm4 olmo2 command-r granite "  # dense
+    "gpt2 starcoder mpt bloom refact "  # learned positions, or biases instead
+    "gemma2 gemma3 gemma3n cohere2 gpt-oss llama4 exaone4 mimo2 "  # sliding windows
+    "qwen3moe olmoe glm4moe grok minimax-m2 hunyuan-moe ernie4_5-moe "  # experts
+    "deepseek2 minicpm3 glm-dsa deepseek4 "  # latent attention
+    "mamba mamba2 rwkv6 rwkv7 "  # recurrent
+    "jamba falcon-h1 granitehybrid nemotron_h lfm2 qwen3next qwen35 kimi-linear kimi-k3 minimax-01 "  # hybrid
+    "t5 t5encoder bert nomic-bert modern-bert gemma-embedding dream"  # encoders and diffusion
+).split()
+PAGE = DOCS / "engines.md"
+BEGIN, END = "<!-- architectures: begin -->\n", "<!-- architectures: end -->"
+WRITES = os.environ.get("MODELYARD_GOLDEN") == "write"
+
+Results = Mapping[str, ArchitectureResult]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return run_all(list(ARCHITECTURES) if WRITES or os.environ.get("MODELYARD_ARCHITECTURES") == "all" else USUAL)
+
+
+def test_reused_edited_cancelled_copied_evicted_restored_and_drafted_answers_are_those_of_a_fresh_context(
+    results: Results,
+) -> None:
+    assert {name: result.faults for name, result in results.items() if result.faults} == {}
+    generating = [result for result in results.values() if result.task == "chat" and result.refused is None]
+    assert len(generating) >= 40
+    assert all(result.reused for result in generating)
+    assert {result.memory for result in generating} == {"attention", "sliding window", "recurrent", "hybrid"}
+    assert sum(result.drafts > 0 for result in generating) >= 10
+
+
+def test_a_model_with_learned_positions_has_no_longer_window(results: Results) -> None:
+    assert {results[name].window for name in ("gpt2", "starcoder")} == {WINDOW}
+    assert results["llama"].window > WINDOW
+
+
+def test_an_encoder_decoder_is_refused_when_it_is_loaded(results: Results) -> None:
+    assert "'t5' is an encoder-decoder, which this engine does not run" in (results["t5"].refused or "")
+
+
+def test_models_that_embed_or_diffuse_do_not_generate(results: Results) -> None:
+    for name in ("bert", "t5encoder", "dream"):
+        assert results[name].refused == "this model does not generate"
+    assert results["bert"].embeds
+    assert not results["deepseek4"].embeds
+
+
+def test_only_a_tested_architecture_shares_the_process_of_the_gateway(tmp_path: Path) -> None:
+    assert TESTED == {name for name in ARCHITECTURES if refusal(name) is None}
+    file = model("llama")
+    other = tmp_path / "other.gguf"
+    other.write_bytes(file.read_bytes().replace(b"llama", b"qllam"))
+    assert not llama_cpp.own_process({"path": str(file), "n_gpu_layers": 0})
+    assert llama_cpp.own_process({"path": str(other), "n_gpu_layers": 0})
+    assert not is_tested("a later one")
+
+
+def test_check_names_an_architecture_that_cannot_run() -> None:
+    from modelyard.core.engine import EngineSpec
+
+    spec = EngineSpec("t5", llama_cpp.Options(path=str(model("t5"))), {})
+    ((field, message),) = llama_cpp.faults(spec)
+    assert field == "path"
+    assert "is an encoder-decoder" in message
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_architectures_shows_these_results(results: Results) -> None:
+    text = PAGE.read_text()
+    table = text[text.index(BEGIN) + len(BEGIN) : text.index(END)]
+    fresh = "\n".join(_rows(results)) + "\n"
+    if WRITES:
+        PAGE.write_text(text.replace(table, fresh))
+    assert set(fresh.splitlines()) <= set(table.splitlines()), "run the tests with MODELYARD_GOLDEN=write"
+    assert len(table.splitlines()) == len(ARCHITECTURES) + 2
+
+
+def _rows(results: Results) -> Iterator[str]:
+    yield "| architecture | use | memory | an edit is read from | drafts | embeddings |"
+    yield "|---|---|---|---|---|---|"
+    for name, result in sorted(results.items()):
+        yield f"| `{name}` | {' | '.join(_cells(result))} |"
+
+
+def _cells(result: ArchitectureResult) -> tuple[str, str, str, str, str]:
+    if result.task != "chat" or result.refused is not None:
+        use = "refused: encoder-decoder" if result.task == "chat" else result.task
+        return use, "", "", "", "yes" if result.embeds else ""
+    return (
+        "chat, window limited to its positions" if result.window == WINDOW else "chat",
+        result.memory,
+        "the edit" if result.rewinds else "a checkpoint",
+        "yes" if result.rewinds else "",
+        "yes" if result.embeds else "no",
+    )
