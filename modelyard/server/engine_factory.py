@@ -62,7 +62,8 @@ def with_overrides(config: Config, name: str, overrides: Mapping[str, Any]) -> C
             raise InvalidRequest(f"{field} is given twice, with another name too", param=field)
         checked[canonical] = _checked(field, value, fields, names.get(field, field), name)
     if "n_ctx" in checked and any(cache.model == name for cache in config.caches.values()):
-        raise InvalidRequest(f"the windows of {name!r} are set by its caches, not by a load", param="n_ctx")
+        sent = next(field for field in overrides if _CANONICAL.get(field) == "n_ctx")
+        raise InvalidRequest(f"the windows of {name!r} are set by its caches, not by a load", param=sent)
     changed = ModelSettings.model_validate(settings.model_dump(exclude_unset=True) | checked)
     return config.model_copy(update={"models": {**config.models, name: changed}})
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from starlette.types import ASGIApp
+
 from modelyard import plugins
 from modelyard.config.library_models import machine_budget, missing_hub_model, read_library_models
 from modelyard.config.load import load_config
@@ -57,6 +59,17 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
         reload = partial(load_config, path, overrides=_overrides(http, debug), library=read_library_models)
         return runner.run(_serve_one(config, reload, path, scheduler))
+
+
+def create_app() -> ASGIApp:
+    """The server as an app, for `uvicorn modelyard.server.serve:create_app --factory`: one process, with the files that
+    `modelyard serve` finds. Address, TLS and the limits of connections are uvicorn's."""
+    reload = partial(load_config, library=read_library_models)
+    config = reload().config
+    log.setup(config.log)
+    check_bind(config.http, read_keys(config.keys))
+    prepare(config)
+    return compose(config, load_config=reload).app
 
 
 def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:

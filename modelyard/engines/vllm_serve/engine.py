@@ -16,7 +16,13 @@ from modelyard.engines.vllm.log_parser import startup_stage
 from modelyard.engines.vllm.options import max_model_len
 from modelyard.engines.vllm.request import IGNORED
 from modelyard.engines.vllm_serve.options import VllmServeOptions
-from modelyard.engines.vllm_serve.server import lists_models, model_template, server_command, tool_call_parser
+from modelyard.engines.vllm_serve.server import (
+    lists_models,
+    model_template,
+    server_command,
+    switches_thinking,
+    tool_call_parser,
+)
 from modelyard.engines.vllm_serve.sleep import sleeping_servers
 from modelyard.protocols import openai_chat, openai_completions
 
@@ -42,11 +48,13 @@ class VllmServeEngine(ManagedEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         self._options = cast(VllmServeOptions, spec.options)
+        template = model_template(self._options)
         capabilities = replace(
             CAPABILITIES,
             modalities=spec.modalities,
             lora=bool(self._options.lora),
-            tools=tool_call_parser(self._options, model_template(self._options)) is not None,
+            tools=tool_call_parser(self._options, template) is not None,
+            thinking_modes=CAPABILITIES.thinking_modes if switches_thinking(template) else ("default",),
         )
         info = EngineInfo("vllm_serve", dict(spec.caches), capabilities)
         super().__init__(spec, info, self._options.vllm_serve_start_timeout_s)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import jinja2.meta
 import msgspec
 
 from modelyard.core.engine import CacheInfo, EngineSpec
@@ -180,6 +181,18 @@ def _choose_parser(
 def _is_template_text(value: str) -> bool:
     """Tells a template from the path of a template: it has braces."""
     return "{" in value or "\n" in value
+
+
+def switches_thinking(template: str | None) -> bool:
+    """Whether the template reads the switch that a request's thinking mode becomes. Unknown without a template: vLLM
+    may find one."""
+    if template is None:
+        return True
+    try:
+        variables = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template))
+    except jinja2.TemplateError:  # a tag of an extension
+        return "enable_thinking" in template
+    return not variables.isdisjoint(("enable_thinking", "thinking"))
 
 
 def model_template(options: VllmServeOptions) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,8 @@ from typing import Any
 import numpy as np
 
 from modelyard.library.cache_dir import cache_dir, file_lock
+
+_TENSOR_SIZE = 1024  # bytes; a ggml_tensor has fewer
 
 Value = str | bool | int | float | list[Any]
 Facts = Mapping[str, Value]
@@ -141,7 +144,7 @@ ARCHITECTURES: dict[str, Facts] = {
             "attention.value_residual_mix_lora_rank": 16,
             "attention.gate_lora_rank": 16,
         }
-        for name in ("rwkv6", "rwkv7")
+        for name in ("rwkv7",)
     },
     # hybrid
     "jamba": _EXPERTS | _SSM | {"attention.head_count_kv": [HEADS, 0]},
@@ -291,11 +294,15 @@ def write_missing() -> None:
 class _Metadata:
     """A gguf_context of ggml."""
 
-    def __init__(self, library: Any, facts: Facts) -> None:
+    def __init__(self, library: Any, facts: Facts, tensors: int = 0) -> None:
         self._library = library
         self.raw = library.gguf_init_empty()
         for key, value in facts.items():
             self._set(key.encode(), value)
+        tensor = ctypes.create_string_buffer(_TENSOR_SIZE)  # all zero: an empty one
+        for number in range(tensors):
+            library.ggml_set_name(tensor, b"unused.%d" % number)
+            library.gguf_add_tensor(self.raw, tensor)
 
     def _set(self, key: bytes, value: Value) -> None:
         lib = self._library
@@ -330,7 +337,9 @@ def _library() -> tuple[Any, Any]:
         ("gguf_set_val_str", None, [c_void_p, c_char_p, c_char_p]),
         ("gguf_set_arr_str", None, [c_void_p, c_char_p, c_void_p, c_size_t]),
         ("gguf_set_arr_data", None, [c_void_p, c_char_p, c_int, c_void_p, c_size_t]),
+        ("gguf_add_tensor", None, [c_void_p, c_void_p]),
         ("ggml_get_name", c_char_p, [c_void_p]),
+        ("ggml_set_name", c_void_p, [c_void_p, c_char_p]),
     ):
         declared = getattr(base, function)
         declared.restype, declared.argtypes = result, arguments
@@ -358,6 +367,10 @@ def tensor_shapes(facts: Facts) -> dict[str, tuple[int, ...]]:
     llama_log.clear()
     callback = _SetTensor(note)
     made = create(_Metadata(base, facts).raw, callback, None, lib.llama_model_default_params())
+    if not made and (counted := re.search(r"too many tensors created; expected 0, got (\d+)", llama_log.first_error())):
+        # The prebuilt release compares their number with that of the header.
+        llama_log.clear()
+        made = create(_Metadata(base, facts, int(counted[1])).raw, callback, None, lib.llama_model_default_params())
     if not made:
         raise ValueError(f"{facts['general.architecture']}: {llama_log.first_error()}")
     lib.llama_model_free(made)

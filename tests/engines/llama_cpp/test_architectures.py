@@ -24,7 +24,7 @@ USUAL = (
     "gemma2 gemma3 gemma3n cohere2 gpt-oss llama4 exaone4 mimo2 "  # sliding windows
     "qwen3moe olmoe glm4moe grok minimax-m2 hunyuan-moe ernie4_5-moe "  # experts
     "deepseek2 minicpm3 glm-dsa deepseek4 "  # latent attention
-    "mamba mamba2 rwkv6 rwkv7 "  # recurrent
+    "mamba mamba2 rwkv7 "  # recurrent
     "jamba falcon-h1 granitehybrid nemotron_h lfm2 qwen3next qwen35 kimi-linear kimi-k3 minimax-01 "  # hybrid
     "t5 t5encoder bert nomic-bert modern-bert gemma-embedding dream"  # encoders and diffusion
 ).split()
