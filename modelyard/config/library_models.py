@@ -107,6 +107,16 @@ def read_facts(path: Path) -> ModelFacts:
     return ModelFacts(_stamp(path), shape, _sampling(metadata, "general.sampling."))
 
 
+def recommended_sampling(path: Path) -> dict[str, float]:
+    """Our names of the sampling values that a model's file or folder recommends."""
+    if path.is_dir():
+        return _sampling(read_json(path / "generation_config.json"), "")
+    if path.suffix != ".gguf":
+        return {}
+    with path.open("rb") as file:
+        return _sampling(gguf.read_first_metadata(file), "general.sampling.")
+
+
 def _folder_facts(folder: Path) -> ModelFacts:
     config: Mapping[str, Any] = read_config(folder) if (folder / CONFIG).is_file() else {}
     with suppress(ModelyardError):

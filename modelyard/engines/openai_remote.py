@@ -350,6 +350,8 @@ def _accepted_request(request: Request, options: OpenAiRemoteOptions, api: Remot
         reasoning=Reasoning(effort=reasoning.effort) if api.kind == "chat_completions" else reasoning,
         lora_adapter=None,
         chat_template_kwargs={},
+        add_generation_prompt=None,
+        continue_final_message=None,
         documents=(),
         priority=None,
         session=request.session if api.kind == "responses" else None,

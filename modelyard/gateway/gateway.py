@@ -199,7 +199,7 @@ class Gateway:
             target=target,
             model=model,
             prompts=tuple(prompts),
-            sampling=request.sampling.over(model.sampling),
+            sampling=model.sampling_for(request),
             constraint=constraint,
             created=int(time.time()),
             tokenize_s=time.perf_counter() - began,

@@ -44,6 +44,7 @@ class Model(Struct, frozen=True, kw_only=True):
     remote: bool = False
     text: TextPipeline | None = None
     sampling: Sampling = Sampling()
+    configured_sampling: Sampling | None = None  # without the built-in defaults; None: the same
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     show_thinking: bool = True
@@ -55,6 +56,13 @@ class Model(Struct, frozen=True, kw_only=True):
     capabilities: Capabilities | None = None  # as far as they are known before it is loaded
     fault: ModelyardError | None = None  # why it could not be defined; requests for it fail with this
     define: Callable[[], Model] | None = None  # it is not defined yet: reads its files, at the first request
+
+    def sampling_for(self, request: Request) -> Sampling:
+        """A request with its own temperature is not cut by the built-in `top_p`, which belongs to the built-in one."""
+        own = request.sampling
+        if own.temperature is None or self.configured_sampling is None:
+            return own.over(self.sampling)
+        return own.over(self.configured_sampling)
 
     @property
     def pipeline(self) -> TextPipeline:

@@ -66,9 +66,7 @@ class ModelEndpoints:
         if target.model not in status:
             raise NotFound(f"no model {name!r}", code="model_not_found")
         window = target.window if self._gateway.has_window(target.model) else None
-        return ModelCard(
-            name, self._started, window, window, status[target.model].state, modalities=model.modalities
-        )
+        return ModelCard(name, self._started, window, window, status[target.model].state, modalities=model.modalities)
 
 
 def _answers(status: ModelStatus) -> bool:

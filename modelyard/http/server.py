@@ -127,7 +127,7 @@ def _token_routes(context: HttpContext) -> list[BaseRoute]:
         **dict.fromkeys(("/v1/rerank", "/rerank"), ranking),
         "/v1/chat/completions/input_tokens": tokens.ChatInputTokens(chat, *common),
         "/embedding": tokens.LlamaEmbedding(load_protocol("openai_embeddings"), *common),
-        "/v1/score": tokens.ScoreEndpoint(load_protocol("rerank"), *common),
+        **dict.fromkeys(("/v1/score", "/score"), tokens.ScoreEndpoint(load_protocol("rerank"), *common)),
         "/tokenize": tokens.Tokenize(chat, *common),
         "/detokenize": tokens.Detokenize(chat, *common),
         "/apply-template": tokens.ApplyTemplate(chat, *common),

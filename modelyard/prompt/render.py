@@ -210,6 +210,7 @@ _KEEP_REASONING = {
     "drop_thinking": False,
 }
 _PLACES = re.compile(r"\{query\}|\{document\}")
+_OPEN_REASONING = re.compile(r"<think(ing)?>\s*\Z")
 _RESERVED = frozenset({"messages", "range", "raise_exception", "strftime_now"})
 
 
@@ -253,6 +254,8 @@ class Renderer:
         self.thinking_modes = _thinking_modes(self._plain)
         self.translates = template.mentions(SOURCE)
         self._shield = Shield(tokenizer.specials)
+        # A file may require the token although its template does not write it.
+        self._begin = getattr(tokenizer, "bos_token", "") if getattr(tokenizer, "begins_prompts", False) else ""
         self._tools = ToolDefinitions(self._shield)
         self.shows_images = any(template.mentions(word) for word in ("image", "image_url"))
         specials = tuple(tokenizer.specials)
@@ -276,6 +279,10 @@ class Renderer:
 
     def text(self, request: Request) -> str:
         """The prompt with the shield's marks, for `tokens` and `fresh`. Use `unshield(text)` to show it."""
+        text = self._text(request)
+        return text if text.startswith(self._begin) else self._begin + text
+
+    def _text(self, request: Request) -> str:
         if self.translates:
             return self._translation(translated(request))
         tools = self._tools.offered(request.tools) if request.tools else []
@@ -286,9 +293,9 @@ class Renderer:
         if tools and self.describes_tools:
             entries, tools = [{"role": "system", "content": instructions(tools)}, *entries], []
         variables = self._variables(request, adapted.template, tools)
-        if entries and _is_prefill(entries[-1]):
-            return _render_prefill(adapted, entries, variables)
-        if entries and _is_empty_reply(entries[-1]):
+        if entries and _is_continued(request, entries[-1]):
+            return _render_prefill(adapted, entries, variables, _continued_part(request, entries[-1]))
+        if entries and _is_empty_reply(entries[-1]) and request.add_generation_prompt is not False:
             entries = entries[:-1]
         return adapted.render(entries, variables)
 
@@ -301,7 +308,8 @@ class Renderer:
         return template.render(self._variables(request, template, []) | {"messages": [entry | {"content": content}]})
 
     def _variables(self, request: Request, template: ChatTemplate, tools: list[Frozen]) -> dict[str, Any]:
-        out: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
+        out: dict[str, Any] = {"tools": list(tools) or None, "documents": None}
+        out["add_generation_prompt"] = request.add_generation_prompt is not False
         reasoning = request.reasoning
         enabled = reasoning.enabled if reasoning.enabled is not None else self._thinking
         if reasoning.effort is not None and template.mentions("reasoning_effort"):
@@ -420,21 +428,42 @@ def _thinking_modes(adapted: AdaptedTemplate) -> tuple[str, ...]:
     return ("default",) if on == off else ("default", "enabled", "disabled")
 
 
-def _is_prefill(entry: TemplateMessage) -> bool:
-    return entry["role"] == "assistant" and "tool_calls" not in entry and bool(entry["content"])
+def _is_continued(request: Request, last: TemplateMessage) -> bool:
+    """A reply at the end is continued if the client asks for it, or says nothing about the end of the prompt."""
+    if last["role"] != "assistant" or "tool_calls" in last:
+        return False
+    if request.continue_final_message is None:
+        return request.add_generation_prompt is None and bool(last["content"])
+    return request.continue_final_message is not False and len(last.get("reasoning_content", "") + last["content"]) > 0
+
+
+def _continued_part(request: Request, last: TemplateMessage) -> str:
+    asked = request.continue_final_message
+    return asked if isinstance(asked, str) else "content" if last["content"] else "reasoning_content"
 
 
 def _is_empty_reply(entry: TemplateMessage) -> bool:
     return entry["role"] == "assistant" and len(entry) == 2 and not entry["content"]
 
 
-def _render_prefill(adapted: AdaptedTemplate, entries: list[TemplateMessage], variables: dict[str, Any]) -> str:
-    """The prompt, cut after the last message's text, so that the model continues it."""
-    reply = entries[-1]["content"]
-    marked = entries[-1] | {"content": reply + _PREFILL_END, "prefix": True}
+def _render_prefill(
+    adapted: AdaptedTemplate, entries: list[TemplateMessage], variables: dict[str, Any], part: str
+) -> str:
+    """The prompt, cut after a part of the last message, so that the model continues it."""
+    last, variables = entries[-1], variables | {"add_generation_prompt": True}
+    reply = last.get(part, "")
+    marked = last | {part: reply + _PREFILL_END, "prefix": True}
+    if part == "reasoning_content":
+        marked["content"] = ""
     try:
         text = adapted.render([*entries[:-1], marked], variables | {"add_generation_prompt": False})
     except TemplateFailed:
         text = ""  # the template accepts no reply at the end; append it
     head, found, _ = text.rpartition(_PREFILL_END)
-    return head if found else str(adapted.render(entries[:-1], variables)) + reply
+    if found:
+        return head
+    text = str(adapted.render(entries[:-1], variables))
+    if part == "reasoning_content" and not _OPEN_REASONING.search(text):
+        reason = "the chat template writes no reasoning into the last message, so it cannot be continued"
+        raise InvalidRequest(reason, param="continue_final_message")
+    return text + reply

@@ -178,6 +178,7 @@ _TOOL = {
     "function": {"name": "probename", "description": "probe", "parameters": {"type": "object", "properties": {}}},
 }
 _ONE, _TWO, _THREE = _message("user", "probe one"), _message("assistant", "probe two"), _message("user", "probe three")
+_UNKNOWN_ROLE = "probepilot"
 _CALLED = ("probe one", "probename", "probevalue", "probe result", "probe two", "probe three")
 
 # step → conversations that render completely if the step is not needed: (messages, texts in order)
@@ -212,10 +213,27 @@ class AdaptedTemplate:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
-        self.steps = tuple(step for step in STEPS if not all(self._accepts(*probe) for probe in _PROBES[step]))
+        self.steps = tuple(step for step in STEPS if self._needs(step))
 
     def __repr__(self) -> str:
         return f"<AdaptedTemplate [{', '.join(step.__name__ for step in self.steps)}]>"
+
+    def _needs(self, step: Step) -> bool:
+        if not all(self._accepts(*probe) for probe in _PROBES[step]):
+            return True
+        return step is developer_as_system and self._copies_role("developer")
+
+    def _copies_role(self, role: str) -> bool:
+        """Whether the template writes the name of this role as it would write any word: the model was not trained on
+        it."""
+        try:
+            known, unknown = (
+                self.template.render({"messages": [_message(name, "probe rule"), _ONE], "add_generation_prompt": True})
+                for name in (role, _UNKNOWN_ROLE)
+            )
+        except TemplateFailed:
+            return False
+        return role in known and known.replace(role, _UNKNOWN_ROLE) == unknown
 
     def _accepts(self, entries: list[TemplateMessage], texts: Sequence[str]) -> bool:
         used = [_TOOL] if any(entry["role"] == "tool" for entry in entries) else None

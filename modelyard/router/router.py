@@ -35,6 +35,12 @@ DEFAULT_TYPE = "f16"
 DEFAULT_SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
 
+def with_default_sampling(sampling: Sampling) -> Sampling:
+    """The built-in defaults where nothing is set. The two belong together: whoever sets a temperature gets no hidden
+    `top_p`."""
+    return sampling.over(DEFAULT_SAMPLING if sampling.temperature is None else Sampling())
+
+
 class CacheEntry(Struct, frozen=True):
     """A named KV context of one model. `strict` refuses a request whose max_tokens do not fit instead of clamping.
     `share_across_keys`: API keys reuse each other's KV."""
@@ -131,7 +137,7 @@ def _model_entry(
         tool_stream=model.tool_stream,
         constrain_calls=model.constrain_calls,
         spm_infill=model.spm_infill,
-        sampling=sampling.over(DEFAULT_SAMPLING),
+        sampling=with_default_sampling(sampling),
         has_window=bool(configured) or model.n_ctx is not None,
         configured_sampling=sampling,
         max_tokens=model.decoding.max_tokens or general.max_tokens,

@@ -24,7 +24,6 @@ from modelyard.workers.process_engine import create_process_engine
 # Settings for one load of a model: which fields an engine lets an administrator change, and the changed definition.
 
 
-
 def _other_names(settings: type[BaseModel]) -> dict[str, str]:
     return {
         str(alias): name
@@ -64,13 +63,17 @@ def with_overrides(config: Config, name: str, overrides: Mapping[str, Any]) -> C
     if "n_ctx" in checked and any(cache.model == name for cache in config.caches.values()):
         sent = next(field for field in overrides if _CANONICAL.get(field) == "n_ctx")
         raise InvalidRequest(f"the windows of {name!r} are set by its caches, not by a load", param=sent)
-    changed = ModelSettings.model_validate(settings.model_dump(exclude_unset=True) | checked)
+    kept = settings.model_dump(exclude_unset=True)
+    kept["options"] = {k: v for k, v in settings.options.items() if names.get(k, k) not in checked}  # also other names
+    changed = ModelSettings.model_validate(kept | checked)
     return config.model_copy(update={"models": {**config.models, name: changed}})
 
 
 def _names_of_overrides(settings: ModelSettings, fields: Mapping[str, Any]) -> Mapping[str, str]:
     """Each name that the configuration knows for an allowed override → the override."""
-    canonical = {**_CANONICAL, **_other_names(plugins.load("engines", settings.backend).Options)} if fields else {}
+    if not fields:
+        return {}
+    canonical = {**_CANONICAL, **_other_names(plugins.load("engines", settings.backend or "").Options)}
     allowed = {canonical.get(field, field): field for field in fields}
     return {alias: allowed[name] for alias, name in canonical.items() if name in allowed}
 

@@ -12,16 +12,17 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from modelyard import plugins
+from modelyard.config.library_models import recommended_sampling
 from modelyard.config.settings import engine_options
 from modelyard.core.engine import Capabilities
 from modelyard.core.errors import ModelyardError
-from modelyard.core.request import Message, Request, Text
+from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling, Text
 from modelyard.gateway.model import Model, TextPipeline
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import TemplateSource, builtin, find_template
 from modelyard.prompt.translation import SOURCE
-from modelyard.router.router import ModelEntry
+from modelyard.router.router import ModelEntry, with_default_sampling
 from modelyard.router.settings import ModelSettings
 from modelyard.scanner.detect import detect, with_hermes_calls
 from modelyard.scanner.formats import load as load_format
@@ -47,7 +48,23 @@ def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
     except ModelyardError as error:
         return ModelDefinition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
     remote = getattr(module, "REMOTE", False)
-    return ModelDefinition(_model(entry, kind, text, remote, translates=translates, capabilities=capabilities), notes)
+    recommended = _recommended_sampling(module, options, notes)
+    model = _model(entry, kind, text, remote, translates=translates, capabilities=capabilities, file=recommended)
+    return ModelDefinition(model, notes)
+
+
+def _recommended_sampling(module: Any, options: Any, notes: list[tuple[str, str]]) -> Sampling:
+    """What the model's own file recommends."""
+    find = getattr(module, "tokenizer_path", None)
+    if find is None:
+        return Sampling()
+    try:
+        found = recommended_sampling(find(options))
+    except (ModelyardError, OSError, ValueError):  # without a local file, or with one that only its engine reads
+        return Sampling()
+    if found:
+        notes.append(("sampling", ", ".join(f"{name} {value:g}" for name, value in found.items()) + " from its file"))
+    return Sampling(**{name: int(value) if name in ("top_k", "mirostat") else value for name, value in found.items()})
 
 
 def define_later(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
@@ -100,13 +117,17 @@ def _model(
     fault: ModelyardError | None = None,
     translates: bool = False,
     capabilities: Capabilities | None = None,
+    file: Sampling = DEFAULT_SAMPLING,
 ) -> Model:
+    """`file`: what its file recommends, for what the settings do not set."""
+    configured = entry.configured_sampling.over(file)
     return Model(
         name=entry.name,
         kind=kind,
         remote=remote,
         text=text,
-        sampling=entry.configured_sampling if remote else entry.sampling,
+        sampling=configured if remote else with_default_sampling(configured),
+        configured_sampling=configured,
         max_tokens=entry.max_tokens,
         stop=entry.stop,
         show_thinking=entry.show_thinking,

@@ -78,6 +78,7 @@ class GgufTokenizer:
         first = lib.llama_vocab_bos(self._vocab)
         self.bos = first if lib.llama_vocab_get_add_bos(self._vocab) and first >= 0 else None
         self.bos_token = self._text(first)
+        self.begins_prompts = self.bos is not None  # also those of templates, as in llama-server
         self.eos_token = self._text(lib.llama_vocab_eos(self._vocab))
         self._table = TokenTable(self._owner.token_bytes, {id: text for text, id in self.specials.items()})
 

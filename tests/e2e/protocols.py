@@ -240,6 +240,9 @@ VALID_BODIES: dict[str, dict[str, Any]] = {
     "/v1/rerank": {"model": "demo", "query": "hi", "documents": ["ho"]},
     "/v1/fim/completions": {"model": "demo", "prompt": "hi", "suffix": "ho"},
     "/infill": {"model": "demo", "input_prefix": "hi", "input_suffix": "ho"},
+    "/completion": {"model": "demo", "prompt": "hi", "n_predict": 4},
+    "/embedding": {"model": "demo", "content": "hi"},
+    "/v1/score": {"model": "demo", "text_1": "hi", "text_2": "ho"},
     "/tokenize": {"model": "demo", "content": "hi"},
     "/detokenize": {"model": "demo", "tokens": [1, 2]},
     "/apply-template": {"model": "demo", "messages": _HI},
@@ -327,6 +330,12 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
         "model": "demo", "input_prefix": "one", "input_suffix": "two", "input_extra": [{"filename": "a", "text": "b"}],
         "prompt": "x", "n_predict": 9, "stop": ["STOP"], "response_fields": ["content"], "repeat_penalty": 1.1,
     },
+    "/completion": {
+        "model": "demo", "prompt": "one", "n_predict": 9, "stop": ["STOP"], "response_fields": ["content"],
+        "repeat_penalty": 1.1, "n_probs": 2, "return_tokens": True, "logit_bias": [[5, 1.5]], "lora": [],
+    },
+    "/embedding": {"model": "demo", "content": ["one", "two"]},
+    "/v1/score": {"model": "demo", "text_1": ["one"], "text_2": ["two"]},
     "/tokenize": {"model": "demo", "content": "one", "with_pieces": True, "add_special": True},
     "/detokenize": {"model": "demo", "tokens": [1, 2, 3]},
 }  # fmt: skip

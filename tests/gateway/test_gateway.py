@@ -753,12 +753,12 @@ def test_on_text_receives_the_raw_text() -> None:
     assert "".join(kept) == CALL
 
 
-def test_an_incomplete_character_at_the_end_is_emitted() -> None:
-    output = text_output()
+@pytest.mark.parametrize(("reason", "end"), [("length", ""), ("window", ""), ("stop", "\ufffd")])
+def test_a_character_that_a_limit_cuts_is_dropped(reason: Any, end: str) -> None:
     smile = ids("😀")
     assert len(smile) > 1
-    reply = collect_reply(output.feed([Accepted(), Tokens(smile[:-1]), End("length")]))
-    assert "\ufffd" in reply.text
+    reply = collect_reply(text_output().feed([Accepted(), Tokens([*ids("Hi "), *smile[:-1]]), End(reason)]))
+    assert reply.text == "Hi " + end
 
 
 WORDS = ["Hello", " there", ".", "\n", " ", "<", CALL, "<think>\nso\n</think>\n\n", "STOP", "é😀", "{", "<|im_end|>"]

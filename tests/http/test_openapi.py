@@ -71,6 +71,9 @@ async def test_body_schemas_accept_valid_and_refuse_invalid_bodies() -> None:
         "/v1/rerank": {"model": "m", "query": "q", "documents": ["a", {"text": "b"}]},
         "/v1/fim/completions": {"model": "m", "prompt": "a", "suffix": "b"},
         "/infill": {"model": "m", "input_prefix": "a", "input_suffix": "b"},
+        "/completion": {"prompt": "a", "n_predict": 4},
+        "/embedding": {"content": "a"},
+        "/v1/score": {"model": "m", "text_1": "a", "text_2": ["b"]},
         "/tokenize": {"content": "hi"},
         "/detokenize": {"tokens": [1]},
     }.items():

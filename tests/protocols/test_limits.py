@@ -20,19 +20,24 @@ from modelyard.protocols import (
     openai_responses,
 )
 from modelyard.protocols.anthropic_messages.request import MessagesBody, ServerToolFields, Source
+from modelyard.protocols.llama_completion import LlamaCompletionBody
 from modelyard.protocols.openai_chat.request import ChatCompletionBody
 from modelyard.protocols.openai_completions import CompletionBody
-from modelyard.protocols.openai_embeddings import EmbeddingBody
+from modelyard.protocols.openai_embeddings import EmbeddingBody, LlamaEmbeddingBody
 from modelyard.protocols.openai_responses.request import ResponsesBody
 from modelyard.protocols.pool_responses.request import PoolResponsesBody
+from modelyard.protocols.score import ScoreBody
 
 _BODIES = (
     ChatCompletionBody,
     CompletionBody,
     EmbeddingBody,
+    LlamaCompletionBody,
+    LlamaEmbeddingBody,
     MessagesBody,
     PoolResponsesBody,
     ResponsesBody,
+    ScoreBody,
     ServerToolFields,
     Source,
     TokenBody,

@@ -607,6 +607,8 @@ async def test_overrides_apply_until_the_next_unload():
         await harness.scheduler.load("a", {"n_ctx": 64})
         with pytest.raises(Conflict, match="unload it first"):
             harness.scheduler.load("a", {"n_ctx": 65})
+        with pytest.raises(InvalidRequest, match="unknown"):  # as in every other state
+            harness.scheduler.load("a", {"colour": "red"})
         await harness.scheduler.unload("a")
         await harness.scheduler.load("a")
         assert harness.snapshot("a").caches["main"].window == 100

@@ -184,3 +184,26 @@ def test_a_value_out_of_range_is_refused_with_the_range(field: str, value: Any) 
 def test_a_window_set_by_caches_cannot_be_overridden() -> None:
     with pytest.raises(InvalidRequest, match="caches"):
         with_overrides(config(caches={"c": {"model": "m", "n_ctx": 1024}}), "m", {"llama_server_n_ctx": 8192})
+
+
+@pytest.mark.parametrize(
+    ("sent", "field", "value"),
+    [
+        ("gguf_n_ctx", "n_ctx", 2048),
+        ("gguf_type_k", "type_k", "q8_0"),
+        ("cache_type_v", "type_v", "q8_0"),
+        ("gguf_n_gpu_layers", "n_gpu_layers", 7),
+        ("gguf_flash_attn", "flash_attn", "off"),
+    ],
+)
+def test_an_override_may_have_each_name_that_the_configuration_knows(sent: str, field: str, value: Any) -> None:
+    model = {"backend": "llama_cpp", "path": "/models/m.gguf", "gguf_flash_attn": "auto", "gguf_n_gpu_layers": 1}
+    before = load_config(env={}, overrides={"models": {"m": model}}).config
+    after = with_overrides(before, "m", {sent: value}).models["m"]
+    found = after.options[field] if field in after.options else getattr(after, field)
+    assert found == value
+    assert sent == field or sent not in after.options
+    for bad in ({sent: []}, {sent: value, field: value}):
+        with pytest.raises(InvalidRequest) as refused:
+            with_overrides(before, "m", bad)
+        assert refused.value.param == list(bad)[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -119,3 +120,16 @@ def test_token_strings_become_bytes() -> None:
 )
 def test_the_family_is_detected_from_the_decoder(decoder: dict[str, Any] | None, family: str) -> None:
     assert detokenize.family_of(decoder) == family
+
+
+def test_a_character_that_a_limit_has_cut_is_dropped() -> None:
+    detokenizer = BYTES.detokenizer()
+    pieces = detokenizer.feed([*BYTES.encode("caf"), *BYTES.encode("€")[:1]])
+    assert "".join(piece.text for piece in pieces + detokenizer.finish(truncated=True)) == "caf"
+    assert detokenizer.finish() == []
+
+    def decode(ids: Sequence[int]) -> str:
+        return b"".join([b"caf", b"s \xc3"][id] for id in ids).decode("utf-8", "replace")
+
+    prefix = detokenize.PrefixDetokenizer(decode, {})
+    assert "".join(piece.text for piece in prefix.feed([0, 1]) + prefix.finish(truncated=True)) == "cafs "

@@ -190,7 +190,11 @@ def _vllm_request(request: Request, options: VllmServeOptions, model: str) -> Re
 
 
 def _continuation(request: Request) -> dict[str, Any]:
-    """A conversation that ends with an assistant message is continued."""
-    if request.messages and request.messages[-1].role == "assistant":
+    """A conversation that ends with an assistant message is continued, unless the client says something else. vLLM does
+    not take the name of the part."""
+    asked = request.continue_final_message
+    if asked is None and (request.add_generation_prompt is not None or not request.messages):
+        return {}
+    if asked or (asked is None and request.messages[-1].role == "assistant"):
         return {"continue_final_message": True, "add_generation_prompt": False}
     return {}

@@ -189,7 +189,7 @@ def switches_thinking(template: str | None) -> bool:
     if template is None:
         return True
     try:
-        variables = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template))
+        variables = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template))  # noqa: S701 - not rendered
     except jinja2.TemplateError:  # a tag of an extension
         return "enable_thinking" in template
     return not variables.isdisjoint(("enable_thinking", "thinking"))

@@ -18,7 +18,8 @@ from modelyard.telemetry.system import MachineMemory
 
 class ModelDetails(Struct, frozen=True, kw_only=True):
     """A model's definition beyond what the pool knows. `overrides` are the fields that one load may change, each with
-    its JSON Schema; `definition` contains no secrets. `has_window`: its window is known; a remote model's may not be."""
+    its JSON Schema; `definition` contains no secrets. `has_window`: its window is known, which that of a remote
+    model may not be."""
 
     backend: str
     enabled: bool = False

@@ -65,6 +65,8 @@ def write_request(request: Request) -> bytes:
     body |= write_extensions(request)
     body |= _write_reasoning(request)
     body |= present(
+        add_generation_prompt=request.add_generation_prompt if not request.continue_final_message else False,
+        continue_final_message=request.continue_final_message,
         response_format=_write_response_format(request.constraint),
         max_tokens=request.max_tokens,
         stop=request.stop or None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Raw, Struct, field
@@ -185,6 +185,8 @@ class ChatCompletionBody(ExtensionFields):
     reasoning_effort: limits.Word | None = None
     reasoning: ChatReasoning | None = None
     enable_thinking: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | limits.Word | None = None
     thinking_budget: int | None = None  # three servers' names of one limit
     thinking_budget_tokens: int | None = None
     thinking_token_budget: int | None = None
@@ -210,9 +212,10 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     if parsed.modalities and "audio" in parsed.modalities:
         raise Unsupported('modalities: no model speaks here; send ["text"]', param="modalities")
     warnings: list[str] = []
+    messages = _read_messages(parsed.messages, warnings)
     return Request(
         model=model,
-        messages=_read_messages(parsed.messages, warnings),
+        messages=messages,
         tools=_read_tools(parsed),
         tool_choice=_read_tool_choice(parsed, warnings),
         parallel_tool_calls=parsed.parallel_tool_calls,
@@ -227,6 +230,8 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
         lora_adapter=parsed.lora_adapter,
         chat_template_kwargs=_read_template_kwargs(parsed.chat_template_kwargs),
+        add_generation_prompt=_prompt_end(parsed, "add_generation_prompt"),
+        continue_final_message=_read_continuation(parsed, messages),
         documents=parsed.documents or (),
         priority=read_priority(parsed),
         session=read_session(headers, parsed.prompt_cache_key),
@@ -280,6 +285,8 @@ def _read_schema(json_schema: JsonSchemaFormat) -> Constraint:
 
 THINKING_KWARG = "enable_thinking"  # the name of the switch in chat templates
 
+_CONTINUED_PARTS = ("content", "reasoning_content")
+_PROMPT_ENDS = frozenset({"add_generation_prompt", "continue_final_message"})
 _DEFAULT_REASONING = Reasoning()
 _BUDGETS = ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget")
 _SWITCHES = ("reasoning_effort", "reasoning", "thinking", "enable_thinking", "chat_template_kwargs")
@@ -336,11 +343,41 @@ def _template_switch(kwargs: dict[str, Any] | None) -> bool | None:
     return switch if isinstance(switch, bool) else None
 
 
+def _prompt_end(body: ChatCompletionBody, name: str) -> Any:
+    """Some clients send these switches of the renderer among the template's variables."""
+    value = getattr(body, name)
+    if value is None and body.chat_template_kwargs:
+        value = body.chat_template_kwargs.get(name)
+    if value is None or isinstance(value, bool) or name == "continue_final_message":
+        return value
+    raise InvalidRequest(f"chat_template_kwargs.{name} must be true or false", param=f"chat_template_kwargs.{name}")
+
+
+def _read_continuation(
+    body: ChatCompletionBody, messages: tuple[Message, ...]
+) -> bool | Literal["content", "reasoning_content"] | None:
+    """llama-server also takes the name of the part to continue."""
+    path = "continue_final_message"
+    asked = _prompt_end(body, path)
+    if not asked:
+        return None if asked is None else False
+    if asked is not True and asked not in _CONTINUED_PARTS:
+        raise InvalidRequest(f"{path} must be true, false or one of {', '.join(_CONTINUED_PARTS)}", param=path)
+    if _prompt_end(body, "add_generation_prompt"):
+        raise InvalidRequest(f"{path} and add_generation_prompt cannot both be true: send one of them", param=path)
+    if messages[-1].role != "assistant":
+        raise InvalidRequest(f"{path} needs an assistant message at the end of messages", param=path)
+    if any(isinstance(part, ToolCall) for part in messages[-1].parts):
+        raise InvalidRequest(f"{path}: a message with tool calls cannot be continued", param=path)
+    return cast(Literal[True, "content", "reasoning_content"], asked)
+
+
 def _read_template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Without the thinking switch, which goes into `Reasoning.enabled`."""
-    if not kwargs or _template_switch(kwargs) is None:
-        return kwargs or {}
-    return {name: value for name, value in kwargs.items() if name != THINKING_KWARG}
+    """Without the thinking switch, which goes into `Reasoning.enabled`, and the switches of the renderer."""
+    if not kwargs:
+        return {}
+    switches = _PROMPT_ENDS if _template_switch(kwargs) is None else _PROMPT_ENDS | {THINKING_KWARG}
+    return kwargs if switches.isdisjoint(kwargs) else {k: v for k, v in kwargs.items() if k not in switches}
 
 
 # --- tools ----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from modelyard.protocols.openai_responses.reply import split_instructions, write
 
 
 class StoredResponse(Struct, frozen=True):
-    """`messages` ends with the assistant's answer; `response` is the object that the client received. After a warm-up the
-    answer is empty, and not a part of the conversation."""
+    """`messages` ends with the assistant's answer; `response` is the object that the client received. After a warm-up
+    the answer is empty, and not a part of the conversation."""
 
     messages: tuple[Message, ...]
     response: bytes

@@ -69,7 +69,7 @@ def run_all(names: Sequence[str]) -> dict[str, ArchitectureResult]:
                 results[begun] = msgspec.convert(data, ArchitectureResult)
         if process.returncode != 0:
             reason = (errors.strip().splitlines() or ["no output"])[-1]
-            results[begun] = ArchitectureResult(begun, faults=[f"the process ended: {reason}"])
+            results[begun] = ArchitectureResult(begun, faults=[f"the process ended with {process.returncode}: {reason}"])
             if rest := left[left.index(begun) + 1 :]:
                 running.append((rest, _start(rest)))
     return results

@@ -16,6 +16,7 @@ from modelyard.engines.vllm_serve.server import (
     command_line,
     environment,
     reasoning_parser,
+    switches_thinking,
     tool_call_parser,
 )
 from tests.engines.vllm.test_options import pool_spec
@@ -201,3 +202,18 @@ def test_configured_parser_wins_and_none_disables_it() -> None:
     assert tool_call_parser(named, "<tool_call>") == "xlam"
     assert tool_call_parser(disabled, "<tool_call>") is None
     assert reasoning_parser(named, "<think>") is None
+
+
+@pytest.mark.parametrize(
+    ("template", "switches"),
+    [
+        ("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}", True),
+        ("{% if thinking %}<think>{% endif %}", True),
+        ("{{ messages[0].content }}<thinking>", False),
+        ("{% generation %}{{ enable_thinking }}{% endgeneration %}", True),
+        ("{% generation %}{{ messages }}{% endgeneration %}", False),
+        (None, True),
+    ],
+)
+def test_a_model_has_thinking_modes_if_its_template_reads_the_switch(template: str | None, switches: bool) -> None:
+    assert switches_thinking(template) is switches
