@@ -6,7 +6,7 @@ import msgspec
 
 from modelyard.core.engine import Capabilities
 from modelyard.core.errors import Unsupported
-from modelyard.core.request import DEFAULT_SAMPLING, Image, Message, Request, Sampling, Text, ToolResult
+from modelyard.core.request import DEFAULT_SAMPLING, Image, Message, Request, Text, ToolResult
 from modelyard.gateway.model import Model
 
 _IMAGE_PLACEHOLDER = Text("[image: this model reads text only]")

@@ -209,6 +209,13 @@ _KEEP_REASONING = {
     "truncate_history_thinking": False,
     "drop_thinking": False,
 }
+# Variables of templates that turn thinking on and off.
+_SWITCHES: dict[str, tuple[Any, Any]] = {
+    "enable_thinking": (True, False),
+    "thinking": (True, False),
+    "thinking_mode": ("enabled", "disabled"),
+    "reasoning": (True, False),
+}
 _PLACES = re.compile(r"\{query\}|\{document\}")
 _OPEN_REASONING = re.compile(r"<think(ing)?>\s*\Z")
 _RESERVED = frozenset({"messages", "range", "raise_exception", "strftime_now"})
@@ -263,6 +270,7 @@ class Renderer:
         sources = template.source + (tools_template.source if tools_template else "")
         self._tokens = TokenCache(tokenizer, _cuts(tokenizer, sources), limit_bytes=cache_bytes)
         self._opening, self._bare = self._find_opening(template)
+        self._closing = self._find_closing(template)
         self.separator = self._find_separator()
 
     def __repr__(self) -> str:
@@ -366,7 +374,12 @@ class Renderer:
         if self._bare and text.endswith(self._bare):
             return ""  # the usual case: an empty turn
         at = text.rfind(self._opening) if self._opening else -1
-        return unshield(text[at:]) if at >= 0 else ""
+        if at < 0:
+            return ""
+        tail = text[at:]
+        if self._closing and self._closing in tail:  # the turn has ended; what follows is not the assistant's
+            tail = tail.rpartition(self._closing)[2]
+        return unshield(tail)
 
     def _find_separator(self) -> str:
         """The white space that the template writes between a reply's text and its first call."""
@@ -378,6 +391,20 @@ class Renderer:
         except TemplateFailed:
             return ""
         return rest[: len(rest) - len(rest.lstrip())]
+
+    def _find_closing(self, template: ChatTemplate) -> str:
+        """The control token that ends an assistant's turn."""
+        entries: list[TemplateMessage] = [
+            {"role": "user", "content": "probe one"},
+            {"role": "assistant", "content": "probe two"},
+        ]
+        try:
+            text = template.render({"messages": entries, "tools": None, "add_generation_prompt": False})
+        except TemplateFailed:
+            return ""
+        rest = text.rpartition("probe two")[2].lstrip()
+        found = [token for token in self.tokenizer.specials if rest.startswith(token)]
+        return max(found, key=len) if found else ""
 
     def _find_opening(self, template: ChatTemplate) -> tuple[str, str]:
         """What opens an assistant's turn: its first token, and the whole opening if it is only that token, a role and
@@ -410,7 +437,7 @@ def _keep_reasoning(template: ChatTemplate) -> dict[str, Any]:
 
 
 def _thinking_switches(template: ChatTemplate, enabled: bool) -> dict[str, Any]:
-    return {name: enabled for name in ("enable_thinking", "thinking") if template.mentions(name)}
+    return {name: values[not enabled] for name, values in _SWITCHES.items() if template.mentions(name)}
 
 
 def _thinking_modes(adapted: AdaptedTemplate) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from modelyard.tune.tuned_model import TunedModel
 
 _MIB = 2**20
 _INTERRUPTED = 130
+_BUSY = 0.5  # programs per processor in the last minute
 _MEMORY_SHARE = 0.9  # of the free memory that one trial may use
 
 
@@ -65,6 +66,9 @@ def optimize(
     history = _history(model, plan, available, folder, fresh=options.fresh)
     if len(history):
         err.print(f"resuming an interrupted run: {len(history)} trials are known (--fresh starts over)", soft_wrap=True)
+    if (load := psutil.getloadavg()[0] / (psutil.cpu_count() or 1)) > _BUSY:
+        busy = f"the machine is busy: {load:.1f} programs want each of its processors"
+        err.print(f"[yellow]warning[/yellow] {busy}, so that more rounds are needed", soft_wrap=True)
     terminal = TerminalReport(plan.goal, model.current, plan.budget_s, out, err)
     run = Optimizer(model, plan, history, terminal)
     try:

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from modelyard.core.knobs import Goal, Loss, Setting
 from modelyard.tune import goals
-from modelyard.tune.search import ScoreRequest, Search, SearchResult, SearchRules, TrialScore
+from modelyard.tune.search import ScoreRequest, Search, SearchResult, SearchRules, TrialScore, rounds_needed
 from modelyard.tune.trial import (
     EngineBenchResult,
     Measurement,
@@ -43,6 +43,10 @@ _PATIENCE = 4  # times the usual duration: a setting that takes longer has lost 
 _MIN_LIMIT_S = 15.0
 _TRIALS = 60  # that should fit into the budget
 _FEW_TRIALS = 20  # with fewer, little but the baselines is measured
+_NOISY = 0.05  # deviation of a trial on an idle machine: 1 to 3 %
+_KNOWN_AFTER = 3  # measurements of one setting, after which the noise is known
+_USEFUL_GAIN = 1.1  # the smallest gain that a user would want to be told of
+_LONGER = 1.25  # a run that was too short needs at least so many times its budget
 _CALIBRATION = Setting((("calibration", True),))
 _ANSWER_SHARE = 0.8  # of a trial's limit is that of one answer, so that its error comes before the trial is stopped
 
@@ -152,6 +156,8 @@ class Optimizer:
         self._durations: list[float] = []
         self._search: Search | None = None
         self._fastest: Setting | None = None
+        self._warned_of_noise = False
+        self.needed_s: float | None = None  # the budget that would have confirmed the best; None: known or hopeless
         self.measurements: dict[Setting, list[Measurement]] = {}
         self.failures: dict[Setting, TrialFailure] = {}
         self.losses: dict[Setting, Loss] = {}
@@ -178,6 +184,7 @@ class Optimizer:
             self._explore_share = 1.0
             baselines.append(self._fastest)
         result = await self._run_search(baselines)
+        self.needed_s = self._needed_s(result)
         if self.model.has_engine_bench:
             await self._run_engine_bench(result)
         self._history.clear()
@@ -240,6 +247,7 @@ class Optimizer:
                     self._warn_of_short_budget(self._durations[0])
             self._history.add(request.setting, request.quality, outcome)
         self._observer.trial_ended(request, outcome, search.best, replayed=replayed)
+        self._warn_of_noise(search)
         return self._record(request, outcome)
 
     def _has_time(self, request: ScoreRequest, search: Search) -> bool:
@@ -265,6 +273,36 @@ class Optimizer:
     @property
     def _confirm_candidates(self) -> int:
         return len({*self.model.baselines.values(), self._fastest or self.model.current}) + 1
+
+    def _warn_of_noise(self, search: Search) -> None:
+        """Once, as soon as a setting was measured often enough: what can be confirmed here in this time."""
+        table = search.table
+        if self._warned_of_noise or max(map(len, table.scores.values()), default=0) < _KNOWN_AFTER:
+            return
+        self._warned_of_noise, rules = True, self.plan.rules
+        deviation = table.noise()[0]
+        rounds = rounds_needed(_USEFUL_GAIN, deviation, rules)
+        if deviation < _NOISY:
+            return
+        noisy = f"the machine is noisy: the result of one setting varies by {deviation:.0%}"
+        if rounds is None:
+            self._observer.warning(f"{noisy}; only gains far above {_USEFUL_GAIN - 1:.0%} can be confirmed now")
+            return
+        needed = self._budget_for(rounds)
+        if needed > self.plan.budget_s:
+            text = f"to confirm a gain of {_USEFUL_GAIN - 1:.0%} takes {rounds} rounds: --budget {ceil(needed / 60)}m"
+            self._observer.warning(f"{noisy}; {text}")
+
+    def _budget_for(self, rounds: int) -> float:
+        """Seconds of a run whose confirmation has so many rounds: at most a share of it is the confirmation."""
+        return rounds * self._confirm_candidates * self._usual_s / _MAX_CONFIRM_SHARE
+
+    def _needed_s(self, result: SearchResult) -> float | None:
+        """How long a run would have to be to confirm the best, if it is as good as it looks."""
+        if result.better or result.best == result.current or result.ratio is None:
+            return None
+        rounds = rounds_needed(result.ratio.middle, result.table.noise()[0], self.plan.rules)
+        return None if rounds is None else max(self._budget_for(rounds), self.plan.budget_s * _LONGER)
 
     def _warn_of_short_budget(self, duration_s: float) -> None:
         # With few settings to try, fewer trials are enough for all of them and the confirmation.

@@ -72,6 +72,7 @@ class Report(Struct, frozen=True, kw_only=True):
     trials: int
     grid: int
     noise: float | None  # of one trial; None if nothing was measured twice
+    needed_s: float | None  # the budget that would confirm the best, if it is as good as it looks; None: no use
     finished: bool
     better: bool
     verdict: str
@@ -110,9 +111,10 @@ def make_report(run: Optimizer, result: SearchResult, *, finished: bool = True) 
         trials=sum(map(len, run.measurements.values())) + len(run.failures),
         grid=model.space.size,
         noise=result.table.noise()[0] if result.table.has_repeats else None,
+        needed_s=run.needed_s,
         finished=finished,
         better=result.better,
-        verdict=verdict(result, gained, finished=finished, min_rounds=plan.rules.min_rounds),
+        verdict=verdict(result, gained, finished=finished, min_rounds=plan.rules.min_rounds, needed_s=run.needed_s),
         gain=gained,
         ratio=ratios.get("current"),
         ratios=ratios,
@@ -140,7 +142,9 @@ def gain(goal: Goal, result: SearchResult, ranking: Sequence[RankedSetting], rat
     return f"{ratio.middle:.2f} times as good" if ratio is not None else ""
 
 
-def verdict(result: SearchResult, gained: str, *, finished: bool, min_rounds: int) -> str:
+def verdict(
+    result: SearchResult, gained: str, *, finished: bool, min_rounds: int, needed_s: float | None = None
+) -> str:
     table = result.table
     if result.best == result.current:
         if not finished:
@@ -154,11 +158,12 @@ def verdict(result: SearchResult, gained: str, *, finished: bool, min_rounds: in
     if result.better:
         return f"better than the current settings beyond the noise: {gained or 'it runs, the current setting does not'}"
     rounds = len(result.rounds.get(result.best, []))
+    longer = "a longer --budget" if needed_s is None else f"--budget {math.ceil(needed_s / 60)}m"
     if result.ratio is None or rounds < min_rounds:
-        return (
-            f"not confirmed: {rounds} of at least {min_rounds} rounds fitted into the time; "
-            "a longer --budget may confirm it"
-        )
+        return f"not confirmed: {rounds} of at least {min_rounds} rounds fitted into the time; {longer} may confirm it"
+    if needed_s is not None:
+        seen = f"{gained or 'it is better'} in {rounds} rounds, in which a setting varies by {table.noise()[0]:.0%}"
+        return f"not confirmed beyond the noise: {seen}; {longer}, or a quieter machine, may confirm it"
     return "no difference from the current settings beyond the noise"
 
 

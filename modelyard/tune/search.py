@@ -174,6 +174,17 @@ class SearchRules(Struct, frozen=True):
     pairs: int = 12  # pairs of changes that are tried
     min_rounds: int = 4  # of the confirmation
     max_rounds: int = 9
+    most_rounds: int = 30  # of the confirmation on a noisy machine, if the time allows it
+
+
+def rounds_needed(ratio: float, noise: float, rules: SearchRules) -> int | None:
+    """Rounds of a confirmation after which a gain of this ratio shows beyond the noise of a trial; None: too many."""
+    beyond = math.log(ratio) - math.log1p(rules.margin) if ratio > 0 else 0.0
+    for rounds in range(max(2, rules.min_rounds), rules.most_rounds + 1):
+        confidence = joint_confidence(_CONFIDENCE, max(rounds, rules.max_rounds) - rules.min_rounds + 1)
+        if t_quantile(rounds - 1, confidence) * noise * math.sqrt(2 / rounds) < beyond:
+            return rounds
+    return None
 
 
 def select_best(
@@ -425,8 +436,9 @@ class Search:
         rules = self._rules
         candidates = dict.fromkeys([self.best, *self._baselines])
         scores = {setting: list[float]() for setting in candidates if setting not in self.table.failures}
-        looks = rules.max_rounds - rules.min_rounds + 1
-        for number in range(rules.max_rounds):
+        most = self._confirmation_rounds()
+        looks = most - rules.min_rounds + 1
+        for number in range(most):
             if not (yield from self._confirmation_round(scores, number)):
                 break
             ours, theirs = scores.get(self.best, []), scores.get(self.current, [])
@@ -437,6 +449,14 @@ class Search:
                 break
         result.rounds = scores
         return self._prefer_exact(result, looks)
+
+    def _confirmation_rounds(self) -> int:
+        """As many as the noise demands for the gain that the search saw, decided before the first of them."""
+        rules, table = self._rules, self.table
+        if self.best not in table.scores or self.current not in table.scores or not table.has_repeats:
+            return rules.max_rounds
+        needed = rounds_needed(math.exp(table.mean(self.best) - table.mean(self.current)), table.noise()[0], rules)
+        return rules.max_rounds if needed is None else max(rules.max_rounds, needed)
 
     def _confirmation_round(self, scores: dict[Setting, list[float]], number: int) -> SearchSteps[bool]:
         for setting in alternating(list(scores), number):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -947,3 +948,30 @@ async def test_a_chat_engine_gets_one_of_several_bare_prompts_at_a_time() -> Non
     assert [prepared.engine_request(choice).prompts for choice in range(prepared.choices)] == [("a",)] * 2 + [
         ("b",)
     ] * 2
+
+
+# --- the prompt in the reply ----------------------------------------------------------------------------------------
+
+
+async def test_echo_of_token_ids_is_their_text_with_log_probabilities() -> None:
+    async with GatewayHarness() as gateway:
+        prompt, stop = ids("one two"), IdLogprob(7, -0.5)
+        gateway.engine.info = msgspec.structs.replace(
+            gateway.engine.info, capabilities=Capabilities(logprobs=True, prompt_logprobs=True)
+        )
+        asked = {"messages": (), "echo": True, "logprobs": 0, "prompt_logprobs": 0}
+        reading = asyncio.create_task(read_events(await gateway.start(prompts=(tuple(prompt),), **asked)))
+        generation = await gateway.generation()
+        assert generation.prompt.prompt_logprobs == 0
+        generation.accept()
+        generation.put(Progress(len(prompt), len(prompt), [IdLogprob(token, -1.0) for token in prompt[1:]]))
+        generation.put(Tokens([], [stop]))
+        generation.end()
+        reply = collect_reply(await reading)
+        assert reply.started.prompt == "one two"
+        tokens = reply.started.prompt_logprobs
+        assert "".join(token.token for token in tokens) == "one two"
+        assert math.isnan(tokens[0].logprob)
+        assert {token.logprob for token in tokens[1:]} == {-1.0}
+        assert [token.logprob for block in reply.blocks for token in block.logprobs] == [-0.5]
+        assert reply.text == ""

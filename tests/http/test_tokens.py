@@ -94,3 +94,66 @@ async def test_an_invalid_field_is_named(path: str, body: dict[str, Any], param:
     body = (await post(path, body, 400))["error"]
     assert body["param"] == param
     assert len(body["message"]) < 300
+
+
+# --- the end of the prompt and the variables of the template ----------------------------------------------------------
+
+REPLY = [*MESSAGES, {"role": "assistant", "content": "It ends"}]
+
+
+async def rendered(body: dict[str, Any]) -> str:
+    """The prompt, which is the same on both endpoints."""
+    text: str = (await post("/apply-template", body))["prompt"]
+    pieces = await post("/tokenize", body | {"return_token_strs": True})
+    assert "".join(pieces["token_strs"]) == text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False}, "for?<|im_end|>\n"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "for?<|im_end|>\n"),
+        ({"enable_thinking": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        ({"reasoning_effort": "none"}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        ({"messages": REPLY}, "<|im_start|>assistant\nIt ends"),
+        ({"messages": REPLY, "continue_final_message": True}, "<|im_start|>assistant\nIt ends"),
+        (
+            {"messages": REPLY, "continue_final_message": True, "add_generation_prompt": False},
+            "<|im_start|>assistant\nIt ends",
+        ),
+        ({"messages": REPLY, "continue_final_message": False}, "It ends<|im_end|>\n<|im_start|>assistant\n"),
+        ({"messages": REPLY, "add_generation_prompt": False}, "It ends<|im_end|>\n"),
+    ],
+)
+async def test_the_end_of_the_prompt_is_as_the_client_says(fields: dict[str, Any], end: str) -> None:
+    assert (await rendered({"messages": MESSAGES} | fields)).endswith(end)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/apply-template", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": REPLY, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": REPLY, "continue_final_message": "all"}, "continue_final_message"),
+        (
+            {"messages": MESSAGES, "chat_template_kwargs": {"add_generation_prompt": "no"}},
+            "chat_template_kwargs.add_generation_prompt",
+        ),
+    ],
+)
+async def test_contradictions_about_the_end_of_the_prompt_are_refused(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    assert (await post(path, fields, 400))["error"]["param"] == param
+
+
+async def test_a_chat_reply_is_counted_on_the_same_prompt() -> None:
+    fields = {"messages": REPLY, "continue_final_message": False}
+    prompt = (await post("/tokenize", fields))["count"]
+    async with app_client(loaded=True) as client:
+        reply = await client.post("/v1/chat/completions", json=fields | {"model": "demo", "max_tokens": 1})
+    assert reply.json()["usage"]["prompt_tokens"] == prompt > (await post("/tokenize", {"messages": REPLY}))["count"]

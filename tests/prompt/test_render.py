@@ -25,7 +25,7 @@ from modelyard.prompt.render import MessageConverter, Renderer, ToolDefinitions,
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from modelyard.tokenizer.shield import SENTINEL, Shield
+from modelyard.tokenizer.shield import SENTINEL, Shield, unshield
 from modelyard.tokenizer.tokenizer_files import SpecialTokens
 from tests.prompt.histories import CHAT_TEMPLATES, TOOL, call, make_message, make_request, tool_result
 from tests.tokenizer import sample_tokenizers
@@ -253,6 +253,48 @@ def test_a_prefill_refused_by_the_template_is_appended() -> None:
     assert echo(source).text(make_request(make_message("user", "a"), make_message("assistant", "b"))) == "<a>bot:b"
 
 
+# --- the end of the prompt --------------------------------------------------------------------------------------------
+
+ENDING = (make_message("user", "a"), make_message("assistant", "b"))
+
+
+def ended(*messages: Message, renderer: Renderer = CHATML, **fields: Any) -> str:
+    return unshield(renderer.text(Request(model="m", messages=messages, **fields)))
+
+
+def test_the_opening_of_the_reply_is_left_out_on_request() -> None:
+    turn = "<|im_start|>user\na<|im_end|>\n"
+    assert ended(ENDING[0], add_generation_prompt=False) == turn
+    assert ended(ENDING[0], add_generation_prompt=True) == turn + "<|im_start|>assistant\n"
+
+
+def test_a_reply_at_the_end_is_complete_if_the_client_says_how_the_prompt_ends() -> None:
+    whole = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    assert ended(*ENDING, add_generation_prompt=False) == whole
+    assert ended(*ENDING, add_generation_prompt=True) == whole + "<|im_start|>assistant\n"
+    assert ended(*ENDING, continue_final_message=False) == whole + "<|im_start|>assistant\n"
+    for asked in (None, True, "content"):
+        assert whole.startswith(ended(*ENDING, continue_final_message=asked) + "<|im_end|>")
+    assert ended(*ENDING, continue_final_message=True, add_generation_prompt=False).endswith("\nb")
+
+
+@pytest.mark.parametrize("asked", [True, "reasoning_content"])
+def test_reasoning_is_continued(asked: Any) -> None:
+    thought = Message("assistant", (Thinking("because"),))
+    text = ended(ENDING[0], thought, continue_final_message=asked)
+    assert text.endswith("<|im_start|>assistant\n<think>\nbecause")
+    assert CHATML.tail(text).endswith("<think>\nbecause")
+    opens = echo("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}")
+    assert ended(ENDING[0], thought, renderer=opens, continue_final_message=asked) == "a<think>\nbecause"
+    with pytest.raises(InvalidRequest, match="writes no reasoning"):
+        ended(ENDING[0], thought, renderer=echo("{{ messages[0].content }}"), continue_final_message=asked)
+
+
+def test_a_prompt_that_ends_outside_a_reply_has_no_tail() -> None:
+    asked = Request(model="m", messages=(make_message("user", "what is <think>?"),), add_generation_prompt=False)
+    assert "<think>" not in CHATML.apply(asked).tail
+
+
 def test_an_empty_reply_at_the_end_is_ignored() -> None:
     turns = make_request(make_message("user", "a"))
     assert CHATML.text(make_request(*turns.messages, make_message("assistant", ""))) == CHATML.text(turns)
@@ -289,6 +331,11 @@ SWITCH = "{% for m in messages %}{{ m.content }}{% endfor %}"
         (builtin("llama3_template"), False),
         (SWITCH, False),
         (SWITCH + "{% if thinking %}<think>{% endif %}", True),
+        (SWITCH + "{% if thinking_mode is defined and thinking_mode == 'disabled' %}<no>{% endif %}", True),
+        (SWITCH + "{% if not reasoning | default(true) %}<no>{% endif %}", True),
+        (SWITCH + "{% if not enable_thinking %}<no>{% endif %}", True),
+        (SWITCH + "{% if not enable_thinking | default(true) %}<no>{% endif %}", True),
+        (SWITCH + "{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}", True),
         (SWITCH + "{% if message.thinking %}<think>{% endif %}", False),
         ("{{ raise_exception('never') if enable_thinking }}" + SWITCH, False),
     ],
@@ -414,3 +461,13 @@ def test_the_grammar_of_a_custom_tool_is_described() -> None:
     for grammar in (None, {}, {"definition": 7}):
         plain = definition(Tool("d", "Edits.", kind="custom", grammar=grammar), Shield([]))
         assert plain["function"]["description"] == "Edits."
+
+
+@pytest.mark.parametrize(("template", "count"), [("Q: {{ messages[0].content }}", 1), ("{{ bos_token }}Q", 1)])
+def test_a_file_that_begins_prompts_with_a_token_gets_it_once(
+    vocab: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch, template: str, count: int
+) -> None:
+    monkeypatch.setattr(vocab, "begins_prompts", True, raising=False)
+    monkeypatch.setattr(vocab, "bos_token", "<s>")
+    text = Renderer(ChatTemplate(template, bos_token="<s>"), vocab).text(make_request(make_message("user", "hi")))
+    assert (text.count("<s>"), text.startswith("<s>")) == (count, True)

@@ -55,14 +55,27 @@ def steps(source: str) -> list[str]:
 
 
 def test_requirements_of_a_template_are_detected_by_probing() -> None:
-    assert steps(NINE) == ["short_call_ids"]
+    assert steps(NINE) == ["developer_as_system", "short_call_ids"]
     assert steps(builtin("generic")) == []
     assert steps(DROPS) == ["developer_as_system", "short_call_ids", "tools_as_text", "one_system_first"]
     assert set(steps(STRICT)) >= {"tools_as_text", "system_in_first_user", "one_message_a_turn", "user_opens"}
 
 
+KNOWS_DEVELOPER = """{%- for m in messages -%}
+<|im_start|>{{ 'developer' if m.role in ['system', 'developer'] else m.role }}\n{{ m.content }}<|im_end|>
+{%- endfor -%}"""
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_the_role(vocab: HuggingFaceTokenizer) -> None:
+    """A template that copies any role's name shows the text, but its model was not trained on that role."""
+    copies = "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{%- endfor -%}"
+    request = make_request(make_message("developer", "be brief"), make_message("user", "hi"))
+    assert "<|im_start|>system\nbe brief" in Renderer(ChatTemplate(copies), vocab).text(request)
+    assert "<|im_start|>developer\nbe brief" in Renderer(ChatTemplate(KNOWS_DEVELOPER), vocab).text(request)
+
+
 def test_repr_lists_the_steps() -> None:
-    assert repr(AdaptedTemplate(ChatTemplate(NINE))) == "<AdaptedTemplate [short_call_ids]>"
+    assert repr(AdaptedTemplate(ChatTemplate(NINE))) == "<AdaptedTemplate [developer_as_system, short_call_ids]>"
 
 
 def test_a_late_system_message_becomes_a_reminder_in_place(vocab: HuggingFaceTokenizer) -> None:

@@ -195,7 +195,7 @@ def test_sampling_defaults_are_layered() -> None:
     models = {"m": ModelSettings(decoding=DecodingSettings(top_k=5, stop=["END"])), "n": ModelSettings()}
     general = DecodingSettings(top_k=9, temperature=0.1, max_tokens=64)
     catalog = build_router(models, {}, decoding=general).catalog
-    assert catalog.models["m"].sampling == Sampling(temperature=0.1, top_p=0.9, top_k=5)
+    assert catalog.models["m"].sampling == Sampling(temperature=0.1, top_k=5)
     assert catalog.models["m"].configured_sampling == Sampling(temperature=0.1, top_k=5)
     assert (catalog.models["m"].max_tokens, catalog.models["m"].stop) == (64, ("END",))
     assert build_router({"n": ModelSettings()}, {}).catalog.models["n"].sampling == Sampling(temperature=0.7, top_p=0.9)

@@ -13,6 +13,7 @@ from modelyard.core.errors import Unavailable
 from modelyard.core.request import Message, Request, Sampling, Text, Tool
 from modelyard.engines.llama_cpp.selftest import write_tiny_model
 from modelyard.library.default_model import fetch
+from modelyard.server import model_definition
 from modelyard.server.model_definition import ModelDefinition, define_model
 
 
@@ -169,6 +170,31 @@ def test_a_remote_model_gets_only_explicit_sampling_parameters() -> None:
     assert made.model.remote
     assert made.model.sampling == Sampling(top_p=0.5)
     assert defined(decoding={"top_p": 0.5}).model.sampling == Sampling(temperature=0.7, top_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("configured", "asked", "effective"),
+    [
+        ({}, {}, {"temperature": 0.7, "top_p": 0.9}),
+        ({}, {"temperature": 1.0}, {"temperature": 1.0}),
+        ({}, {"top_k": 5}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}),
+        ({"temperature": 0.3}, {}, {"temperature": 0.3}),
+        ({"top_p": 0.5}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}),
+    ],
+)
+def test_a_temperature_of_the_client_or_the_settings_is_not_cut_by_a_hidden_top_p(
+    configured: dict[str, float], asked: dict[str, float], effective: dict[str, float]
+) -> None:
+    model = defined(decoding=configured).model
+    assert model.sampling_for(Request(model="m", sampling=Sampling(**asked))) == Sampling(**effective)
+
+
+def test_sampling_values_of_the_file_are_defaults_below_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"temperature": 0.6, "top_k": 20.0}
+    monkeypatch.setattr(model_definition, "recommended_sampling", lambda _: found)
+    made = defined(decoding={"temperature": 0.2})
+    assert made.model.sampling == Sampling(temperature=0.2, top_k=20)
+    assert dict(made.notes)["sampling"] == "temperature 0.6, top_k 20 from its file"
 
 
 def test_a_file_that_kills_llama_cpp_is_a_fault_of_its_model_only(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
 from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob
 from modelyard.engines.reasoning_limit import ReasoningLimit
 
-
 _LOGIT_ROWS = 64  # of a prompt in one step, if their log probabilities are wanted: the other streams wait for them
 
 

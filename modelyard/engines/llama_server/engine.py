@@ -120,6 +120,16 @@ def chat_body(request: Request, options: LlamaServerOptions) -> bytes:
     return append_fields(written, fields)
 
 
+def _ends_with_reply(request: Request) -> bool:
+    return bool(request.messages) and request.messages[-1].role == "assistant"
+
+
 def _llama_request(request: Request, options: LlamaServerOptions) -> Request:
+    is_closed = request.continue_final_message is False or request.add_generation_prompt is not None
+    if is_closed and not request.continue_final_message and _ends_with_reply(request):
+        raise Unsupported(
+            "llama-server always continues an assistant message at the end; add a user message after it",
+            param="messages",
+        )
     sampling = replace(request.sampling, repetition_penalty=None, beam_size=None)
     return replace(server_request(request, enable_thinking=options.enable_thinking), sampling=sampling)

@@ -169,6 +169,8 @@ def tokenize_body(request: Request, options: VllmServeOptions, model: str) -> by
         tools=full.tools,
         reasoning=replace(full.reasoning, effort=None, budget=None, visible=None),
         chat_template_kwargs=full.chat_template_kwargs,
+        add_generation_prompt=full.add_generation_prompt,
+        continue_final_message=full.continue_final_message,
     )
     return append_fields(openai_chat.write_request(prompt), _continuation(request))
 
@@ -183,6 +185,8 @@ def _vllm_request(request: Request, options: VllmServeOptions, model: str) -> Re
     return replace(
         server_request(request, enable_thinking=options.enable_thinking),
         model=adapter or model,  # vLLM serves an adapter under its own model name
+        add_generation_prompt=None if request.continue_final_message else request.add_generation_prompt,
+        continue_final_message=None if request.continue_final_message else request.continue_final_message,
         tools=tools,
         sampling=replace(request.sampling, **dict.fromkeys(IGNORED)),
         constraint=None if request.constraint and request.constraint.kind in _GRAMMARS else request.constraint,

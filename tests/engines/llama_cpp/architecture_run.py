@@ -69,14 +69,16 @@ def run_all(names: Sequence[str]) -> dict[str, ArchitectureResult]:
                 results[begun] = msgspec.convert(data, ArchitectureResult)
         if process.returncode != 0:
             reason = (errors.strip().splitlines() or ["no output"])[-1]
-            results[begun] = ArchitectureResult(begun, faults=[f"the process ended with {process.returncode}: {reason}"])
+            results[begun] = ArchitectureResult(
+                begun, faults=[f"the process ended with {process.returncode}: {reason}"]
+            )
             if rest := left[left.index(begun) + 1 :]:
                 running.append((rest, _start(rest)))
     return results
 
 
 def _start(names: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(  # noqa: S603
+    return subprocess.Popen(
         [sys.executable, "-m", __name__, *names], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,16 @@ ARCHITECTURES: dict[str, Facts] = {
     "minicpm": {},
     "apertus": {},
     "hrm_text": {"block_count": 6, "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2},
-    **{name: _MROPE for name in ("qwen2vl", "qwen3vl", "hunyuan_vl", "paddleocr")},
+    **dict.fromkeys(("qwen2vl", "qwen3vl", "hunyuan_vl", "paddleocr"), _MROPE),
     # learned positions, or none
     **{name: {} for name in ("gpt2", "starcoder")},
-    **{name: {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 1.0} for name in ("bloom", "jais", "mpt", "refact")},
+    **{
+        name: {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 1.0}
+        for name in ("bloom", "jais", "mpt", "refact")
+    },
     # sliding windows
-    **{name: _SWA for name in ("gemma2", "gemma3", "cohere2", "exaone4", "plamo3")},
-    **{name: _ALTERNATING for name in ("granite_swa", "muse-glimmer", "spark2_5")},
+    **dict.fromkeys(("gemma2", "gemma3", "cohere2", "exaone4", "plamo3"), _SWA),
+    **dict.fromkeys(("granite_swa", "muse-glimmer", "spark2_5"), _ALTERNATING),
     "gemma3n": {"block_count": 22, "embedding_length_per_layer_input": 32} | _SWA,
     "llama4": _EXPERTS | _SWA | {"block_count": 4},
     "gpt-oss": _EXPERTS | _SWA,
@@ -119,9 +122,9 @@ ARCHITECTURES: dict[str, Facts] = {
     "maple": _EXPERTS | _ALTERNATING | {"swiglu_clamp_exp": 7.0},
     # experts
     "dbrx": _EXPERTS | {"attention.clamp_kqv": 1.0},
-    **{name: _EXPERTS for name in ("arctic", "bailingmoe", "bailingmoe2", "deepseek", "dots1", "ernie4_5-moe")},
-    **{name: _EXPERTS for name in ("glm4moe", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "hy_v3", "minimax-m2")},
-    **{name: _EXPERTS for name in ("olmoe", "phimoe", "qwen2moe", "qwen3moe")},
+    **dict.fromkeys(("arctic", "bailingmoe", "bailingmoe2", "deepseek", "dots1", "ernie4_5-moe"), _EXPERTS),
+    **dict.fromkeys(("glm4moe", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "hy_v3", "minimax-m2"), _EXPERTS),
+    **dict.fromkeys(("olmoe", "phimoe", "qwen2moe", "qwen3moe"), _EXPERTS),
     "qwen3vlmoe": _EXPERTS | _MROPE,
     # latent attention
     "deepseek2": _EXPERTS | _MLA,
@@ -150,18 +153,27 @@ ARCHITECTURES: dict[str, Facts] = {
     "jamba": _EXPERTS | _SSM | {"attention.head_count_kv": [HEADS, 0]},
     "falcon-h1": _SSM,
     "granitehybrid": _SSM | _MIXED_HEADS,
-    "nemotron_h": _SSM | {"block_count": 3, "feed_forward_length": [0, 0, FEED]}
+    "nemotron_h": _SSM
+    | {"block_count": 3, "feed_forward_length": [0, 0, FEED]}
     | {"attention.head_count": [HEADS, 0, HEADS], "attention.head_count_kv": [HEADS, 0, HEADS]},
-    "nemotron_h_moe": _EXPERTS | _SSM | {"block_count": 3, "feed_forward_length": [0, 0, FEED]}
+    "nemotron_h_moe": _EXPERTS
+    | _SSM
+    | {"block_count": 3, "feed_forward_length": [0, 0, FEED]}
     | {"attention.head_count": [HEADS, 0, HEADS], "attention.head_count_kv": [HEADS, 0, HEADS]},
     "lfm2": {"shortconv.l_cache": 3} | _MIXED_HEADS,
     "lfm2moe": _EXPERTS | {"shortconv.l_cache": 3} | _MIXED_HEADS,
     "qwen3next": _EXPERTS | _GATED_DELTA,
     "qwen35": _GATED_DELTA,
     "qwen35moe": _EXPERTS | _GATED_DELTA,
-    "bailingmoe3": _EXPERTS | _MLA | _KDA | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]}
+    "bailingmoe3": _EXPERTS
+    | _MLA
+    | _KDA
+    | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]}
     | {"rope.dimension_sections": [2, 3, 3, 0]},
-    "kimi-k3": _EXPERTS | _MLA | _KDA | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]}
+    "kimi-k3": _EXPERTS
+    | _MLA
+    | _KDA
+    | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]}
     | {"attn_res.block_size": 12, "activation.situ_beta": 4.0, "activation.situ_linear_beta": 25.0},
     "minimax-01": _EXPERTS | {"full_attention_interval": 2, "residual_scale": 3.5},
     "kimi-linear": _EXPERTS | _MLA | _KDA | {"attention.head_count": [1, 0], "attention.head_count_kv": [1, 0]},
@@ -177,7 +189,8 @@ ARCHITECTURES: dict[str, Facts] = {
     | {"moe_every_n_layers": 2},
     **{name: _EXPERTS | {"attention.causal": False} for name in ("llada-moe", "rnd1")},
     # no vectors
-    "deepseek4": _EXPERTS | _INDEXER
+    "deepseek4": _EXPERTS
+    | _INDEXER
     | {
         "block_count": 4,
         "attention.head_count": 8,
@@ -198,6 +211,31 @@ ARCHITECTURES: dict[str, Facts] = {
         "swiglu_clamp_exp": 10.0,
         "expert_gating_func": 4,
     },
+}
+
+_CONVOLUTION = {"blk.1.ssm_conv1d.bias": (192,)}
+_INDEXER_TENSORS: dict[str, tuple[int, ...]] = {
+    "indexer.k_norm.weight": (128,),
+    "indexer.k_norm.bias": (128,),
+    "indexer.proj.weight": (64, WIDTH),
+    "indexer.attn_k.weight": (128, WIDTH),
+    "indexer.attn_q_b.weight": (8192, 32),
+}
+_DELTA = {"blk.0.attn_qkv.weight": (192, WIDTH), "blk.0.attn_gate.weight": (64, WIDTH)}
+# Tensors that llama.cpp calls optional, and needs: one release names them, the other does not.
+_OPTIONAL: dict[str, Mapping[str, tuple[int, ...]]] = {
+    "mpt": {"position_embd.weight": (WINDOW, WIDTH)},
+    "phi3": {f"blk.{at}.attn_{name}.weight": (WIDTH, WIDTH) for at in range(LAYERS) for name in "qkv"},
+    "glm-dsa": {f"blk.{at}.{name}": shape for at in range(LAYERS) for name, shape in _INDEXER_TENSORS.items()},
+    "granitehybrid": _CONVOLUTION,
+    "nemotron_h": _CONVOLUTION,
+    "nemotron_h_moe": _CONVOLUTION,
+    "falcon-h1": {f"blk.{at}.ssm_conv1d.bias": (192,) for at in range(LAYERS)}
+    | {f"blk.{at}.ssm_norm.weight": (2, WIDTH) for at in range(LAYERS)},
+    "qwen3next": _DELTA,
+    "qwen35": _DELTA,
+    "qwen35moe": _DELTA,
+    "t5encoder": {f"enc.blk.{at}.attn_rel_b.weight": (8, HEADS) for at in range(LAYERS)},
 }
 
 
@@ -288,7 +326,7 @@ def write_missing() -> None:
         missing = [name for name in ARCHITECTURES if not _path(name).is_file()]
         if missing:
             env = os.environ | {"GGML_NO_BACKTRACE": "1"}
-            subprocess.run([sys.executable, "-m", __name__, *missing], check=True, env=env)  # noqa: S603
+            subprocess.run([sys.executable, "-m", __name__, *missing], check=True, env=env)
 
 
 class _Metadata:
@@ -407,7 +445,12 @@ def write_model(name: str, path: Path) -> None:
             writer.add_string(key, value)
         else:
             writer.add_array(key, value)
-    for tensor, shape in tensor_shapes(facts).items():
+    shapes = tensor_shapes(facts) | dict(_OPTIONAL.get(name, {}))
+    if name == "phi3":  # either one matrix or three
+        shapes = {tensor: shape for tensor, shape in shapes.items() if "attn_qkv" not in tensor}
+    for tensor, shape in sorted(shapes.items()):
+        if tensor.endswith("scale"):  # of quantized matrices
+            continue
         writer.add_tensor(tensor, _values(tensor, shape).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -262,6 +262,17 @@ def test_default_of_the_model_holds_if_the_request_does_not_say(
     assert made.get("chat_template_kwargs", {}).get("enable_thinking") == sent
 
 
+def test_the_end_of_the_prompt_is_as_the_client_says() -> None:
+    ending = (Message("assistant", (Text("One,"),)),)
+    sent = body(Request(model="m", messages=ending, continue_final_message="content"))
+    assert (sent["continue_final_message"], sent["add_generation_prompt"]) == ("content", False)
+    assert body(chat_request(add_generation_prompt=False))["add_generation_prompt"] is False
+    assert not {"continue_final_message", "add_generation_prompt"} & body(Request(model="m", messages=ending)).keys()
+    for fields in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+        with pytest.raises(Unsupported, match="always continues"):
+            body(Request(model="m", messages=ending, **fields))
+
+
 def test_images_are_sent_as_data_urls() -> None:
     request = Request(model="m", messages=(Message("user", (Text("Look"), Image(PIXEL))),))
     assert body(request)["messages"][0]["content"] == [

@@ -360,6 +360,22 @@ def test_final_assistant_message_is_continued() -> None:
     assert not continuation.keys() & body(chat_request()).keys()
 
 
+@pytest.mark.parametrize(
+    ("fields", "sent"),
+    [
+        ({"continue_final_message": "content"}, {"continue_final_message": True, "add_generation_prompt": False}),
+        ({"continue_final_message": False}, {"continue_final_message": False}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+    ],
+)
+def test_the_end_of_the_prompt_is_as_the_client_says(fields: dict[str, Any], sent: dict[str, bool]) -> None:
+    request = Request(model="m", messages=(Message("assistant", (Text("One,"),)),), **fields)
+    names = {"continue_final_message", "add_generation_prompt"}
+    counted = json.loads(tokenize_body(request, Options(vllm_model="m"), "served"))
+    for made in (body(request), counted):
+        assert {name: made[name] for name in names & made.keys()} == sent
+
+
 def test_max_tokens_is_limited_to_the_window() -> None:
     assert [body(chat_request(max_tokens=count))["max_tokens"] for count in (5, 4096, 32000)] == [5, 4096, 4096]
 
