@@ -16,11 +16,13 @@ import httpx
 from bench.servers import free_port, running
 from modelyard.library import default_model
 from modelyard.telemetry.log import JsonFormatter
+from tests.engines.llama_cpp import architectures
 from tests.fuzz.explore import DEADLINE_S
 from tests.fuzz.http_targets import HttpTargets
 from tests.live_server import live_server
 
 MODELS = ["demo", "calls"]
+ARCHITECTURES = ("gpt2", "kimi-linear", "deepseek4", "bert", "t5", "dream", "gemma3", "mamba")
 APART, REAL = "apart", "real"
 _WINDOW = 128  # small: an answer of the real model must end before the deadline
 
@@ -79,17 +81,33 @@ def server_in_thread() -> Iterator[HttpTargets]:
 
 @contextmanager
 def server_process() -> Iterator[HttpTargets]:
+    with _process(configuration(real=True)) as (client, log):
+        yield HttpTargets(client, log, [*MODELS, APART], REAL)
+
+
+@contextmanager
+def server_of_architectures() -> Iterator[HttpTargets]:
+    """A server with tiny models of architectures for which llama.cpp has assertions: learned positions and a longer
+    window, sequences that a recurrent model cannot divide, no vectors, an encoder, an encoder-decoder, diffusion."""
+    usual = {"backend": "llama_cpp", "n_threads": 1, "n_ctx": 512, "parallel": 3, "placement": "inline"}
+    models = {name: usual | {"path": str(architectures.model(name)), "embeddings": True} for name in ARCHITECTURES}
+    with _process({"models": models, "http": {"docs": True}}) as (client, log):
+        yield HttpTargets(client, log, list(ARCHITECTURES))
+
+
+@contextmanager
+def _process(config: dict[str, Any]) -> Iterator[tuple[httpx.Client, Callable[[], str]]]:
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="modelyard-fuzz-") as folder:
         file, log = Path(folder) / "modelyard.json", Path(folder) / "log"
-        file.write_text(json.dumps(configuration(real=True)))
+        file.write_text(json.dumps(config))
         command = [sys.executable, "-m", "modelyard", "serve", "--config", str(file), "--port", str(port)]
         command = ["sh", "-c", 'exec "$@" 2> "$0"', str(log), *command]
         with (
             running(command, port, "/health/ready") as server,
             httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
         ):
-            yield HttpTargets(client, _file_tail(log), [*MODELS, APART], REAL)
+            yield client, _file_tail(log)
 
 
 def _file_tail(file: Path) -> Callable[[], str]:

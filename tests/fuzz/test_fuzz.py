@@ -10,9 +10,11 @@ import pytest
 from tests.fuzz.explore import Results, Target, explore_all
 from tests.fuzz.file_targets import file_targets
 from tests.fuzz.frame_targets import frame_targets
-from tests.fuzz.server_under_test import server_in_thread
+from tests.fuzz.server_under_test import server_in_thread, server_of_architectures
 
 SEED = 17
+_PATHS = ("chat/completions", "completions", "embeddings", "rerank", "messages", "responses")
+MODEL_CALLS = {f"POST /v1/{path}" for path in _PATHS} | {"POST /infill"}
 
 
 def expect_nothing(targets: list[Target[Any]], times: int) -> None:
@@ -33,3 +35,10 @@ def test_no_frame_and_no_file_breaks_a_process(opened: Any, times: int) -> None:
     targets: AbstractContextManager[list[Target[Any]]] = opened()
     with targets as found:
         expect_nothing(found, times)
+
+
+def test_no_request_to_a_model_of_an_unusual_architecture_ends_the_gateway() -> None:
+    with server_of_architectures() as server:
+        targets = [target for target in server.targets(admin=False) if target.name in MODEL_CALLS]
+        assert len(targets) == len(MODEL_CALLS)
+        expect_nothing(targets, times=12)

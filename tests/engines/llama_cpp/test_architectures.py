@@ -18,7 +18,7 @@ from tests.docs.pages import DOCS
 from tests.engines.llama_cpp.architecture_run import ArchitectureResult, run_all
 from tests.engines.llama_cpp.architectures import ARCHITECTURES, WINDOW, model
 
-USUAL = (
+USUAL = (  # noqa: SIM905
     "llama qwen3 qwen2vl phi3 falcon stablelm chatglm glm4 olmo2 command-r granite "  # dense
     "gpt2 starcoder mpt bloom refact "  # learned positions, or biases instead
     "gemma2 gemma3 gemma3n cohere2 gpt-oss llama4 exaone4 mimo2 "  # sliding windows
