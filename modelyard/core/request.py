@@ -191,7 +191,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     lora_adapter: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool | None = None  # False: the prompt ends with the last message; None: see the renderer
-    continue_final_message: bool | Literal["content", "reasoning_content"] | None = None  # that part of the last message
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = None  # a name: that part of it
     documents: tuple[dict[str, Any], ...] = ()
     priority: Priority | None = None
     session: str | None = None

@@ -478,7 +478,7 @@ def _render_prefill(
 ) -> str:
     """The prompt, cut after a part of the last message, so that the model continues it."""
     last, variables = entries[-1], variables | {"add_generation_prompt": True}
-    reply = last.get(part, "")
+    reply: str = last.get(part, "")
     marked = last | {part: reply + _PREFILL_END, "prefix": True}
     if part == "reasoning_content":
         marked["content"] = ""

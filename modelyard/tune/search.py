@@ -451,12 +451,15 @@ class Search:
         return self._prefer_exact(result, looks)
 
     def _confirmation_rounds(self) -> int:
-        """As many as the noise demands for the gain that the search saw, decided before the first of them."""
+        """As many as the noise demands, decided before the first of them. The winner was also lucky: enough for half of
+        the gain that the search saw, unless even all of it would take too many."""
         rules, table = self._rules, self.table
         if self.best not in table.scores or self.current not in table.scores or not table.has_repeats:
             return rules.max_rounds
-        needed = rounds_needed(math.exp(table.mean(self.best) - table.mean(self.current)), table.noise()[0], rules)
-        return rules.max_rounds if needed is None else max(rules.max_rounds, needed)
+        gap, noise = table.mean(self.best) - table.mean(self.current), table.noise()[0]
+        if rounds_needed(math.exp(gap), noise, rules) is None:
+            return rules.max_rounds
+        return max(rules.max_rounds, rounds_needed(math.exp(gap / 2), noise, rules) or rules.most_rounds)
 
     def _confirmation_round(self, scores: dict[Setting, list[float]], number: int) -> SearchSteps[bool]:
         for setting in alternating(list(scores), number):

@@ -142,3 +142,25 @@ def test_a_refused_request_has_an_error_object(server: LiveServer) -> None:
         reply = httpx.post(server.url + "/v1/responses", json=body)
         assert reply.status_code == code
         assert {"message", "type", "param", "code"} <= set(reply.json()["error"])
+
+
+def test_an_error_names_the_field_that_the_client_sent(server: LiveServer) -> None:
+    image = [{"role": "user", "content": [{"type": "input_image", "image_url": "https://example.com/a.png"}]}]
+    error = httpx.post(server.url + "/v1/responses", json={"model": "demo", "input": image}).json()["error"]
+    assert (error["code"], error["param"]) == ("image_not_allowed", "input")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}),
+    ],
+)
+def test_a_temperature_above_two_is_refused(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    for temperature, status in ((2, 200), (2.1, 400)):
+        reply = httpx.post(server.url + path, json={"model": "demo", "temperature": temperature, **body})
+        assert reply.status_code == status, reply.text
+        assert status == 200 or "temperature must be between 0 and 2" in reply.text

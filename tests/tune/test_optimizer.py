@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,41 @@ async def test_a_short_budget_is_warned_of_once(seconds: float, warnings: int, t
     await optimizer(FormulaTrials(seconds), tmp_path, observer=observer, budget_s=300.0).run()
     assert len(observer.warnings) == warnings
     assert all("about 15 fit into the budget: --budget 20m would" in line for line in observer.warnings)
+
+
+class NoisyTrials(FormulaTrials):
+    """As on a machine with other work: a setting varies by `noise`, and nothing but 20 % is to be gained."""
+
+    def __init__(self, noise: float, seconds: float = 5.0) -> None:
+        super().__init__(seconds)
+        self._noise, self._random = noise, random.Random(1)
+
+    def measurement(self, options: dict) -> Outcome:
+        speed = (12.0 if options.get("flash_attn") != "off" else 10.0) * math.exp(self._random.gauss(0, self._noise))
+        return Measurement(speed=speed, ttft_s=1 / speed, answer_s=10 / speed, memory=1 << 30, wall_s=30 / speed)
+
+
+@pytest.mark.parametrize(
+    ("noise", "words"),
+    [
+        (0.02, None),
+        (0.09, "varies by 7%; to confirm a gain of 10% takes 17 rounds: --budget 8m"),
+        (0.5, "far above 10%"),
+    ],
+)
+async def test_a_noisy_machine_is_reported_with_the_time_that_it_needs(noise: float, words: str | None, tmp_path: Path):
+    observer = SilentObserver()
+    await optimizer(NoisyTrials(noise), tmp_path, observer=observer, budget_s=400.0).run()
+    said = [line for line in observer.warnings if "the machine is noisy" in line]
+    assert len(said) == (words is not None)
+    assert words is None or words in said[0]
+
+
+async def test_a_gain_that_the_noise_hid_is_reported_with_the_budget_that_it_needs(tmp_path: Path):
+    made = optimizer(NoisyTrials(0.08, seconds=20.0), tmp_path, budget_s=400.0)
+    found = await made.run()
+    assert not found.better
+    assert found.best == found.current or made.needed_s is None or made.needed_s > 400.0
 
 
 async def test_a_small_space_needs_a_shorter_budget(tmp_path: Path):

@@ -47,6 +47,17 @@ def hurried() -> ScoreTable:
     return table
 
 
+def test_the_verdict_says_how_long_a_noisy_machine_needs():
+    unsure = SearchResult(B, A, ScoreTable(), {B: [1.2] * 9}, Interval(1.2, 0.9, 1.5), False)
+    said = verdict(unsure, "1.20 times as good", finished=True, min_rounds=4, needed_s=1700.0)
+    assert said.startswith(
+        "not confirmed beyond the noise: 1.20 times as good in 9 rounds, in which a setting varies by"
+    )
+    assert said.endswith("--budget 29m, or a quieter machine, may confirm it")
+    short = SearchResult(B, A, ScoreTable(), {B: [1.2] * 3}, Interval(1.2, 0.9, 1.5), False)
+    assert "--budget 29m may confirm it" in verdict(short, "", finished=True, min_rounds=4, needed_s=1700.0)
+
+
 @pytest.mark.parametrize(
     ("found", "finished", "words"),
     [

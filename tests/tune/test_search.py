@@ -20,6 +20,7 @@ from modelyard.tune.search import (
     alternating,
     is_numeric_scale,
     leader,
+    rounds_needed,
     select_best,
     sides,
 )
@@ -227,6 +228,24 @@ def test_a_large_gain_is_confirmed_in_few_rounds():
     assert found.ratio is not None
     assert found.ratio.low > 1
     assert len(found.rounds[found.best]) == len(found.rounds[BAD]) == 4
+
+
+@pytest.mark.parametrize(
+    ("ratio", "noise", "rounds"), [(2.0, 0.03, 4), (1.1, 0.08, 21), (1.005, 0.03, None), (1.05, 0.5, None)]
+)
+def test_the_rounds_that_a_gain_needs_grow_with_the_noise(ratio: float, noise: float, rounds: int | None):
+    assert rounds_needed(ratio, noise, SearchRules()) == rounds
+
+
+def test_a_gain_is_confirmed_on_a_noisy_machine_with_more_rounds():
+    class Noisy(Landscape):
+        def speed(self, setting: Setting) -> float | None:
+            return 130.0 if setting["threads"] == 8 else 100.0
+
+    found = [explore(Noisy(seed, noise=0.15), [BAD, DEFAULT], 1000) for seed in range(10)]
+    confirmed = [one for one in found if one.better]
+    assert len(confirmed) >= 7
+    assert max(len(one.rounds[one.best]) for one in confirmed) > SearchRules().max_rounds
 
 
 def answered(search: Search, answer) -> tuple[SearchResult, list[ScoreRequest]]:
