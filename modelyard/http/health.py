@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -37,14 +38,13 @@ class HealthEndpoints:
 
     async def health(self, request: HttpRequest) -> Response:
         models, is_connected = self._gateway.leases.status(), self._gateway.leases.is_connected
-        status = health_status(models, is_connected)
+        waiting = self._without_tokenizer()
+        status = health_status({name: _usable(m, name in waiting) for name, m in models.items()}, is_connected)
         body: dict[str, Any] = {
             "status": status,
             "version": __version__,
             "scheduler_connected": is_connected,
-            "tokenizer_loaded": all(
-                m.text is not None for m in self._gateway.models.values() if m.kind == "text" and m.define is None
-            ),
+            "tokenizer_loaded": not waiting,
             "active_requests": self._gateway.metrics.active,
         }
         context = RequestContext.of(request.scope)
@@ -57,15 +57,27 @@ class HealthEndpoints:
 
     async def ready(self, _request: HttpRequest) -> Response:
         """For load balancers: ready as soon as one model answers, or would load on request."""
-        leases = self._gateway.leases
-        ready = leases.is_connected and any(m.state == "ready" or m.loads_on_request for m in leases.status().values())
+        leases, waiting = self._gateway.leases, self._without_tokenizer()
+        usable = [m for name, m in leases.status().items() if name not in waiting]
+        ready = leases.is_connected and any(m.state == "ready" or m.loads_on_request for m in usable)
         return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
+
+    def _without_tokenizer(self) -> set[str]:
+        """The models whose tokenizer has not arrived, or could not be read: they cannot answer. Models of the library are
+        defined at their first request."""
+        models = self._gateway.models
+        return {name for name, m in models.items() if m.kind == "text" and m.define is None and m.text is None}
 
     async def metrics(self, _request: HttpRequest) -> Response:
         return Response(await self._scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def root(self, _request: HttpRequest) -> Response:
         return _json({"name": "modelyard", "version": __version__, "docs": "/docs"}, 200)
+
+
+def _usable(model: ModelStatus, without_tokenizer: bool) -> ModelStatus:
+    is_up = without_tokenizer and model.state in ("ready", "draining")
+    return replace(model, state="failed") if is_up else model
 
 
 def _row(model: ModelStatus, is_admin: bool) -> dict[str, Any]:

@@ -80,8 +80,10 @@ async def _run(work: RequestWork, cost: int, function: Callable[P, T], *args: P.
 class JsonEndpoint:
     """A small ASGI app: body in, JSON out, errors in the shape of its protocol."""
 
-    def __init__(self, protocol: WireProtocol, gateway: Gateway, settings: HttpSettings) -> None:
-        self._protocol, self._gateway, self._settings = protocol, gateway, settings
+    def __init__(
+        self, protocol: WireProtocol, gateway: Gateway, settings: HttpSettings, captures: CaptureSink | None = None
+    ) -> None:
+        self._protocol, self._gateway, self._settings, self._captures = protocol, gateway, settings, captures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope)

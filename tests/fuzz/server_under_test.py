@@ -22,7 +22,7 @@ from tests.fuzz.http_targets import HttpTargets
 from tests.live_server import live_server
 
 MODELS = ["demo", "calls"]
-ARCHITECTURES = ("gpt2", "kimi-linear", "deepseek4", "bert", "t5", "dream", "gemma3", "mamba")
+ARCHITECTURES = ("gpt2", "kimi-linear", "deepseek4", "bert", "dream", "gemma3")
 APART, REAL = "apart", "real"
 _WINDOW = 128  # small: an answer of the real model must end before the deadline
 
@@ -88,7 +88,7 @@ def server_process() -> Iterator[HttpTargets]:
 @contextmanager
 def server_of_architectures() -> Iterator[HttpTargets]:
     """A server with tiny models of architectures for which llama.cpp has assertions: learned positions and a longer
-    window, sequences that a recurrent model cannot divide, no vectors, an encoder, an encoder-decoder, diffusion."""
+    window, sequences that a recurrent model cannot divide, no vectors, an encoder, diffusion."""
     usual = {"backend": "llama_cpp", "n_threads": 1, "n_ctx": 512, "parallel": 3, "placement": "inline"}
     models = {name: usual | {"path": str(architectures.model(name)), "embeddings": True} for name in ARCHITECTURES}
     with _process({"models": models, "http": {"docs": True}}) as (client, log):
