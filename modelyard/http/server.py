@@ -117,7 +117,7 @@ def _inference_routes(context: HttpContext) -> list[Route]:
 
 
 def _token_routes(context: HttpContext) -> list[BaseRoute]:
-    chat, common = load_protocol("openai_chat"), (context.gateway, context.settings)
+    chat, common = load_protocol("openai_chat"), (context.gateway, context.settings, context.captures)
     embeddings = tokens.EmbeddingsEndpoint(load_protocol("openai_embeddings"), *common)
     ranking = tokens.RerankEndpoint(load_protocol("rerank"), *common)
     endpoints: dict[str, ASGIApp] = {

@@ -27,6 +27,7 @@ from modelyard.http.settings import HttpSettings
 from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses, rerank, score
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
+from modelyard.telemetry.request_capture import CaptureSink
 from modelyard.tokenizer.shield import unshield
 from modelyard.tokenizer.slices import OnProgress, encode_long
 
@@ -87,8 +88,11 @@ class JsonEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope)
+        capture = self._captures.start(context.trace) if self._captures is not None else None
         try:
             body = await read_body(receive, context, self._settings)
+            if capture is not None:
+                capture.request(body)
             work, stop_watching = watched_work(body, context.caller().deadline, scope, receive)
             try:
                 reply = await self.handle(body, context, work or RequestWork(len(body)))
@@ -98,9 +102,16 @@ class JsonEndpoint:
             error = as_modelyard_error(exception)
             context.failed(error)
             written = self._protocol.write_error(public_error(error, context), trace=context.trace)
+            if capture is not None:
+                capture.response(written.body)
             await send_error(send, context, written)
         else:
+            if capture is not None:
+                capture.response(reply)
             await send_json(send, context, 200, reply)
+        finally:
+            if capture is not None:
+                capture.close()
 
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         raise NotImplementedError

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
+from msgspec.structs import replace
 
 from modelyard.core.lease import ModelStatus
 from modelyard.http.health import health_status
 from modelyard.scheduler.scheduler import Scheduler
-from tests.http.app_client import app_client
+from tests.http.app_client import URL, app_client, load_all, make_app
 from tests.live_server import demo_config
 
 
@@ -61,6 +63,20 @@ async def test_a_server_without_a_ready_model_is_not_ready() -> None:
         assert "/nowhere/at/all" in reply.json()["models"]["demo"]["reason"]
         assert (await client.get("/health/ready")).status_code == 503
         assert (await client.get("/health/live")).status_code == 200
+
+
+async def test_a_gateway_whose_tokenizer_has_not_arrived_is_unhealthy() -> None:
+    """The model is up in another process, and its tokenizer is still on its way here."""
+    app = make_app()
+    await load_all(app)
+    app.gateway.models = {name: replace(model, text=None) for name, model in app.gateway.models.items()}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app.app), base_url=URL) as client:
+        reply = await client.get("/health")
+        assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")
+        assert reply.json()["tokenizer_loaded"] is False
+        assert (await client.get("/health/ready")).status_code == 503
+    await app.stop()
+    await app.gateway.close()
 
 
 async def test_a_gateway_that_has_lost_its_scheduler_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,18 @@ def test_a_setting_that_is_not_better_is_not_written(tmp_path: Path, formula: Fo
     assert [path.name for path in tmp_path.iterdir() if "bak" in path.name] == []
 
 
+@pytest.mark.parametrize(("load", "is_told"), [(12.0, True), (0.1, False)])
+def test_a_busy_machine_is_told_and_the_better_setting_written(
+    tmp_path: Path, formula: Formula, monkeypatch: pytest.MonkeyPatch, load: float, is_told: bool
+):
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    workspace = Workspace(tmp_path)
+    assert workspace.optimize(apply=True) == 0
+    assert ("the machine is busy: 6.0 programs want each of its processors" in workspace.err.getvalue()) == is_told
+    assert "token_delay = 0.0 " in workspace.file.read_text()
+
+
 def test_a_json_configuration_is_written(tmp_path: Path, formula: Formula):
     text = json.dumps({"models": {"demo": {"backend": "fake", "token_delay": 0.02}}}, indent=2)
     workspace = Workspace(tmp_path, text, "settings.json")

@@ -24,6 +24,7 @@ from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
 from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
+from modelyard.engines.llama_cpp.estimate import max_outputs
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
@@ -95,7 +96,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             self._draft_model = DraftModel(options, self._model, attach, lambda _: self._stop_error is None)
             defer(self._draft_model.close)
         for name, info in self.spec.caches.items():
-            raw = loading.create_context(self._model, name, info, options)
+            raw = loading.create_context(self._model, name, info, options, max_outputs(info, options))
             attach(raw)
             sequences = create_sequence_manager(raw, info, options)
             n_ubatch = options.for_cache(info).n_ubatch

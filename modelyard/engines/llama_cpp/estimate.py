@@ -170,6 +170,13 @@ def kv_bytes(model: ModelShape, info: CacheInfo) -> int:
     return int(_cells(info) * info.parallel * per_token) + 4 * model.state * info.parallel
 
 
+def max_outputs(info: CacheInfo, options: Options) -> int:
+    """The rows of a decode that have logits, at most: those of a stream with its draft, or those of a prompt whose log
+    probabilities are wanted."""
+    drafted = 0 if options.speculation == "off" else options.draft_n_max
+    return info.parallel * max(1 + drafted, LOGIT_ROWS)
+
+
 def compute_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
     """Attention and logits share their memory, so the larger of them counts."""
     rows = min(max(options.n_ubatch, info.parallel), _cells(info) * info.parallel)
@@ -177,8 +184,8 @@ def compute_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
     per_cell = model.heads + 1 if flash_attention_mode(options, gpu=False) == "off" else 1.5
     attention = _cells(info) * per_cell + 5 * model.width + (model.key + model.value) // max(1, model.layers)
     logits = model.vocab + 3 * model.width
-    outputs = info.parallel * (1 if options.speculation == "off" else 1 + options.draft_n_max)
-    return int(4 * rows * max(attention, logits)) + 4 * model.vocab * min(outputs, rows)
+    outputs = min(max_outputs(info, options), rows)
+    return int(4 * max(rows * attention, outputs * logits)) + 4 * model.vocab * outputs
 
 
 def _cells(info: CacheInfo) -> int:

@@ -159,8 +159,12 @@ def load_model(path: Path, options: Options, report: Callable[[float], bool]) ->
     return model
 
 
-def create_context(model: Any, name: str, info: CacheInfo, options: Options) -> Any:
-    return _create_context(model, context_parameters(info, options), f"the cache {name!r}")
+def create_context(model: Any, name: str, info: CacheInfo, options: Options, outputs: int = 0) -> Any:
+    """`outputs` are the rows of a decode that have logits, at most: llama.cpp asserts it, and reserves memory for them.
+    0 means all rows."""
+    params = context_parameters(info, options)
+    params.n_outputs_max = min(outputs, params.n_batch)
+    return _create_context(model, params, f"the cache {name!r}")
 
 
 def create_embedding_context(model: Any, options: Options, cells: int, sequences: int, pooling: Pooling) -> Any:
