@@ -265,6 +265,24 @@ def test_a_refused_request_writes_four_files(capture: CaptureFolder, protocol: P
         assert files["4-client-response.json"] == reply.content
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/messages/count_tokens", b'{"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}', 200),
+        ("/v1/responses/input_tokens", b'{"model": "demo", "input": "Hi"}', 200),
+        ("/tokenize", b'{"content": "Hi"}', 200),
+        ("/v1/embeddings", b'{"model": "demo", "input": 7}', 400),
+        ("/v1/rerank", b"{", 400),
+    ],
+)
+def test_counting_and_embedding_write_four_files(capture: CaptureFolder, path: str, body: bytes, status: int):
+    reply, files = capture.post(path, body)
+    assert reply.status_code == status
+    assert set(files) == {*FILE_NAMES, "4-client-response.json"}
+    assert files["1-client-request.json"] == body
+    assert files["4-client-response.json"] == reply.content
+
+
 @pytest.mark.parametrize("text", ["error before", "error during"])
 def test_a_failed_request_writes_the_output_so_far(capture: CaptureFolder, protocol: Protocol, stream: bool, text: str):
     reply, files = capture.post(protocol.path, json.dumps(protocol.body(text, stream=stream)).encode())

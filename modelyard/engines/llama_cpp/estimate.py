@@ -24,7 +24,7 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, Memory
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.units import format_size as format_size
 from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels, visible_memory
-from modelyard.engines.llama_cpp.options import Options, flash_attention_mode, kv_type_bytes
+from modelyard.engines.llama_cpp.options import LOGIT_ROWS, Options, flash_attention_mode, kv_type_bytes
 from modelyard.library import architectures
 from modelyard.library.gguf import ModelPurpose, TensorInfo, model_purpose, read_contents
 from modelyard.library.llama_cpp_package import library_folder

@@ -17,10 +17,9 @@ from modelyard.core.events import Usage
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.in_process import Finish, InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
+from modelyard.engines.llama_cpp.options import LOGIT_ROWS
 from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob
 from modelyard.engines.reasoning_limit import ReasoningLimit
-
-_LOGIT_ROWS = 64  # of a prompt in one step, if their log probabilities are wanted: the other streams wait for them
 
 
 class StepOutput(Struct):
@@ -88,7 +87,7 @@ class LlamaCppJob(InProcessJob):
     def most_rows(self) -> int:
         """How many tokens of the prompt one step may read: up to the next checkpoint, and few if each has logits."""
         rows = (self.checkpoint_positions[0] if self.checkpoint_positions else self.length) - self.n_past
-        return rows if self.prompt.prompt_logprobs is None else min(rows, _LOGIT_ROWS)
+        return rows if self.prompt.prompt_logprobs is None else min(rows, LOGIT_ROWS)
 
     @property
     def n_output(self) -> int:
