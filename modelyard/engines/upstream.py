@@ -7,6 +7,7 @@ Leaving the stream early closes its connection, which tells the upstream that th
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import os
 import ssl
@@ -43,6 +44,7 @@ from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.protocols import openai_embeddings, rerank
 from modelyard.telemetry.masking import add_secrets, header_secrets, mask_secrets, url_secrets
+from modelyard.telemetry.request_capture import current_capture
 
 UPSTREAM_LOST, UPSTREAM_UNREACHABLE = "upstream_lost", "upstream_unreachable"  # error codes
 
@@ -261,6 +263,8 @@ class Upstream:
 
     async def stream_chat(self, path: str, body: bytes, protocol: WireProtocol, emit: Emit) -> None:
         """Emits the events of the answer. Retries only before its first byte."""
+        if (capture := current_capture.get()) is not None:
+            capture.prompt(body.decode("utf-8", "replace"))
 
         async def attempt() -> None:
             try:
@@ -280,8 +284,11 @@ class Upstream:
         await with_retries(attempt, self._retries)
 
     async def _emit_events(self, reply: aiohttp.ClientResponse, protocol: WireProtocol, emit: Emit) -> None:
-        reader = protocol.reader()
+        reader, capture = protocol.reader(), current_capture.get()
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         while chunk := await self._chunk(reply):
+            if capture is not None:
+                capture.output(decode(chunk))
             if (events := reader.feed(chunk)) and await emit(events):
                 break
         else:
@@ -307,6 +314,8 @@ class Upstream:
             body += chunk
             if len(body) > _MAX_BODY:
                 raise Incomplete(f"the reply of {self.address.name} is longer than {_MAX_BODY} bytes")
+        if (capture := current_capture.get()) is not None:
+            capture.output(body.decode("utf-8", "replace"))
         return bytes(body)
 
     async def _refusal(self, reply: aiohttp.ClientResponse, protocol: UpstreamErrors) -> RetryableError:

@@ -103,7 +103,7 @@ from modelyard.scanner.scanner import Scanner
 from modelyard.telemetry.cache_diagnostics import CacheReuse, PromptRecord
 from modelyard.telemetry.history import History
 from modelyard.telemetry.metrics import Metrics
-from modelyard.telemetry.request_capture import RequestCapture
+from modelyard.telemetry.request_capture import RequestCapture, current_capture
 from modelyard.tokenizer.shield import unshield
 from modelyard.tokenizer.slices import OnProgress, encode_long
 
@@ -212,7 +212,7 @@ class Gateway:
         self, prepared: PreparedRequest, capture: RequestCapture | None = None
     ) -> ChoiceStream | MultiChoiceStream | SharedReader:
         """Raise at once where waiting would be in vain: a full queue, a rate limit, a model that is not loaded."""
-        if capture is not None:
+        if capture is not None and prepared.model.kind == "text":
             capture.prompt("\n\n".join(unshield(prompt.text) for prompt in prepared.prompts))
         if (shared := self._dedup.find(prepared)) is not None:
             self.metrics.request_joined(prepared.model.name)
@@ -770,8 +770,14 @@ class ChoiceStream:
         started: Generation[Any]
         if model.kind == "text":
             started = engine.generate(prepared.engine_prompt(self.choice))
-        else:
+        elif self._capture is None:
             started = engine.chat(prepared.engine_request(self.choice))
+        else:
+            token = current_capture.set(self._capture)
+            try:
+                started = engine.chat(prepared.engine_request(self.choice))
+            finally:
+                current_capture.reset(token)
         return started
 
     def _observe(self, batch: Sequence[Any], tokens: int) -> None:

@@ -11,9 +11,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
+from modelyard.core.errors import InvalidRequest
 from modelyard.core.limits import MAX_PATTERN
 from modelyard.core.request import Constraint, Tool
 
@@ -50,7 +52,12 @@ def enforceable_format(constraint: Constraint) -> tuple[Constraint, list[str]]:
     schema = schema_of(constraint) if constraint.text else None
     if schema is None:
         return constraint, warnings
-    reduced = SchemaReducer(constraint.name or "schema", schema, warnings).reduced()
+    reducer = SchemaReducer(constraint.name or "schema", schema, warnings)
+    reduced = reducer.reduced()
+    if reducer.loop is not None:
+        raise InvalidRequest(
+            f"the schema describes no value: $ref {reducer.loop[:80]!r} leads back to itself", code="bad_schema"
+        )
     return msgspec.structs.replace(constraint, text=json.dumps(reduced, ensure_ascii=False)), warnings
 
 
@@ -75,6 +82,7 @@ class SchemaReducer:
 
     def __init__(self, name: str, schema: Mapping[str, Any], warnings: list[str]) -> None:
         self._name, self._root, self._warnings = name, schema, warnings
+        self.loop: str | None = None  # a reference that leads back to itself
 
     def reduced(self) -> Any:
         return self._schema(self._root, "", 0)
@@ -102,7 +110,7 @@ class SchemaReducer:
         if word == "items":  # a list in the older drafts
             return (self._all if isinstance(value, list) else self._schema)(value, path, depth + 1)
         if word == "$ref":
-            return value if self._resolves(value) else self._warn(path)
+            return self._reference(value, path)
         if word == "format" and value in _SIZES:
             return _DROP
         if check := _CHECKS.get(word):
@@ -149,25 +157,68 @@ class SchemaReducer:
             del out[word]
             self._warn(f"{path}/{word}")
 
-    def _resolves(self, ref: Any) -> bool:
-        """Whether the reference resolves inside this schema."""
-        found: Any = self._root
+    def _reference(self, ref: Any, path: str) -> Any:
+        """The reference as a path inside this schema. Engines do not know anchors."""
+        pointer = self._pointer(ref)
+        if pointer is None:
+            return self._warn(path)
+        if self._leads_back(pointer):
+            self.loop = str(ref)
+            return self._warn(path)
+        return pointer
+
+    def _pointer(self, ref: Any) -> str | None:
         if not isinstance(ref, str) or not ref.startswith("#"):
-            return False
-        for step in ref.split("/")[1:]:
+            return None
+        if ref == "#":
+            return ref
+        if not ref.startswith("#/"):
+            return _find_anchor(self._root, ref[1:], "#", 0)
+        pointer = ref if "%" not in ref else unquote(ref)
+        return next((each for each in (ref, pointer) if isinstance(self._at(each), Mapping)), None)
+
+    def _at(self, pointer: str) -> Any:
+        found: Any = self._root
+        for step in pointer.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, Mapping) or key not in found:
-                return False
+                return None
             found = found[key]
-        return isinstance(found, Mapping)
+        return found
+
+    def _leads_back(self, pointer: str) -> bool:
+        """Whether its target is only a reference, and that one's too, and so on in a circle."""
+        seen: set[str] = set()
+        while pointer not in seen:
+            seen.add(pointer)
+            target = self._at(pointer)
+            following = self._pointer(target["$ref"]) if isinstance(target, Mapping) and "$ref" in target else None
+            if following is None:
+                return False
+            pointer = following
+        return True
 
     def _warn(self, path: str) -> Any:
         self._warnings.append(f"schema keyword not enforced: {self._name}{path}")
         return _DROP
 
 
+def _find_anchor(schema: Any, name: str, pointer: str, depth: int) -> str | None:
+    if depth > _MAX_DEPTH or not isinstance(schema, Mapping):
+        return None
+    if schema.get("$anchor") == name or schema.get("$id") == f"#{name}":
+        return pointer
+    for key, value in schema.items():
+        step = str(key).replace("~", "~0").replace("/", "~1")
+        if (found := _find_anchor(value, name, f"{pointer}/{step}", depth + 1)) is not None:
+            return found
+    return None
+
+
 def _is_regular(pattern: Any) -> bool:
-    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN or _UNREGULAR.search(pattern):
+    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN:
+        return False
+    if _UNREGULAR.search(pattern.replace(r"\\", "/")):  # what follows an escaped backslash is not escaped
         return False
     if {"^", "$"} & set(_UNANCHORED.sub("", pattern)):
         return False

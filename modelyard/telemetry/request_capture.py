@@ -3,8 +3,8 @@
 Each captured request leaves four files with a common prefix:
 
     <time>-<trace>.1-client-request.json     the body as the client sent it
-    <time>-<trace>.2-prompt.txt              the rendered prompt
-    <time>-<trace>.3-model-output.txt        the model's raw output, before parsing
+    <time>-<trace>.2-prompt.txt              the rendered prompt; of another server, the request that it was sent
+    <time>-<trace>.3-model-output.txt        the model's raw output, before parsing; of another server, its raw stream
     <time>-<trace>.4-client-response.json    what the client received (`.sse` for a stream)
 
 Headers are never captured, and known secrets are masked. One thread writes the files. When it falls behind, parts are
@@ -17,6 +17,7 @@ import logging
 import os
 import re
 from collections import OrderedDict
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Full, Queue
@@ -39,6 +40,10 @@ class RequestCapture(Protocol):
     def output(self, text: str) -> None: ...
     def response(self, data: bytes) -> None: ...
     def close(self) -> None: ...
+
+
+# Of the request whose engine is started: an engine that forwards it adds what it sends and receives.
+current_capture: ContextVar[RequestCapture | None] = ContextVar("current_capture", default=None)
 
 
 class CaptureSink(Protocol):

@@ -157,6 +157,8 @@ def verdict(
         return "interrupted: the best so far is not confirmed"
     if result.better:
         return f"better than the current settings beyond the noise: {gained or 'it runs, the current setting does not'}"
+    if failed := table.failures.get(result.best):
+        return f"not confirmed: the best failed when it was measured again: {failed}"
     rounds = len(result.rounds.get(result.best, []))
     longer = "a longer --budget" if needed_s is None else f"--budget {math.ceil(needed_s / 60)}m"
     if result.ratio is None or rounds < min_rounds:

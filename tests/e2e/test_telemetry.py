@@ -283,6 +283,22 @@ def test_counting_and_embedding_write_four_files(capture: CaptureFolder, path: s
     assert files["4-client-response.json"] == reply.content
 
 
+def test_a_request_to_another_server_writes_what_was_sent_and_received(capture: CaptureFolder, tmp_path: Path):
+    remote = {"backend": "openai_remote", "base_url": capture.url + "/v1", "model": "demo", "api_key_env": None}
+    settings: dict[str, Any] = {"models": {"far": remote}, "log": {"debug_dir": str(tmp_path)}}
+    with live_server(settings) as server:
+        headers = {"x-modelyard-allow-remote": "true"}
+        for stream in (False, True):
+            body = {"model": "far", "messages": [{"role": "user", "content": "text"}], "stream": stream}
+            reply = httpx.post(server.url + "/v1/chat/completions", json=body, headers=headers)
+            assert reply.status_code == 200, reply.text
+    sent = [json.loads(path.read_bytes()) for path in sorted(tmp_path.glob("*.2-prompt.txt"))]
+    received = [path.read_text() for path in sorted(tmp_path.glob("*.3-model-output.txt"))]
+    assert [body["messages"][-1]["content"] for body in sent] == ["text", "text"]
+    assert len(received) == 2
+    assert all("chat.completion" in text for text in received)
+
+
 @pytest.mark.parametrize("text", ["error before", "error during"])
 def test_a_failed_request_writes_the_output_so_far(capture: CaptureFolder, protocol: Protocol, stream: bool, text: str):
     reply, files = capture.post(protocol.path, json.dumps(protocol.body(text, stream=stream)).encode())

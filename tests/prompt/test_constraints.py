@@ -162,3 +162,39 @@ def test_every_reduced_schema_compiles_to_a_grammar(schema: dict[str, Any]) -> N
     grammar = llguidance.LLMatcher.grammar_from_lark(f"start: %json {json.dumps(tool.parameters)}")
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None)
     assert not is_error or "nsatisfiable" in messages[0], (tool.parameters, messages)
+
+
+@pytest.mark.parametrize("pattern", [r"^\\d$", r"^a\\b$", r"C:\\[a-z]+", r"\\1"])
+def test_a_letter_behind_an_escaped_backslash_is_a_letter(pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    constraint, warnings = enforceable_format(Constraint("json_schema", json.dumps(schema)))
+    assert (json.loads(constraint.text), warnings) == (schema, [])
+
+
+@pytest.mark.parametrize(
+    ("ref", "pointer"), [("#node", "#/$defs/n"), ("#/$defs/n", "#/$defs/n"), ("#/$defs/a%20b", "#/$defs/a b")]
+)
+def test_anchors_and_escapes_of_references_become_paths(ref: str, pointer: str) -> None:
+    definitions = {"n": {"$anchor": "node", "type": "string"}, "a b": {"type": "integer"}}
+    schema = {"type": "object", "properties": {"x": {"$ref": ref}}, "$defs": definitions}
+    constraint, warnings = enforceable_format(Constraint("json_schema", json.dumps(schema)))
+    assert (json.loads(constraint.text)["properties"], warnings) == ({"x": {"$ref": pointer}}, [])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"type": "object", "properties": {"x": {"$ref": "#me"}}, "$defs": {"m": {"$anchor": "me", "$ref": "#me"}}},
+    ],
+)
+def test_a_reference_that_leads_back_to_itself_is_refused_in_one_sentence(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the schema describes no value: \$ref .* leads back to itself$"):
+        enforceable_format(Constraint("json_schema", json.dumps(schema)))
+
+
+def test_a_tree_may_refer_to_itself() -> None:
+    schema = {"type": "object", "properties": {"child": {"$ref": "#"}}}
+    constraint, warnings = enforceable_format(Constraint("json_schema", json.dumps(schema)))
+    assert (json.loads(constraint.text), warnings) == (schema, [])

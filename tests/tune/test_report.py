@@ -69,6 +69,7 @@ def test_the_verdict_says_how_long_a_noisy_machine_needs():
         (SearchResult(B, A, ScoreTable(), {}, Interval(2.0, 1.5, 2.5), True), True, "2.00 times as good"),
         (SearchResult(B, A, ScoreTable(), {}, None, True), True, "it runs, the current setting does not"),
         (SearchResult(B, A, ScoreTable(), {}, None, False), True, "not confirmed: 0 of at least 4 rounds"),
+        (SearchResult(A, B, failing(), {}, None, False), True, "failed when it was measured again: out of memory"),
         (
             SearchResult(B, A, ScoreTable(), {B: [2.0] * 3}, Interval(2.0, 1.9, 2.1), False),
             True,
