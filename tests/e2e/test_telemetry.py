@@ -284,7 +284,7 @@ def test_counting_and_embedding_write_four_files(capture: CaptureFolder, path: s
 
 
 def test_a_request_to_another_server_writes_what_was_sent_and_received(capture: CaptureFolder, tmp_path: Path):
-    remote = {"backend": "openai_remote", "base_url": capture.url + "/v1", "model": "demo", "api_key_env": None}
+    remote = {"backend": "openai_remote", "remote_base_url": capture.url + "/v1", "remote_model": "demo"}
     settings: dict[str, Any] = {"models": {"far": remote}, "log": {"debug_dir": str(tmp_path)}}
     with live_server(settings) as server:
         headers = {"x-modelyard-allow-remote": "true"}

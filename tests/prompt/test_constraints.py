@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.core.request import Tool
-from modelyard.prompt.constraints import enforceable
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import Constraint, Tool
+from modelyard.prompt.constraints import enforceable, enforceable_format
 
 
 def reduced(schema: Any) -> tuple[Any, list[str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError
@@ -15,6 +16,7 @@ from modelyard.engines.llama_cpp.selftest import write_tiny_model
 from modelyard.library.default_model import fetch
 from modelyard.server import model_definition
 from modelyard.server.model_definition import ModelDefinition, define_model
+from modelyard.tokenizer.gguf import GgufTokenizer
 
 
 def defined(**settings: Any) -> ModelDefinition:
@@ -156,6 +158,21 @@ def test_a_named_format_rewords_no_template_of_the_file_unless_forced() -> None:
     assert named.renderer.text(asked) == plain.renderer.text(asked)
     assert forced.model.pipeline.renderer.text(asked) != plain.renderer.text(asked)
     assert dict(forced.notes)["template"] == "from prompt_format generic, because of force_prompt_format"
+
+
+def test_a_files_own_variant_for_tools_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {None: "plain {{ messages[0].content }}", "tool_use": "variant {{ tools | length }}"}
+    monkeypatch.setattr(GgufTokenizer, "named_template", lambda _, name: own.get(name))
+    renderer = defined(backend="llama_cpp", path=str(fetch())).model.pipeline.renderer
+    asked = Request(model="demo", messages=(Message("user", (Text("Hi"),)),))
+    assert renderer.text(asked) == "plain Hi"
+    assert renderer.text(replace(asked, tools=(Tool("now"),))) == "variant 1"
+
+
+def test_the_name_of_a_format_in_place_of_a_template_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GgufTokenizer, "named_template", lambda _, name: None if name else "mistral-v7-tekken")
+    notes = dict(defined(backend="llama_cpp", path=str(fetch()), prompt_format="mistral").notes)
+    assert notes["template"].startswith("from prompt_format mistral, because the model has no template")
 
 
 def test_a_missing_file_is_left_to_the_engine() -> None:

@@ -26,7 +26,7 @@ FlashAttentionMode = Literal["on", "off", "auto"]
 _Count = Annotated[int, Field(ge=1, le=1 << 24)]
 GpuLayers = Annotated[int, Field(ge=-1, le=10_000)] | Literal["auto"]
 
-# Rows of a prompt in one step, if their log probabilities are wanted: memory is reserved for their logits, and the other
+# Rows of a prompt in one step if their log probabilities are wanted: memory is reserved for their logits, and other
 # streams wait for them.
 LOGIT_ROWS = 16
 CAPABILITIES = Capabilities(

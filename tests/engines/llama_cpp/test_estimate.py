@@ -27,6 +27,7 @@ from modelyard.engines.llama_cpp.estimate import (
     kv_bytes,
     layer_weights,
     layers_that_fit,
+    max_outputs,
     offloaded_layers,
     read_model_shape,
     weights_memory,
@@ -44,7 +45,7 @@ NO_GPU = AvailableMemory(64 * GIB)
 def allocated(file: Path, options: Options, info: CacheInfo, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     with model_buffers(monkeypatch) as found:
         model = loading.load_model(file, options, lambda _: True)
-        raw = loading.create_context(model, "main", info, options)
+        raw = loading.create_context(model, "main", info, options, max_outputs(info, options))
         lib.llama_free(raw)
         lib.llama_model_free(model)
     assert set(found) == {"model", "KV", "compute"}
