@@ -63,8 +63,8 @@ class HealthEndpoints:
         return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     def _without_tokenizer(self) -> set[str]:
-        """The models whose tokenizer has not arrived, or could not be read: they cannot answer. Models of the library are
-        defined at their first request."""
+        """The models whose tokenizer has not arrived, or could not be read: they cannot answer. Models of the library
+        are defined at their first request."""
         models = self._gateway.models
         return {name for name, m in models.items() if m.kind == "text" and m.define is None and m.text is None}
 
