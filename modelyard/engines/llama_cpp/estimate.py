@@ -180,12 +180,16 @@ def max_outputs(info: CacheInfo, options: Options) -> int:
 def compute_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
     """Attention and logits share their memory, so the larger of them counts."""
     rows = min(max(options.n_ubatch, info.parallel), _cells(info) * info.parallel)
-    # Without flash attention the scores of all heads are held at once, and the mask; with it only the mask, twice.
-    per_cell = model.heads + 1 if flash_attention_mode(options, gpu=False) == "off" else 1.5
-    attention = _cells(info) * per_cell + 5 * model.width + (model.key + model.value) // max(1, model.layers)
+    # Without flash attention the scores of all heads are held at once, and the mask; with it only the mask, in fp16,
+    # and the layer between the attention and the next one is the larger part.
+    if flash_attention_mode(options, gpu=False) == "off":
+        row = _cells(info) * (model.heads + 1) + 5 * model.width + (model.key + model.value) // max(1, model.layers)
+    else:
+        row = _cells(info) // 2 + 12 * model.width
     logits = model.vocab + 3 * model.width
     outputs = min(max_outputs(info, options), rows)
-    return int(4 * max(rows * attention, outputs * logits)) + 4 * model.vocab * outputs
+    held = info.parallel * (1 if options.speculation == "off" else 1 + options.draft_n_max)  # the logits of a step
+    return int(4 * max(rows * row, outputs * logits)) + 4 * model.vocab * min(held, outputs)
 
 
 def _cells(info: CacheInfo) -> int:
