@@ -64,7 +64,8 @@ def _recommended_sampling(module: Any, options: Any, notes: list[tuple[str, str]
         return Sampling()
     if found:
         notes.append(("sampling", ", ".join(f"{name} {value:g}" for name, value in found.items()) + " from its file"))
-    return Sampling(**{name: int(value) if name in ("top_k", "mirostat") else value for name, value in found.items()})
+    values: dict[str, Any] = found | {name: int(found[name]) for name in ("top_k", "mirostat") if name in found}
+    return Sampling(**values)
 
 
 def define_later(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
