@@ -10,7 +10,7 @@ _MAX_CHARACTER = 4  # bytes
 
 
 class ReasoningLimit:
-    """Reads the output token by token. The markers are compared as text: their tokens depend on the text around them."""
+    """Reads the output token by token. Markers are compared as text: their tokens depend on the text around them."""
 
     def __init__(self, budget: ReasoningBudget, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes, self._left = token_bytes, budget.tokens

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -325,6 +326,9 @@ def write_missing() -> None:
     with file_lock(folder.with_suffix(".lock")):
         missing = [name for name in ARCHITECTURES if not _path(name).is_file()]
         if missing:
+            for old in folder.parent.glob("architectures-*/"):
+                if old != folder:
+                    rmtree(old, ignore_errors=True)
             env = os.environ | {"GGML_NO_BACKTRACE": "1"}
             subprocess.run([sys.executable, "-m", __name__, *missing], check=True, env=env)
 
