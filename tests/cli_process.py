@@ -22,7 +22,7 @@ DEADLINE = 180.0  # generous, for a busy machine
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of the test run without settings of Modelyard, and without the models that its user has pulled."""
+    """The test run's environment without settings of Modelyard, and without the models that its user has pulled."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MODELYARD_", "LLM_POOL_"))}
     return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "160", "MODELYARD_LIBRARY": "false", **more}
 

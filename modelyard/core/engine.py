@@ -75,8 +75,8 @@ class ReasoningBudget(Struct, frozen=True):
 
 
 class Prompt(Struct, frozen=True, kw_only=True, gc=False):
-    """One generation for a TextEngine. It crosses processes, so it contains only values. `max_tokens` may be 0: then the
-    prompt is only read."""
+    """One generation for a TextEngine. It crosses processes, so it contains only values. `max_tokens` may be 0: then
+    the prompt is only read."""
 
     parts: tuple[TokenRun | Media, ...]
     sampling: Sampling = Sampling()

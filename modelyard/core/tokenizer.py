@@ -27,8 +27,8 @@ class Piece(Struct, frozen=True, gc=False):
 
 
 class Detokenizer(Protocol):
-    """Stateful, one per stream. It never emits half a character; `finish` returns what the stream left. A character that
-    a limit has cut (`truncated`) is dropped; one that the model left incomplete is U+FFFD."""
+    """Stateful, one per stream. It never emits half a character; `finish` returns what the stream left. A character
+    that a limit has cut (`truncated`) is dropped; one that the model left incomplete is U+FFFD."""
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[IdLogprob] | None = None) -> list[Piece]: ...
     def finish(self, truncated: bool = False) -> list[Piece]: ...
