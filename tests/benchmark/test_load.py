@@ -422,7 +422,7 @@ async def test_extra_fields_are_added_to_every_request(served: LiveServer) -> No
     found = await measured(served.url, model="demo", extra={"max_tokens": 3})
     assert found.samples[0].output_tokens == 3
     refused = await measured(served.url, model="demo", extra={"temperature": -1})
-    assert refused.samples[0].error == "400: temperature must be between 0 and 100, got -1.0"
+    assert refused.samples[0].error == "400: temperature must be between 0 and 2, got -1.0"
 
 
 async def test_a_wrong_key_is_an_error() -> None:

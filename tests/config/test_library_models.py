@@ -165,6 +165,7 @@ def test_the_engine_follows_from_the_format(monkeypatch: pytest.MonkeyPatch):
     plain = folder("plain", {})
     assert folder_backend(exl3) == {"backend": "exllamav3"}
     assert folder_backend(ct2) == {"backend": "ct2"}
+    monkeypatch.setattr(library_models, "find_spec", lambda name: None)
     monkeypatch.setattr(library_models.vllm_env, "is_ready", lambda: False)
     monkeypatch.setattr(library_models.shutil, "which", lambda name: None)
     assert folder_backend(plain) == {"backend": "vllm"}

@@ -94,7 +94,9 @@ def test_tables_match_the_code(name: str) -> None:
 def test_tables_have_no_unknown_field() -> None:
     engines = [plugins.load("engines", name) for name in plugins.names("engines")]
     known = {name for module in engines for name in module.Options.model_fields}
-    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    before, _, rest = PAGE.partition("<!-- architectures: begin -->")
+    page = before + rest.partition("<!-- architectures: end -->")[2]
+    rows = [line for line in page.splitlines() if line.startswith("| `") and not line.startswith("| `modelyard ")]
     assert {line.split("`")[1] for line in rows} <= known | set(plugins.names("engines"))
 
 

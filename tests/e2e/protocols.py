@@ -233,6 +233,7 @@ VALID_BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "demo", "max_tokens": 16, "messages": _HI},
     "/v1/messages/count_tokens": {"model": "demo", "messages": _HI},
     "/v1/chat/completions": {"model": "demo", "messages": _HI},
+    "/v1/chat/completions/input_tokens": {"model": "demo", "messages": _HI},
     "/v1/responses": {"model": "demo", "input": "hi"},
     "/v1/responses/input_tokens": {"model": "demo", "input": "hi"},
     "/v1/completions": {"model": "demo", "prompt": "hi"},
@@ -341,6 +342,7 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FULL_BODIES["/v1/messages/count_tokens"] = FULL_BODIES["/v1/messages"]
 FULL_BODIES["/v1/responses/input_tokens"] = FULL_BODIES["/v1/responses"]
+FULL_BODIES["/v1/chat/completions/input_tokens"] = FULL_BODIES["/v1/chat/completions"]
 FULL_BODIES["/apply-template"] = FULL_BODIES["/v1/chat/completions"]
 
 

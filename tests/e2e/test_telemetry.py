@@ -118,10 +118,18 @@ def test_requests_are_counted_by_route_method_and_status(new_server: LiveServer)
     assert scrape("http_request_duration_seconds_count", "/v1/messages") == 3
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/embeddings", "/rerank", "/responses"])
+@pytest.mark.parametrize("path", ["/chat/completions", "/embeddings", "/rerank", "/responses"])
 def test_a_path_without_v1_is_counted_as_the_same_route(new_server: LiveServer, path: str):
     httpx.post(new_server.url + path, content=b"{")
     assert Scrape(new_server)("http_requests_total", "/v1" + path, "POST", "400") == 1
+
+
+def test_completions_without_v1_is_a_route_of_its_own(new_server: LiveServer):
+    """Its body decides between llama-server's protocol and OpenAI's."""
+    httpx.post(new_server.url + "/completions", content=b"{")
+    scrape = Scrape(new_server)
+    assert scrape("http_requests_total", "/completions", "POST", "400") == 1
+    assert scrape("http_requests_total", "/v1/completions", "POST", "400") == 0
 
 
 def test_every_failed_request_is_counted_once_by_its_code(new_server: LiveServer):

@@ -55,6 +55,7 @@ _POOL_BODY: Json = {
     "decoding": {"max_tokens": 9, "temperature": 0.5, "stop": ["x"]},
 }
 _OPEN_ENDED = ("/v1/admin/events",)  # a stream without an end: the first event is enough
+_ARRAYS = ("/embedding",)  # llama-server's replies
 _OMITTED = ("content-length", "content-encoding", "transfer-encoding", "connection", "host", "upgrade", "expect")
 _SLOW_SHARE = 0.15
 _MAX_REMEMBERED, _MAX_ACCEPTED = 4000, 400  # bytes of a body, bodies of a path
@@ -211,7 +212,8 @@ class HttpTargets:
             _check_stream(parse_events(whole.text))
         elif whole.headers["content-type"].startswith("application/json"):
             data = whole.json()
-            assert isinstance(data, dict), "a reply that is not an object"
+            wanted, kind = (list, "array") if call.path.startswith(_ARRAYS) else (dict, "object")
+            assert isinstance(data, wanted), f"a reply that is not an {kind}"
             if call.path.startswith("/v1/responses") and isinstance(id := data.get("id"), str):
                 self._ids.append(id)
         return str(whole.status_code)

@@ -59,7 +59,7 @@ def stream_of(source: Source, send: Any, **settings: Any) -> EventStream:
         cast(Any, source),
         openai_chat.writer(REQUEST, "t"),
         lambda error: openai_chat.write_error(error, trace="t"),
-        Exchange({}, never, send, RequestContext("t", "/v1/chat/completions", {}), None),
+        Exchange({}, never, send, RequestContext("t", "/v1/chat/completions", {}), None, None),
         HttpSettings(**settings),
     )
 

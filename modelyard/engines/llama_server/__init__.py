@@ -41,7 +41,8 @@ def tokenizer_path(options: Options) -> Path:
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    """The estimate of llama.cpp in process, plus the projector and the draft model."""
+    """The estimate of llama.cpp in process, plus the projector and the draft model. The layers on the GPU are known
+    only if the options say them: with auto llama-server decides."""
     options: Options = spec.options
     draft_path, projector = options.llama_server_draft_model_path, options.llama_server_mmproj_path
     main = _estimate_file(options.path, options.llama_server_n_gpu_layers, spec, machine)
@@ -53,7 +54,16 @@ def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     if projector and (file := Path(projector).expanduser()).is_file():
         weights += file.stat().st_size
     page_cache = main.page_cache + draft.page_cache
-    return MemoryEstimate(weights, main.kv + draft.kv, main.compute + draft.compute, main.device, page_cache)
+    is_known = options.llama_server_n_gpu_layers not in (None, "auto")
+    return MemoryEstimate(
+        weights,
+        main.kv + draft.kv,
+        main.compute + draft.compute,
+        main.device,
+        page_cache,
+        main.gpu_layers if is_known else 0,
+        main.layers if is_known else 0,
+    )
 
 
 def _estimate_file(path: str, layers: str | None, spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:

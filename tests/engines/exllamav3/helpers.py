@@ -28,6 +28,7 @@ from tests.engines.reading import ids
 GREEDY = Sampling(temperature=0)
 # A quantized model for the real library on a machine with a GPU; otherwise the fake library is used.
 REAL = os.environ.get("MODELYARD_EXL3_MODEL")
+N_VOCAB = 4100  # of the fake engine's tokenizer
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -35,13 +36,13 @@ CONFIG = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 4096,
+    "vocab_size": N_VOCAB,
     "max_position_embeddings": 8192,
     "eos_token_id": 2,
     "quantization_config": {"quant_method": "exl3", "bits": 4.0},
 }
 WEIGHTS = {
-    "model.embed_tokens.weight": ("F16", (4096, 64)),
+    "model.embed_tokens.weight": ("F16", (N_VOCAB, 64)),
     "model.layers.0.mlp.up_proj.trellis": ("I16", (4, 8, 64)),
     "lm_head.trellis": ("I16", (4, 256, 96)),
 }

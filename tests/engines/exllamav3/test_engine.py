@@ -25,7 +25,7 @@ from modelyard.engines.exllamav3.engine import load_library
 from modelyard.engines.generation_queue import TokenDispatch
 from modelyard.plugins import MissingLibrary
 from tests.engines.exllamav3.fake_library import FakeLibrary
-from tests.engines.exllamav3.helpers import make, model_folder, prompt, running, spec, text_of, tokenizer
+from tests.engines.exllamav3.helpers import N_VOCAB, make, model_folder, prompt, running, spec, text_of, tokenizer
 from tests.engines.reading import accepted, end, ids, logprobs, read, until
 
 TWO = {"main": CacheInfo(2048, 2), "fast": CacheInfo(512, 4)}
@@ -323,8 +323,8 @@ async def test_job_whose_grammar_compiles_while_the_engine_closes_ends_with_an_e
         ({"adapters": (("law", 1.0),)}, Unsupported, "all jobs at once"),
         ({"parts": (TokenRun([1]), Media("image", "0", b"", 4))}, Unsupported, "text only"),
         ({"parts": ()}, InvalidRequest, "empty"),
-        ({"parts": (TokenRun([4096]),)}, InvalidRequest, "outside 0…4095"),
-        ({"parts": (TokenRun([-1]),)}, InvalidRequest, "outside 0…4095"),
+        ({"parts": (TokenRun([N_VOCAB]),)}, InvalidRequest, f"outside 0…{N_VOCAB - 1}"),
+        ({"parts": (TokenRun([-1]),)}, InvalidRequest, f"outside 0…{N_VOCAB - 1}"),
         ({"deadline": 1.0}, Timeout, "deadline"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,15 +13,14 @@ from modelyard.core.request import Constraint
 from modelyard.engines.exllamav3.grammar_filter import GrammarFilter, GrammarFilters
 from modelyard.engines.exllamav3.model_folder import read_model_info
 from tests.engines.exllamav3.fake_library import tensors
-from tests.engines.exllamav3.helpers import model_folder, tokenizer
+from tests.engines.exllamav3.helpers import N_VOCAB, model_folder, tokenizer
 
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
 
 
 def create(constraint: Constraint) -> GrammarFilter:
-    filters = GrammarFilters(model_folder(), read_model_info(model_folder()), tensors.from_numpy)
-    found = filters.create(constraint)
-    filters.close()
+    with closing(GrammarFilters(model_folder(), read_model_info(model_folder()), tensors.from_numpy)) as filters:
+        found = filters.create(constraint)
     assert found is not None
     return found
 
@@ -89,7 +89,7 @@ def test_failing_grammar_ends_its_job_without_raising() -> None:
     assert one.feed(token("x"))
     assert isinstance(one.error, InvalidRequest)
     assert one.error.code == "bad_grammar"
-    assert len(allowed(one)) >= 4096
+    assert len(allowed(one)) >= N_VOCAB
     assert one.feed(token("x"))
 
 
@@ -102,10 +102,9 @@ def test_reset_starts_the_grammar_again() -> None:
 
 
 def test_bad_grammar_is_refused_unless_it_has_a_trigger(caplog: pytest.LogCaptureFixture) -> None:
-    filters = GrammarFilters(model_folder(), read_model_info(model_folder()), tensors.from_numpy)
-    with pytest.raises(InvalidRequest, match="unclosed group"):
-        filters.create(Constraint("regex", "(a"))
-    with caplog.at_level(logging.WARNING):
-        assert filters.create(Constraint("lark", "start: other", trigger="<tool_call>", tools=("now",))) is None
-    assert "calls of now are unconstrained" in caplog.text
-    filters.close()
+    with closing(GrammarFilters(model_folder(), read_model_info(model_folder()), tensors.from_numpy)) as filters:
+        with pytest.raises(InvalidRequest, match="unclosed group"):
+            filters.create(Constraint("regex", "(a"))
+        with caplog.at_level(logging.WARNING):
+            assert filters.create(Constraint("lark", "start: other", trigger="<tool_call>", tools=("now",))) is None
+        assert "calls of now are unconstrained" in caplog.text

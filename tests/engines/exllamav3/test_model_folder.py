@@ -13,15 +13,15 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.model_folder import find_folder, read_model_info, read_tokenizer
-from tests.engines.exllamav3.helpers import CONFIG, model_folder, spec, write_model, write_weights
+from tests.engines.exllamav3.helpers import CONFIG, N_VOCAB, model_folder, spec, write_model, write_weights
 
 
 def test_model_info_comes_from_the_config_and_the_headers_of_the_weight_files(tmp_path: Path) -> None:
     info = read_model_info(write_model(tmp_path / "m"))
     assert (info.layers, info.hidden_size, info.intermediate_size) == (2, 64, 128)
-    assert (info.n_vocab, info.trained_length) == (4096, 8192)
+    assert (info.n_vocab, info.trained_length) == (N_VOCAB, 8192)
     assert info.kv_width == 2 * 16
-    assert (info.embedding, info.weights) == (2 * 4096 * 64, 2 * (4 * 8 * 64 + 4 * 256 * 96))
+    assert (info.embedding, info.weights) == (2 * N_VOCAB * 64, 2 * (4 * 8 * 64 + 4 * 256 * 96))
     assert info.eos_ids == (2, 0, 13, 14)
 
 
@@ -90,7 +90,7 @@ def test_control_tokens_are_special_for_grammars_and_white_space_is_not(tmp_path
     where = write_model(tmp_path / "m")
     tokenizer = json.loads((where / "tokenizer.json").read_text())
     tokenizer["added_tokens"][5]["special"] = False
-    tokenizer["added_tokens"].append({"id": 4096, "content": "   ", "special": False})
+    tokenizer["added_tokens"].append({"id": N_VOCAB, "content": "   ", "special": False})
     (where / "tokenizer.json").write_text(json.dumps(tokenizer))
     tokens = json.loads(read_tokenizer(where))["added_tokens"]
     assert [token["special"] for token in tokens] == [True] * (len(tokens) - 1) + [False]

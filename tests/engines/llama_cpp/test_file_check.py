@@ -52,11 +52,11 @@ def write(path: Path, data: bytes) -> Path:
 
 def test_a_vocabulary_that_kills_llama_cpp_is_refused_in_one_sentence(tmp_path: Path) -> None:
     file = write(tmp_path / "damaged.gguf", with_two_equal_tokens(header()))
-    with pytest.raises(InvalidRequest, match=r"died while reading the vocabulary \(SIGABRT, .*ASSERT.*\)") as caught:
+    with pytest.raises(InvalidRequest, match="two tokens of its vocabulary are equal") as caught:
         file_check.check_vocabulary(file)
     assert caught.value.code == "tokenizer_broken"
     assert caught.value.message.startswith(f"{file} has no readable vocabulary: ")
-    assert caught.value.message.endswith("the file is damaged, fetch it again")
+    assert caught.value.message.endswith("convert the model again")
     assert "\n" not in caught.value.message
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_server import Options, estimate
@@ -20,7 +22,9 @@ def of(machine: AvailableMemory = HERE, **options: Any) -> MemoryEstimate:
 
 def test_estimate_is_that_of_llama_cpp_with_one_cache_of_all_slots() -> None:
     options = llama_cpp.Options(path=str(fetch()), flash_attn="auto")
-    assert of() == llama_cpp.estimate(EngineSpec("m", options, {"all": CacheInfo(1024, 3)}), HERE)
+    assert of(llama_server_n_gpu_layers="all") == llama_cpp.estimate(
+        EngineSpec("m", options, {"all": CacheInfo(1024, 3)}), HERE
+    )
 
 
 def test_draft_model_adds_its_weights_and_cache() -> None:
@@ -41,3 +45,11 @@ def test_layers_decide_the_device() -> None:
         "cpu",
     ]
     assert of().device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("option", "layers"), [("20", (20, 31)), ("all", (31, 31)), ("0", (0, 31)), ("auto", (0, 0)), (None, (0, 0))]
+)
+def test_layers_on_the_gpu_are_reported_if_the_options_say_them(option: str | None, layers: tuple[int, int]) -> None:
+    found = of(AvailableMemory(1 << 40, {"GPU-1": 1 << 40}), llama_server_n_gpu_layers=option)
+    assert (found.gpu_layers, found.layers) == layers
