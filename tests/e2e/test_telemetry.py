@@ -124,7 +124,7 @@ def test_a_path_without_v1_is_counted_as_the_same_route(new_server: LiveServer, 
     assert Scrape(new_server)("http_requests_total", "/v1" + path, "POST", "400") == 1
 
 
-def test_completions_without_v1_is_a_route_of_its_own(new_server: LiveServer):
+def test_completions_without_v1_is_a_route_of_its_own(new_server: LiveServer) -> None:
     """Its body decides between llama-server's protocol and OpenAI's."""
     httpx.post(new_server.url + "/completions", content=b"{")
     scrape = Scrape(new_server)
