@@ -157,7 +157,9 @@ def test_a_model_that_is_not_a_string_is_refused(client: httpx.Client, path: str
 LLAMA_SERVER = ("/v1/chat/completions/input_tokens",)  # its own endpoints need no model
 
 
-@pytest.mark.parametrize("path", [path for path in VALID_BODIES if path.startswith("/v1/") and path not in LLAMA_SERVER])
+@pytest.mark.parametrize(
+    "path", [path for path in VALID_BODIES if path.startswith("/v1/") and path not in LLAMA_SERVER]
+)
 def test_the_model_is_required(client: httpx.Client, path: str) -> None:
     body = {name: value for name, value in VALID_BODIES[path].items() if name != "model"}
     for change in ({"model": ""}, {"model": None}, {}):

@@ -205,7 +205,8 @@ def test_legacy_completions(sdk: OpenAI) -> None:
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("text" + TEXT, "stop")
     assert reply.choices[0].logprobs is not None
     assert "".join(reply.choices[0].logprobs.tokens or ()) == "text" + TEXT
-    assert (reply.choices[0].logprobs.token_logprobs or [0])[0] is None  # nothing precedes the first token
+    probabilities: list[Any] = list(reply.choices[0].logprobs.token_logprobs or ())
+    assert probabilities[0] is None  # nothing precedes the first token
     stream = sdk.completions.create(model=MODEL, prompt=["text", "length"], max_tokens=5, stream=True)
     ends = [(c.index, c.finish_reason) for chunk in stream for c in chunk.choices if c.finish_reason]
     assert sorted(ends) == [(0, "length"), (1, "length")]
