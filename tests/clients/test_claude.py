@@ -103,7 +103,7 @@ def test_an_image_in_a_tool_result_reaches_the_model(bench: AgentBench) -> None:
     picture = bench.work / "red.png"
     picture.write_bytes(red_png())
     script = [
-        rule(text_step("It is red."), result=r"\[image\]"),
+        rule(text_step("It is red."), result=r"<image>"),
         rule(call_step("Read", file_path=str(picture)), when="look at"),
     ]
     with bench.serve(script):

@@ -126,7 +126,7 @@ def test_a_custom_tool_is_called_with_free_text(bench: AgentBench) -> None:
 def test_an_image_in_a_tool_result_reaches_the_model(bench: AgentBench) -> None:
     (bench.work / "red.png").write_bytes(red_png())
     script = [
-        rule(text_step("It is red."), result=r"\[image\]"),
+        rule(text_step("It is red."), result=r"<image>"),
         rule(call_step("view_image", path=str(bench.work / "red.png")), when="look at"),
     ]
     with bench.serve(script):
