@@ -118,7 +118,7 @@ def build_in_background() -> Path:
 
 # Speed of a build with zig as a multiple of the prebuilt library's: prefill, decode. bench/libraries.py measures it;
 # docs/performance.md has the figures. The first row whose instruction the CPU has counts.
-BUILD_GAINS = (("amx_int8", 1.2, 1.1),)
+BUILD_GAINS = (("amx_int8", 1.2, 1.1), ("avx512f", 1.2, 1.1))
 _WORTH_IT = 1.1
 
 
