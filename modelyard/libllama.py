@@ -166,6 +166,7 @@ _FUNCTIONS: dict[str, _Declaration] = {
     "llama_model_get_vocab": (c_void_p, [c_void_p]),
     "llama_model_chat_template": (c_char_p, [c_void_p, c_char_p]),
     "llama_model_meta_val_str": (c_int32, [c_void_p, c_char_p, c_char_p, c_size_t]),
+    "llama_model_n_embd_inp": (c_int32, [c_void_p]),
     "llama_model_n_embd_out": (c_int32, [c_void_p]),
     "llama_model_n_cls_out": (c_uint32, [c_void_p]),
     "llama_model_n_swa": (c_int32, [c_void_p]),
@@ -206,6 +207,7 @@ _FUNCTIONS: dict[str, _Declaration] = {
     "llama_batch_get_one": (llama_batch, [POINTER(c_int32), c_int32]),
     "llama_encode": (c_int32, [c_void_p, llama_batch]),
     "llama_decode": (c_int32, [c_void_p, llama_batch]),
+    "llama_set_causal_attn": (None, [c_void_p, c_bool]),
     "llama_synchronize": (None, [c_void_p]),
     "llama_get_logits": (POINTER(c_float), [c_void_p]),
     "llama_get_logits_ith": (POINTER(c_float), [c_void_p, c_int32]),
@@ -268,7 +270,7 @@ class ShortCalls:
     def __init__(self, path: Path) -> None:
         library = ctypes.PyDLL(str(path))
         for name, declaration in _SHORT.items():
-            setattr(self, name.removeprefix("llama_"), _function(library, name, declaration))
+            setattr(self, name.removeprefix("llama_"), declared(library, name, declaration))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is not one of the short calls")
@@ -280,8 +282,8 @@ class WaitingCalls:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        self.get_logits: Any = _function(library, "llama_get_logits", _SHORT["llama_get_logits"])
-        self.sampler_init_dry: Any = _function(library, "llama_sampler_init_dry", _SHORT["llama_sampler_init_dry"])
+        self.get_logits: Any = declared(library, "llama_get_logits", _SHORT["llama_get_logits"])
+        self.sampler_init_dry: Any = declared(library, "llama_sampler_init_dry", _SHORT["llama_sampler_init_dry"])
 
 
 _GPU, _INTEGRATED_GPU = 1, 2  # ggml_backend_dev_type
@@ -319,7 +321,7 @@ class LibLlama:
         except OSError as error:
             raise MissingLibrary(f"{self.path} cannot be loaded: {error}") from error
         for name, declaration in (_SHORT | _FUNCTIONS).items():
-            setattr(self, name, _function(self.raw, name, declaration))
+            setattr(self, name, declared(self.raw, name, declaration))
         self.identity = f"{self.path.name} {self.path.stat().st_size}"  # states of another build must not be restored
         self.short, self.waiting = ShortCalls(self.path), WaitingCalls(self.path)
         self.llama_log_set(_silent, None)
@@ -349,7 +351,8 @@ class LibLlama:
         return CFUNCTYPE(result, *arguments)(address) if address else None
 
 
-def _function(library: ctypes.CDLL, name: str, declaration: _Declaration) -> Any:
+def declared(library: ctypes.CDLL, name: str, declaration: _Declaration) -> Any:
+    """A function of the library with its declaration."""
     try:
         function = getattr(library, name)
     except AttributeError:

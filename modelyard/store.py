@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, ParamSpec, Self, TypeVar
@@ -34,6 +34,10 @@ class StoreSettings(BaseModel):
         default=256 * 1024**2, gt=0, description="Bytes kept; least recently used entries are dropped first."
     )
     ttl_s: float = Field(default=86_400, gt=0, description="Seconds after which an entry expires.")
+    chats: Path | None = Field(
+        default=None,
+        description="The file of the workbench's chats; by default chats.sqlite in the user's folder for data.",
+    )
 
     @model_validator(mode="after")
     def _require_path(self) -> Self:
@@ -104,7 +108,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _APPLICATION_ID = 0x4D595244  # SQLite's "application_id" of a Modelyard store
-_VERSION = 1
 _LOCK_TIMEOUT_S = 10.0  # to wait for another process that has locked the file
 
 # Single statements: `executescript` would commit the transaction. `tick` orders the entries by use; the clocks of
@@ -124,8 +127,6 @@ _SCHEMA = (
     """CREATE TRIGGER entry_left AFTER DELETE ON entries BEGIN
         UPDATE totals SET entries = entries - 1, bytes = bytes - old.size;
     END""",
-    f"PRAGMA application_id = {_APPLICATION_ID}",
-    f"PRAGMA user_version = {_VERSION}",
 )
 _USE = "UPDATE totals SET tick = tick + 1"
 _TOUCH = "UPDATE entries SET used = (SELECT tick FROM totals) WHERE scope = ? AND key = ?"
@@ -144,7 +145,7 @@ class _File:
         self._path, self._max_entries, self._max_bytes = path, max_entries, max_bytes
         self._ttl, self._clock = ttl_s, clock
         with self._wrap_errors():
-            self._db = _open(path)
+            self._db = open_database(path, _APPLICATION_ID, _SCHEMA)
 
     def get(self, scope: str, key: str) -> bytes | None:
         full_key = _key_bytes(scope, key)
@@ -152,7 +153,7 @@ class _File:
             row = self._db.execute(_GET, (*full_key, self._clock())).fetchone()
             if row is None:
                 return None
-            with _transaction(self._db):
+            with transaction(self._db):
                 self._db.execute(_USE)
                 self._db.execute(_TOUCH, full_key)
             return bytes(row[0])
@@ -162,7 +163,7 @@ class _File:
         if size > self._max_bytes:
             self.delete(scope, key)
             raise _too_large(size, self._max_bytes)
-        with self._wrap_errors(), _transaction(self._db):
+        with self._wrap_errors(), transaction(self._db):
             self._db.execute(_EXPIRE, (now,))
             self._db.execute(_DELETE, full_key)
             self._db.execute(_USE)
@@ -171,7 +172,7 @@ class _File:
                 self._db.execute(_EVICT)
 
     def delete(self, scope: str, key: str) -> bool:
-        with self._wrap_errors(), _transaction(self._db):
+        with self._wrap_errors(), transaction(self._db):
             self._db.execute(_EXPIRE, (self._clock(),))
             return self._db.execute(_DELETE, _key_bytes(scope, key)).rowcount > 0
 
@@ -196,29 +197,34 @@ def _key_bytes(scope: str, key: str) -> tuple[bytes, bytes]:
     return scope.encode("utf-8", "surrogatepass"), key.encode("utf-8", "surrogatepass")
 
 
-def _open(path: Path) -> sqlite3.Connection:
+_FORMAT_VERSION = 1
+
+
+def open_database(path: Path, application: int, schema: Sequence[str]) -> sqlite3.Connection:
+    """A SQLite file of ours, which is created with `schema` if it is missing. `application` tells what it contains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # conversations are private; SQLite would apply the umask
     db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
     try:
-        _prepare(db)
+        _prepare(db, application, schema)
     except BaseException:
         db.close()
         raise
     return db
 
 
-def _prepare(db: sqlite3.Connection) -> None:
-    with _transaction(db):
+def _prepare(db: sqlite3.Connection, application: int, schema: Sequence[str]) -> None:
+    with transaction(db):
         is_new = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        for statement in _SCHEMA if is_new else ():
+        marks = (f"PRAGMA application_id = {application}", f"PRAGMA user_version = {_FORMAT_VERSION}")
+        for statement in (*schema, *marks) if is_new else ():
             db.execute(statement)
         (program,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
-    if program != _APPLICATION_ID:
+    if program != application:
         raise sqlite3.DatabaseError("it is the database of another program")
-    if version != _VERSION:
-        raise sqlite3.DatabaseError(f"it has format {version}, and this version of Modelyard reads {_VERSION}")
+    if version != _FORMAT_VERSION:
+        raise sqlite3.DatabaseError(f"it has format {version}, and this version of Modelyard reads {_FORMAT_VERSION}")
     _use_wal(db)
 
 
@@ -237,7 +243,7 @@ def _use_wal(db: sqlite3.Connection) -> None:
 
 
 @contextlib.contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
     """IMMEDIATE: a transaction that goes from reading to writing fails at once if another process writes."""
     db.execute("BEGIN IMMEDIATE")
     try:

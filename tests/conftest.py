@@ -21,6 +21,7 @@ os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 # No test reads the configuration of the user who runs it.
 os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "no-user-configuration")
+os.environ["XDG_DATA_HOME"] = str(Path(tempfile.gettempdir()) / "no-user-data")
 # And no test sees which models that user has pulled.
 os.environ["MODELYARD_LIBRARY"] = "false"
 

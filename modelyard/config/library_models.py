@@ -27,8 +27,9 @@ from modelyard.config.problems import Table
 from modelyard.core.engine import AvailableMemory, CacheInfo
 from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.engines.hf_folder import CONFIG, read_config, read_json
-from modelyard.engines.llama_cpp.estimate import ModelShape, estimate_memory, read_model_shape
+from modelyard.engines.llama_cpp.estimate import estimate_memory
 from modelyard.engines.llama_cpp.library import visible_memory
+from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.vllm.model_folder import find_folder
 from modelyard.library import gguf, hub, llama_server, vllm_env
@@ -306,8 +307,8 @@ def _library_model(
         "parallel": choice.parallel,
         "description": " ".join(text for text in (entry.source, entry.quant) if text),
     }
-    if facts.sampling:
-        table["decoding"] = dict(facts.sampling)
+    decoding = facts.sampling | entry.settings.get("decoding", {})
+    table |= entry.settings | ({"decoding": decoding} if decoding else {})
     if not facts.is_chat:
         del table["n_ctx"], table["parallel"]  # it reads single texts, as long as the file says
         return LibraryModel(entry, table, facts.shape.purpose.task, stamp=facts.stamp)
@@ -379,6 +380,6 @@ def missing_hub_model(settings: ModelSettings) -> str | None:
 def default_for_any_name(models: Sequence[LibraryModel]) -> str | None:
     """Without a configuration, the model that answers to names that nobody has: the one that was pulled or added last,
     not a conversion of another. Coding agents ask for names such as claude-sonnet."""
-    suited = [model for model in models if model.table is not None and model.is_chat]
+    suited = [model for model in models if model.table is not None and model.is_chat and not model.entry.base]
     names = [model.entry.name for model in suited if model.entry.commit or not model.entry.owned]
     return names[-1] if names else None

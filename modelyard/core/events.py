@@ -3,6 +3,7 @@
     Started · (BlockStart · BlockDelta* · BlockEnd)* · (Finished | Failed)
 
 One block index counts 0, 1, 2 …; at most one block is open at a time; exactly one Finished or Failed ends the stream.
+PromptRead and Measured come in between only if the request asks for them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class TokenLogprob(Struct, frozen=True, gc=False):
     bytes: builtins.bytes = b""  # the full name, because `bytes` is a field of this class
     top: tuple[TokenLogprob, ...] = ()
     id: int | None = None  # in the model's vocabulary; None if another server did not tell
+    rank: int | None = None  # among all tokens, 1 first; known for a prompt's tokens
 
 
 class Usage(Struct, frozen=True, gc=False):
@@ -65,6 +67,22 @@ class Started(Struct, frozen=True, tag=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class PromptRead(Struct, frozen=True, tag=True, gc=False):
+    """How many tokens of the prompt are read, `cached` of them at once, and how long it took."""
+
+    total: int
+    cached: int
+    done: int
+    seconds: float = 0.0
+
+
+class Measured(Struct, frozen=True, tag=True, gc=False):
+    """Tokens and times up to the text that follows."""
+
+    usage: Usage
+    timings: Timings
+
+
 class BlockStart(Struct, frozen=True, tag=True, gc=False):
     index: int
     kind: BlockKind
@@ -100,7 +118,7 @@ class Failed(Struct, frozen=True, tag=True):
     error: ModelyardError
 
 
-Event = Started | BlockStart | BlockDelta | BlockEnd | Finished | Failed
+Event = Started | PromptRead | Measured | BlockStart | BlockDelta | BlockEnd | Finished | Failed
 
 
 class Block(Struct, frozen=True, gc=False):

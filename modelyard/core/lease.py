@@ -31,6 +31,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, gc=False):
     trace: str = ""
     prompt: Sequence[int] = ()
     is_retry: bool = False  # the request was counted against its key before
+    keep_alive: float | None = None  # seconds; the model's idle time until it is unloaded, if no later request sets it
 
 
 class Lease(Protocol):

@@ -19,6 +19,7 @@ MAX_GRAMMAR = 1 << 15  # characters of a client's own grammar or regular express
 MAX_SCHEMA = 1 << 18  # characters of a JSON schema, and of a grammar made from one
 MAX_PATTERN = 2048  # characters of a `pattern` in a schema
 MAX_STOP_CHARS = 8192  # characters of all stop strings together
+MAX_INPUTS = 2048  # texts of one request for embeddings
 MAX_WARNINGS = 20  # warnings that a request may cause; the log has a line for each
 
 # --- strings ---------------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class ModelCard(Struct, frozen=True):
 
 
 class EventWriter(Protocol):
-    """Writes the events of one request as bytes of its stream. `choice` numbers the `n` replies."""
+    """Writes the events of one request as bytes of its stream. `choice` numbers the `n` replies. A writer of other
+    than server-sent events has the `content_type` of its stream as an attribute."""
 
     def write(self, event: Event, choice: int = 0) -> bytes: ...
     def keepalive(self) -> bytes: ...

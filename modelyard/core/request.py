@@ -118,6 +118,12 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     beam_size: int | None = None
     seed: int | None = None
     logit_bias: dict[int, float] | None = None
+    min_tokens: int | None = None  # before one that ends the output
+    ignore_eos: bool | None = None  # no token ends the output
+
+    def min_output(self, max_tokens: int) -> int:
+        """How many tokens come before one may end the output."""
+        return max_tokens if self.ignore_eos else min(self.min_tokens or 0, max_tokens)
 
     def over(self, base: Sampling) -> Sampling:
         """These values if they are set, else the base's."""
@@ -154,6 +160,7 @@ class Reasoning(Struct, frozen=True):
     effort: str | None = None
     budget: int | None = None
     visible: bool | None = None
+    both_names: bool = False  # Chat: the reply has it as `reasoning` too
     summary: str | None = None
     strict: bool = False  # refuse the request if the model has no such switch
 
@@ -188,6 +195,8 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     reasoning: Reasoning = Reasoning()
     stream: bool = False
     include_usage: bool = False
+    progress: bool = False  # a stream reports how much of the prompt is read
+    timings: Literal["last", "all"] | None = None  # which chunks of the reply have the times of its parts
     lora_adapter: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool | None = None  # False: the prompt ends with the last message; None: see the renderer
@@ -199,6 +208,8 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     metadata: dict[str, Any] | None = None
     previous: str | None = None  # previous_response_id, resolved by the gateway
     store: bool | None = None
+    load_only: bool = False  # the model is loaded, or with `keep_alive` 0 unloaded; nothing is generated
+    keep_alive: float | None = None  # seconds that the model stays loaded without a request after this one; inf: always
     warm_up: bool = False  # the engine reads the prompt for a later request; what it generates is dropped
     encrypted_reasoning: bool = False  # return reasoning in a form that the client can send back
     echo: bool = False  # legacy completions: repeat the prompt in the reply
@@ -212,10 +223,13 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class EmbeddingRequest(Struct, frozen=True, kw_only=True):
-    """Texts or token ids to embed. `dimensions` truncates each vector and normalises it again."""
+    """Texts or token ids to embed. `dimensions` truncates each vector and normalises it again. `truncate`
+    reads only as much of a long input as fits the window."""
 
     model: str
     inputs: tuple[str | tuple[int, ...], ...]
+    truncate: bool = False
+    keep_alive: float | None = None  # as in `Request`
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     user: str | None = None

@@ -12,6 +12,7 @@ class IdLogprob(Struct, frozen=True, gc=False):
     id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None  # 1: the most likely token; of a prompt's tokens only
 
 
 class Piece(Struct, frozen=True, gc=False):

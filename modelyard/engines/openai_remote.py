@@ -291,19 +291,23 @@ def base_url(kind: ApiKind, url: str) -> str:
 
 
 def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -> bytes:
-    """The complete request; always a stream with usage. A bare prompt goes to an OpenAI upstream's completions."""
+    """The complete request; a stream with usage. A bare prompt goes to an OpenAI upstream's completions."""
     if not api.has_prompts:
         reject_bare_prompts(request)
     if request.prompts and request.constraint is not None and not options.remote_extensions:
         raise Unsupported("the upstream's completions take no schema or grammar", code="structured_unsupported")
+    is_stream = request.prompt_logprobs is None or request.echo  # vLLM sends them with a whole reply only
+    if not is_stream and not (options.remote_extensions and api.kind == "chat_completions"):
+        reason = "the upstream has no prompt_logprobs; send echo with logprobs, or set remote_extensions for a vLLM server"
+        raise Unsupported(reason, code="prompt_logprobs_unsupported", param="prompt_logprobs")
     max_tokens = request.max_tokens or options.remote_max_tokens
     streamed = replace(
         _accepted_request(request, options, api),
         model=options.remote_model,
         max_tokens=max_tokens or (_DEFAULT_MAX_TOKENS if api.needs_max_tokens else None),
         n=1,
-        stream=True,
-        include_usage=True,
+        stream=is_stream,
+        include_usage=is_stream,
         previous=None,  # the conversation is complete; the upstream does not know our stored responses
         store=False if api.kind == "responses" else None,
     )

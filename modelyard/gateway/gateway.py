@@ -62,6 +62,9 @@ from modelyard.core.events import (
     Event,
     Failed,
     Finished,
+    Measured,
+    PromptRead,
+    Reply,
     Started,
     StopReason,
     Timings,
@@ -72,7 +75,7 @@ from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
 from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.output_format import OutputFormat, Region
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
-from modelyard.core.request import Caller, EmbeddingRequest, Infill, Request, RerankRequest
+from modelyard.core.request import Caller, EmbeddingRequest, Infill, Message, Request, RerankRequest, Text
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics
 from modelyard.gateway.capabilities import (
@@ -214,7 +217,8 @@ class Gateway:
         """Raise at once where waiting would be in vain: a full queue, a rate limit, a model that is not loaded."""
         if capture is not None and prepared.model.kind == "text":
             capture.prompt("\n\n".join(unshield(prompt.text) for prompt in prepared.prompts))
-        if (shared := self._dedup.find(prepared)) is not None:
+        is_shareable = prepared.is_shareable()
+        if is_shareable and (shared := self._dedup.find(prepared)) is not None:
             self.metrics.request_joined(prepared.model.name)
             return shared
         ticket = self.leases.request(prepared.lease_request())
@@ -230,7 +234,28 @@ class Gateway:
 
             stream = MultiChoiceStream(prepared, ticket, open_choice, self.forget)
         self._streams.add(stream)
-        return self._dedup.share(stream)
+        return self._dedup.share(stream) if is_shareable else stream
+
+    async def load(self, request: Request, caller: Caller) -> Reply:
+        """An empty reply when the model is loaded, as any request would load it. With `keep_alive` 0 a loaded model is
+        unloaded as soon as it is idle."""
+        target, _, engine = self._resolve(request.model, caller, request.allow_remote)
+        if engine is not None or request.keep_alive != 0:
+            ticket = self.leases.request(
+                LeaseRequest(
+                    model=target.model,
+                    cache=target.cache,
+                    key=caller.key,
+                    deadline=caller.deadline,
+                    trace=caller.trace,
+                    keep_alive=request.keep_alive,
+                )
+            )
+            try:
+                await ticket.lease()
+            finally:
+                ticket.cancel()
+        return Reply(Started(caller.trace, request.model, int(time.time())), (), Finished("end", Usage()))
 
     def has_window(self, model: str) -> bool:
         """Whether its window is known: that of a remote model may not be set, and the default says nothing about it."""
@@ -266,6 +291,8 @@ class Gateway:
     ) -> tuple[Request, Capabilities | None]:
         """The request as this model takes it, and the engine's capabilities (None: not loaded). Raise if it cannot."""
         capabilities = None if engine is None else engine.info.capabilities
+        if model.system_prompt is not None or model.lora_adapter is not None:
+            request = _with_defaults(request, model)
         if not self._replay.is_empty:
             request = await self._replay.restore(request, caller.key)
         if request.tools or request.tool_choice.mode != "auto":
@@ -325,21 +352,7 @@ class Gateway:
             stream.reuse, stream.prompt_record = found
             self.metrics.cache_lookup(prepared.target.cache, found[0])
 
-    def on_end(self, stream: ChoiceStream, last: Finished | Failed) -> None:
-        """Count the stream, remember what was generated for the next turn, and add it to the history."""
-        if isinstance(last, Finished):
-            prepared, choice = stream.prepared, stream.choice
-            self.metrics.generation_finished(
-                prepared.model.name, prepared.billed_usage(choice, last.usage), last.reason
-            )
-            if choice == 0:
-                if stream.prompt_record is not None:
-                    stream.prompt_record.output = last.usage.output
-                if prepared.request.tools:
-                    self._remember(stream, last.usage)
-        self.history.add(request_record(stream.prepared, stream.accepted, stream.reuse, last, time.time()))
-
-    def _remember(self, stream: ChoiceStream, usage: Usage) -> None:
+    def remember(self, stream: ChoiceStream, usage: Usage) -> None:
         """Keep the generated tokens and calls: the next prompt of this session begins with them."""
         prepared, ids = stream.prepared, stream.output.ids
         if ids and prepared.prompts:
@@ -386,7 +399,7 @@ class Gateway:
         target, model, can = await self._resolve_reader(request.model, caller)
         check_embeddings(can, model.name, local=model.kind == "text")
         chars = sum(map(len, request.inputs))
-        batch = await self._encode(_encode_inputs, request, target, model, chars, caller, work)
+        batch = await self._encode(_encode_inputs, request, target, model, chars, caller, work, request.truncate)
 
         async def read(engine: Engine) -> Embeddings:
             if isinstance(engine, EmbeddingEngine):
@@ -395,7 +408,7 @@ class Gateway:
                 return await engine.embed_inputs(request)
             raise Unsupported(f"the model {model.name!r} makes no embeddings", code="embeddings_unsupported")
 
-        return await self._read_inputs(read, target, caller, batch, lambda made: made.prompt_tokens)
+        return await self._read_inputs(read, target, caller, batch, lambda made: made.prompt_tokens, request.keep_alive)
 
     async def rerank(self, request: RerankRequest, caller: Caller, work: RequestWork | None = None) -> Ranking:
         """The documents, the most relevant first."""
@@ -435,15 +448,20 @@ class Gateway:
         chars: int,
         caller: Caller,
         work: RequestWork | None,
+        truncate: bool = False,
     ) -> list[list[int]]:
-        """The token ids of each input, all of which fit the window. Empty if only the engine has the tokenizer."""
+        """The token ids of each input, all of which fit the window. Empty if only the engine has the tokenizer.
+        `truncate` cuts a longer one before its last token, which may be the mark of its end."""
         if model.kind != "text" and model.text is None:
             return []
         if chars > _INLINE_CHARS:
             work = work or RequestWork(0, caller.deadline)
-            batch = await work.run(encode, request, model, partial(work.watch_window, window=target.window))
+            window = None if truncate else target.window
+            batch = await work.run(encode, request, model, partial(work.watch_window, window=window))
         else:
             batch = encode(request, model, None)
+        if truncate:
+            batch = [ids if len(ids) <= target.window else ids[: target.window - 1] + ids[-1:] for ids in batch]
         if (longest := max(map(len, batch))) > target.window:
             raise ContextOverflow(longest, target.window)
         return batch
@@ -455,6 +473,7 @@ class Gateway:
         caller: Caller,
         batch: Sequence[Sequence[int]],
         count: Callable[[Read], int],
+        keep_alive: float | None = None,
     ) -> Read:
         """Wait for a slot, let the engine read the inputs, and record what it took."""
         lease_request = LeaseRequest(
@@ -464,6 +483,7 @@ class Gateway:
             key=caller.key,
             deadline=caller.deadline,
             trace=caller.trace,
+            keep_alive=keep_alive,
         )
         began, queued = time.perf_counter(), 0.0
         ticket = self.leases.request(lease_request)
@@ -574,6 +594,15 @@ def _encode_raw(
         else (_checked_ids(p, model, "prompt"), tokenizer.decode(p))
         for p in request.prompts
     ]
+
+
+def _with_defaults(request: Request, model: Model) -> Request:
+    """The model's system prompt and adapter, where the request has none. A bare prompt has no system prompt."""
+    messages, prompt = request.messages, model.system_prompt
+    if prompt and messages and messages[0].role not in ("system", "developer"):
+        messages = (Message("system", (Text(prompt),)), *messages)
+    adapter = request.lora_adapter or model.lora_adapter
+    return msgspec.structs.replace(request, messages=messages, lora_adapter=adapter)
 
 
 def _infill_chars(infill: Infill | None) -> int:
@@ -717,14 +746,15 @@ class ChoiceStream:
                 if self._generation is None:
                     self._generation = self._start_engine(await self._ticket.lease())
                 batch = await self._generation.__anext__()
-                if self._should_retry(batch):
+                if isinstance(batch[-1], (End, Failed)) and self._should_retry(batch, batch[-1].error):
                     self._retry()
                     continue
                 if type(batch[0]) is Accepted:
                     self._gateway.on_accepted(self, batch[0], self._engine)
-                before = output.usage.output
+                before = output.tokens
                 events = output.feed(batch)
-                self._observe(batch, output.usage.output - before)
+                if output.tokens > before:
+                    self._observe(output.tokens - before)
                 if self.events is not None:
                     self.events += events
             except StopAsyncIteration:
@@ -734,14 +764,8 @@ class ChoiceStream:
             except Exception as error:
                 log.exception("a stream failed")
                 events = output.fail(Internal(f"{type(error).__name__} while generating"))
-        last = events[-1]
-        if isinstance(last, Finished):
-            events[-1] = last = self._with_timings(last)
-            self._end(last)
-        elif isinstance(last, Failed):
-            # An engine that is closed at the same time may report its own reason.
-            events[-1] = last = last if self._cancel_reason is None else Failed(self._cancel_reason)
-            self._end(last)
+        if output.over:
+            events[-1] = self._end(events[-1])
         return self.choice, events
 
     def _start_engine(self, lease: Lease) -> Generation[Any]:
@@ -780,11 +804,7 @@ class ChoiceStream:
                 current_capture.reset(token)
         return started
 
-    def _observe(self, batch: Sequence[Any], tokens: int) -> None:
-        if not tokens:  # a ChatEngine reports its usage at the end
-            tokens = [*map(type, batch)].count(BlockDelta)
-        if not tokens:
-            return
+    def _observe(self, tokens: int) -> None:
         now, model, metrics = time.perf_counter(), self.prepared.model.name, self._gateway.metrics
         if self._first_output is None:
             self._first_output = now
@@ -793,35 +813,75 @@ class ChoiceStream:
             metrics.inter_token.observe(model, (now - self._last_output) / tokens, tokens)
         self._last_output = now
 
-    def _with_timings(self, last: Finished) -> Finished:
-        prepared = self.prepared
-        timings = gateway_timings(
-            last.timings,
-            now=time.perf_counter(),
-            arrived=prepared.caller.arrived,
-            started=self._started,
-            engine_started=self._engine_started,
-            first_output=self._first_output,
-            queue_s=self._lease.waited if self._lease is not None else 0.0,
-            tokenize_s=prepared.tokenize_s,
-            remote=prepared.model.remote,
+    def _end(self, last: Event) -> Finished | Failed:
+        """Count the request, keep what its next turn needs, and add it to the history. Return the last event with the
+        gateway's own times."""
+        prepared, gateway, accepted = self.prepared, self._gateway, self.accepted
+        request, caller, model = prepared.request, prepared.caller, prepared.model
+        ended: Finished | Failed
+        if isinstance(last, Finished):
+            usage, timings, status = last.usage, self._timings(last.timings), str(last.reason)
+            ended = Finished(last.reason, usage, last.stop_string, timings)
+            gateway.metrics.generation_finished(model.name, prepared.billed_usage(self.choice, usage), status)
+            if self.choice == 0:
+                if self.prompt_record is not None:
+                    self.prompt_record.output = usage.output
+                if request.tools:
+                    gateway.remember(self, usage)
+            newest, engine = gateway.newest_start, self._engine
+            if engine is not None and newest.get(engine) == self._engine_started:
+                del newest[engine]
+        else:
+            # An engine that is closed at the same time may report its own reason.
+            error = self._cancel_reason or (last.error if isinstance(last, Failed) else Incomplete("no last event"))
+            ended, usage, timings, status = Failed(error), Usage(), Timings(), error.code or error.kind
+        gateway.history.add(
+            RequestRecord(
+                trace=caller.trace,
+                model=model.name,
+                cache=prepared.target.cache,
+                endpoint=caller.endpoint,
+                key=caller.key,
+                session=request.session,
+                at=time.time(),
+                status=status,
+                failed=isinstance(ended, Failed),
+                usage=usage,
+                timings=timings,
+                divergence=accepted.divergence if accepted is not None else None,
+                evicted=accepted is not None and accepted.evicted,
+                reuse=self.reuse,
+            )
         )
-        return Finished(last.reason, last.usage, last.stop_string, timings)
-
-    def _end(self, last: Finished | Failed) -> None:
-        self._gateway.on_end(self, last)
-        newest, engine = self._gateway.newest_start, self._engine
-        if isinstance(last, Finished) and engine is not None and newest.get(engine) == self._engine_started:
-            del newest[engine]
         if self._lease is not None:
-            self._lease.spend(self.output.usage.output)
+            self._lease.spend(self.output.tokens)
+        return ended
+
+    def _timings(self, engine: Timings) -> Timings:
+        """The engine's own figures, completed with what the gateway measured. A remote engine's first token includes
+        the network, so it does not count as the model's."""
+        prepared, now, lease = self.prepared, time.perf_counter(), self._lease
+        engine_started, first_output, arrived = self._engine_started, self._first_output, prepared.caller.arrived
+        first_token, decode = engine.first_token, engine.decode
+        if engine_started is not None and first_output is not None and not prepared.model.remote:
+            first_token = first_output - engine_started if first_token is None else first_token
+            decode = now - first_output if decode is None else decode
+        in_gateway = now - self._started + prepared.tokenize_s
+        return Timings(
+            queue=lease.waited if lease is not None else 0.0,
+            tokenize=prepared.tokenize_s,
+            prefill=engine.prefill,
+            first_token=first_token,
+            decode=decode,
+            backend=None if engine_started is None else now - engine_started,
+            engine=in_gateway,
+            total=in_gateway if arrived is None else now - arrived,
+        )
 
     # --- a second attempt -----------------------------------------------------------------------------------------
 
-    def _should_retry(self, batch: Sequence[Any]) -> bool:
+    def _should_retry(self, batch: Sequence[Any], error: ModelyardError | None) -> bool:
         """Once, if the engine was lost before any output and the client is still connected."""
-        last = batch[-1]
-        error = last.error if isinstance(last, (End, Failed)) else None
         if not isinstance(error, Unavailable) or not self._may_retry or self._cancelled or self.output.has_output:
             return False
         if error.code == ENGINE_DIED and self._is_suspect(batch):
@@ -891,8 +951,11 @@ class TextOutput:
     """
 
     __slots__ = (
+        "_accepted_at",
         "_choice",
         "_detokenizer",
+        "_first_at",
+        "_late_stop",
         "_on_text",
         "_prepared",
         "_prompt_logprobs",
@@ -926,10 +989,14 @@ class TextOutput:
         self._prepared, self._rendered, self._choice, self._on_text = prepared, rendered, choice, on_text
         visible = request.reasoning.visible
         self._detokenizer = pipeline.tokenizer.detokenizer()
+        self._late_stop: tuple[str, ...] | None = None  # from the token on that may end the output
+        stop = model.stop + pipeline.stop_strings + request.stop
+        if prepared.sampling.min_tokens:
+            self._late_stop, stop = stop, pipeline.stop_strings
         self._scanner = Scanner(
-            VERBATIM if request.prompt_logprobs is not None and request.prompts else pipeline.format_for(request),
+            VERBATIM if request.echo and request.prompt_logprobs is not None else pipeline.format_for(request),
             tools=request.tools,
-            stop=model.stop + pipeline.stop_strings + request.stop,
+            stop=stop,
             prefill="" if request.prompts else pipeline.renderer.tail(rendered.text),
             new_id=new_id,
             show_thinking=model.show_thinking if visible is None else visible,
@@ -943,6 +1010,7 @@ class TextOutput:
         self._prompt_logprobs: list[IdLogprob] = []
         self._started: Started | None = None  # held back until the prompt's log probabilities have arrived
         self._stop_logprob: IdLogprob | None = None  # of the token that ended the output
+        self._accepted_at = self._first_at = 0.0  # set if the request asks for times
         self.over = self.slot_free = self.has_output = self.emitted_start = False
 
     @property
@@ -969,6 +1037,8 @@ class TextOutput:
                     self._finish(chunk, events)
             elif isinstance(chunk, Progress):
                 self._prompt_logprobs += chunk.logprobs or ()
+                if self._prepared.request.progress and not self._started:
+                    events.append(self._prompt_read(chunk.done))
             elif isinstance(chunk, Accepted) and not self.emitted_start:
                 self.emitted_start = True
                 prepared, usage = self._prepared, self.usage
@@ -980,6 +1050,26 @@ class TextOutput:
                     events.append(started)
                 else:
                     self._started = started
+                if prepared.request.timings is not None:
+                    self._accepted_at = time.perf_counter()
+                    if prepared.request.progress and not self._started:
+                        events.append(self._prompt_read(chunk.cached_tokens))
+        return events
+
+    def _prompt_read(self, done: int) -> PromptRead:
+        usage = self.usage
+        return PromptRead(usage.prompt, usage.cached, done, time.perf_counter() - self._accepted_at)
+
+    def _measured(self) -> list[Event]:
+        """Before the text of the newest tokens."""
+        request, now, events = self._prepared.request, time.perf_counter(), list[Event]()
+        if not self._first_at:
+            self._first_at = now
+            if request.progress:
+                events.append(self._prompt_read(self.usage.prompt))
+        if request.timings == "all":
+            timings = Timings(first_token=self._first_at - self._accepted_at, decode=now - self._first_at)
+            events.append(Measured(self.usage, timings))
         return events
 
     @property
@@ -996,26 +1086,31 @@ class TextOutput:
             events.append(msgspec.structs.replace(started, prompt_logprobs=self._written_prompt_logprobs()))
 
     def _written_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """One for each token of the client's prompt. A token that was put in front of its text is not the client's."""
+        """One for each token of the prompt. A token that was put in front of the client's text has none itself."""
         ids, bos = self._rendered.ids, self._prepared.model.pipeline.tokenizer.bos
         text, raw = self._token_text(ids[0])
-        written = [TokenLogprob(text, math.nan, raw), *map(self._write_logprob, self._prompt_logprobs)]
         is_added = ids[0] == bos and not self._rendered.text.startswith(text)
-        return tuple(written[1:] if is_added and text else written)
+        first = TokenLogprob("" if is_added else text, math.nan, raw, id=ids[0])
+        return (first, *map(self._write_logprob, self._prompt_logprobs))
 
     def _write_logprob(self, logprob: IdLogprob) -> TokenLogprob:
         def written(token: int, value: float) -> TokenLogprob:
             text, raw = self._token_text(token)
-            return TokenLogprob(text, value, raw)
+            return TokenLogprob(text, value, raw, id=token)
 
         top = tuple(written(token, value) for token, value in logprob.top)
-        return msgspec.structs.replace(written(logprob.id, logprob.logprob), top=top)
+        return msgspec.structs.replace(written(logprob.id, logprob.logprob), top=top, rank=logprob.rank)
 
     def _feed_tokens(self, chunk: Tokens, events: list[Event]) -> None:
         scanner, usage = self._scanner, self.usage
         if not chunk.ids:
-            self._stop_logprob = chunk.logprobs[0] if chunk.logprobs else None
+            self._stop_logprob = chunk.logprobs[0] if chunk.logprobs and self._prepared.request.echo else None
             return
+        if self._late_stop is not None:
+            chunk = self._feed_unstoppable(chunk, self._late_stop, events)
+            usage = self.usage
+            if self.over:
+                return
         if self.ids is not None:
             self.ids += chunk.ids
         pieces = self._detokenizer.feed(chunk.ids, chunk.logprobs)
@@ -1023,6 +1118,8 @@ class TextOutput:
             self._on_text("".join(piece.text for piece in pieces))
         scanned = scanner.feed(pieces)
         self.usage = Usage(usage.prompt, usage.cached, usage.output + len(chunk.ids), scanner.reasoning_tokens)
+        if self._accepted_at:
+            events += self._measured()
         if scanned:
             self.has_output = True
             events += scanned
@@ -1031,6 +1128,18 @@ class TextOutput:
             reason: StopReason = "stop_string" if scanner.stop_string is not None else "tool_calls"
             self.over = True
             events.append(Finished(reason, self.usage, scanner.stop_string))
+
+    def _feed_unstoppable(self, chunk: Tokens, stop: tuple[str, ...], events: list[Event]) -> Tokens:
+        """Feeds the tokens before which no stop string counts; returns the others."""
+        left = (self._prepared.sampling.min_tokens or 0) - self.usage.output
+        if left >= len(chunk.ids):
+            return chunk
+        self._late_stop = None
+        if left > 0:
+            self._feed_tokens(Tokens(chunk.ids[:left], chunk.logprobs and chunk.logprobs[:left]), events)
+            chunk = Tokens(chunk.ids[left:], chunk.logprobs and chunk.logprobs[left:])
+        self._scanner.set_stop_strings(stop)
+        return chunk
 
     def _finish(self, end: End, events: list[Event]) -> None:
         if end.reason in ("error", "cancelled"):
@@ -1096,6 +1205,12 @@ class ChatOutput:
             elif isinstance(event, Started):
                 if not self.emitted_start:
                     events.append(self._start(event))
+            elif isinstance(event, PromptRead):
+                if self._prepared.request.progress:
+                    events.append(event)
+            elif isinstance(event, Measured):
+                if self._prepared.request.timings == "all":
+                    events.append(event)
             else:
                 self.over = self.slot_free = True
                 events.append(self._last(event))
@@ -1105,7 +1220,14 @@ class ChatOutput:
         prepared = self._prepared
         self.emitted_start = True
         self.usage = event.usage if event.usage.prompt or self._rendered is None else Usage(len(self._rendered.ids))
-        return Started(prepared.caller.trace, prepared.request.model, prepared.created, self.usage, self._echo)
+        return Started(
+            prepared.caller.trace,
+            prepared.request.model,
+            prepared.created,
+            self.usage,
+            self._echo,
+            event.prompt_logprobs,
+        )
 
     @property
     def _echo(self) -> str:

@@ -48,6 +48,8 @@ class Model(Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     show_thinking: bool = True
+    system_prompt: str | None = None  # of conversations that have none
+    lora_adapter: str | None = None  # of requests that name none
     tool_stream: bool = True
     constrain_calls: bool = False
     modalities: tuple[str, ...] = ("text",)

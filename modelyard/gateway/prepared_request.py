@@ -124,6 +124,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             trace=caller.trace,
             prompt=prompts[0].ids if prompts else (),
             is_retry=is_retry,
+            keep_alive=self.request.keep_alive,
         )
 
     def engine_request(self, choice: int) -> Request:

@@ -23,6 +23,8 @@ def protocol_of(context: RequestContext) -> WireProtocol:
     """The protocol of the path. For paths that belong to none, the client's: Anthropic's send a header of their own."""
     if context.path.startswith("/v1/responses"):
         return load_protocol("openai_responses")
+    if context.path.startswith("/api/"):
+        return load_protocol("ollama")
     if context.path.startswith("/v1/messages") or "anthropic-version" in context.headers:
         return load_protocol("anthropic_messages")
     return load_protocol("openai_chat")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from modelyard import __version__
 from modelyard.core.lease import ModelStatus
@@ -33,8 +33,10 @@ def health_status(models: Mapping[str, ModelStatus], is_connected: bool = True) 
 
 
 class HealthEndpoints:
-    def __init__(self, gateway: Gateway, scrape: Callable[[], Awaitable[bytes]]) -> None:
-        self._gateway, self._scrape = gateway, scrape
+    def __init__(
+        self, gateway: Gateway, scrape: Callable[[], Awaitable[bytes]], *, has_workbench: bool = False
+    ) -> None:
+        self._gateway, self._scrape, self._has_workbench = gateway, scrape, has_workbench
 
     async def health(self, request: HttpRequest) -> Response:
         models, is_connected = self._gateway.leases.status(), self._gateway.leases.is_connected
@@ -71,8 +73,14 @@ class HealthEndpoints:
     async def metrics(self, _request: HttpRequest) -> Response:
         return Response(await self._scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def root(self, _request: HttpRequest) -> Response:
-        return _json({"name": "modelyard", "version": __version__, "docs": "/docs"}, 200)
+    async def root(self, request: HttpRequest) -> Response:
+        """Browsers get the workbench. Clients of Ollama look for its sentence; who asks for JSON gets it."""
+        accepted = request.headers.get("accept", "")
+        if "text/html" in accepted and self._has_workbench:
+            return RedirectResponse("/workbench")
+        if "json" in accepted or "text/html" in accepted:
+            return _json({"name": "modelyard", "version": __version__, "docs": "/docs"}, 200)
+        return PlainTextResponse("Ollama is running")
 
 
 def _usable(model: ModelStatus, without_tokenizer: bool) -> ModelStatus:

@@ -24,6 +24,7 @@ from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.request_capture import CaptureSink, RequestCapture
 
 RESPONSES_KEY = "modelyard.responses"  # in the scope: the stored responses of a WebSocket connection
+_EVENT_STREAM = b"text/event-stream; charset=utf-8"  # unless a writer has a content type of its own
 _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events
@@ -69,6 +70,9 @@ class InferenceEndpoint:
             work, stop_watching = watched_work(body, caller.deadline, scope, receive)
             try:
                 request = await gateway.read(self._protocol, body, context.headers, context.key, work, stored)
+                if request.load_only:
+                    await self._load(request, exchange)
+                    return
                 prepared = await gateway.prepare(request, caller, work)
             finally:
                 stop_watching()
@@ -84,6 +88,10 @@ class InferenceEndpoint:
             gateway.metrics.active -= 1
             if capture is not None:
                 capture.close()
+
+    async def _load(self, request: Request, exchange: Exchange) -> None:
+        reply = await self._gateway.load(request, exchange.context.caller())
+        await send_json(exchange.send, exchange.context, 200, self._protocol.write_reply([reply], request))
 
     async def _reply(self, source: EventSource, request: Request, exchange: Exchange) -> None:
         context = exchange.context
@@ -148,6 +156,7 @@ class EventStream:
         self._source, self._writer, self._write_error, self._exchange = source, writer, write_error, exchange
         self._context, self._send, self._capture = exchange.context, exchange.send, exchange.capture
         self._keepalive_s, self._recorder = settings.keepalive_s, recorder
+        self._content_type: bytes = getattr(writer, "content_type", _EVENT_STREAM)
         self._started = self._over = False
         self._sending = False  # a send may wait for the client to read
         self._last_sent = time.monotonic()
@@ -208,7 +217,7 @@ class EventStream:
             self._started = True
             self._context.status = 200
             self._context.read_result(self._source)
-            headers = [*self._context.response_headers(b"text/event-stream; charset=utf-8"), *_STREAM_HEADERS]
+            headers = [*self._context.response_headers(self._content_type), *_STREAM_HEADERS]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         if self._capture is not None:
             self._capture.response(data)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelyard.core.errors import ModelyardError, TooLarge
 from modelyard.http.auth import Authenticator, is_workbench
 from modelyard.http.errors import as_modelyard_error, write_error
-from modelyard.http.request_context import RequestContext, send_error
+from modelyard.http.request_context import CONTEXT_KEY, RequestContext, send_error
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.log import current_trace, log_event, log_request
 from modelyard.telemetry.metrics import Metrics
@@ -93,11 +93,11 @@ class RequestMiddleware:
         if path not in _ROUTES:
             path = scope["path"] = _canonical(path)
         headers, size = _read_headers(scope)
-        context = RequestContext(new_trace(), path, headers)
-        context.attach(scope)
+        scope[CONTEXT_KEY] = context = RequestContext(new_trace(), path, headers)
         current_trace.set(context.trace)
         try:
-            self._check_size(scope, size)
+            if size > self._max_header_bytes:
+                raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context)
             if method == "POST" and (handler := self._inference.get(path)) is not None:
                 await handler(scope, receive, send)
@@ -126,7 +126,8 @@ class RequestMiddleware:
         headers, size = _read_headers(scope)
         context = RequestContext(new_trace(), scope["path"], headers)
         try:
-            self._check_size(scope, size)
+            if size > self._max_header_bytes:
+                raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context)
         except ModelyardError as error:
             log_event(log, logging.WARNING, "websocket refused", path=scope["path"], why=error.message)
@@ -137,11 +138,6 @@ class RequestMiddleware:
         else:
             await app(scope, receive, send)
 
-    def _check_size(self, scope: Scope, headers: int) -> None:
-        limit = self._max_header_bytes
-        if len(scope.get("raw_path", b"")) + len(scope["query_string"]) + headers > limit:
-            raise TooLarge(f"the request headers are larger than {limit} bytes (http.max_header_bytes)")
-
     def _account(self, context: RequestContext, method: str, seconds: float) -> None:
         path = context.path
         route = path if path in _ROUTES else _pattern(path)
@@ -149,15 +145,8 @@ class RequestMiddleware:
         if context.error:
             self._metrics.request_failed(context.error)
         polled = route != path and (is_workbench(path) or (method == "GET" and path.startswith(_POLLED)))
-        log_request(
-            logging.DEBUG if polled or path in _DEBUG_ONLY else logging.INFO,
-            method=method,
-            path=path,
-            status=context.status,
-            seconds=seconds,
-            key=context.key,
-            reuse=context.reuse,
-        )
+        level = logging.DEBUG if polled or path in _DEBUG_ONLY else logging.INFO
+        log_request(level, method, path, context.status, seconds, context.key, context.reuse)
 
 
 async def _refuse_socket(scope: Scope, send: Send, context: RequestContext, error: ModelyardError) -> None:
@@ -192,13 +181,17 @@ new_trace = _random_traces().__next__
 
 
 def _read_headers(scope: Scope) -> tuple[dict[str, str], int]:
-    """The headers as text, and their size in bytes."""
+    """The headers as text, and their size in bytes, with that of the address."""
     headers: dict[str, str] = {}
-    size = 0
+    size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
     for name, value in scope["headers"]:
         size += len(name) + len(value)
         headers[name.decode("latin-1")] = value.decode("latin-1")
     return headers, size
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the request headers are larger than {limit} bytes (http.max_header_bytes)")
 
 
 def _canonical(path: str) -> str:

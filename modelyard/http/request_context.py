@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ADMIN_PATH = "/v1/admin"
 TIMEOUT_HEADER = "x-modelyard-timeout"
 _MAX_TIMEOUT_S = 7 * 86400
-_SCOPE_KEY = "modelyard.context"
+CONTEXT_KEY = "modelyard.context"  # in the scope: its RequestContext
 
 Headers = list[tuple[bytes, bytes]]
 P = ParamSpec("P")
@@ -58,11 +58,8 @@ class RequestContext(Struct):
 
     @staticmethod
     def of(scope: Scope) -> RequestContext:
-        context: RequestContext = scope[_SCOPE_KEY]
+        context: RequestContext = scope[CONTEXT_KEY]
         return context
-
-    def attach(self, scope: Scope) -> None:
-        scope[_SCOPE_KEY] = self
 
     def caller(self) -> Caller:
         headers = self.headers
@@ -132,7 +129,8 @@ async def read_body(receive: Receive, context: RequestContext, settings: HttpSet
     if len(body) > limit:
         raise _too_large(limit)
     depth = settings.max_json_depth
-    fault = await run_sized(len(body), json_fault, body, depth)
+    is_large = len(body) > INLINE_BYTES
+    fault = await run_in_request_thread(json_fault, body, depth) if is_large else json_fault(body, depth)
     if fault is not None:
         raise InvalidRequest(fault, code="invalid_json")
     return body

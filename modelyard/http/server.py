@@ -27,7 +27,7 @@ from modelyard import __version__
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.core.protocol import WireProtocol
 from modelyard.gateway.gateway import Gateway
-from modelyard.http import tokens
+from modelyard.http import ollama, tokens
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.routes import admin_router
 from modelyard.http.auth import Authenticator, Key
@@ -43,6 +43,7 @@ from modelyard.http.request_context import RequestContext
 from modelyard.http.responses_socket import ResponsesSocket
 from modelyard.http.settings import HttpSettings
 from modelyard.http.stored_responses import StoredResponseEndpoints
+from modelyard.protocols.ollama import generate as ollama_generate
 from modelyard.protocols.openai_responses import compaction
 from modelyard.telemetry.request_capture import CaptureSink
 
@@ -66,6 +67,7 @@ class HttpContext(Struct, frozen=True):
     captures: CaptureSink | None = None
     admin: AdminContext | None = None  # None: no admin API
     workbench: ASGIApp | None = None
+    library: ollama.LibraryOperations | None = None  # None: models cannot be pulled, created or removed over HTTP
 
 
 def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp:
@@ -89,7 +91,7 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     app.router.routes[:0] = [*inference, *_token_routes(context), *_lookup_routes(context)]
     app.router.routes += page_routes() if settings.docs else []
     if context.admin is not None:
-        app.include_router(admin_router(context.admin, settings.keepalive_s))
+        app.include_router(admin_router(context.admin, settings))
     describe(app)
     handlers = {route.path: route.app for route in inference}
     authenticator = Authenticator(settings, context.keys)
@@ -102,15 +104,28 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
 
 _LLAMA = ("llama_completion", "bare_completions")
 _GAPS = ("llama_infill", "mistral_fim")  # protocols that fill a gap in a text
+_OTHERS = ("ollama",)
 
 
 def _inference_routes(context: HttpContext) -> list[Route]:
     routes: list[Route] = []
-    for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions", *_LLAMA, *_GAPS):
+    for name in (
+        "anthropic_messages",
+        "openai_chat",
+        "openai_responses",
+        "openai_completions",
+        *_LLAMA,
+        *_GAPS,
+        *_OTHERS,
+    ):
         protocol = load_protocol(name)
         stored = context.gateway.stored if name == "openai_responses" else None
         endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures, stored)
         routes += [Route(path, endpoint, methods=["POST"], name=name) for path in protocol.PATHS]
+    generate = InferenceEndpoint(
+        cast(WireProtocol, ollama_generate), context.gateway, context.settings, context.captures
+    )
+    routes += [Route(path, generate, methods=["POST"], name=ollama_generate.NAME) for path in ollama_generate.PATHS]
     compact = InferenceEndpoint(cast(WireProtocol, compaction), context.gateway, context.settings, context.captures)
     routes += [Route(path, compact, methods=["POST"], name=compaction.NAME) for path in compaction.PATHS]
     return routes
@@ -121,6 +136,8 @@ def _token_routes(context: HttpContext) -> list[BaseRoute]:
     embeddings = tokens.EmbeddingsEndpoint(load_protocol("openai_embeddings"), *common)
     ranking = tokens.RerankEndpoint(load_protocol("rerank"), *common)
     endpoints: dict[str, ASGIApp] = {
+        "/api/embed": ollama.OllamaEmbed(load_protocol("ollama"), *common),
+        "/api/embeddings": ollama.OllamaEmbeddings(load_protocol("ollama"), *common),
         "/v1/messages/count_tokens": tokens.CountTokens(load_protocol("anthropic_messages"), *common),
         "/v1/responses/input_tokens": tokens.InputTokens(load_protocol("openai_responses"), *common),
         **dict.fromkeys(("/v1/embeddings", "/embeddings"), embeddings),
@@ -136,8 +153,11 @@ def _token_routes(context: HttpContext) -> list[BaseRoute]:
 
 
 def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
-    models, health = ModelEndpoints(context.gateway, int(time.time())), HealthEndpoints(context.gateway, context.scrape)
+    models = ModelEndpoints(context.gateway, int(time.time()))
+    health = HealthEndpoints(context.gateway, context.scrape, has_workbench=context.workbench is not None)
     lookups = EngineLookups(context.gateway)
+    pool = context.admin.pool if context.admin is not None else None
+    tags = ollama.OllamaEndpoints(context.gateway, context.settings, pool, context.library)
     routes: list[BaseRoute] = [
         Route("/v1/models", models.all),
         Route("/models", models.all),
@@ -152,6 +172,7 @@ def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
         Route("/lora-adapters", lookups.lora_adapters),
         Route("/version", lookups.version),
         Route("/", health.root),
+        *tags.routes(),
     ]
     if context.gateway.stored is not None:
         stored = StoredResponseEndpoints(context.gateway.stored)

@@ -183,7 +183,8 @@ _ENTRIES, _ENTRIES_LOCK = "library.json", ".library.lock"
 
 class LibraryEntry(Struct, frozen=True, omit_defaults=True):
     """`path` is the model's first file or its folder. `owned`: we fetched or converted it, and delete it on removal.
-    For a model of the hub `source` is its repository; `choice` says why this variant was chosen."""
+    For a model of the hub `source` is its repository; `choice` says why this variant was chosen. `settings` are those
+    of a model that was made from another one, `base`: its section of the configuration has them."""
 
     name: str
     path: str
@@ -193,6 +194,8 @@ class LibraryEntry(Struct, frozen=True, omit_defaults=True):
     quant: str = ""
     commit: str = ""
     choice: str = ""
+    base: str = ""
+    settings: dict[str, Any] = {}
 
 
 def library_file() -> Path:

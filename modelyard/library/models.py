@@ -124,10 +124,10 @@ def pull(
         return found.entry
     if found.path is not None:
         named = name or model_files.base_name(found.path.name)
-        return _register(LibraryEntry(named, str(found.path), projector=_find_projector(found.path)))
+        return register(LibraryEntry(named, str(found.path), projector=_find_projector(found.path)))
     if found.entry is not None and found.hub is None:
         entry = found.entry  # a second name of a model in the library; its files stay the first one's
-        return _register(LibraryEntry(name or entry.name, entry.path, entry.source, projector=entry.projector))
+        return register(LibraryEntry(name or entry.name, entry.path, entry.source, projector=entry.projector))
     if found.hub is None:
         raise NotFound(f"there is no model {found.text!r}", code="unknown_model", param="source")
     fetched = found.entry if name in (None, found.entry.name if found.entry else None) else None
@@ -147,7 +147,7 @@ def default_budget() -> MemoryBudget:
     return MemoryBudget(int(0.7 * psutil.virtual_memory().total))
 
 
-def _register(entry: LibraryEntry) -> LibraryEntry:
+def register(entry: LibraryEntry) -> LibraryEntry:
     _check_name(entry.name)
     if not Path(entry.path).is_dir():
         gguf.read_summary(Path(entry.path))  # fails for an unreadable file
@@ -188,7 +188,7 @@ def _fetch(
         else:
             entry = _fetch_folder(client, listing, reference, wanted, progress, budgets[1])
     taken = fetched.name if fetched else _free_name(_short_name(reference, entry), entry)
-    return _register(replace(entry, name=name or taken))
+    return register(replace(entry, name=name or taken))
 
 
 def _short_name(reference: HubReference, entry: LibraryEntry) -> str:

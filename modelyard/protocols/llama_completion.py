@@ -60,8 +60,9 @@ class LlamaCompletionBody(ExtensionFields):
     response_fields: limits.Words | None = None
     logit_bias: limits.LogitBias | limits.LogitBiasPairs | None = None  # type: ignore[assignment]
     lora: limits.AdapterScales | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
     # What no engine here does, or does in its own way: named in the warnings if it is set.
-    ignore_eos: bool | None = None
     dynatemp_range: float | None = None
     top_n_sigma: float | None = None
     t_max_predict_ms: int | None = None
@@ -71,7 +72,6 @@ class LlamaCompletionBody(ExtensionFields):
 _decoder = msgspec.json.Decoder(LlamaCompletionBody)
 # Values that change nothing; llama-server's clients send all their settings.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "ignore_eos": (False,),
     "dynatemp_range": (0,),
     "top_n_sigma": (-1, 0),
     "t_max_predict_ms": (-1, 0),
@@ -102,6 +102,8 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         logprobs=parsed.n_probs or (0 if parsed.return_tokens else None),
         constraint=read_constraint(parsed),
         stream=parsed.stream is True,
+        progress=parsed.return_progress is True and parsed.stream is True,
+        timings="all" if parsed.timings_per_token else "last",
         lora_adapter=parsed.lora_adapter,
         priority=read_priority(parsed),
         session=read_session(headers, None),
@@ -181,7 +183,7 @@ def generation_settings(sampling: Sampling) -> dict[str, Any]:
     used = {name: value if (value := getattr(sampling, name)) is not None else _DEFAULTS[name] for name in _DEFAULTS}
     penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
     bias = [{"token": token, "bias": value} for token, value in (sampling.logit_bias or {}).items()]
-    return used | {"repeat_penalty": penalty, "logit_bias": bias}
+    return used | {"repeat_penalty": penalty, "logit_bias": bias, "ignore_eos": sampling.ignore_eos is True}
 
 
 def _write_tokens(tokens: Iterable[TokenLogprob], request: Request) -> dict[str, Any]:

@@ -25,9 +25,12 @@ from modelyard.core.events import (
     Event,
     Failed,
     Finished,
+    Measured,
+    PromptRead,
     Reply,
     Started,
     StopReason,
+    Timings,
     TokenLogprob,
     Usage,
 )
@@ -35,7 +38,6 @@ from modelyard.core.protocol import WireError
 from modelyard.core.request import Infill, Request, Text, ToolCall
 from modelyard.protocols.common.extensions import (
     MAX_TEMPERATURE,
-    ExtensionFields,
     check_positive,
     present,
     read_constraint,
@@ -44,6 +46,7 @@ from modelyard.protocols.common.extensions import (
     write_extensions,
 )
 from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.llama_reply import write_progress, write_timings
 from modelyard.protocols.common.openai_errors import error_body, read_error_field, read_http_error, write_http_error
 from modelyard.protocols.common.openai_fields import (
     DONE,
@@ -53,14 +56,20 @@ from modelyard.protocols.common.openai_fields import (
     MIN_LOGPROB,
     OpenAIUsage,
     PromptField,
+    PromptLogprobs,
     Prompts,
+    ServerFields,
     StreamOptions,
     check_range,
+    read_prompt_logprobs,
     read_prompts,
     read_session,
     read_stop,
+    read_timings,
+    read_upstream_prompt,
     read_usage,
     require_model,
+    write_prompt_logprobs,
     write_usage,
 )
 from modelyard.protocols.common.sse import SseParser, comment, frame
@@ -75,7 +84,7 @@ _MAX_CHOICES = 2048  # each one is a stream of its own inside the server
 # --- the request ----------------------------------------------------------------------------------------------------
 
 
-class CompletionBody(ExtensionFields):
+class CompletionBody(ServerFields):
     model: limits.Name | None = None
     prompt: PromptField | None = None
     suffix: limits.Text | None = None
@@ -98,6 +107,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     parsed = decode(_decoder, body)
     warnings: list[str] = []
     prompts = read_prompts(parsed.prompt, "prompt")
+    is_stream, echoes = parsed.stream is True, parsed.echo is True and not parsed.suffix
     check_range("logprobs", parsed.logprobs, 0, _MAX_LOGPROBS)
     if not (parsed.max_tokens == 0 and parsed.echo):  # nothing but the prompt: for its log probabilities
         check_positive("max_tokens", parsed.max_tokens)
@@ -110,18 +120,27 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         stop=read_stop(parsed.stop, warnings),
         n=n,
         logprobs=parsed.logprobs,
-        prompt_logprobs=parsed.logprobs if parsed.echo and not parsed.suffix else None,
+        prompt_logprobs=_read_prompt_logprobs(parsed, echoes, is_stream),
         constraint=read_constraint(parsed),
-        stream=parsed.stream is True,
+        stream=is_stream,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
+        progress=parsed.return_progress is True and is_stream,
+        timings=read_timings(parsed),
         lora_adapter=parsed.lora_adapter,
         priority=read_priority(parsed),
         session=read_session(headers, parsed.prompt_cache_key),
         user=parsed.user,
         echo=parsed.echo is True,
         infill=_read_infill(parsed.suffix, prompts),
+        repeated=None if parsed.prompt_logprobs is None else {"prompt_logprobs": parsed.prompt_logprobs},
         warnings=tuple(warnings),
     )
+
+
+def _read_prompt_logprobs(body: CompletionBody, echoes: bool, is_stream: bool) -> int | None:
+    """For `echo`, for the reply's own field `prompt_logprobs`, or for both: then as many as the larger one."""
+    asked = [read_prompt_logprobs(body, is_stream), body.logprobs if echoes else None]
+    return max((count for count in asked if count is not None), default=None)
 
 
 def _read_infill(suffix: str | None, prompts: Prompts) -> Infill | None:
@@ -152,13 +171,13 @@ def _read_n(body: CompletionBody, prompts: int, warnings: list[str]) -> int:
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
     usages = [reply.finished.usage for reply in replies]
-    return encode(
-        _completion_fields(replies[0].started)
-        | {
-            "choices": [_write_choice(i, reply, request) for i, reply in enumerate(replies)],
-            "usage": write_usage(usages[:: request.n], usages),
-        }
-    )
+    fields = _completion_fields(replies[0].started) | {
+        "choices": [_write_choice(i, reply, request) for i, reply in enumerate(replies)],
+        "usage": write_usage(usages[:: request.n], usages),
+    }
+    if request.timings is not None:
+        fields["timings"] = write_timings(usages[0], replies[0].finished.timings)
+    return encode(fields)
 
 
 def _completion_fields(started: Started) -> dict[str, Any]:
@@ -175,15 +194,24 @@ def _write_choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
     echo, logprobs = reply.started.prompt, None
     parts = [block.part for block in reply.blocks]
     if request.logprobs is not None:
-        prompt = reply.started.prompt_logprobs
+        prompt = _echoed(reply.started, request)
         tokens = [*prompt, *(token for block in reply.blocks for token in block.logprobs)]
         logprobs = _write_logprobs(tokens, 0 if prompt else len(echo), request.logprobs)
-    return {
+    choice = {
         "index": index,
         "text": echo + "".join(part.arguments if isinstance(part, ToolCall) else part.text for part in parts),
         "logprobs": logprobs,
         "finish_reason": _finish_reason(reply.finished),
     }
+    if (top := (request.repeated or {}).get("prompt_logprobs")) is not None:
+        choice["prompt_logprobs"] = write_prompt_logprobs(reply.started.prompt_logprobs, top)
+    return choice
+
+
+def _echoed(started: Started, request: Request) -> tuple[TokenLogprob, ...]:
+    """A token that the model requires before the client's text has no text itself, and is not repeated."""
+    tokens = started.prompt_logprobs if request.echo else ()
+    return tokens[1:] if tokens and isnan(tokens[0].logprob) and not tokens[0].token else tokens
 
 
 def _finish_reason(finished: Finished) -> str:
@@ -201,7 +229,7 @@ def _write_logprobs(tokens: Iterable[TokenLogprob], offset: int, top: int) -> di
         out["text_offset"].append(offset)
         offset += len(token.token)
         if top:
-            top_tokens = {t.token: max(t.logprob, MIN_LOGPROB) for t in token.top or (token,)}
+            top_tokens = {t.token: max(t.logprob, MIN_LOGPROB) for t in token.top[:top] or (token,)}
             out["top_logprobs"].append(top_tokens if is_known else None)
     return out
 
@@ -236,6 +264,7 @@ class CompletionStreamWriter:
         self._choices: dict[int, _Choice] = {}
         self._chunk_end = b'}],"usage":null}\n\n' if request.include_usage else b"}]}\n\n"
         self._text_end = b',"logprobs":null,"finish_reason":null' + self._chunk_end
+        self._timings: dict[str, Any] | None = None
         self._failed = False
 
     def write(self, event: Event, choice: int = 0) -> bytes:
@@ -247,6 +276,12 @@ class CompletionStreamWriter:
             return self._start(event, choice)
         if isinstance(event, Finished):
             return self._finish(event, self._choices[choice])
+        if isinstance(event, PromptRead):
+            progress = b',"prompt_progress":' + encode(write_progress(event)) + b"}\n\n"
+            return (self._choices[choice].start + b'""' + self._text_end).removesuffix(b"}\n\n") + progress
+        if isinstance(event, Measured):
+            self._set_timings(event.usage, event.timings)
+            return b""
         return self._fail(event.error) if isinstance(event, Failed) else b""
 
     def keepalive(self) -> bytes:
@@ -262,15 +297,24 @@ class CompletionStreamWriter:
             return self._fail(Incomplete("the answer ended before it was complete", id=self._trace))
         if not self._request.include_usage:
             return DONE
-        usage = write_usage(finished[:: self._request.n], finished)
-        return frame(encode(self._fields | {"choices": [], "usage": usage})) + DONE
+        fields = self._fields | {"choices": [], "usage": write_usage(finished[:: self._request.n], finished)}
+        if self._timings is not None:
+            fields["timings"] = self._timings
+        return frame(encode(fields)) + DONE
+
+    def _set_timings(self, usage: Usage, timings: Timings) -> None:
+        """The chunks from here on have these times."""
+        self._timings = write_timings(usage, timings)
+        usage_field = b'}],"usage":null' if self._request.include_usage else b"}]"
+        self._chunk_end = usage_field + b',"timings":' + encode(self._timings) + b"}\n\n"
+        self._text_end = b',"logprobs":null,"finish_reason":null' + self._chunk_end
 
     def _start(self, event: Started, choice: int) -> bytes:
         """The first choice to start gives the id, time and model of every chunk."""
         if not self._fields:
             self._fields = _completion_fields(event)
         start = b"data: " + encode(self._fields)[:-1] + b',"choices":[{"index":%d,"text":' % choice
-        echo, prompt = event.prompt, event.prompt_logprobs
+        echo, prompt = event.prompt, _echoed(event, self._request)
         self._choices[choice] = _Choice(start, len(echo))
         if not prompt or self._request.logprobs is None:
             return start + encode(echo) + self._text_end if echo else b""
@@ -287,6 +331,8 @@ class CompletionStreamWriter:
 
     def _finish(self, event: Finished, state: _Choice) -> bytes:
         state.usage = event.usage
+        if self._request.timings is not None:
+            self._set_timings(event.usage, event.timings)
         reason = _finish_reason(event).encode()
         return state.start + b'"","logprobs":null,"finish_reason":"%s"' % reason + self._chunk_end
 
@@ -319,6 +365,7 @@ def write_request(request: Request) -> bytes:
         stop=request.stop or None,
         logprobs=request.logprobs,
         echo=True if request.echo and request.prompt_logprobs is not None else None,
+        prompt_logprobs=None if request.echo else request.prompt_logprobs,
         stream=request.stream or None,
         stream_options={"include_usage": True} if request.include_usage else None,
         prompt_cache_key=request.session,
@@ -344,6 +391,7 @@ class UpstreamText(Struct):
     logprobs: UpstreamTokenLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: Any = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class UpstreamTextChunk(Struct):
@@ -374,7 +422,10 @@ def read_reply(body: bytes) -> Reply:
         raise Incomplete("the upstream's reply has no choice")
     reason, stop = _read_finish(choice)
     block = Block(Text(choice.text or ""), _read_logprobs(choice.logprobs))
-    return Reply(_read_started(parsed), (block,), Finished(reason, read_usage(parsed.usage), stop))
+    started = msgspec.structs.replace(
+        _read_started(parsed), prompt_logprobs=read_upstream_prompt(choice.prompt_logprobs)
+    )
+    return Reply(started, (block,), Finished(reason, read_usage(parsed.usage), stop))
 
 
 def _read_started(chunk: UpstreamTextChunk) -> Started:

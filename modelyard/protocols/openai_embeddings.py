@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from modelyard.protocols.common.openai_fields import (
     read_prompts,
     require_model,
 )
+from modelyard.protocols.common.vectors import shortened
 
 NAME = "openai_embeddings"
 PATHS: tuple[str, ...] = ("/v1/embeddings", "/embeddings")
@@ -104,22 +104,10 @@ def write_reply(vectors: Sequence[Sequence[float]], prompt_tokens: int, request:
 
 def _write_vector(vector: Sequence[float], request: EmbeddingRequest) -> Sequence[float] | str:
     if request.dimensions is not None:
-        vector = _truncate(vector, request.dimensions)
+        vector = shortened(vector, request.dimensions)
     if request.encoding_format == "float":
         return vector
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-
-
-def _truncate(vector: Sequence[float], dimensions: int) -> Sequence[float]:
-    """The first dimensions, normalized to length 1, as Matryoshka models require."""
-    if dimensions > len(vector):
-        raise InvalidRequest(
-            f"dimensions is {dimensions}, but this model's embeddings have {len(vector)}: send that number or less",
-            param="dimensions",
-        )
-    head = vector[:dimensions]
-    length = math.sqrt(sum(x * x for x in head))
-    return [x / length for x in head] if length else head
 
 
 def write_error(

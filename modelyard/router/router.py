@@ -6,7 +6,7 @@ The first match wins:
     2. the id of a model, in its default cache
     3. an alias of a model, in its default cache
     4. the name of a cache
-    5. an id or alias, ignoring case
+    5. an id or alias, ignoring case and the tag `:latest`, which Ollama's clients append
     6. the default model
     7. NotFound, with the names that exist
 
@@ -31,6 +31,7 @@ _MAX_RESOLVED = 1024
 _MAX_NAME = 256
 _MAX_LISTED = 20
 DEFAULT_WINDOW = 4096
+LATEST = ":latest"
 DEFAULT_TYPE = "f16"
 DEFAULT_SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
@@ -66,6 +67,8 @@ class ModelEntry(Struct, frozen=True, kw_only=True):
     description: str = ""
     enable_thinking: bool | None = None
     show_thinking: bool = True
+    system_prompt: str | None = None
+    lora_adapter: str | None = None
     tool_stream: bool = True
     constrain_calls: bool = False
     spm_infill: bool = False
@@ -101,8 +104,9 @@ class Catalog(Struct, frozen=True):
         if model is None and (cache := self.caches.get(name)) is not None:
             return cache
         if model is None:
-            name = self.folded.get(name.lower(), "")
-            model = self.models.get(name) or self.models.get(self.aliases.get(name, ""))
+            folded = name.lower()
+            known = self.folded.get(folded) or self.folded.get(folded.removesuffix(LATEST), "")
+            model = self.models.get(known) or self.models.get(self.aliases.get(known, ""))
         return model.caches[model.default_cache] if model else None
 
     def names(self) -> tuple[str, ...]:
@@ -134,6 +138,8 @@ def _model_entry(
         description=model.description,
         enable_thinking=model.enable_thinking,
         show_thinking=model.show_thinking,
+        system_prompt=model.system_prompt,
+        lora_adapter=model.lora_adapter,
         tool_stream=model.tool_stream,
         constrain_calls=model.constrain_calls,
         spm_infill=model.spm_infill,

@@ -88,6 +88,12 @@ class DecodingSettings(BaseModel):
     )
     seed: int | None = Field(default=None, description="Seed of the random generator, for reproducible sampling.")
     logit_bias: dict[int, float] | None = Field(default=None, description="Added to the logits of tokens, by token id.")
+    min_tokens: int | None = Field(
+        default=None, ge=0, description="Tokens of an answer before one that ends it is possible."
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="No token ends an answer: only a limit or a stop string does, for measurements."
+    )
     max_tokens: int | None = Field(
         default=None, ge=1, description="Output limit if the client sets none; unset means the rest of the window."
     )
@@ -219,6 +225,12 @@ class ModelSettings(BaseModel):
         default=False,
         description="Fill-in-the-middle prompts begin with the text after the gap (suffix, prefix, middle), as some "
         "models were trained; false begins with the text before it.",
+    )
+    system_prompt: str | None = Field(
+        default=None, description="System prompt of conversations that begin with none of their own."
+    )
+    lora_adapter: str | None = Field(
+        default=None, description="LoRA adapter of requests that name none, by its name under lora."
     )
     enable_thinking: bool | None = Field(
         default=None, description="Thinking switch of the template if the client sets none."

@@ -73,10 +73,14 @@ class Scanner:
         self._enter(format.start_region)
         if prefill:
             self._read_prefill(prefill)
-        self._visible.set_stop_strings(stop)
-        self._first_chars = any_char(table.first_chars(stop))
+        self.set_stop_strings(stop)
         self._calls.parallel = parallel
         self._passes_text = False  # text without `_first_chars` goes straight to the open block
+
+    def set_stop_strings(self, stop: Sequence[str]) -> None:
+        """For the text from here on."""
+        self._visible.set_stop_strings(stop)
+        self._first_chars = any_char(self._table.first_chars(stop))
 
     @property
     def stop_string(self) -> str | None:

@@ -7,6 +7,7 @@ than everything else; the queue length and the free slots of each replica are ke
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -230,7 +231,9 @@ class PooledModel:
         self.estimate: MemoryEstimate | None = None
         self.measured: int | None = None
         self.load_s: float | None = None
+        self.keep_alive: float | None = None  # of the last request; None: the settings' idle time applies
         self.ttl_timer: TimerHandle | None = None
+        self.ttl_timer_s = 0.0
         self.published: object = None  # contents of the last ModelStateChange
         self._affinity = ReplicaAffinity()
 
@@ -372,6 +375,13 @@ class PooledModel:
         return bytes_on_node(node, self.need, self.need_by_node)
 
     @property
+    def idle_ttl_s(self) -> float | None:
+        """Seconds without a request after which it is unloaded; None: never."""
+        if self.keep_alive is None:
+            return self.spec.idle_ttl_s
+        return None if self.keep_alive == math.inf else self.keep_alive
+
+    @property
     def view(self) -> ModelView:
         return ModelView(
             name=self.key,
@@ -381,7 +391,7 @@ class PooledModel:
             replicas=tuple(replica.view for replica in self.replicas),
             waiting=self.waiting,
             load_s=self.load_s or 1.0,
-            idle_ttl_s=self.spec.idle_ttl_s,
+            idle_ttl_s=self.idle_ttl_s,
             need_by_node=self.need_by_node,
         )
 
@@ -403,7 +413,7 @@ class PooledModel:
             replica_max=self.spec.replica_max,
             target_inflight=self.spec.target_inflight,
             autoload=self.spec.autoload,
-            idle_ttl_s=self.spec.idle_ttl_s,
+            idle_ttl_s=self.idle_ttl_s,
             loads_on_request=status.loads_on_request,
             capabilities=status.capabilities,
             caches=self.active_spec.caches,

@@ -256,9 +256,11 @@ class ReplicaManager:
             self.stop(model, replica)
         elif self.is_short_of_memory:
             self.reconcile_soon()
-        elif model.spec.idle_ttl_s is not None and model.ttl_timer is None:
+        elif (ttl := model.idle_ttl_s) is not None and (model.ttl_timer is None or ttl < model.ttl_timer_s):
             # Not a plan per request: one when the TTL may be over, and that plan knows when to look again.
-            model.ttl_timer = self._clock.call_later(model.spec.idle_ttl_s, partial(self._on_ttl, model))
+            if model.ttl_timer is not None:
+                model.ttl_timer.cancel()
+            model.ttl_timer, model.ttl_timer_s = self._clock.call_later(ttl, partial(self._on_ttl, model)), ttl
 
     def _on_ttl(self, model: PooledModel) -> None:
         model.ttl_timer = None

@@ -134,7 +134,7 @@ class Scheduler:
         model, replica, now = lease.model, lease.replica, self._now()
         self._forget((lease,))
         model.running -= lease.weight
-        model.last_used = now
+        model.last_used, model.keep_alive = now, lease.request.keep_alive
         lease.queue.record_service(now - lease.since - lease.waited)
         if replica is not None:
             replica.release(lease.request.cache, lease.weight, lease.engine, now)

@@ -44,6 +44,10 @@ class AdminService:
         self._following: asyncio.Task[None] | None = None
         self._fetching: dict[str, asyncio.Task[None]] = {}
 
+    @property
+    def config(self) -> Config:
+        return self._config
+
     def details(self, model: str) -> ModelDetails:
         settings = self._config.models[model]
         return ModelDetails(

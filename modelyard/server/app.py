@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct
 from starlette.types import ASGIApp
 
+from modelyard.chat_store import ChatStore, default_path
 from modelyard.config.secrets import config_paths, config_secrets
 from modelyard.config.settings import Config
 from modelyard.core.engine import Node
@@ -34,6 +35,7 @@ from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import AdminService, ConfigLoader, define_models
 from modelyard.server.engine_factory import model_specs
 from modelyard.server.memory_estimate import available_memory
+from modelyard.server.model_library import ModelLibrary
 from modelyard.store import open_store
 from modelyard.telemetry.history import History
 from modelyard.telemetry.masking import add_paths, add_secrets
@@ -173,6 +175,7 @@ def _build_http(
         await service.close()
         await gateway.close()
         await store.close()
+        await chats.close()
         await workbench.close()
         await peers.close()
         if peer is not None:
@@ -184,12 +187,14 @@ def _build_http(
     memory_captures = MemoryCaptureSink(settings.history_bytes, enabled=settings.history_texts)
     captures = memory_captures if disk_captures is None else CombinedCaptureSink(disk_captures, memory_captures)
     peers = PeerGateways(process_socket_path())
-    admin = AdminContext(scheduler, gateway, memory_captures, service, cache_dir() / "tune", time.time, peers)
+    chats = ChatStore(config.store.chats or default_path())
+    admin = AdminContext(scheduler, gateway, memory_captures, service, cache_dir() / "tune", time.time, chats, peers)
     workbench = WorkbenchApp(
         host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
     )
     context = front.HttpContext(
-        gateway, config.http, keys, scrape, captures, admin, workbench if config.http.workbench else None
+        gateway, config.http, keys, scrape, captures, admin, workbench if config.http.workbench else None,
+        ModelLibrary(service),
     )
     built = front.build_app(context, lifespan)
     return built

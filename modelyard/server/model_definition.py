@@ -132,6 +132,8 @@ def _model(
         max_tokens=entry.max_tokens,
         stop=entry.stop,
         show_thinking=entry.show_thinking,
+        system_prompt=entry.system_prompt,
+        lora_adapter=entry.lora_adapter,
         tool_stream=entry.tool_stream,
         constrain_calls=entry.constrain_calls,
         modalities=entry.modalities,

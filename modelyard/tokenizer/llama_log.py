@@ -38,12 +38,12 @@ def _on_log(level: int, text: bytes | None, _: Any) -> None:
         _errors.lines.append(line)
 
 
-_callback: Any = lib.llama_log_callback(_on_log)  # C keeps its address
+callback: Any = lib.llama_log_callback(_on_log)  # C keeps its address
 
 
 def clear() -> None:
     """Forget this thread's errors. The callback is set each time: whoever shares the process may have set another."""
-    lib.llama_log_set(_callback, None)
+    lib.llama_log_set(callback, None)
     _errors.lines.clear()
 
 

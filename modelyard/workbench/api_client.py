@@ -10,8 +10,10 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from modelyard.core.chat import Chat, ChatSummary
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.core.protocol import WireProtocol
+from modelyard.core.request import Request
 from modelyard.protocols import openai_chat
 
 Json = dict[str, Any]
@@ -110,6 +112,29 @@ class ApiClient:
                     yield data
             finally:
                 await reply.aclose()
+
+    async def count_tokens(self, request: Request) -> tuple[int, int | None]:
+        """The tokens of a request, and the window that they go into, if it is known."""
+        body = msgspec.json.decode(openai_chat.write_request(request))
+        counted = await self._send("POST", "/v1/chat/completions/input_tokens", body)
+        route = await self.route(request.model, openai_chat.PATHS[0])
+        return int(counted["input_tokens"]), route["window"]
+
+    # --- chats --------------------------------------------------------------------------------------------------------
+
+    async def chats(self, search: str = "") -> list[ChatSummary]:
+        rows = (await self._admin("GET", "chats", query={"search": search}))["data"]
+        return msgspec.convert(rows, list[ChatSummary])
+
+    async def chat(self, id: str) -> Chat:
+        return msgspec.convert(await self._admin("GET", f"chats/{quote(id, safe='')}"), Chat)
+
+    async def store_chat(self, chat: Chat) -> int:
+        """Returns the revision of the stored version."""
+        return int((await self._admin("PUT", f"chats/{quote(chat.id, safe='')}", chat))["revision"])
+
+    async def delete_chat(self, id: str) -> None:
+        await self._admin("DELETE", f"chats/{quote(id, safe='')}")
 
     # --- HTTP ---------------------------------------------------------------------------------------------------------
 

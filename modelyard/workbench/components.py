@@ -1,18 +1,24 @@
-"""The theme and the components that several pages use. All text is shown as text, never as HTML.
+"""The theme and the components that several pages use. All text is shown as text, never as HTML, except Markdown, which
+is sanitized.
 
 Colours that Python code needs are here; everything else about the appearance is in theme.css.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nicegui import ui
 from nicegui.elements.label import Label
 
+from modelyard.workbench.markdown import split_blocks, to_html
+
 CSS = Path(__file__).with_name("theme.css")
+SCRIPT = Path(__file__).with_name("page.js")
 BRAND_COLOURS = {
     "primary": "#3f6df6",
     "secondary": "#0f766e",
@@ -40,6 +46,7 @@ _STATE_COLOURS = {
 _BUSY_STATES = ("loading", "draining", "running", "waiting")
 _CHUNK_CHARACTERS = 1500  # per element: appending to a long text must not send all of it again
 _MAX_CHARACTERS = 400_000
+_RENDER_PAUSE = 10  # times what the last rendering of Markdown took: the loop has other work
 
 
 def page_heading(title: str, subtitle: str = "") -> None:
@@ -116,13 +123,12 @@ class StreamingText:
     def append(self, text: str) -> None:
         self._buffer += text
 
-    def flush(self) -> bool:
-        """Whether there was anything to show."""
+    def flush(self, *, at_end: bool = False) -> None:
         if not self._buffer or self._box.is_deleted:
-            return False
+            return
         text, self._buffer = self._buffer, ""
         if self._length > _MAX_CHARACTERS:
-            return False
+            return
         self._length += len(text)
         if self._length > _MAX_CHARACTERS:
             text += "\n[the rest is too long to show]"
@@ -132,11 +138,63 @@ class StreamingText:
                 self._tail.style("display: inline")
         self._tail_text += text
         self._tail.set_text(self._tail_text)
-        return True
 
     def clear(self) -> None:
         self._box.clear()
         self._tail, self._tail_text, self._buffer, self._length = None, "", "", 0
+
+
+class MarkdownText:
+    """Markdown that grows. Each block is an element of its own: only the last one is rendered and sent again."""
+
+    def __init__(self) -> None:
+        self._box = ui.element("div").classes("md")
+        self._last: ui.html | None = None
+        self._open = ""  # the text of the last block, which may go on
+        self._buffer, self._length = "", 0
+        self._next_flush = 0.0
+
+    def append(self, text: str) -> None:
+        self._buffer += text
+
+    def flush(self, *, at_end: bool = False) -> None:
+        """Show what was appended. A text that is slow to render is shown less often before its end."""
+        started = time.perf_counter()
+        if not self._buffer or self._box.is_deleted or (started < self._next_flush and not at_end):
+            return
+        text, self._buffer = self._buffer, ""
+        if self._length > _MAX_CHARACTERS:
+            return
+        self._length += len(text)
+        if self._length > _MAX_CHARACTERS:
+            text += "\n\n[the rest is too long to show]"
+        first, *others = split_blocks(self._open + text)
+        self._render(first)
+        for block in others:
+            self._last = None
+            self._render(block)
+        elapsed = time.perf_counter() - started
+        self._next_flush = started + elapsed * _RENDER_PAUSE
+
+    def _render(self, block: str) -> None:
+        self._open = block
+        if self._last is None:
+            with self._box:
+                self._last = ui.html("", sanitize=False)  # to_html has sanitized it
+        self._last.set_content(to_html(block))
+
+
+def copy_button(text: Callable[[], str], label: str) -> ui.button:
+    """Copies what `text` returns at the moment of the click."""
+
+    def copy() -> None:
+        value = json.dumps(text()).replace("<", "\\u003c")
+        ui.run_javascript(f"modelyard.copy({value})")
+        ui.notify("Copied", timeout=1200)
+
+    button = ui.button(icon="content_copy", on_click=copy)
+    button.props(f'flat round dense size=sm color=grey aria-label="{label}"').tooltip(label)
+    return button
 
 
 class CodePane:
@@ -147,13 +205,7 @@ class CodePane:
         with ui.element("div").classes("w-full").style("position: relative"):
             with ui.element("div").classes("code-block mono"):
                 self._label = ui.label(text).classes("text")
-            button = ui.button(icon="content_copy", on_click=self._copy)
-            button.props('flat round dense size=sm color=grey aria-label="Copy"')
-            button.style("position: absolute; top: 6px; right: 6px")
-
-    def _copy(self) -> None:
-        ui.clipboard.write(self._text)
-        ui.notify("Copied", timeout=1200)
+            copy_button(lambda: self._text, "Copy").style("position: absolute; top: 6px; right: 6px")
 
     def set(self, text: str) -> None:
         self._text = text

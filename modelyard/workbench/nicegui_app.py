@@ -15,14 +15,15 @@ from nicegui import Client, app, core, ui
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from modelyard.core.errors import Overloaded
-from modelyard.workbench.components import BRAND_COLOURS, CSS, show_notice
-from modelyard.workbench.pages import caches, memory, models, playground, plots, requests, routes
+from modelyard.workbench.components import BRAND_COLOURS, CSS, SCRIPT, show_notice
+from modelyard.workbench.markdown import code_css
+from modelyard.workbench.pages import caches, chat, memory, models, plots, requests, routes
 from modelyard.workbench.peer_proxy import ServerAddress
 from modelyard.workbench.session import PageSession
 
 NAVIGATION = (  # path, title, icon
     ("/", "Models", "view_in_ar"),
-    ("/playground", "Playground", "forum"),
+    ("/chat", "Chat", "forum"),
     ("/requests", "Requests", "list_alt"),
     ("/memory", "Memory", "memory"),
     ("/caches", "Caches", "layers"),
@@ -98,6 +99,8 @@ def _layout(address: ServerAddress) -> None:
     ui.context.client.on_delete(session.close)
     ui.colors(**BRAND_COLOURS)
     ui.add_css(CSS)
+    ui.add_css(code_css())
+    ui.add_body_html(f"<script>{SCRIPT.read_text()}</script>")
     theme = _header(session, _navigation())
     _connection_banner(session)
     content = ui.column().classes("w-full gap-0 items-stretch")
@@ -117,7 +120,9 @@ def _layout(address: ServerAddress) -> None:
 def _pages(session: PageSession) -> dict[str, Callable[..., None]]:
     return {
         "/": lambda: models.page(session),
-        "/playground": lambda model="": playground.page(session, model),
+        "/chat": lambda model="": chat.page(session, model),
+        "/chat/{id}": lambda id: chat.page(session, id=id),
+        "/playground": lambda model="": chat.page(session, model),  # its former name
         "/requests": lambda: requests.page(session),
         "/requests/{id}": lambda id: requests.detail_page(session, id),
         "/memory": lambda: memory.page(session),

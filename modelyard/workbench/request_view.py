@@ -13,7 +13,7 @@ from modelyard.core.protocol import WireProtocol
 from modelyard.http.errors import load_protocol
 from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import Json
-from modelyard.workbench.conversation import PROTOCOLS
+from modelyard.workbench.chat_request import PROTOCOLS
 
 _ENDPOINT_NAMES = {
     "/v1/chat/completions": "Chat",

@@ -1,16 +1,17 @@
-"""State of one open browser page: the API client, the key, the playground's conversation, and the connection state."""
+"""State of one open browser page: the API client, the key, the chat, and the connection state."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nicegui import ui
 
+from modelyard.core.chat import Chat
 from modelyard.core.errors import Forbidden, ModelyardError, Unauthenticated
 from modelyard.workbench.api_client import ApiClient, ServerUnreachable
-from modelyard.workbench.conversation import PlaygroundConversation
 from modelyard.workbench.peer_proxy import ServerAddress
 
 _KEY_ITEM = "modelyard-key"  # in sessionStorage: it is deleted with the tab and never sent automatically
@@ -22,7 +23,9 @@ class PageSession:
 
     def __init__(self, address: ServerAddress) -> None:
         self.client = ApiClient(address.url, verify=address.verify, socket=address.socket)
-        self.conversation = PlaygroundConversation()
+        self.chat = Chat()
+        self.saving: list[asyncio.Task[None]] = []
+        self._store_lock = asyncio.Lock()
         self.hidden = self.locked = False
         self.on_connection: Callable[[str], None] = lambda _: None
         self.on_locked: Callable[[str], None] = lambda _: None
@@ -90,5 +93,13 @@ class PageSession:
         ui.run_javascript(f"sessionStorage.setItem('{_KEY_ITEM}', {value})")
         return ""
 
+    # --- the chat -----------------------------------------------------------------------------------------------------
+
+    async def store(self, chat: Chat) -> None:
+        """One version after the other: each is based on the one before."""
+        async with self._store_lock:
+            chat.revision = await self.client.store_chat(chat)
+
     async def close(self) -> None:
+        await asyncio.gather(*self.saving, return_exceptions=True)
         await self.client.close()

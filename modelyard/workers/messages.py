@@ -491,6 +491,7 @@ class WireLeaseRequest(LinkMessage, frozen=True):
     trace: str = ""
     prompt: bytes = b""
     is_retry: bool = False
+    keep_alive: float | None = None
 
 
 class JoinGateway(ToScheduler, frozen=True, tag="join"):

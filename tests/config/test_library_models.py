@@ -20,7 +20,7 @@ from modelyard.config.library_models import (
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
 from modelyard.core.errors import NotFound
-from modelyard.engines.llama_cpp.estimate import ModelShape
+from modelyard.engines.llama_cpp.model_shape import ModelShape
 from modelyard.library import model_files, models
 from modelyard.library.model_files import LibraryEntry
 from modelyard.library.variants import MemoryBudget

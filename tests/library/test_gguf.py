@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp.estimate import read_model_shape
+from modelyard.engines.llama_cpp.model_shape import read_model_shape
 from modelyard.engines.llama_cpp.selftest import write_tiny_model
 from modelyard.library.gguf import (
     GgufSummary,

@@ -10,7 +10,7 @@ from modelyard.core.engine import Capabilities, Prompt
 from modelyard.core.request import Sampling
 from modelyard.engines import cores
 
-_SUPPORTED = ("temperature", "top_p", "top_k", "repetition_penalty", "beam_size")
+_SUPPORTED = ("temperature", "top_p", "top_k", "repetition_penalty", "beam_size", "min_tokens", "ignore_eos")
 IGNORED = tuple(name for name in Sampling.__struct_fields__ if name not in _SUPPORTED)
 CAPABILITIES = Capabilities(logprobs=True, ignored=IGNORED)
 
@@ -94,12 +94,13 @@ def is_beam_search(sampling: Sampling) -> bool:
 def generate_arguments(prompt: Prompt, max_output: int, options: Ct2Options) -> dict[str, Any]:
     """Arguments apply to a whole batch: jobs share one only if theirs are equal. Stop tokens are among them only for
     beam search and with a minimum length; otherwise the callback ends each job by its own stop tokens."""
+    min_length = max(min(options.min_length, max_output), prompt.sampling.min_output(max_output))
     arguments: dict[str, Any] = {
         "repetition_penalty": prompt.sampling.repetition_penalty or 1.0,
         "no_repeat_ngram_size": options.no_repeat_ngram_size,
-        "min_length": min(options.min_length, max_output),
+        "min_length": min_length,
     }
-    if options.min_length:  # CTranslate2 must know the tokens that it may not generate before the minimum length
+    if min_length:  # CTranslate2 must know the tokens that it may not generate before the minimum length
         arguments["end_token"] = tuple(prompt.stop_ids)
     if is_beam_search(prompt.sampling):
         return arguments | {

@@ -184,6 +184,7 @@ def job_arguments(
 ) -> Arguments:
     arguments: Arguments = {
         "max_new_tokens": max_output,
+        "min_new_tokens": prompt.sampling.min_output(max_output),
         "stop_conditions": list(dict.fromkeys((*prompt.stop_ids, *more_stop_ids))),
         "seed": prompt.sampling.seed,
         "max_rq_tokens": options.exllama_max_rq_tokens,

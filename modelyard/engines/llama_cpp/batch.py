@@ -20,7 +20,6 @@ from msgspec import Struct
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.numpy_sampler import BatchSampler
-from modelyard.engines.llama_cpp.sequences import SequenceSlot
 
 IntArray = npt.NDArray[np.int32]
 
@@ -29,8 +28,9 @@ IntArray = npt.NDArray[np.int32]
 
 
 class SequenceWork(Struct, frozen=True):
-    """A sequence with `pending` tokens to read (1 while it generates). `arrival` orders the prompts. `drafted` tokens
-    may be read after a stream's own; a prompt reads at most `limit` tokens before its next checkpoint."""
+    """A sequence with `pending` tokens to read (1 while it generates). `arrival` orders the prompts of a cache.
+    `drafted` tokens may be read after a stream's own; a prompt reads at most `limit` tokens before its next
+    checkpoint."""
 
     sequence: int
     pending: int
@@ -38,6 +38,7 @@ class SequenceWork(Struct, frozen=True):
     arrival: int
     drafted: int = 0
     limit: int = 1 << 30
+    cache: str = ""
 
 
 class BatchSlice(Struct, frozen=True):
@@ -74,12 +75,20 @@ def plan_batch(work: Sequence[SequenceWork], budget: int) -> list[BatchSlice]:
 
 
 def _plan_prompts(work: list[SequenceWork], rows: int) -> list[BatchSlice]:
+    """In the order of their arrival. The rows are divided among the caches that have prompts: a long prompt in one does
+    not stop the others. What a cache does not need goes to the next."""
     slices = []
+    waiting: dict[str, list[SequenceWork]] = {}
     for each in sorted(work, key=lambda w: w.arrival):
-        count = min(each.pending, each.limit, rows)
-        if count > 0:
-            slices.append(BatchSlice(each.sequence, count, count == each.pending))
-            rows -= count
+        waiting.setdefault(each.cache, []).append(each)
+    wanted = {cache: sum(min(each.pending, each.limit) for each in held) for cache, held in waiting.items()}
+    for place, cache in enumerate(sorted(waiting, key=lambda cache: wanted[cache])):
+        share = -(-rows // (len(waiting) - place))
+        for each in waiting[cache]:
+            count = min(each.pending, each.limit, share)
+            if count > 0:
+                slices.append(BatchSlice(each.sequence, count, count == each.pending))
+                rows, share = rows - count, share - count
     return slices
 
 
@@ -96,16 +105,15 @@ def _equal_drafts(lengths: Sequence[int], rows: int) -> list[int]:
 
 
 class DecodeBatch:
-    """The jobs of a cache while each generates one token per step. It is valid until a job joins or leaves.
+    """The jobs of a context while each generates one token per step. It is valid until a job joins or leaves.
 
     On a fast GPU a step takes less than a millisecond, and the GPU idles from the moment a token is known until the
     next decode is launched. So everything that stays the same between steps is computed here, once.
     """
 
-    def __init__(self, jobs: Mapping[int, LlamaCppJob], slots: Sequence[SequenceSlot]) -> None:
+    def __init__(self, jobs: Mapping[int, LlamaCppJob]) -> None:
         self.by_sequence = jobs  # in order
         self.jobs = tuple(jobs.values())
-        self._slots = [(slots[index], job) for index, job in jobs.items()]
         # No job has a mask, a script or logprobs: its sampler's tokens are its output.
         self.is_simple = all(job.is_simple for job in self.jobs)
         self.is_greedy = all(job.is_greedy for job in self.jobs)
@@ -141,8 +149,8 @@ class DecodeBatch:
 
     def update_slots(self) -> None:
         now = time.time()
-        for slot, job in self._slots:
-            slot.tokens, slot.last_used = job.evaluated_ids, now
+        for job in self.jobs:
+            job.slot.tokens, job.slot.last_used = job.evaluated_ids, now
 
 
 def _batch_sampler(jobs: Sequence[LlamaCppJob]) -> BatchSampler | None:

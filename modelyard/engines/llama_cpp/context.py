@@ -1,4 +1,4 @@
-"""One named cache: a llama_context with its sequences, and the step that moves all its jobs on.
+"""A llama_context with the sequences of one or several named caches, and the step that moves all its jobs on.
 
     step ─→ uniform: fill the batch ─→ decode ─→ sample all rows ─→ launch the next decode (GPU) ─→ emit
          └→ mixed:   plan slices of prompts, drafts and streams ─→ decode ─→ sample ─→ emit
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from modelyard.core.engine import CacheInfo, CacheStats, Progress, Tokens
+from modelyard.core.engine import Progress, Tokens
 from modelyard.core.errors import Internal, ModelyardError, Unavailable
 from modelyard.engines.generation_queue import TokenDispatch
 from modelyard.engines.in_process import Finish
@@ -30,8 +30,9 @@ from modelyard.engines.llama_cpp.batch import (
 from modelyard.engines.llama_cpp.binding import lib, short, waiting
 from modelyard.engines.llama_cpp.job import LlamaCppJob, StepOutput
 from modelyard.engines.llama_cpp.lora import LoraAdapters
+from modelyard.engines.llama_cpp.options import ContextLayout, Options
 from modelyard.engines.llama_cpp.sampler import logits_row, logits_rows, token_logprob
-from modelyard.engines.llama_cpp.sequence_manager import SequenceManager
+from modelyard.engines.llama_cpp.sequence_manager import create_sequence_managers
 from modelyard.engines.llama_cpp.sequences import AdapterSet
 from modelyard.engines.llama_cpp.speculation import Drafts, Speculator
 
@@ -41,21 +42,20 @@ class LlamaContext:
 
     def __init__(
         self,
-        name: str,
-        info: CacheInfo,
         raw: Any,
+        layout: ContextLayout,
         n_vocab: int,
-        n_ubatch: int,
         dispatch: TokenDispatch,
         adapters: LoraAdapters,
-        sequences: SequenceManager,
+        options: Options,
     ) -> None:
-        self.name, self.info = name, info
-        self._raw, self._n_vocab, self._n_ubatch = raw, n_vocab, n_ubatch
+        self._raw, self.layout, self._n_vocab = raw, layout, n_vocab
+        self._n_ubatch = options.for_cache(layout.info).n_ubatch
         self._emit, self._emit_batch = dispatch.put, dispatch.put_batch
         self._memory = lib.llama_get_memory(raw)
-        self._batch = LlamaBatch(max(n_ubatch, info.parallel))
-        self.sequences, self.slots = sequences, sequences.slots
+        self._batch = LlamaBatch(max(self._n_ubatch, layout.info.parallel))
+        self.caches = create_sequence_managers(raw, layout, options)  # by name
+        self.kv = next(iter(self.caches.values())).kv
         self.jobs: dict[int, LlamaCppJob] = {}  # by sequence
         # A GPU still computes when decode returns. Asking for logits then waits, and that call keeps the GIL.
         self._is_async = bool(lib.llama_supports_gpu_offload())
@@ -66,20 +66,19 @@ class LlamaContext:
         self._in_flight: DecodeBatch | None = None  # the batch whose next decode is launched
         self._launched_at = 0.0
         self._next_drafts: Drafts = {}  # of the uniform batch
-        self.evaluated = 0
 
     def __repr__(self) -> str:
-        return f"<LlamaContext {self.name}: {len(self.jobs)}/{self.info.parallel} running>"
+        return f"<LlamaContext {', '.join(self.caches)}: {len(self.jobs)}/{self.layout.info.parallel} running>"
 
     # --- jobs join ----------------------------------------------------------------------------------------------------
 
     def admit(self, job: LlamaCppJob) -> None:
         self._uniform, self._next_drafts = None, {}
-        slot, accepted = self.sequences.assign(job)
-        self.jobs[slot.index] = job
+        job.slot, accepted = self.caches[job.cache].assign(job)
+        self.jobs[job.slot.index] = job
         job.start(accepted.cached_tokens)
         if self.speculator is not None:
-            self.speculator.begin(slot.index, job)
+            self.speculator.begin(job.slot.index, job)
         self._emit(job, [accepted], False)
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -108,7 +107,7 @@ class LlamaContext:
         jobs = {index: job for index, job in sorted(self.jobs.items()) if job.prompt.adapters == self._active_adapters}
         if not all(job.generating for job in jobs.values()):
             return jobs, None
-        uniform = DecodeBatch(jobs, self.slots)
+        uniform = DecodeBatch(jobs)
         if len(jobs) == len(self.jobs):
             self._uniform = uniform
         return jobs, uniform
@@ -163,7 +162,7 @@ class LlamaContext:
                 self._launch(batch, tokens)
         self._emit_batch(batch.jobs, tokens)
         batch.update_slots()
-        self.sequences.kv.after_decode(0, 0.0)
+        self.kv.after_decode(0, 0.0)
 
     def _sample_all(self, batch: DecodeBatch, logits: int) -> list[int]:
         rows = logits_rows(logits, len(batch), self._n_vocab)
@@ -190,11 +189,11 @@ class LlamaContext:
             self._launch(batch, [output.ids[0] for _, _, output, _ in results])
         for index, job, output, finish in results:
             self._emit_output(job, output)
-            self.sequences.update(self.slots[index], job)
+            self.caches[job.cache].update(job.slot, job)
             if finish is not None:
                 self._finish(index, *finish)
         batch.check_limits()  # the batch continues if one job generated another's stop token
-        self.sequences.kv.after_decode(0, 0.0)
+        self.kv.after_decode(0, 0.0)
 
     def _observe(self, speculator: Speculator, jobs: Mapping[int, LlamaCppJob], tokens: Iterable[int]) -> None:
         for index, token in zip(jobs, tokens, strict=True):
@@ -234,7 +233,9 @@ class LlamaContext:
     def _step_mixed(self, jobs: Mapping[int, LlamaCppJob], drafts: Drafts) -> int | None:
         """Prompts, drafts and streams in one decode. Returns the number of drafted rows; None if the decode failed."""
         work = [
-            SequenceWork(index, job.pending, job.generating, job.arrival, len(drafts.get(index, ())), job.most_rows)
+            SequenceWork(
+                index, job.pending, job.generating, job.arrival, len(drafts.get(index, ())), job.most_rows, job.cache
+            )
             for index, job in jobs.items()
         ]
         slices = plan_batch(work, self._n_ubatch)
@@ -243,7 +244,7 @@ class LlamaContext:
         if not self._decode(part.sequence for part in slices):
             return None
         prompts_only = not any(job.generating for job in jobs.values())
-        self.sequences.kv.after_decode(self._batch.size if prompts_only else 0, started)
+        self.kv.after_decode(self._batch.size if prompts_only else 0, started)
         for part in slices:
             self._advance(part, rows[part.sequence], drafts.get(part.sequence, [])[: part.drafted])
         self._uniform = None  # accepted drafts change lengths that the uniform batch relies on
@@ -267,10 +268,11 @@ class LlamaContext:
         return rows
 
     def _advance(self, part: BatchSlice, row: int, draft: list[int]) -> None:
-        job, slot = self.jobs[part.sequence], self.slots[part.sequence]
+        job = self.jobs[part.sequence]
+        cache = self.caches[job.cache]
         job.n_past += part.count
         if not job.generating:
-            self.evaluated += part.count
+            cache.evaluated += part.count
             if job.prompt.prompt_logprobs is not None:
                 row = self._report_prompt(job, row, part.count, job.prompt.prompt_logprobs)
         finish: Finish | None = None
@@ -281,7 +283,7 @@ class LlamaContext:
             finish = self._sample_drafted(job, part.sequence, row, draft)
         elif job.prompt.prompt_logprobs is None:
             self._emit(job, [Progress(job.n_past, job.prompt_tokens)], False)
-        self.sequences.update(slot, job)
+        cache.update(job.slot, job)
         if finish is not None:
             self._finish(part.sequence, *finish)
 
@@ -289,7 +291,7 @@ class LlamaContext:
         """The log probability of the token after each of these rows. Returns the last row."""
         following = job.ids[job.n_past - count + 1 : job.n_past + 1].tolist()  # none follows the prompt's last token
         logprobs = [
-            token_logprob(logits_row(self._raw, row + at, self._n_vocab), token, top)
+            token_logprob(logits_row(self._raw, row + at, self._n_vocab), token, top, ranked=True)
             for at, token in enumerate(following)
         ]
         self._emit(job, [Progress(job.n_past, job.prompt_tokens, logprobs)], False)
@@ -329,7 +331,7 @@ class LlamaContext:
     def _finish(self, index: int, reason: Any, error: ModelyardError | None = None) -> None:
         self._uniform, self._next_drafts = None, {}
         job = self.jobs.pop(index)
-        self.slots[index].busy = False
+        job.slot.busy = False
         if self.speculator is not None:
             self.speculator.end(index)
         job.sampler.close()
@@ -339,7 +341,8 @@ class LlamaContext:
         """Only the sequences of the failed batch end; their KV is dropped."""
         error = Internal(f"llama_decode failed with code {code}") if code < 0 else Unavailable("the KV cache is full")
         for index in sequences:
-            self.sequences.clear(self.slots[index])
+            job = self.jobs[index]
+            self.caches[job.cache].clear(job.slot)
             self._finish(index, "error", error)
 
     def fail_all(self, error: ModelyardError) -> None:
@@ -349,28 +352,15 @@ class LlamaContext:
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
-    def evict(self) -> None:
-        for slot in self.slots:
-            if not slot.busy:
-                self.sequences.clear(slot)
-        self.sequences.offload.clear()
-
-    def stats(self) -> CacheStats:
-        """Read on the event loop while the thread runs: numbers may be one step apart."""
-        sequences = self.sequences
-        return CacheStats(sequences.reused, self.evaluated, sequences.evicted, sequences.stats())
-
     def uses_adapter(self, adapter: str) -> bool:
         return any(name == adapter for job in self.jobs.values() for name, _ in job.prompt.adapters)
 
     def drop_adapter(self, adapter: str) -> None:
-        """Before it is unloaded: its KV must not be used if another adapter gets the same name."""
+        """Before it is unloaded."""
         if any(name == adapter for name, _ in self._active_adapters):
             self._set_adapters(())
-        for slot in self.slots:
-            if any(name == adapter for name, _ in slot.adapters):
-                self.sequences.clear(slot)
-        self.sequences.offload.drop_adapter(adapter)
+        for cache in self.caches.values():
+            cache.drop_adapter(adapter)
 
     def close(self) -> None:
         if self.speculator is not None:

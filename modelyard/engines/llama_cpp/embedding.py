@@ -27,7 +27,7 @@ from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, Uns
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.batch import LlamaBatch
 from modelyard.engines.llama_cpp.binding import lib, short
-from modelyard.engines.llama_cpp.estimate import ModelShape
+from modelyard.engines.llama_cpp.model_shape import ModelShape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.library.gguf import ModelPurpose, Pooling
 

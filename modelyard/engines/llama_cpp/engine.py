@@ -1,6 +1,6 @@
 """llama.cpp in process: one model, several named caches, one thread that owns them all.
 
-    generate ─→ inbox ─→ thread: admit ─→ step of each cache with jobs (`context.py`) ─→ dispatch ─→ the job's queue
+    generate ─→ inbox ─→ thread: admit ─→ step of each context with jobs (`context.py`) ─→ dispatch ─→ the job's queue
 
 `ThreadedEngine` has the life cycle. Nothing but its thread touches a llama_context.
 """
@@ -29,10 +29,10 @@ from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
-from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, model_capabilities
+from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, context_layouts, model_capabilities
 from modelyard.engines.llama_cpp.replay import Replay, create_replay
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
-from modelyard.engines.llama_cpp.sequence_manager import create_sequence_manager, link_compatible
+from modelyard.engines.llama_cpp.sequence_manager import SequenceManager, share_caches
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
 from modelyard.engines.reasoning_limit import ReasoningLimit
 from modelyard.library.gguf import ModelPurpose
@@ -57,7 +57,8 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._model: Any = None
         self._vocab: Any = None
         self._resources = ExitStack()  # frees what was loaded, in reverse order
-        self._caches: dict[str, LlamaContext] = {}
+        self._contexts: list[LlamaContext] = []
+        self._caches: dict[str, SequenceManager] = {}
         self._draft_model: DraftModel | None = None
         self._kv_store: KvStore | None = None
         self._replay: Replay | None = None
@@ -95,32 +96,35 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         if options.uses_draft_model:
             self._draft_model = DraftModel(options, self._model, attach, lambda _: self._stop_error is None)
             defer(self._draft_model.close)
-        for name, info in self.spec.caches.items():
-            raw = loading.create_context(self._model, name, info, options, max_outputs(info, options))
+        for layout in context_layouts(self.spec.caches, options):
+            name, outputs = ", ".join(layout.caches), max_outputs(layout.info, options)
+            raw = loading.create_context(self._model, name, layout.info, options, outputs)
             attach(raw)
-            sequences = create_sequence_manager(raw, info, options)
-            n_ubatch = options.for_cache(info).n_ubatch
-            cache = LlamaContext(name, info, raw, self.n_vocab, n_ubatch, self._dispatch, self._adapters, sequences)
-            defer(cache.close)
-            self._caches[name] = cache
-            cache.speculator = self._create_speculator(cache)
+            context = LlamaContext(raw, layout, self.n_vocab, self._dispatch, self._adapters, options)
+            defer(context.close)
+            self._contexts.append(context)
+            context.speculator = self._create_speculator(context)
+        created = {name: cache for context in self._contexts for name, cache in context.caches.items()}
+        self._caches = {name: created[name] for name in self.spec.caches}
         self._replay = create_replay(options.replay, path)
-        link_compatible([cache.sequences for cache in self._caches.values()])
+        if options.share_across_caches:
+            share_caches(list(self._caches.values()))
         if (folder := store_folder(options)) is not None:
-            self._kv_store = KvStore(folder, self.spec, path, self._adapters)
+            self._kv_store = KvStore(folder, self.spec, path, self._adapters, self._caches.values())
             self._kv_store.restore_all(self._caches.values(), lambda: self._stop_error is None)
 
-    def _create_speculator(self, cache: LlamaContext) -> Speculator | None:
+    def _create_speculator(self, context: LlamaContext) -> Speculator | None:
         options: Options = self.spec.options
         if options.speculation == "off":
             return None
-        if not cache.sequences.kv.can_rewind:
+        name, info = ", ".join(context.caches), context.layout.info
+        if not context.kv.can_rewind:
             if options.speculation != "auto":
-                log.warning("the model %r cannot rewind: no speculation in the cache %r", self.spec.model, cache.name)
+                log.warning("the model %r cannot rewind: no speculation in the cache %r", self.spec.model, name)
             return None
         draft_model = self._draft_model
-        drafter = NgramDrafter() if draft_model is None else draft_model.create_drafter(cache.name, cache.info)
-        return Speculator(drafter, options.draft_n_max, cache.info.window, measured=options.speculation == "auto")
+        drafter = NgramDrafter() if draft_model is None else draft_model.create_drafter(name, info)
+        return Speculator(drafter, options.draft_n_max, info.window, measured=options.speculation == "auto")
 
     def _after_shutdown(self) -> None:
         """The engine closes even if saving fails."""
@@ -131,7 +135,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             log.exception("the KV of %r was not saved", self.spec.model)
 
     def _unload_model(self) -> None:
-        self._model, self._vocab, self._caches = None, None, {}
+        self._model, self._vocab, self._caches, self._contexts = None, None, {}, []
         self._resources.close()
 
     # --- the event loop's side ----------------------------------------------------------------------------------------
@@ -163,15 +167,15 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             return None
 
     def stats(self) -> EngineStats:
-        caches = list(self._caches.values())
-        speculators = [cache.speculator for cache in caches if cache.speculator is not None]
+        caches, contexts = list(self._caches.values()), list(self._contexts)
+        speculators = [context.speculator for context in contexts if context.speculator is not None]
         return EngineStats(
-            running=sum(len(cache.jobs) for cache in caches),
+            running=sum(len(context.jobs) for context in contexts),
             sequences=sum(len(cache.slots) for cache in caches),
             occupied_tokens=sum(len(slot.tokens) for cache in caches for slot in cache.slots),
-            reused_tokens=sum(cache.sequences.reused for cache in caches),
-            copied_tokens=sum(cache.sequences.copied for cache in caches),
-            restored_tokens=sum(cache.sequences.restored for cache in caches),
+            reused_tokens=sum(cache.reused for cache in caches),
+            copied_tokens=sum(cache.copied for cache in caches),
+            restored_tokens=sum(cache.restored for cache in caches),
             evaluated_tokens=sum(cache.evaluated for cache in caches),
             guessed_tokens=sum(speculator.drafted for speculator in speculators),
             accepted_tokens=sum(speculator.accepted for speculator in speculators),
@@ -208,38 +212,38 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     # --- the thread's side --------------------------------------------------------------------------------------------
 
     def _has_work(self) -> bool:
-        return any(cache.jobs for cache in self._caches.values())
+        return any(context.jobs for context in self._contexts)
 
     def _step(self) -> None:
-        for cache in self._caches.values():
-            if cache.jobs:
-                cache.step()
+        for context in self._contexts:
+            if context.jobs:
+                context.step()
         self._dispatch.flush()
 
     def _finish_step(self) -> None:
-        for cache in self._caches.values():
-            cache.flush()
+        for context in self._contexts:
+            context.flush()
 
     def _admit(self, job: LlamaCppJob) -> None:
         cache = self._caches[job.cache]
         self._adapters.check(job.prompt.adapters)
-        if len(cache.jobs) >= cache.info.parallel:
+        if cache.running >= cache.info.parallel:
             raise Overloaded(f"the cache {cache.name!r} has no free sequence")
         job.sampler = JobSampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, job.ids)
         if job.prompt.reasoning is not None:
             job.reasoning = ReasoningLimit(job.prompt.reasoning, partial(token_piece, self._vocab))
         if self._replay is not None:
             job.mask, job.scripted = None, self._replay.answer(job.prompt.ids, job.prompt.session)
-        cache.admit(job)
+        next(context for context in self._contexts if job.cache in context.caches).admit(job)
 
     def _unload_adapter(self, name: str) -> None:
         self._adapters.check(((name, 1.0),))
-        if any(cache.uses_adapter(name) for cache in self._caches.values()):
+        if any(context.uses_adapter(name) for context in self._contexts):
             raise Conflict(f"the adapter {name!r} is in use; unload it when its answers have ended")
-        for cache in self._caches.values():
-            cache.drop_adapter(name)
+        for context in self._contexts:
+            context.drop_adapter(name)
         self._adapters.unload(name)
 
     def _fail_all(self, error: ModelyardError) -> None:
-        for cache in self._caches.values():
-            cache.fail_all(error)
+        for context in self._contexts:
+            context.fail_all(error)

@@ -1,12 +1,12 @@
 """How much memory a model needs, from its file's header, before anything is loaded.
 
     weights   the files, all parts of a split model, with repacked tensors in their new size
-    KV        layers × window × parallel × (key + value of one token), by the cache's types
+    KV        layers × window × parallel × (key + value of one token), by the cache's types; without `swa_full` layers
+              with a sliding window keep that and one micro-batch
     states    of recurrent layers, one per sequence
-    compute   the largest step: the logits of one micro-batch or its attention over the window, whichever is larger
+    compute   the largest step of one micro-batch: a layer, its attention over the window, or the logits
 
-Without exact data the estimate is on the high side: layers with a sliding window count in full (as llama.cpp keeps them
-by default), and so do layers that share KV. A model that generates and embeds creates its context for embeddings on
+`test_estimate.py` compares the sums with those of llama.cpp for models of each kind, in their real widths. A model that generates and embeds creates its context for embeddings on
 first use, and checks it then; one that only embeds or ranks has no other context.
 """
 
@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
@@ -24,36 +23,21 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, Memory
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.units import format_size as format_size
 from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels, visible_memory
-from modelyard.engines.llama_cpp.options import LOGIT_ROWS, Options, flash_attention_mode, kv_type_bytes
+from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
+from modelyard.engines.llama_cpp.options import (
+    LOGIT_ROWS,
+    Options,
+    context_layouts,
+    flash_attention_mode,
+    kv_type_bytes,
+)
 from modelyard.library import architectures
-from modelyard.library.gguf import ModelPurpose, TensorInfo, model_purpose, read_contents
+from modelyard.library.gguf import TensorInfo
 from modelyard.library.llama_cpp_package import library_folder
-from modelyard.library.model_files import locate_model_file, split_parts
+from modelyard.library.model_files import locate_model_file
 from modelyard.plugins import MissingLibrary
 
-_MAX_LAYERS = 1 << 16  # more means a corrupt number
 _WINDOW_MULTIPLE = 256  # llama.cpp rounds windows up to it
-_POSITION_TABLE = "position_embd.weight"
-
-
-class ModelShape(Struct, frozen=True):
-    """The properties of a model that decide its memory. `key` and `value` are the widths of one token's KV, summed over
-    the layers; `state` counts the numbers that the recurrent layers keep for a sequence."""
-
-    weights: int
-    trained: int
-    layers: int
-    width: int
-    heads: int
-    vocab: int
-    key: int
-    value: int
-    state: int = 0
-    head_size: int = 0
-    files: tuple[tuple[int, list[TensorInfo]], ...] = ()  # size and tensors of each
-    purpose: ModelPurpose = ModelPurpose()
-    architecture: str = ""
-    positions: int | None = None  # rows of the table of learned positions: no text may be longer
 
 
 def require_supported(file: Path, architecture: str) -> None:
@@ -62,51 +46,6 @@ def require_supported(file: Path, architecture: str) -> None:
         raise InvalidRequest(
             f"{file} cannot be loaded: the architecture {architecture!r} {reason}", code="architecture_unsupported"
         )
-
-
-def read_model_shape(file: Path) -> ModelShape:
-    try:
-        parts = split_parts(file)
-        contents = [read_contents(part, lists="short") for part in parts]
-        sizes = [part.stat().st_size for part in parts]
-        return _model_shape(contents[0][0], tuple(zip(sizes, (tensors for _, tensors in contents), strict=True)))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{file} has invalid metadata: {error}", code="model_unreadable") from error
-
-
-def _model_shape(metadata: Mapping[str, Any], files: tuple[tuple[int, list[TensorInfo]], ...]) -> ModelShape:
-    family = metadata.get("general.architecture", "")
-
-    def number(name: str, default: int = 0) -> int:
-        value = metadata.get(f"{family}.{name}", default)
-        return int(max(value, default=default) if isinstance(value, list) else value)
-
-    layers, heads, width = number("block_count"), number("attention.head_count"), number("embedding_length")
-    if layers > _MAX_LAYERS:
-        raise ValueError(f"{layers} layers")
-    head_size = width // heads if heads else 0
-    kv_heads = metadata.get(f"{family}.attention.head_count_kv", heads)  # one number, or one per layer
-    kv_heads = [int(count) for count in kv_heads] if isinstance(kv_heads, list) else [int(kv_heads)] * layers
-    inner, state = number("ssm.inner_size"), number("ssm.state_size")
-    convolution = max(0, number("ssm.conv_kernel") - 1) * (inner + 2 * number("ssm.group_count") * state)
-    recurrent_layers = sum(not count for count in kv_heads) if heads else layers
-    tokens = metadata.get("tokenizer.ggml.tokens", 0)
-    return ModelShape(
-        weights=sum(size for size, _ in files),
-        trained=number("context_length"),
-        layers=layers,
-        width=width,
-        heads=heads,
-        vocab=number("vocab_size") or (len(tokens) if isinstance(tokens, list) else int(tokens)),
-        key=sum(kv_heads) * number("attention.key_length", head_size),
-        value=sum(kv_heads) * number("attention.value_length", head_size),
-        state=(inner * state + convolution) * recurrent_layers,
-        head_size=number("attention.value_length", head_size),
-        files=files,
-        purpose=model_purpose(metadata),
-        architecture=str(family),
-        positions=next((t.shape[0] for _, tensors in files for t in tensors if t.name == _POSITION_TABLE), None),
-    )
 
 
 # --- the sums ---------------------------------------------------------------------------------------------------------
@@ -147,8 +86,8 @@ def estimate_memory(
     gpu_layers = offloaded_layers(model, options, caches, machine, draft)
     return MemoryEstimate(
         sum(each.needed for each in weights),
-        sum(kv_bytes(each, info) for each in models for info in caches.values()),
-        sum(compute_bytes(each, info, options.for_cache(info)) for each in models for info in caches.values()),
+        sum(kv_bytes(each, info, options.for_cache(info)) for each in models for info in caches.values()),
+        sum(contexts_bytes(each, caches, options) for each in models),
         "gpu" if gpu_layers else "cpu",
         sum(each.page_cache for each in weights),
         gpu_layers,
@@ -163,11 +102,13 @@ def embedding_cache(model: ModelShape, options: Options, caches: Mapping[str, Ca
     return CacheInfo(window, n_ubatch=options.n_ubatch if model.purpose.causal else max(window, options.n_ubatch))
 
 
-def kv_bytes(model: ModelShape, info: CacheInfo) -> int:
-    if not model.purpose.causal:
-        return 0  # each text is read at once
-    per_token = model.key * kv_type_bytes(info.type_k) + model.value * kv_type_bytes(info.type_v)
-    return int(_cells(info) * info.parallel * per_token) + 4 * model.state * info.parallel
+def kv_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
+    key, value = kv_type_bytes(info.type_k), kv_type_bytes(info.type_v)
+    is_padded = flash_attention_mode(options, gpu=False) == "off" and model.padded_value is not None
+    width = model.key * key + ((model.padded_value or 0) if is_padded else model.value) * value
+    sliding_width = model.sliding_key * key + model.sliding_value * value
+    cells, sliding_cells = _cells(info), _sliding_cells(model, info, options)
+    return int(info.parallel * (cells * width + sliding_cells * sliding_width + 4 * model.state))
 
 
 def max_outputs(info: CacheInfo, options: Options) -> int:
@@ -177,15 +118,26 @@ def max_outputs(info: CacheInfo, options: Options) -> int:
     return info.parallel * max(1 + drafted, LOGIT_ROWS)
 
 
+def contexts_bytes(model: ModelShape, caches: Mapping[str, CacheInfo], options: Options) -> int:
+    """The compute buffers of all contexts; caches of one layout share one."""
+    infos = [layout.info for layout in context_layouts(caches, options)]
+    return sum(compute_bytes(model, info, options.for_cache(info)) for info in infos)
+
+
 def compute_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
     """Attention and logits share their memory, so the larger of them counts."""
-    rows = min(max(options.n_ubatch, info.parallel), _cells(info) * info.parallel)
-    # Without flash attention the scores of all heads are held at once, and the mask; with it only the mask, in fp16,
-    # and the layer between the attention and the next one is the larger part.
+    rows = min(_micro_batch(info, options), _cells(info) * info.parallel)
+    kv = model.key + model.value + model.sliding_key + model.sliding_value
+    cells = _cells(info) if kv else 0
+    sliding_cells = _sliding_cells(model, info, options) if model.sliding_key else 0
+    row = model.activations or 12 * model.width
+    # Without flash attention the scores of all heads are held at once, and the masks; with it only the masks, in fp16.
     if flash_attention_mode(options, gpu=False) == "off":
-        row = _cells(info) * (model.heads + 1) + 5 * model.width + (model.key + model.value) // max(1, model.layers)
+        scores = cells * (model.heads + 1) + sliding_cells
+        attention = model.attention_activations or 5 * model.width + kv // max(1, model.layers)
+        row = max(row + cells, scores + attention)
     else:
-        row = _cells(info) // 2 + 12 * model.width
+        row += (cells + sliding_cells) // 2
     logits = model.vocab + 3 * model.width
     outputs = min(max_outputs(info, options), rows)
     held = info.parallel * (1 if options.speculation == "off" else 1 + options.draft_n_max)  # the logits of a step
@@ -193,7 +145,22 @@ def compute_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
 
 
 def _cells(info: CacheInfo) -> int:
-    return -(-info.window // _WINDOW_MULTIPLE) * _WINDOW_MULTIPLE
+    return _round_up(info.window)
+
+
+def _sliding_cells(model: ModelShape, info: CacheInfo, options: Options) -> int:
+    if options.swa_full:
+        return _cells(info)
+    return min(_cells(info), _round_up(model.sliding_window + _micro_batch(info, options)))
+
+
+def _micro_batch(info: CacheInfo, options: Options) -> int:
+    """As the context is created: each stream has as many rows."""
+    return -(-options.for_cache(info).n_ubatch // info.parallel) * info.parallel
+
+
+def _round_up(window: int) -> int:
+    return -(-window // _WINDOW_MULTIPLE) * _WINDOW_MULTIPLE
 
 
 # --- the layers on the GPU --------------------------------------------------------------------------------------------
@@ -230,13 +197,13 @@ def layers_that_fit(
     """As many layers as fit into the free bytes of the GPUs, each with its part of the KV caches. The compute buffers
     are on each GPU. A draft model is there as a whole, since it is small."""
     sizes = layer_weights(model)
-    kv = sum(kv_bytes(model, info) for info in caches.values()) // max(1, model.layers)
+    kv = sum(kv_bytes(model, info, options.for_cache(info)) for info in caches.values()) // max(1, model.layers)
     models = [model] if draft is None else [model, draft]
-    compute = sum(compute_bytes(each, info, options.for_cache(info)) for each in models for info in caches.values())
+    compute = sum(contexts_bytes(each, caches, options) for each in models)
     room = sum(bytes_ - min(_MAX_RESERVE, bytes_ // 8) - compute for bytes_ in free)
     room -= (len(free) - 1) * (max(sizes) + kv)  # a layer is not divided
     if draft is not None:
-        room -= draft.weights + sum(kv_bytes(draft, info) for info in caches.values())
+        room -= draft.weights + sum(kv_bytes(draft, info, options.for_cache(info)) for info in caches.values())
     for count, size in enumerate(reversed(sizes)):
         room -= size + (kv if count else 0)  # the output has no KV
         if room < 0:

@@ -19,6 +19,7 @@ from modelyard.engines.in_process import Finish, InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
 from modelyard.engines.llama_cpp.options import LOGIT_ROWS
 from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob
+from modelyard.engines.llama_cpp.sequences import SequenceSlot
 from modelyard.engines.reasoning_limit import ReasoningLimit
 
 
@@ -32,10 +33,11 @@ class StepOutput(Struct):
 class LlamaCppJob(InProcessJob):
     """`ids` has prompt and output in one growing array; the first `n_past` of them are in the KV cache.
 
-    `sampler` is set by the engine's thread when it admits the job.
+    `sampler` and `slot`, its sequence, are set by the engine's thread when it admits the job.
     """
 
     sampler: JobSampler
+    slot: SequenceSlot
 
     def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop, arrival: int) -> None:
         super().__init__(prompt, loop)
@@ -47,6 +49,8 @@ class LlamaCppJob(InProcessJob):
         self.n_past = 0
         self.limit = self.prompt_tokens + prompt.max_tokens  # the length at which it ends
         self.stop_ids = frozenset(prompt.stop_ids)
+        self._min_output = prompt.sampling.min_output(prompt.max_tokens)
+        self._ends = np.fromiter(self.stop_ids, np.intp, len(self.stop_ids))
         self.checkpoint_positions: list[int] = []  # where reading the prompt pauses for a checkpoint, in order
         self.mask: GrammarMask | TriggeredMask | None = None
         self.reasoning: ReasoningLimit | None = None
@@ -117,7 +121,8 @@ class LlamaCppJob(InProcessJob):
     @property
     def is_simple(self) -> bool:
         """The sampler alone decides, on unchanged logits, and no logprobs are requested."""
-        return self.mask is None and self.reasoning is None and self.scripted is None and self.prompt.logprobs is None
+        is_sampled = self.mask is None and self.reasoning is None and self.scripted is None and not self._min_output
+        return is_sampled and self.prompt.logprobs is None
 
     @property
     def is_greedy(self) -> bool:
@@ -151,9 +156,13 @@ class LlamaCppJob(InProcessJob):
             return forced if self.mask is None else self.mask.sample(self.sampler.logits(context, row), lambda: forced)
         if self.scripted is not None:
             return next(self.scripted, next(iter(self.stop_ids), -1))
-        if self.mask is None:
+        if self.mask is None and not self._min_output:
             return self.sampler.sample(context, row)
         logits = self.sampler.logits(context, row)
+        if self.n_output < self._min_output:
+            logits[self._ends] = -np.inf
+        if self.mask is None:
+            return self.sampler.sample(context, row, logits)
         return self.mask.sample(logits, partial(self.sampler.sample, context, row, logits))
 
     def accept(self, token: int, output: StepOutput, *, is_forced: bool = False) -> Finish | None:

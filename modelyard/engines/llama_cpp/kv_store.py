@@ -23,8 +23,6 @@ from msgspec.structs import replace
 
 from modelyard.core.engine import EngineSpec
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.context import LlamaContext
-from modelyard.engines.llama_cpp.kv_memory import kv_layout
 from modelyard.engines.llama_cpp.kv_snapshot import (
     AdapterVersions,
     Buffer,
@@ -40,6 +38,7 @@ from modelyard.engines.llama_cpp.kv_snapshot import (
 from modelyard.engines.llama_cpp.loading import ROPE_OPTIONS
 from modelyard.engines.llama_cpp.lora import LoraAdapters
 from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.sequence_manager import SequenceManager
 from modelyard.engines.llama_cpp.sequences import AdapterSet, SequenceSlot
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.model_files import split_parts
@@ -66,7 +65,9 @@ def store_folder(options: Options) -> Path | None:
 
 
 class KvStore:
-    def __init__(self, folder: Path, spec: EngineSpec, file: Path, adapters: LoraAdapters) -> None:
+    def __init__(
+        self, folder: Path, spec: EngineSpec, file: Path, adapters: LoraAdapters, caches: Iterable[SequenceManager]
+    ) -> None:
         options: Options = spec.options
         self._folder = SnapshotFolder(folder, spec.model, options.kv_store_mb << 20)
         self._adapters = adapters
@@ -74,13 +75,13 @@ class KvStore:
         values = {name: getattr(options, name) for name in _POSITION_OPTIONS}
         positions = {name: value for name, value in values.items() if value is not None}
         self._origins = {
-            name: KvOrigin(lib.identity, model, name, info.window, kv_layout(info, options), positions)
-            for name, info in spec.caches.items()
+            cache.name: KvOrigin(lib.identity, model, cache.name, cache.info.window, cache.kv.layout, positions)
+            for cache in caches
         }
 
     # --- when the engine opens and closes -----------------------------------------------------------------------------
 
-    def save_all(self, caches: Iterable[LlamaContext]) -> None:
+    def save_all(self, caches: Iterable[SequenceManager]) -> None:
         for cache in caches:
             for slot in _oldest_first(cache):
                 snapshot = self._snapshot(cache, slot)
@@ -88,16 +89,16 @@ class KvStore:
                 if snapshot is not None and file is not None:
                     self._mark_saved(cache, slot, snapshot, file)
 
-    def restore_all(self, caches: Iterable[LlamaContext], is_wanted: Callable[[], bool]) -> None:
+    def restore_all(self, caches: Iterable[SequenceManager], is_wanted: Callable[[], bool]) -> None:
         for cache in caches:
             for file in self._folder.files(cache.name):
-                if not is_wanted() or cache.sequences.empty_slot is None:
+                if not is_wanted() or cache.empty_slot is None:
                     break
                 self._restore(cache, str(file), self._read(cache, file))
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
-    async def save(self, cache: LlamaContext, run_on_thread: RunOnThread) -> None:
+    async def save(self, cache: SequenceManager, run_on_thread: RunOnThread) -> None:
         """Streams continue between two sequences, and while a file is written."""
         for slot in _oldest_first(cache):
             snapshot = await run_on_thread(partial(self._snapshot, cache, slot))
@@ -105,51 +106,51 @@ class KvStore:
             if snapshot is not None and file is not None:
                 await run_on_thread(partial(self._mark_saved, cache, slot, snapshot, file))
 
-    async def restore(self, cache: LlamaContext, run_on_thread: RunOnThread) -> None:
+    async def restore(self, cache: SequenceManager, run_on_thread: RunOnThread) -> None:
         """Into empty sequences; evicts nothing."""
         for file in await asyncio.to_thread(self._folder.files, cache.name):
-            if cache.sequences.empty_slot is None:
+            if cache.empty_slot is None:
                 break
             snapshot = await asyncio.to_thread(self._read, cache, file)
             await run_on_thread(partial(self._restore, cache, str(file), snapshot))
 
     # --- one sequence -------------------------------------------------------------------------------------------------
 
-    def _snapshot(self, cache: LlamaContext, slot: SequenceSlot) -> KvSnapshot | None:
+    def _snapshot(self, cache: SequenceManager, slot: SequenceSlot) -> KvSnapshot | None:
         """None if the sequence's file has all of it; that file becomes the newest."""
         if slot.file is not None and slot.saved == len(slot.tokens) and self._folder.touch(slot.file):
             return None
-        snapshot = cache.sequences.snapshot(slot)
+        snapshot = cache.snapshot(slot)
         if snapshot is None:
             return None
         return replace(snapshot, adapter_versions=self._adapters.versions(snapshot.adapters))
 
-    def _write(self, cache: LlamaContext, snapshot: KvSnapshot) -> str | None:
+    def _write(self, cache: SequenceManager, snapshot: KvSnapshot) -> str | None:
         file = self._folder.write(self._origins[cache.name], snapshot)
         if file is not None:
             count, size = len(snapshot.tokens), snapshot.size >> 20
             log.info("saved KV of %d tokens of the cache %r: %d MiB", count, cache.name, size)
         return file
 
-    def _mark_saved(self, cache: LlamaContext, slot: SequenceSlot, snapshot: KvSnapshot, file: str) -> None:
-        older = cache.sequences.mark_saved(slot, snapshot, file)
+    def _mark_saved(self, cache: SequenceManager, slot: SequenceSlot, snapshot: KvSnapshot, file: str) -> None:
+        older = cache.mark_saved(slot, snapshot, file)
         if older is not None:
             Path(older).unlink(missing_ok=True)
 
-    def _read(self, cache: LlamaContext, file: Path) -> KvSnapshot | None:
+    def _read(self, cache: SequenceManager, file: Path) -> KvSnapshot | None:
         return self._folder.read(file, self._origins[cache.name], self._adapters.versions)
 
-    def _restore(self, cache: LlamaContext, file: str, snapshot: KvSnapshot | None) -> None:
+    def _restore(self, cache: SequenceManager, file: str, snapshot: KvSnapshot | None) -> None:
         # An adapter may have been unloaded since the file was read.
         if snapshot is None or self._adapters.versions(snapshot.adapters) != snapshot.adapter_versions:
             return
-        if cache.sequences.adopt(snapshot, file):
+        if cache.adopt(snapshot, file):
             log.info("restored KV of %d tokens of the cache %r", len(snapshot.tokens), cache.name)
         else:
             log.info("the saved KV in %s is not restored: the cache %r has it or has no room", file, cache.name)
 
 
-def _oldest_first(cache: LlamaContext) -> list[SequenceSlot]:
+def _oldest_first(cache: SequenceManager) -> list[SequenceSlot]:
     """The most recently used sequence becomes the newest file."""
     return sorted(cache.slots, key=lambda slot: slot.use_order)
 

@@ -17,15 +17,14 @@ from modelyard.engines.in_process import warn_about_trained_length
 from modelyard.engines.llama_cpp import file_check, library
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import (
-    ModelShape,
     check_fits,
     draft_shape,
     estimate_memory,
     format_size,
     offloaded_layers,
-    read_model_shape,
     require_supported,
 )
+from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import KV_TYPES, Options, flash_attention_mode
 from modelyard.library.gguf import Pooling
 from modelyard.library.llama_cpp_package import library_folder

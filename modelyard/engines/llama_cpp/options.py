@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import structs
+from msgspec import Struct, structs
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from modelyard.core.engine import CacheInfo, Capabilities
@@ -29,6 +30,7 @@ GpuLayers = Annotated[int, Field(ge=-1, le=10_000)] | Literal["auto"]
 # Rows of a prompt in one step if their log probabilities are wanted: memory is reserved for their logits, and other
 # streams wait for them.
 LOGIT_ROWS = 16
+MAX_SEQUENCES = 256  # of a context: llama.cpp's own limit
 CAPABILITIES = Capabilities(
     structured=True,
     logprobs=True,
@@ -119,6 +121,11 @@ class Options(BaseModel):
         description="MiB of RAM per cache for the KV of evicted conversations: they come back without reading their "
         "prompt again. 0 turns this off.",
     )
+    share_across_caches: bool = Field(
+        default=False,
+        description="Let the caches of this model reuse each other's KV, if their types are the same. False: a prompt "
+        "is compared with those of its own cache only.",
+    )
     kv_store: bool | str = Field(
         default=False,
         description="Save the KV of every cache when the model is unloaded and restore it when it is loaded: in this "
@@ -194,6 +201,44 @@ class Options(BaseModel):
         """With the cache's own settings applied."""
         own = {name: getattr(cache, name) for name in ("n_batch", "n_ubatch", "n_threads", "flash_attn")}
         return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
+class ContextLayout(Struct, frozen=True):
+    """A llama_context and its caches. `info` is that of any of them, with the sequences of all."""
+
+    caches: Mapping[str, CacheInfo]
+    info: CacheInfo
+
+
+def context_layouts(caches: Mapping[str, CacheInfo], options: Options) -> list[ContextLayout]:
+    """Caches with equal settings share a context: their jobs are computed together."""
+    groups: list[dict[str, CacheInfo]] = []
+    for name, info in caches.items():
+        group = next((group for group in groups if _share_context(group, info, options)), None)
+        if group is None:
+            groups.append(group := {})
+        group[name] = info
+    return [
+        ContextLayout(group, structs.replace(next(iter(group.values())), parallel=_sequences(group)))
+        for group in groups
+    ]
+
+
+def _share_context(group: Mapping[str, CacheInfo], info: CacheInfo, options: Options) -> bool:
+    first = next(iter(group.values()))
+    return _context_settings(first, options) == _context_settings(info, options) and (
+        _sequences(group) + info.parallel <= MAX_SEQUENCES
+    )
+
+
+def _context_settings(info: CacheInfo, options: Options) -> tuple[Any, ...]:
+    own = options.for_cache(info)
+    types = info.type_k.lower(), info.type_v.lower()
+    return info.window, *types, own.n_batch, own.n_ubatch, own.n_threads, flash_attention_mode(own, gpu=False)
+
+
+def _sequences(group: Mapping[str, CacheInfo]) -> int:
+    return sum(info.parallel for info in group.values())
 
 
 def model_capabilities(purpose: ModelPurpose, options: Options) -> Capabilities:

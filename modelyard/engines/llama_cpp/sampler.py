@@ -270,8 +270,8 @@ def _view(address: int, count: int) -> Row:
     return np.frombuffer(row, np.float32)
 
 
-def token_logprob(logits: Row, token: int, top: int) -> IdLogprob:
-    """Of the model's own distribution, before any sampler or mask."""
+def token_logprob(logits: Row, token: int, top: int, *, ranked: bool = False) -> IdLogprob:
+    """Of the model's own distribution, before any sampler or mask. `ranked`: with its rank among all tokens."""
     peak = float(logits.max())
     total = peak + float(np.log(np.exp(logits - peak).sum()))
     best: tuple[tuple[int, float], ...] = ()
@@ -279,4 +279,5 @@ def token_logprob(logits: Row, token: int, top: int) -> IdLogprob:
         ids = np.argpartition(logits, -top)[-top:]
         ids = ids[np.argsort(-logits[ids], kind="stable")]
         best = tuple((int(i), float(logits[i]) - total) for i in ids)
-    return IdLogprob(token, float(logits[token]) - total, best)
+    rank = int((logits > logits[token]).sum()) + 1 if ranked else None
+    return IdLogprob(token, float(logits[token]) - total, best, rank)

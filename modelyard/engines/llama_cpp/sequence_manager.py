@@ -1,6 +1,8 @@
-"""The sequences of a cache: which one takes a job, which KV it keeps, copies or restores, and what is kept of it.
+"""The sequences of a named cache: which one takes a job, which KV it keeps, copies or restores, and what is kept of it.
 
-The decisions are pure functions in `sequences.py`; this module executes them.
+The decisions are pure functions in `sequences.py`; this module executes them. Caches of one layout share a context, so
+that their jobs are computed together, and each has its own sequences: no other cache's KV is reused, unless
+`share_across_caches` is set.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from modelyard.core.engine import Accepted, CacheInfo, SequenceStats
+from modelyard.core.engine import Accepted, CacheInfo, CacheStats, SequenceStats
 from modelyard.engines.llama_cpp import sequences
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_memory import KvMemory, kv_layout
 from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot, hash_session
-from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.options import ContextLayout, Options
 from modelyard.engines.llama_cpp.sequences import (
     AdapterSet,
     Checkpoint,
@@ -93,14 +95,27 @@ def _take_over(slot: SequenceSlot, holder: KvHolder) -> None:
 
 
 class SequenceManager:
-    """Belongs to the engine's thread, like the context."""
+    """One named cache: `parallel` of the context's sequences, from `first` on. Belongs to the engine's thread, like the
+    context, which other caches may share."""
 
-    def __init__(self, info: CacheInfo, kv: KvMemory, limits: CheckpointLimits, offload_limit: int = 0) -> None:
+    def __init__(
+        self, name: str, info: CacheInfo, kv: KvMemory, first: int, limits: CheckpointLimits, offload_limit: int = 0
+    ) -> None:
+        self.name, self.info = name, info
         self.kv, self._limits, self.offload = kv, limits, KvOffload(offload_limit)
-        self.slots = [SequenceSlot(index, _EMPTY) for index in range(info.parallel)]
-        self.compatible: list[SequenceManager] = []  # of other caches with the same KV layout
+        self.slots = [SequenceSlot(first + index, _EMPTY) for index in range(info.parallel)]
+        self.neighbours: list[SequenceManager] = [self]  # all caches of the context
+        self.donors: list[SequenceManager] = []  # other caches whose KV may be reused
         self._uses = self._adoptions = 0
         self.reused = self.copied = self.restored = self.fetched = self.evicted = 0  # tokens; evictions
+        self.evaluated = 0  # prompt tokens
+
+    def __repr__(self) -> str:
+        return f"<SequenceManager {self.name}: {self.running}/{self.info.parallel} running>"
+
+    @property
+    def running(self) -> int:
+        return sum(slot.busy for slot in self.slots)
 
     # --- a job is admitted --------------------------------------------------------------------------------------------
 
@@ -108,13 +123,13 @@ class SequenceManager:
         """The job's sequence, which then holds exactly the KV that it shares with the job."""
         adapters, scope, session = job.prompt.adapters, job.prompt.scope, hash_session(job.prompt.session)
         choice = sequences.choose_sequence(self.slots, job.ids, session, adapters, scope)
-        slot = self.slots[choice.index]
+        slot = self._slot(choice)
         divergences: list[int] = []
         if not self.kv.can_rewind:
             same = (other for other in self.slots if other.scope == scope)
             divergences = [sequences.common_prefix(other.tokens, job.ids) for other in same]
         lost = choice.evicted and not self._offload(slot)
-        keep, available = self._prepare(choice, job)
+        keep, available = self._prepare(slot, job)
         slot.file = None if choice.evicted else slot.file  # an evicted conversation keeps its file
         slot.saved = slot.saved if keep >= slot.saved else 0
         slot.tokens, slot.prompt_length, slot.adapters = job.ids[:keep], len(job.ids), adapters
@@ -128,10 +143,19 @@ class SequenceManager:
         divergence = keep if keep < len(job.ids) else None
         return slot, Accepted(keep, divergence, lost, available if available > keep else 0)
 
-    def _prepare(self, choice: SequenceChoice, job: LlamaCppJob) -> tuple[int, int]:
+    def _slot(self, choice: SequenceChoice) -> SequenceSlot:
+        """Empty sequences have no owner: the lowest one of the context is taken, whichever cache had it. llama.cpp
+        computes only neighbouring sequences together."""
+        slot = next(slot for slot in self.slots if slot.index == choice.index)
+        if not len(slot.tokens):
+            lowest = min((empty for cache in self.neighbours for empty in cache.empty_slots), key=lambda it: it.index)
+            slot.index, lowest.index = lowest.index, slot.index
+        return slot
+
+    def _prepare(self, slot: SequenceSlot, job: LlamaCppJob) -> tuple[int, int]:
         """Makes the chosen sequence hold the shared prefix. Returns its length and the longest that any sequence has.
         The last token is always evaluated: the first new token is sampled from its logits."""
-        slot, adapters, scope = self.slots[choice.index], job.prompt.adapters, job.prompt.scope
+        adapters, scope = job.prompt.adapters, job.prompt.scope
         wanted = job.ids[: len(job.ids) - 1 if job.prompt.prompt_logprobs is None else 0]
         own = sequences.reusable_tokens(slot, wanted, adapters, scope, can_rewind=self.kv.can_rewind)
         own = self._fetch(slot, wanted, job, own)
@@ -177,7 +201,7 @@ class SequenceManager:
         """The sequence that covers most of the prompt: how much, its manager, and its slot."""
         best, owner, donor = own, self, slot
         adapters, scope = job.prompt.adapters, job.prompt.scope
-        for manager in (self, *self.compatible):
+        for manager in (self, *self.donors):
             for other in manager.slots:
                 if other is slot:
                     continue
@@ -240,8 +264,25 @@ class SequenceManager:
         slot.tokens, slot.session, slot.adapters, slot.checkpoints, slot.file = _EMPTY, None, (), (), None
         slot.prompt_length, slot.scope = 0, ""
 
-    def stats(self) -> tuple[SequenceStats, ...]:
-        return tuple(SequenceStats(s.index, len(s.tokens), s.busy, s.session, s.last_used) for s in self.slots)
+    def evict(self) -> None:
+        for slot in self.slots:
+            if not slot.busy:
+                self.clear(slot)
+        self.offload.clear()
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Its KV must not be used if another adapter gets the same name."""
+        for slot in self.slots:
+            if any(name == adapter for name, _ in slot.adapters):
+                self.clear(slot)
+        self.offload.drop_adapter(adapter)
+
+    def stats(self) -> CacheStats:
+        """Read on the event loop while the thread runs: numbers may be one step apart."""
+        sequences = (
+            SequenceStats(number, len(s.tokens), s.busy, s.session, s.last_used) for number, s in enumerate(self.slots)
+        )
+        return CacheStats(self.reused, self.evaluated, self.evicted, tuple(sequences))
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
@@ -269,8 +310,12 @@ class SequenceManager:
         return older
 
     @property
+    def empty_slots(self) -> list[SequenceSlot]:
+        return [slot for slot in self.slots if not slot.busy and not len(slot.tokens)]
+
+    @property
     def empty_slot(self) -> SequenceSlot | None:
-        return next((slot for slot in self.slots if not slot.busy and not len(slot.tokens)), None)
+        return next(iter(self.empty_slots), None)
 
     def adopt(self, snapshot: KvSnapshot, file: str) -> bool:
         """Restores a snapshot into an empty sequence; False if there is none, or if its tokens are here already. The
@@ -291,15 +336,21 @@ class SequenceManager:
         return True
 
 
-def create_sequence_manager(context: Any, info: CacheInfo, options: Options) -> SequenceManager:
-    kv = KvMemory(context, info.window, kv_layout(info, options))
+def create_sequence_managers(context: Any, layout: ContextLayout, options: Options) -> dict[str, SequenceManager]:
+    """The caches of one context, by name."""
+    kv = KvMemory(context, layout.info.window, kv_layout(layout.info, options))
     limits = CheckpointLimits(options.checkpoints, options.checkpoint_mb << 20)
-    return SequenceManager(info, kv, limits, options.parked_mb << 20)
+    managers: dict[str, SequenceManager] = {}
+    first = 0
+    for name, info in layout.caches.items():
+        managers[name] = SequenceManager(name, info, kv, first, limits, options.parked_mb << 20)
+        first += info.parallel
+    for manager in managers.values():
+        manager.neighbours = list(managers.values())
+    return managers
 
 
-def link_compatible(managers: Sequence[SequenceManager]) -> None:
-    """Caches of one model with the same KV layout may copy from each other."""
+def share_caches(managers: Sequence[SequenceManager]) -> None:
+    """Caches of one model with the same KV layout reuse each other's KV."""
     for manager in managers:
-        manager.compatible = [
-            other for other in managers if other is not manager and other.kv.layout == manager.kv.layout
-        ]
+        manager.donors = [other for other in managers if other is not manager and other.kv.layout == manager.kv.layout]

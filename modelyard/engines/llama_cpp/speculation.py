@@ -21,8 +21,9 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.batch import IntArray, LlamaBatch
 from modelyard.engines.llama_cpp.binding import lib, short
-from modelyard.engines.llama_cpp.estimate import ModelShape, read_model_shape, require_supported
+from modelyard.engines.llama_cpp.estimate import require_supported
 from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.sampler import logits_row
 from modelyard.engines.llama_cpp.sequences import common_prefix
@@ -350,7 +351,7 @@ class _DraftSequence(Struct):
     """The first `n_past` tokens of its job are in the KV, and after them the `drafted` ones."""
 
     tokens: IntArray  # of the previous job, for the prefix that it shares with the next
-    scope: str = ""  # of the previous job
+    scope: tuple[str, str] = ("", "")  # cache and scope of the previous job
     n_past: int = 0
     drafted: list[int] = []
 
@@ -371,8 +372,8 @@ class ModelDrafter:
         self._works = True
 
     def begin(self, sequence: int, job: LlamaCppJob) -> None:
-        """The prefix that the previous job shares with this one stays, if it has the same scope."""
-        state, scope = self._sequences[sequence], job.prompt.scope
+        """The prefix that the previous job shares with this one stays, if it has the same cache and scope."""
+        state, scope = self._sequences[sequence], (job.cache, job.prompt.scope)
         state.n_past, state.drafted = common_prefix(state.tokens, job.ids) if state.scope == scope else 0, []
         state.scope = scope
         self._jobs[sequence] = job

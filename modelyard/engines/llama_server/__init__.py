@@ -9,7 +9,8 @@ from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
 from modelyard.engines.llama_cpp import Options as LlamaCppOptions
 from modelyard.engines.llama_cpp import prepare as prepare  # the vocabulary is read through the library
 from modelyard.engines.llama_cpp import selftest
-from modelyard.engines.llama_cpp.estimate import estimate_memory, read_model_shape
+from modelyard.engines.llama_cpp.estimate import estimate_memory
+from modelyard.engines.llama_cpp.model_shape import read_model_shape
 from modelyard.engines.llama_server.engine import CAPABILITIES as CAPABILITIES
 from modelyard.engines.llama_server.engine import LlamaServerEngine, model_capabilities
 from modelyard.engines.llama_server.options import KV_TYPES as KV_TYPES

@@ -26,7 +26,7 @@ CAPABILITIES = Capabilities(
     structured=True,
     logprobs=True,
     reasoning_budget=True,
-    ignored=("beam_size",),
+    ignored=("beam_size", "min_tokens"),
     thinking_modes=("default", "enabled", "disabled"),
     embeddings=True,
     rerank=True,
@@ -112,6 +112,8 @@ def chat_body(request: Request, options: LlamaServerOptions) -> bytes:
     if request.infill is not None:
         return llama_infill.write_request(streamed)
     fields: dict[str, Any] = {"return_progress": True}
+    if request.timings == "all":
+        fields["timings_per_token"] = True
     if request.sampling.repetition_penalty is not None:
         fields["repeat_penalty"] = request.sampling.repetition_penalty
     if request.reasoning.budget is not None:
@@ -131,5 +133,5 @@ def _llama_request(request: Request, options: LlamaServerOptions) -> Request:
             "llama-server always continues an assistant message at the end; add a user message after it",
             param="messages",
         )
-    sampling = replace(request.sampling, repetition_penalty=None, beam_size=None)
+    sampling = replace(request.sampling, repetition_penalty=None, beam_size=None, min_tokens=None)
     return replace(server_request(request, enable_thinking=options.enable_thinking), sampling=sampling)

@@ -50,12 +50,20 @@ def sampling_arguments(prompt: Prompt, max_output: int, n_vocab: int) -> dict[st
     return {
         **_sampling(prompt.sampling, n_vocab),
         "max_tokens": max_output,
+        "min_tokens": _min_tokens(prompt, max_output),
         "stop_token_ids": list(prompt.stop_ids),
         # The gateway decides what ends an answer. But a complete grammar allows nothing except vLLM's own EOS.
         "ignore_eos": prompt.constraint is None,
         "logprobs": prompt.logprobs,
         "detokenize": False,
     }
+
+
+def _min_tokens(prompt: Prompt, max_output: int) -> int:
+    """A constraint without a trigger decides alone when the output ends: where it allows the end only, vLLM would have
+    no token left."""
+    is_bound = prompt.constraint is not None and not prompt.constraint.trigger
+    return 0 if is_bound else prompt.sampling.min_output(max_output)
 
 
 def _sampling(s: Sampling, n_vocab: int) -> dict[str, Any]:

@@ -131,14 +131,16 @@ class VllmServeEngine(ManagedEngine):
 
 
 def chat_body(request: Request, options: VllmServeOptions, model: str, window: int) -> bytes:
-    """The body of /v1/chat/completions: OpenAI Chat with vLLM's extensions. It is always a stream with usage.
+    """The body of /v1/chat/completions: OpenAI Chat with vLLM's extensions. It is a stream with usage, but for the
+    prompt's log probabilities, which vLLM sends with a whole reply only.
 
     `model` is the name that the server knows. vLLM ends an answer at the end of the window, but it refuses a
     `max_tokens` larger than the window.
     """
     max_tokens = min(request.max_tokens, window) if request.max_tokens is not None else None
+    is_stream = request.prompt_logprobs is None or request.echo
     streamed = replace(
-        _vllm_request(request, options, model), max_tokens=max_tokens, n=1, stream=True, include_usage=True
+        _vllm_request(request, options, model), max_tokens=max_tokens, n=1, stream=is_stream, include_usage=is_stream
     )
     fields: dict[str, Any] = {}
     if request.constraint is not None and (grammar := _GRAMMARS.get(request.constraint.kind)):

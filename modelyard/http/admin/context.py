@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from modelyard.chat_store import ChatStore
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.pool import Pool
 from modelyard.gateway.gateway import Gateway
@@ -53,4 +54,5 @@ class AdminContext(Struct, frozen=True):
     service: AdminOperations
     tune: Path  # the folder of the optimizer's results
     clock: Callable[[], float]
+    chats: ChatStore
     peers: PeerGateways = PeerGateways()

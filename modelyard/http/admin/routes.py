@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import takewhile
 from pathlib import Path
@@ -15,12 +16,15 @@ from fastapi import APIRouter, Body, Depends, Query
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 
+from modelyard.core.chat import Chat
 from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
 from modelyard.core.pool import ModelSnapshot, ModelStateChange, Pool
 from modelyard.core.request import Caller
 from modelyard.http.admin import schemas
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import merge_requests
+from modelyard.http.request_context import RequestContext, read_body
+from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.log import recent_records
 from modelyard.telemetry.masking import mask_secret_values
 
@@ -29,11 +33,13 @@ log = logging.getLogger(__name__)
 Overrides = Annotated[dict[str, Any] | None, Body()]
 _MAX_REQUESTS = 1000
 _MAX_LINES = 2000
+_MAX_CHATS, _MAX_SEARCH = 1000, 200
+_CHAT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
-def admin_router(context: AdminContext, keepalive_s: float) -> APIRouter:
-    routes = AdminRoutes(context, keepalive_s)
+def admin_router(context: AdminContext, settings: HttpSettings) -> APIRouter:
+    routes = AdminRoutes(context, settings)
     router = APIRouter(prefix="/v1/admin", tags=["admin"], dependencies=[Depends(routes.refresh)])
     for method, path, call, summary in routes.endpoints():
         router.add_api_route(path, call, methods=[method], summary=summary, response_class=Response)
@@ -41,8 +47,8 @@ def admin_router(context: AdminContext, keepalive_s: float) -> APIRouter:
 
 
 class AdminRoutes:
-    def __init__(self, context: AdminContext, keepalive_s: float) -> None:
-        self._context, self._keepalive_s = context, keepalive_s
+    def __init__(self, context: AdminContext, settings: HttpSettings) -> None:
+        self._context, self._settings = context, settings
 
     def endpoints(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]:
         return (
@@ -70,6 +76,10 @@ class AdminRoutes:
             ("GET", "/route", self.route, "Which route, cache and model a name resolves to"),
             ("GET", "/events", self.events, "Changes of the pool as server-sent events"),
             ("GET", "/tune", self.tune, "Results of the optimizer"),
+            ("GET", "/chats", self.chats, "The stored chats of this key, newest first; `search` finds a text in them"),
+            ("GET", "/chats/{id}", self.chat, "One stored chat"),
+            ("PUT", "/chats/{id}", self.store_chat, "Store a chat; refused if it was changed since it was read"),
+            ("DELETE", "/chats/{id}", self.delete_chat, "Delete a stored chat"),
             ("POST", "/reload", self.reload, "Reload the configuration without dropping requests"),
         )
 
@@ -237,7 +247,7 @@ class AdminRoutes:
         return _json(schemas.route(model, endpoint, target, self._context.service.details(found.name).backend))
 
     async def events(self) -> Response:
-        stream = pool_events(self._context.pool, self._list(), self._keepalive_s)
+        stream = pool_events(self._context.pool, self._list(), self._settings.keepalive_s)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def tune(self) -> Response:
@@ -245,6 +255,40 @@ class AdminRoutes:
 
     async def reload(self) -> Response:
         return _json(await self._context.service.reload())
+
+    # --- chats of the workbench ---------------------------------------------------------------------------------------
+
+    async def chats(
+        self,
+        request: StarletteRequest,
+        search: Annotated[str, Query(max_length=_MAX_SEARCH)] = "",
+        limit: Annotated[int, Query(ge=0, le=_MAX_CHATS)] = 100,
+    ) -> Response:
+        found = await self._context.chats.find(RequestContext.of(request.scope).key, search, limit)
+        return _json({"object": "list", "data": found})
+
+    async def chat(self, request: StarletteRequest, id: str) -> Response:
+        return _chat(await self._context.chats.get(RequestContext.of(request.scope).key, id))
+
+    async def store_chat(self, request: StarletteRequest, id: str) -> Response:
+        context = RequestContext.of(request.scope)
+        body = await read_body(request.receive, context, self._settings)
+        try:
+            chat = msgspec.json.decode(body, type=Chat)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"the body is not a chat: {error}", code="invalid_chat") from None
+        if chat.id != id or not _CHAT_ID.fullmatch(id):
+            raise InvalidRequest(f"the chat's id is {chat.id!r}; the path names {id!r}", code="invalid_chat", param="id")
+        return _chat(await self._context.chats.put(context.key, chat))
+
+    async def delete_chat(self, request: StarletteRequest, id: str) -> Response:
+        await self._context.chats.delete(RequestContext.of(request.scope).key, id)
+        return _json({"id": id, "deleted": True})
+
+
+def _chat(chat: Chat) -> Response:
+    """Not masked: it is the user's own text, which is stored again."""
+    return Response(msgspec.json.encode(chat), media_type="application/json")
 
 
 async def _wait_for(name: str, command: asyncio.Future[None]) -> None:

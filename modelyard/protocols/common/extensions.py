@@ -56,6 +56,8 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
     beam_size: int | None = None
     seed: int | None = None
     logit_bias: limits.LogitBias | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
 
 
 # name → (lowest, highest). Outside the range the value has no meaning for any sampler.
@@ -69,6 +71,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "xtc_probability": (0.0, 1.0),
     "xtc_threshold": (0.0, 1.0),
     "mirostat": (0, 2),
+    "min_tokens": (0, 2**31),
 }
 MAX_TEMPERATURE = 2.0  # of OpenAI's protocols, and here of Anthropic's too, whose own is 1
 _SAMPLING_FIELDS = tuple(f.name for f in fields(Sampling) if f.name != "logit_bias")

@@ -1,4 +1,5 @@
-"""Replies of llama-server's own endpoints, /completion and /infill: the last object with its counts, and the stream."""
+"""llama-server's `timings` and `prompt_progress`, and the replies of its own endpoints, /completion and /infill: the last
+object with its counts, and the stream."""
 
 from __future__ import annotations
 
@@ -6,9 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from modelyard.core.errors import Incomplete, ModelyardError
-from modelyard.core.events import BlockDelta, Event, Failed, Finished, Reply, Started, StopReason, Timings, Usage
+from modelyard.core.events import (
+    BlockDelta,
+    Event,
+    Failed,
+    Finished,
+    Measured,
+    PromptRead,
+    Reply,
+    Started,
+    StopReason,
+    Timings,
+    Usage,
+)
 from modelyard.core.request import Request, ToolCall
 from modelyard.protocols.common.json import encode
 from modelyard.protocols.common.openai_errors import error_body
@@ -59,6 +73,38 @@ def write_timings(usage: Usage, timings: Timings) -> dict[str, Any]:
     }
 
 
+class UpstreamTimings(Struct):
+    """`timings` of a llama-server."""
+
+    cache_n: int = 0
+    prompt_n: int = 0
+    prompt_ms: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+
+    @property
+    def event(self) -> Measured:
+        usage = Usage(self.prompt_n + self.cache_n, self.cache_n, self.predicted_n)
+        return Measured(usage, Timings(first_token=self.prompt_ms / 1000, decode=self.predicted_ms / 1000))
+
+
+class UpstreamProgress(Struct):
+    """`prompt_progress` of a llama-server."""
+
+    total: int = 0
+    cache: int = 0
+    processed: int = 0
+    time_ms: float = 0.0
+
+    @property
+    def event(self) -> PromptRead:
+        return PromptRead(self.total, self.cache, self.processed, self.time_ms / 1000)
+
+
+def write_progress(read: PromptRead) -> dict[str, Any]:
+    return {"total": read.total, "cache": read.cached, "processed": read.done, "time_ms": int(read.seconds * 1000)}
+
+
 def selected(reply: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Only the fields with these names. A name with slashes reaches into an object and stays the name."""
     if not names:
@@ -87,6 +133,7 @@ class LlamaStreamWriter:
         self._fields, self._trace, self._overflow_param = request.reply_fields, trace, overflow_param
         self._write_piece, self._write_end = write_piece, write_end
         self._running: dict[int, Started] = {}
+        self._timings: dict[int, Measured] = {}
         self._ended = 0
         self._failed = False
 
@@ -98,6 +145,11 @@ class LlamaStreamWriter:
         if isinstance(event, Started):
             self._running[choice] = event
             return b""
+        if isinstance(event, Measured):
+            self._timings[choice] = event
+            return b""
+        if isinstance(event, PromptRead):
+            return self._write_progress(event, choice)
         if isinstance(event, Finished) and choice in self._running:
             self._ended += 1
             last = write_last("", self._running.pop(choice), event, choice)
@@ -106,7 +158,13 @@ class LlamaStreamWriter:
 
     def _write_delta(self, event: BlockDelta, choice: int) -> bytes:
         piece = {"index": choice, "content": event.text, "tokens": [], "stop": False, "id_slot": -1}
+        if (measured := self._timings.get(choice)) is not None:
+            piece["timings"] = write_timings(measured.usage, measured.timings)
         return frame(encode(piece | (self._write_piece(event, choice) if self._write_piece else {})))
+
+    def _write_progress(self, read: PromptRead, choice: int) -> bytes:
+        piece = {"index": choice, "content": "", "tokens": [], "stop": False, "id_slot": -1}
+        return frame(encode(piece | {"prompt_progress": write_progress(read)}))
 
     def keepalive(self) -> bytes:
         return comment()

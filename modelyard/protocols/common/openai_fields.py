@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from math import isnan, nan
+from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.events import StopReason, Usage
+from modelyard.core.events import StopReason, TokenLogprob, Usage
+from modelyard.protocols.common.extensions import ExtensionFields
 
 FINGERPRINT = "fp_modelyard"
 DEFAULT_MODEL = "default"  # for bodies in which the model is optional: the name that the router falls back from
 DONE = b"data: [DONE]\n\n"
 MAX_N = 128
+MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 2048
 MIN_LOGPROB = -9999.0  # for a probability of zero: JSON has no -inf, and OpenAI writes this number
 
@@ -33,6 +37,27 @@ PromptField = limits.Text | limits.Prompts
 
 class StreamOptions(Struct):
     include_usage: bool | None = None
+
+
+class ServerFields(ExtensionFields):
+    """Fields of other servers for Chat and Completions: vLLM's `prompt_logprobs`, and llama-server's times."""
+
+    prompt_logprobs: int | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
+
+
+def read_timings(body: ServerFields) -> Literal["last", "all"] | None:
+    if body.timings_per_token:
+        return "all"
+    return "last" if body.return_progress or body.timings_per_token is not None else None
+
+
+def read_prompt_logprobs(body: ServerFields, stream: bool) -> int | None:
+    check_range("prompt_logprobs", body.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+    if body.prompt_logprobs is not None and stream:
+        raise InvalidRequest("prompt_logprobs come with a whole reply: send stream: false", param="prompt_logprobs")
+    return body.prompt_logprobs
 
 
 def require_model(model: str | None) -> str:
@@ -140,3 +165,42 @@ def read_usage(body: OpenAIUsage | None) -> Usage:
         body.completion_tokens or 0,
         (completion and completion.reasoning_tokens) or 0,
     )
+
+
+# --- prompt_logprobs --------------------------------------------------------------------------------------------------
+
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+
+
+def write_prompt_logprobs(tokens: Sequence[TokenLogprob], top: int) -> PromptLogprobs:
+    """vLLM's form: for each token an object with its own id and those of the most likely ones; null for the first."""
+    return [None if isnan(token.logprob) else _write_candidates(token, token.top[:top]) for token in tokens]
+
+
+def _write_candidates(token: TokenLogprob, top: Sequence[TokenLogprob]) -> dict[str, dict[str, Any]]:
+    ranks = {other.id: rank for rank, other in enumerate(top, 1)}
+    return {
+        str(other.id): {
+            "logprob": max(other.logprob, MIN_LOGPROB),
+            "rank": ranks.get(other.id, other.rank),
+            "decoded_token": other.token,
+        }
+        for other in (token, *top)
+    }
+
+
+def read_upstream_prompt(found: PromptLogprobs | None) -> tuple[TokenLogprob, ...]:
+    """Of another server's reply."""
+    return tuple(_read_candidates(candidates) for candidates in found or ())
+
+
+def _read_candidates(candidates: Mapping[str, Mapping[str, Any]] | None) -> TokenLogprob:
+    """The first one is the token itself. If it is not among the most likely ones, its rank is higher than their number."""
+    if not candidates:
+        return TokenLogprob("", nan)
+    tokens = [
+        TokenLogprob(str(found.get("decoded_token") or ""), float(found["logprob"]), id=int(id), rank=found.get("rank"))
+        for id, found in candidates.items()
+    ]
+    ranked = sorted((token for token in tokens if token.rank is not None), key=lambda token: token.rank or 0)
+    return replace(tokens[0], top=tuple(token for token in ranked if (token.rank or 0) <= len(tokens)))

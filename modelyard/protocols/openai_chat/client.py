@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from modelyard.core.errors import Incomplete, ModelyardError
 from modelyard.core.events import (
@@ -41,7 +42,14 @@ from modelyard.core.request import (
 from modelyard.protocols.common.extensions import present, write_extensions
 from modelyard.protocols.common.json import encode, is_json_object
 from modelyard.protocols.common.openai_errors import read_error_field
-from modelyard.protocols.common.openai_fields import MIN_LOGPROB, OpenAIUsage, read_usage
+from modelyard.protocols.common.llama_reply import UpstreamProgress, UpstreamTimings
+from modelyard.protocols.common.openai_fields import (
+    MIN_LOGPROB,
+    OpenAIUsage,
+    PromptLogprobs,
+    read_upstream_prompt,
+    read_usage,
+)
 from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.openai_chat.reply import ID_PREFIX, write_call
 from modelyard.protocols.openai_chat.request import (
@@ -73,6 +81,7 @@ def write_request(request: Request) -> bytes:
         n=request.n if request.n != 1 else None,
         logprobs=None if request.logprobs is None else True,
         top_logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         stream=request.stream or None,
         stream_options={"include_usage": True} if request.include_usage else None,
         prompt_cache_key=request.session,
@@ -230,6 +239,7 @@ class UpstreamCompletion(Struct):
     model: str | None = None
     choices: list[UpstreamChoice] | None = None
     usage: OpenAIUsage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     error: Any = None
 
 
@@ -254,6 +264,8 @@ def read_reply(body: bytes) -> Reply:
     if choice is None or choice.message is None:
         raise Incomplete("the upstream's reply has no message")
     started = _read_started(parsed.id, parsed.model, parsed.created)
+    if parsed.prompt_logprobs:
+        started = replace(started, prompt_logprobs=read_upstream_prompt(parsed.prompt_logprobs))
     blocks = tuple(_read_blocks(choice, choice.message, started.id))
     has_calls = any(isinstance(block.part, ToolCall) for block in blocks)
     reason, stop = _read_finish(choice.finish_reason, choice.stop_reason, has_calls)
@@ -341,6 +353,8 @@ class UpstreamChunk(Struct):
     model: str | None = None
     choices: list[ChunkChoice] | None = None
     usage: OpenAIUsage | None = None
+    timings: UpstreamTimings | None = None
+    prompt_progress: UpstreamProgress | None = None
     error: Any = None
 
 
@@ -430,6 +444,10 @@ class ChatStreamReader:
             started = _read_started(chunk.id, chunk.model, chunk.created)
             self._id = started.id
             self._out.append(started)
+        if chunk.prompt_progress is not None:
+            self._out.append(chunk.prompt_progress.event)
+        if chunk.timings is not None and self._stop is None:
+            self._out.append(chunk.timings.event)
         for choice in chunk.choices or ():
             if choice.index != 0 or self._stop is not None:
                 continue

@@ -11,7 +11,16 @@ from modelyard.core.events import Reply, TokenLogprob
 from modelyard.core.protocol import ModelCard
 from modelyard.core.request import Request, Text, ToolCall
 from modelyard.protocols.common.json import encode
-from modelyard.protocols.common.openai_fields import FINGERPRINT, FINISH_REASONS, MIN_LOGPROB, OpenAIUsage, write_usage
+from modelyard.protocols.common.llama_reply import write_timings
+from modelyard.protocols.common.openai_fields import (
+    FINGERPRINT,
+    FINISH_REASONS,
+    MIN_LOGPROB,
+    OpenAIUsage,
+    PromptLogprobs,
+    write_prompt_logprobs,
+    write_usage,
+)
 
 ID_PREFIX = "chatcmpl-"
 
@@ -24,6 +33,7 @@ class CompletionMessage(Struct, gc=False):
     content: str | None
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
     annotations: tuple[()] = ()
 
@@ -44,6 +54,8 @@ class ChatCompletion(Struct, gc=False):
     choices: list[CompletionChoice]
     usage: OpenAIUsage
     system_fingerprint: str = FINGERPRINT
+    timings: dict[str, Any] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
@@ -51,9 +63,12 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     choices = [_write_choice(index, reply, request) for index, reply in enumerate(replies)]
     usages = [reply.finished.usage for reply in replies]
     usage = write_usage(usages[:1], usages)
-    return encode(
-        ChatCompletion(ID_PREFIX + started.id, "chat.completion", started.created, started.model, choices, usage)
-    )
+    whole = ChatCompletion(ID_PREFIX + started.id, "chat.completion", started.created, started.model, choices, usage)
+    if request.timings is not None:
+        whole.timings = write_timings(usages[0], replies[0].finished.timings)
+    if request.prompt_logprobs is not None:
+        whole.prompt_logprobs = write_prompt_logprobs(started.prompt_logprobs, request.prompt_logprobs)
+    return encode(whole)
 
 
 def _write_choice(index: int, reply: Reply, request: Request) -> CompletionChoice:
@@ -62,6 +77,7 @@ def _write_choice(index: int, reply: Reply, request: Request) -> CompletionChoic
         "assistant",
         text if text or not calls else None,
         reasoning_content=reply.thinking or UNSET,
+        reasoning=(request.reasoning.both_names and reply.thinking) or UNSET,
         tool_calls=[write_call(call) for call in calls] or UNSET,
     )
     logprobs = None

@@ -34,7 +34,6 @@ from modelyard.core.request import (
 )
 from modelyard.protocols.common.extensions import (
     MAX_TEMPERATURE,
-    ExtensionFields,
     check_option,
     check_positive,
     read_constraint,
@@ -44,10 +43,14 @@ from modelyard.protocols.common.extensions import (
 from modelyard.protocols.common.json import decode, dumps
 from modelyard.protocols.common.openai_fields import (
     MAX_N,
+    MAX_TOP_LOGPROBS,
+    ServerFields,
     StreamOptions,
     check_range,
+    read_prompt_logprobs,
     read_session,
     read_stop,
+    read_timings,
     require_model,
 )
 
@@ -162,7 +165,7 @@ class ChatThinking(Struct):
     budget_tokens: int | None = None
 
 
-class ChatCompletionBody(ExtensionFields):
+class ChatCompletionBody(ServerFields):
     model: limits.Name | None = None
     messages: Annotated[list[ChatMessage], limits.Messages] | None = None
     max_tokens: int | None = None
@@ -184,6 +187,7 @@ class ChatCompletionBody(ExtensionFields):
     stop: limits.StopString | limits.StopStrings | None = None
     reasoning_effort: limits.Word | None = None
     reasoning: ChatReasoning | None = None
+    include_reasoning: bool | None = None
     enable_thinking: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | limits.Word | None = None
@@ -198,7 +202,6 @@ class ChatCompletionBody(ExtensionFields):
 
 # --- the request ----------------------------------------------------------------------------------------------------
 
-_MAX_TOP_LOGPROBS = 20
 _RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 _decoder = msgspec.json.Decoder(ChatCompletionBody)
 
@@ -224,10 +227,13 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         stop=read_stop(parsed.stop, warnings),
         n=1 if parsed.n is None else parsed.n,
         logprobs=_read_logprobs(parsed),
+        prompt_logprobs=read_prompt_logprobs(parsed, parsed.stream is True),
         constraint=read_constraint(parsed, ("response_format", _read_response_format(parsed.response_format))),
         reasoning=_read_reasoning(parsed),
         stream=parsed.stream is True,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
+        progress=parsed.return_progress is True and parsed.stream is True,
+        timings=read_timings(parsed),
         lora_adapter=parsed.lora_adapter,
         chat_template_kwargs=_read_template_kwargs(parsed.chat_template_kwargs),
         add_generation_prompt=_prompt_end(parsed, "add_generation_prompt"),
@@ -251,13 +257,13 @@ def _read_max_tokens(body: ChatCompletionBody) -> int | None:
 
 def _read_logprobs(body: ChatCompletionBody) -> int | None:
     """`top_logprobs` alone turns logprobs on too; some clients send the number under `logprobs`."""
-    check_range("top_logprobs", body.top_logprobs, 0, _MAX_TOP_LOGPROBS)
+    check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
     flag = body.logprobs
     if flag is None or flag is False:
         return body.top_logprobs if flag is None else None
     if body.top_logprobs is not None or flag is True:
         return body.top_logprobs or 0
-    check_range("logprobs", flag, 0, _MAX_TOP_LOGPROBS)
+    check_range("logprobs", flag, 0, MAX_TOP_LOGPROBS)
     return flag
 
 
@@ -289,7 +295,9 @@ _CONTINUED_PARTS = ("content", "reasoning_content")
 _PROMPT_ENDS = frozenset({"add_generation_prompt", "continue_final_message"})
 _DEFAULT_REASONING = Reasoning()
 _BUDGETS = ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget")
-_SWITCHES = ("reasoning_effort", "reasoning", "thinking", "enable_thinking", "chat_template_kwargs")
+_SWITCHES = (
+    *("reasoning_effort", "reasoning", "include_reasoning", "thinking", "enable_thinking", "chat_template_kwargs"),
+)
 _reasoning_fields, _budgets = attrgetter(*_SWITCHES, *_BUDGETS), attrgetter(*_BUDGETS)
 _NO_FIELDS = (None,) * len(_SWITCHES + _BUDGETS)
 _NO_REASONING, _NO_THINKING = ChatReasoning(), ChatThinking()
@@ -305,7 +313,8 @@ _THINKING_ENABLED = {
 
 
 def _read_reasoning(body: ChatCompletionBody) -> Reasoning:
-    """Clients send the switch in five ways; the most specific one that is set wins."""
+    """Clients send the switch in five ways; the most specific one that is set wins. Those that send `reasoning` or
+    `include_reasoning` read `reasoning` in the reply too."""
     if _reasoning_fields(body) == _NO_FIELDS:
         return _DEFAULT_REASONING
     reasoning, thinking = body.reasoning or _NO_REASONING, _read_thinking(body.thinking)
@@ -317,11 +326,15 @@ def _read_reasoning(body: ChatCompletionBody) -> Reasoning:
         reasoning.enabled,
         False if effort == "none" else None,
     )
+    shown = body.include_reasoning if body.include_reasoning is not None else None
+    if shown is None and reasoning.exclude is not None:
+        shown = not reasoning.exclude
     return Reasoning(
         enabled=next((switch for switch in switches if switch is not None), None),
         effort=effort,
         budget=_read_budget((reasoning.max_tokens, thinking.budget_tokens, *_budgets(body))),
-        visible=None if reasoning.exclude is None else not reasoning.exclude,
+        visible=shown,
+        both_names=body.include_reasoning is True or body.reasoning is not None,
     )
 
 

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Raw
+
 from modelyard.core.errors import Incomplete, ModelyardError
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage
+from modelyard.core.events import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Measured,
+    PromptRead,
+    Started,
+    Timings,
+    Usage,
+)
 from modelyard.core.request import Request
 from modelyard.protocols.common.json import encode, is_json_object
+from modelyard.protocols.common.llama_reply import write_progress, write_timings
 from modelyard.protocols.common.openai_errors import error_body
 from modelyard.protocols.common.openai_fields import DONE, FINGERPRINT, FINISH_REASONS, write_usage
 from modelyard.protocols.common.sse import comment, frame
@@ -23,15 +38,15 @@ _TEXT_FIELDS = {"text": b'{"content":', "thinking": b'{"reasoning_content":'}
 class _Choice:
     """One choice: the bytes around the text of its open block, its calls so far, and its usage once it has ended.
 
-    `arguments` are those of the open call. `held` is an open call of a custom tool: free text that was cut off looks
+    `repeat` is between the two times that the text of reasoning is written, if it has two names. `arguments` are those of the open call. `held` is an open call of a custom tool: free text that was cut off looks
     complete, so it is written only when it is.
     """
 
-    __slots__ = ("arguments", "calls", "delta_end", "delta_start", "held", "is_text", "start", "usage")
+    __slots__ = ("arguments", "calls", "delta_end", "delta_start", "held", "is_text", "repeat", "start", "usage")
 
     def __init__(self, start: bytes) -> None:
         self.start = start
-        self.delta_start = self.delta_end = b""
+        self.delta_start = self.delta_end = self.repeat = b""
         self.calls = 0
         self.is_text = False
         self.arguments: list[str] | None = None
@@ -46,6 +61,9 @@ class ChatStreamWriter:
         self._fields: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}
         self._chunk_end = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._repeats_reasoning = request.reasoning.both_names
+        self._has_timings = request.timings is not None
+        self._timings: bytes | None = None  # of the last choice that has ended
         self._failed = False
 
     def write(self, event: Event, choice: int = 0) -> bytes:
@@ -57,6 +75,9 @@ class ChatStreamWriter:
                 return self._delta_with_logprobs(state, event)
             if state.arguments is not None:
                 return self._call_delta(state, event.text)
+            if state.repeat and event.text:
+                text = encode(event.text)
+                return state.delta_start + text + state.repeat + text + state.delta_end
             return state.delta_start + encode(event.text) + state.delta_end if event.text else b""
         if isinstance(event, BlockStart):
             return self._start_block(event, self._choices[choice])
@@ -66,6 +87,10 @@ class ChatStreamWriter:
             return self._start(event, choice)
         if isinstance(event, Finished):
             return self._finish(event, self._choices[choice])
+        if isinstance(event, PromptRead):
+            return self._write_progress(event, self._choices[choice])
+        if isinstance(event, Measured):
+            return self._measure(event, self._choices[choice])
         return self._fail(event.error) if isinstance(event, Failed) else b""
 
     def keepalive(self) -> bytes:
@@ -81,8 +106,10 @@ class ChatStreamWriter:
             return self._fail(Incomplete("the answer ended before it was complete", id=self._trace))
         if not self._include_usage:
             return DONE
-        usage = write_usage(finished[:1], finished)
-        return frame(encode(self._fields | {"choices": [], "usage": usage})) + DONE
+        fields = self._fields | {"choices": [], "usage": write_usage(finished[:1], finished)}
+        if self._timings is not None:
+            fields["timings"] = Raw(self._timings)
+        return frame(encode(fields)) + DONE
 
     def _start(self, event: Started, choice: int) -> bytes:
         """The first choice to start gives the id, time and model of every chunk."""
@@ -101,11 +128,29 @@ class ChatStreamWriter:
     def _chunk(self, start: bytes, delta: bytes) -> bytes:
         return start + delta + _NO_LOGPROBS + self._chunk_end
 
+    def _write_progress(self, read: PromptRead, state: _Choice) -> bytes:
+        """As llama-server does, in a chunk without text."""
+        progress = b',"prompt_progress":' + encode(write_progress(read)) + b"}\n\n"
+        return self._chunk(state.start, b'{"role":"assistant","content":null}')[: -len(b"}\n\n")] + progress
+
+    def _measure(self, measured: Measured, state: _Choice) -> bytes:
+        """The chunks from here on have these times."""
+        before, self._chunk_end = self._chunk_end, self._end_with(measured.usage, measured.timings)
+        state.delta_end = state.delta_end.removesuffix(before) + self._chunk_end if state.delta_end else b""
+        return b""
+
+    def _end_with(self, usage: Usage, timings: Timings) -> bytes:
+        """The end of a chunk with these times."""
+        usage_field = b'],"usage":null' if self._include_usage else b"]"
+        return usage_field + b',"timings":' + encode(write_timings(usage, timings)) + b"}\n\n"
+
     def _start_block(self, event: BlockStart, state: _Choice) -> bytes:
-        state.is_text = event.kind == "text"
+        state.is_text, state.repeat = event.kind == "text", b""
         if event.kind != "tool_call":
             state.delta_start = state.start + _TEXT_FIELDS[event.kind]
             state.delta_end = b"}" + _NO_LOGPROBS + self._chunk_end
+            if event.kind == "thinking" and self._repeats_reasoning:
+                state.repeat = b',"reasoning":'
             return b""
         index, kind, field = state.calls, *(("custom", "input") if event.custom else ("function", "arguments"))
         state.calls += 1
@@ -150,6 +195,9 @@ class ChatStreamWriter:
         end = b'{},"logprobs":null,"finish_reason":"%s"' % FINISH_REASONS[event.reason].encode()
         if event.stop_string is not None:
             end += b',"stop_reason":' + encode(event.stop_string)
+        if self._has_timings:
+            self._timings = encode(write_timings(event.usage, event.timings))
+            self._chunk_end = self._end_with(event.usage, event.timings)
         return state.start + end + b"}" + self._chunk_end
 
     def _fail(self, error: ModelyardError) -> bytes:

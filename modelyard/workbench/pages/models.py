@@ -153,8 +153,8 @@ class ModelPanel:
         await self._session.perform(self._session.client.scale(self._name, replicas), text)
 
     def _open_chat(self) -> None:
-        self._session.conversation.settings.model = self._name
-        ui.navigate.to("/playground")
+        self._session.chat.settings.models = [self._name]
+        ui.navigate.to("/chat")
 
 
 def _button(text: str, icon: str, on_click: Any, style: str = "outline") -> ui.button:

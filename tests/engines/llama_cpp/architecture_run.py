@@ -150,7 +150,7 @@ class _Scenario:
             self.name,
             window=info.caches["main"].window,
             memory="recurrent" if recurrent else "hybrid" if hybrid else "sliding window" if sliding else "attention",
-            rewinds=cache.sequences.kv.can_rewind,
+            rewinds=cache.kv.can_rewind,
             drafts=stats.guessed_tokens,
             embeds=embeds,
             reused=stats.reused_tokens + stats.copied_tokens + stats.restored_tokens,

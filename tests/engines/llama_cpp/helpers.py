@@ -65,7 +65,7 @@ def model_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]
     found: dict[str, float] = {}
     listener: Any = lib.llama_log_callback(lambda _level, text, _: lines.append(text.decode("utf-8", "replace")))
     with monkeypatch.context() as patch:
-        patch.setattr(llama_log, "_callback", listener)
+        patch.setattr(llama_log, "callback", listener)
         llama_log.clear()
         yield found
     llama_log.clear()
@@ -103,7 +103,7 @@ class Tap:
 
     def __init__(self, engine: LlamaCppEngine) -> None:
         self.seen: list[tuple[int, Chunk]] = []
-        for held in engine._caches.values():
+        for held in engine._contexts:
             held._emit, held._emit_batch = self._emit, self._emit_batch
         self._next = engine._dispatch.put
 

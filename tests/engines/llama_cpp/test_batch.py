@@ -44,6 +44,18 @@ from tests.engines.llama_cpp.helpers import GREEDY, id_prompt
             id="streams that fill the budget do not starve a prompt",
         ),
         pytest.param(
+            [SequenceWork(0, 90, False, 1, cache="main"), SequenceWork(1, 90, False, 2, cache="fast")],
+            8,
+            [BatchSlice(0, 4, False), BatchSlice(1, 4, False)],
+            id="the prompts of two caches are read side by side",
+        ),
+        pytest.param(
+            [SequenceWork(0, 90, False, 1, cache="main"), SequenceWork(1, 2, False, 2, cache="fast")],
+            8,
+            [BatchSlice(0, 6, False), BatchSlice(1, 2, True)],
+            id="rows that a cache does not need go to the other",
+        ),
+        pytest.param(
             [SequenceWork(0, 1, True, 1, drafted=4)],
             8,
             [BatchSlice(0, 1, True, 4)],
@@ -147,8 +159,9 @@ def generating_job(window: int = WINDOW, **fields: Any) -> LlamaCppJob:
 
 
 def decode_batch(*jobs: LlamaCppJob) -> tuple[DecodeBatch, list[SequenceSlot]]:
-    slots = [SequenceSlot(index, np.zeros(0, np.int32)) for index in range(len(jobs))]
-    return DecodeBatch(dict(enumerate(jobs)), slots), slots
+    for index, job in enumerate(jobs):
+        job.slot = SequenceSlot(index, np.zeros(0, np.int32))
+    return DecodeBatch(dict(enumerate(jobs))), [job.slot for job in jobs]
 
 
 async def test_a_stop_token_of_any_job_ends_a_round() -> None:

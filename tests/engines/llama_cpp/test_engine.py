@@ -206,7 +206,7 @@ async def test_death_ends_every_job_and_is_reported() -> None:
     async with running() as engine:
         looks = block(engine)
         jobs = [engine.generate(prompt(session=str(n))) for n in range(2)]
-        engine._caches["main"].step = explode  # type: ignore[method-assign]
+        engine._contexts[0].step = explode  # type: ignore[method-assign]
         looks.set()
         for job in jobs:
             assert isinstance(end(await read(job)).error, Unavailable)

@@ -30,7 +30,8 @@ async def test_no_secret_leaks_between_conversations(seed: int, copies: bool, mo
         )
     random = Random(seed)
     got: dict[str, list[list[Chunk]]] = {secret: [] for secret in SECRETS}
-    async with running({"main": CacheInfo(256, 2), "fast": CacheInfo(256, 2)}, n_ubatch=64, n_batch=64) as engine:
+    caches = {"main": CacheInfo(256, 2), "fast": CacheInfo(256, 2)}
+    async with running(caches, n_ubatch=64, n_batch=64, share_across_caches=copies) as engine:
         while waiting := [secret for secret in SECRETS if len(got[secret]) < 2]:
             batch = _fitting(random.sample(waiting, len(waiting)))[: random.randint(1, 4)]
             jobs = {s: engine.generate(_turn(s, HOMES[s], got[s])) for s in batch}

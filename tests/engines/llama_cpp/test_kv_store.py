@@ -186,7 +186,7 @@ async def test_a_running_job_is_saved_up_to_its_last_step(folder: Path) -> None:
 async def test_an_engine_that_died_saves_nothing(folder: Path) -> None:
     async with opened(folder) as engine:
         await answer(engine)
-        engine._caches["main"].step = _explode  # type: ignore[method-assign]
+        engine._contexts[0].step = _explode  # type: ignore[method-assign]
         assert end(await answer(engine)).error is not None
     assert files(folder) == []
 
@@ -220,7 +220,7 @@ async def test_nothing_is_saved_without_kv_store(folder: Path) -> None:
     [
         pytest.param({"path": "other"}, "model was", id="other weights of the same shape"),
         pytest.param({"main": CacheInfo(256, 2)}, "window was 512 and is 256", id="window"),
-        pytest.param({"main": CacheInfo(512, 3)}, "streams was 2 and is 3", id="parallel"),
+        pytest.param({"main": CacheInfo(512, 3)}, "streams was 4 and is 5", id="parallel"),
         pytest.param({"main": CacheInfo(512, 2, type_k="f32")}, "type_k was f16 and is f32", id="type_k"),
         pytest.param({"main": CacheInfo(512, 2, type_v="f32")}, "type_v was f16 and is f32", id="type_v"),
         pytest.param({"flash_attn": False}, "flash_attn was on and is off", id="flash attention"),

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from modelyard.core.engine import CacheInfo, Chunk, Control, Generation, Prompt, Tokens
+from modelyard.core.errors import Overloaded
+from modelyard.engines.llama_cpp.batch import DecodeBatch, LlamaBatch
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot
@@ -32,9 +34,9 @@ SYSTEM = words(0, 40)
 
 
 @asynccontextmanager
-async def exact(**parallel: int) -> AsyncIterator[LlamaCppEngine]:
+async def exact(*, share: bool = False, **parallel: int) -> AsyncIterator[LlamaCppEngine]:
     caches = {name: CacheInfo(256, count) for name, count in (parallel or {"main": 2}).items()}
-    async with running(caches, path=str(exact_model())) as engine:
+    async with running(caches, path=str(exact_model()), share_across_caches=share) as engine:
         yield engine
 
 
@@ -131,7 +133,7 @@ async def test_a_shared_prefix_is_copied_from_a_running_sequence() -> None:
 @pytest.mark.usefixtures("_copies_pay")
 async def test_nothing_is_copied_from_a_running_sequence_of_another_scope() -> None:
     runs = [SYSTEM + words(n) for n in range(1, 4)]
-    async with exact(main=2, fast=2) as engine:
+    async with exact(share=True, main=2, fast=2) as engine:
         foreign = id_prompt(runs[1], scope="bob", cache="fast")
         tap = SubmitAtFirstToken(engine, foreign, id_prompt(runs[2], scope="ann", cache="fast"))
         got = [await answer(engine, runs[0], scope="ann", max_tokens=60)]
@@ -185,9 +187,65 @@ async def test_a_repeated_prompt_reuses_the_sequence_of_its_answer() -> None:
 
 
 @pytest.mark.usefixtures("_copies_pay")
+async def test_nothing_is_reused_from_another_cache_unless_configured() -> None:
+    async with exact(main=2, fast=2) as engine:
+        assert len(engine._contexts) == 1
+        await answer(engine, SYSTEM + words(1), session="a")
+        other = await answer(engine, SYSTEM + words(1), session="a", cache="fast")
+    assert (accepted(other).cached_tokens, accepted(other).elsewhere) == (0, 0)
+
+
+async def test_caches_of_one_layout_decode_their_streams_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: set[tuple[int, ...]] = set()
+    plain = LlamaBatch.fill_uniform
+
+    def fill(batch: LlamaBatch, jobs: DecodeBatch) -> None:
+        rows.add(tuple(jobs.by_sequence))
+        plain(batch, jobs)
+
+    monkeypatch.setattr(LlamaBatch, "fill_uniform", fill)
+    caches = {"main": CacheInfo(256, 3), "fast": CacheInfo(256, 2), "long": CacheInfo(512, 1)}
+    async with running(caches, path=str(exact_model())) as engine:
+        assert [list(context.caches) for context in engine._contexts] == [["main", "fast"], ["long"]]
+        await answer(engine, words(9), cache="fast")
+        jobs = [
+            engine.generate(id_prompt(words(n), cache=cache, max_tokens=40))
+            for n, cache in enumerate(("main", "main", "fast", "long"))
+        ]
+        got = [await read(job) for job in jobs]
+    assert (0, 1, 2, 3) in rows or (1, 2, 3) in rows, "streams of both caches, in neighbouring sequences"
+    for n, chunks in enumerate(got):
+        assert_alike(chunks, await alone(words(n), max_tokens=40))
+
+
+async def test_a_full_cache_does_not_take_the_sequences_of_its_neighbour() -> None:
+    async with exact(main=1, fast=2) as engine:
+        first = engine.generate(id_prompt(words(1), max_tokens=60))
+        await first.__anext__()
+        refused = await answer(engine, words(2))
+        others = [await answer(engine, words(n), cache="fast", session=str(n)) for n in (3, 4)]
+        await read(first)
+        (held,) = engine.stats().caches["main"].sequences
+    assert isinstance(end(refused).error, Overloaded)
+    assert all(end(chunks).error is None for chunks in others)
+    assert held.tokens == len(words(1)) + 59
+
+
+async def test_evicting_one_cache_leaves_its_neighbour() -> None:
+    async with exact(main=2, fast=2) as engine:
+        first = await answer(engine, words(1))
+        await answer(engine, words(1), cache="fast")
+        await engine.control(Control("evict", cache="fast"))
+        again = await answer(engine, words(1) + ids(first) + words(3))
+        other = await answer(engine, words(1), cache="fast")
+    assert accepted(again).cached_tokens == len(words(1)) + len(ids(first)) - 1
+    assert accepted(other).cached_tokens == 0
+
+
+@pytest.mark.usefixtures("_copies_pay")
 async def test_a_shared_prefix_is_copied_from_a_compatible_cache() -> None:
     runs = [SYSTEM + words(n) for n in (1, 2)]
-    async with exact(main=2, fast=2) as engine:
+    async with exact(share=True, main=2, fast=2) as engine:
         first = await answer(engine, runs[0], session="a")
         second = await answer(engine, runs[1], session="b", cache="fast")
         stats = engine.stats()
@@ -207,11 +265,12 @@ async def test_a_shared_prefix_is_copied_from_a_compatible_cache() -> None:
         CacheInfo(256, 2, type_k="f32"),
         CacheInfo(256, 2, type_v="f32"),
         CacheInfo(256, 2, flash_attn=False),
-        CacheInfo(256, 3),
+        CacheInfo(512, 3),
     ],
 )
 async def test_nothing_is_copied_between_incompatible_caches(other: CacheInfo) -> None:
-    async with running({"main": CacheInfo(256, 2), "fast": other}, path=str(exact_model())) as engine:
+    caches = {"main": CacheInfo(256, 2), "fast": other}
+    async with running(caches, path=str(exact_model()), share_across_caches=True) as engine:
         await answer(engine, SYSTEM + words(1), session="a")
         chunks = await answer(engine, SYSTEM + words(2), session="b", cache="fast")
     assert accepted(chunks).cached_tokens == 0
@@ -219,7 +278,8 @@ async def test_nothing_is_copied_between_incompatible_caches(other: CacheInfo) -
 
 @pytest.mark.usefixtures("_copies_pay")
 async def test_a_conversation_longer_than_the_window_is_not_copied() -> None:
-    async with running({"main": CacheInfo(512, 2), "fast": CacheInfo(256, 2)}, path=str(exact_model())) as engine:
+    caches = {"main": CacheInfo(512, 2), "fast": CacheInfo(256, 2)}
+    async with running(caches, path=str(exact_model()), share_across_caches=True) as engine:
         await answer(engine, SYSTEM + words(1, 400), session="a")
         await answer(engine, SYSTEM[:20], session="b", cache="fast")
         long = await answer(engine, SYSTEM + words(2), session="b", cache="fast")
@@ -234,7 +294,7 @@ async def test_concurrent_conversations_copy_from_each_other() -> None:
     """A pending stream copy can neither be exported, nor may its source change."""
     runs = [SYSTEM + words(n) for n in range(1, 6)]
     homes = ["main", "main", "fast", "main", "fast"]
-    async with exact(main=4, fast=4) as engine:
+    async with exact(share=True, main=4, fast=4) as engine:
         tap = SubmitAtFirstToken(
             engine,
             *(id_prompt(run, session=str(run), cache=home) for run, home in list(zip(runs, homes, strict=True))[1:]),
@@ -249,10 +309,11 @@ async def test_concurrent_conversations_copy_from_each_other() -> None:
 async def test_measured_costs_decide_about_copies() -> None:
     """Whatever they decide: they are measured, and the answer is right."""
     long = words(0, 300)
-    async with running({"main": CacheInfo(512, 2), "fast": CacheInfo(512, 2)}, path=str(exact_model())) as engine:
+    caches = {"main": CacheInfo(512, 2), "fast": CacheInfo(512, 2)}
+    async with running(caches, path=str(exact_model()), share_across_caches=True) as engine:
         await answer(engine, long + words(1), session="a")
         chunks = await answer(engine, long + words(2), session="b", cache="fast")
-        assert engine._caches["main"].sequences.kv.costs != CopyCosts()
+        assert engine._caches["main"].kv.costs != CopyCosts()
     assert accepted(chunks).cached_tokens in (0, len(long))
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
         assert_alike(chunks, await answer(engine, long + words(2)))
@@ -278,14 +339,14 @@ class CancelAfter(Tap):
 @pytest.mark.usefixtures("_copies_pay")
 @pytest.mark.parametrize("seed", range(4))
 async def test_mixed_conversations_generate_what_each_generates_alone(seed: int) -> None:
-    """Two caches, compatible or not, eight conversations on five or six sequences, many turns, some with a common
+    """Two caches that share KV or do not, eight conversations on five or six sequences, many turns, some with a common
     start, some cancelled: sequences are taken over, copied and cut, several jobs at a time."""
     random = Random(seed)
     homes = {n: ("main", "fast")[n % 2] for n in range(8)}
     places = {"main": 3, "fast": 2 + seed % 2}
     history = {n: (SYSTEM if n % 4 < 2 else []) + words(100 + n) for n in homes}
     turns: list[tuple[list[int], list[Chunk]]] = []
-    async with exact(**places) as engine:
+    async with exact(share=seed < 2, **places) as engine:
         canceller = CancelAfter(engine)
         for _ in range(24):
             batch = _fitting(random.sample(list(homes), random.randint(1, 5)), homes, places)
@@ -510,7 +571,8 @@ async def test_swa_full_needs_no_checkpoints() -> None:
 async def test_a_copy_starts_at_a_checkpoint_of_its_source(model: Model, home: str) -> None:
     run = words(1, 200)
     other = run + words(4, 50)
-    async with opened(model, {"main": CacheInfo(1024, 2), "fast": CacheInfo(1024, 2)}) as engine:
+    caches = {"main": CacheInfo(1024, 2), "fast": CacheInfo(1024, 2)}
+    async with opened(model, caches, share_across_caches=True) as engine:
         first = await rewind_answer(engine, run, "a")
         chunks = await rewind_answer(engine, other, "b", cache=home)
         assert accepted(chunks).cached_tokens == len(run) - TAIL

@@ -211,7 +211,7 @@ class Watch:
 
     def __init__(self, engine: LlamaCppEngine) -> None:
         self.tried: list[str] = []
-        self._speculator = engine._caches["main"].speculator
+        self._speculator = engine._contexts[0].speculator
         assert self._speculator is not None
         self._draft = self._speculator.draft
         self._speculator.draft = self._watched  # type: ignore[method-assign]
@@ -235,7 +235,7 @@ async def test_a_model_that_cannot_rewind_has_no_speculation(caplog: pytest.LogC
 @pytest.mark.parametrize("full", [True, False])
 async def test_a_sliding_window_has_speculation_only_with_swa_full(full: bool) -> None:
     async with opened(path=str(sliding_model()), swa_full=full) as engine:
-        assert (engine._caches["main"].speculator is not None) == full
+        assert (engine._contexts[0].speculator is not None) == full
 
 
 class FixedDrafter:

@@ -1,7 +1,8 @@
-"""Tiny random GGUF models that embed, rank or fill in the middle, written once into the user's cache folder.
+"""Tiny random GGUF models that embed, rank, fill in the middle or see, written once into the user's cache folder.
 
     bert, nomic-bert     a vocabulary of letters and a few words; every text has tokens
     qwen3, llama         SmolLM2's vocabulary; the qwen3 models append an end token, the llama has tokens for gaps
+    llama, qwen2vl       with projectors for images and audio, the files that mmproj names
 
 Their weights are random numbers of fixed seeds: vectors, scores and answers mean nothing, and are the same everywhere.
 """
@@ -69,6 +70,19 @@ def coder(fim: bool = True) -> Path:
     return _made("llama-fim" if fim else "llama-plain", lambda writer: _write_llama(writer, fim=fim))
 
 
+@cache
+def seeing(kind: str) -> tuple[Path, Path]:
+    """A model and its projector. `tiles` cuts an image into tiles, `block` reads it without a causal mask, `mrope` has
+    positions in two dimensions, and `audio` takes sound. They are in one folder, under the names that belong together.
+    """
+    is_mrope = kind == "mrope"
+    model = _made(
+        f"{'qwen2vl' if is_mrope else 'llama'}-media",
+        (lambda writer: _write_qwen2vl(writer)) if is_mrope else (lambda writer: _write_seeing_llama(writer)),
+    )
+    return model, _made(f"clip-{kind}", lambda writer: _PROJECTORS[kind](writer))
+
+
 def _made(name: str, write: Callable[[gguf.GGUFWriter], None]) -> Path:
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     path = cache_dir() / "test-models" / f"{name}-{version}.gguf"
@@ -107,6 +121,12 @@ class _Tensors:
         self._writer.add_tensor(f"{name}.weight", 1 + self._values((size,), 0.1))
         if bias:
             self._writer.add_tensor(f"{name}.bias", self._values((size,), 0.1))
+
+    def bias(self, name: str, size: int) -> None:
+        self.add(f"{name}.bias", (size,), 0.1)
+
+    def add(self, name: str, shape: tuple[int, ...], scale: float, dtype: Any = np.float32) -> None:
+        self._writer.add_tensor(name, self._values(shape, scale).astype(dtype))
 
     def _values(self, shape: tuple[int, ...], scale: float) -> Any:
         return self._random.normal(0, scale, shape).astype(np.float32)
@@ -263,3 +283,125 @@ def _add_decoder(tensors: _Tensors, size: int, *, normed_heads: bool) -> None:
         tensors.matrix(f"{layer}.ffn_gate", FEED)
         tensors.matrix(f"{layer}.ffn_up", FEED)
         tensors.matrix(f"{layer}.ffn_down", WIDTH, FEED)
+
+
+# --- images and audio -------------------------------------------------------------------------------------------------
+
+SIDE, PATCH = 32, 8  # pixels of an image or a tile, and of a patch
+TILE_TOKENS = BLOCK_TOKENS = (SIDE // PATCH // 2) ** 2  # two by two patches are one token
+_AUDIO_POSITIONS, _MELS, _STACKED = 1500, 16, 12  # 30 seconds
+_TILE_MARKS = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+_MARKS = ["<fake_token_around_image>", "<global-img>", "<start_of_image>", "<end_of_image>", *_TILE_MARKS]
+_QWEN_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+
+
+def _write_seeing_llama(writer: gguf.GGUFWriter) -> None:
+    _add_shape(writer, LONG_WINDOW)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    size = _add_smollm2_vocabulary(writer, {mark: mark for mark in _MARKS})
+    writer.add_add_bos_token(False)
+    writer.add_vocab_size(size)
+    _add_decoder(_Tensors(writer, seed=5), size, normed_heads=False)
+
+
+def _write_qwen2vl(writer: gguf.GGUFWriter) -> None:
+    _add_shape(writer, LONG_WINDOW)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_sections([2, 3, 3, 0])
+    size = _add_smollm2_vocabulary(writer, {mark: mark for mark in _QWEN_MARKS})
+    writer.add_add_bos_token(False)
+    tensors = _Tensors(writer, seed=6)
+    _add_decoder(tensors, size, normed_heads=False)
+    for layer in range(LAYERS):
+        for name in ("attn_q", "attn_k", "attn_v"):
+            tensors.bias(f"blk.{layer}.{name}", WIDTH)
+
+
+def _add_encoder(writer: gguf.GGUFWriter, kind: str, projector: str, seed: int) -> _Tensors:
+    """The transformer that all projectors have; `kind` is vision or audio."""
+    writer.add_bool(f"clip.has_{kind}_encoder", True)
+    writer.add_string("clip.projector_type", projector)
+    writer.add_file_type(0)
+    numbers = {
+        "embedding_length": WIDTH,
+        "feed_forward_length": FEED,
+        "block_count": LAYERS,
+        "projection_dim": WIDTH,
+        "attention.head_count": HEADS,
+    }
+    for name, number in numbers.items():
+        writer.add_uint32(f"clip.{kind}.{name}", number)
+    writer.add_float32(f"clip.{kind}.attention.layer_norm_epsilon", 1e-6)
+    writer.add_bool("clip.use_gelu", True)
+    tensors = _Tensors(writer, seed)
+    for layer in (f"{kind[0]}.blk.{at}" for at in range(LAYERS)):
+        tensors.norm(f"{layer}.ln1")
+        tensors.norm(f"{layer}.ln2")
+        for name in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            tensors.matrix(f"{layer}.{name}", WIDTH, bias=not (kind == "audio" and name == "attn_k"))
+        tensors.matrix(f"{layer}.ffn_up", FEED, bias=True)
+        tensors.matrix(f"{layer}.ffn_down", WIDTH, FEED, bias=True)
+    tensors.norm(f"{kind[0]}.post_ln")
+    return tensors
+
+
+def _add_vision(writer: gguf.GGUFWriter, projector: str, seed: int) -> _Tensors:
+    tensors = _add_encoder(writer, "vision", projector, seed)
+    writer.add_uint32("clip.vision.image_size", SIDE)
+    writer.add_uint32("clip.vision.patch_size", PATCH)
+    writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+    writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    tensors.add("v.patch_embd.weight", (WIDTH, 3, PATCH, PATCH), 0.2)
+    return tensors
+
+
+def _write_tiles(writer: gguf.GGUFWriter) -> None:
+    tensors = _add_vision(writer, "idefics3", seed=7)
+    writer.add_uint32("clip.vision.projector.scale_factor", 2)
+    writer.add_uint32("clip.vision.preproc_image_size", 2 * SIDE)
+    tensors.add("v.patch_embd.bias", (WIDTH,), 0.1)
+    tensors.matrix("v.position_embd", (SIDE // PATCH) ** 2)
+    tensors.matrix("mm.model.fc", WIDTH, 4 * WIDTH)
+
+
+def _write_block(writer: gguf.GGUFWriter) -> None:
+    tensors = _add_vision(writer, "gemma3", seed=8)
+    writer.add_uint32("clip.vision.projector.scale_factor", 2)
+    tensors.add("v.patch_embd.bias", (WIDTH,), 0.1)
+    tensors.matrix("v.position_embd", (SIDE // PATCH) ** 2)
+    tensors.matrix("mm.input_projection", WIDTH)
+    tensors.norm("mm.soft_emb_norm", bias=False)
+
+
+def _write_mrope(writer: gguf.GGUFWriter) -> None:
+    tensors = _add_vision(writer, "qwen2vl_merger", seed=9)
+    tensors.add("v.patch_embd.weight.1", (WIDTH, 3, PATCH, PATCH), 0.2)
+    tensors.matrix("mm.0", 4 * WIDTH, 4 * WIDTH, bias=True)
+    tensors.matrix("mm.2", WIDTH, 4 * WIDTH, bias=True)
+
+
+def _write_audio(writer: gguf.GGUFWriter) -> None:
+    tensors = _add_encoder(writer, "audio", "ultravox", seed=10)
+    writer.add_uint32("clip.audio.num_mel_bins", _MELS)
+    writer.add_uint32("clip.audio.projector.stack_factor", _STACKED)
+    tensors.matrix("a.position_embd", _AUDIO_POSITIONS)
+    for number, inputs in ((1, _MELS), (2, WIDTH)):
+        tensors.add(f"a.conv1d.{number}.weight", (WIDTH, inputs, 3), 0.2, np.float16)
+        tensors.add(f"a.conv1d.{number}.bias", (WIDTH, 1), 0.1)
+    tensors.matrix("mm.a.mlp.1", 2 * WIDTH, _STACKED * WIDTH)
+    tensors.matrix("mm.a.mlp.2", WIDTH)
+    tensors.norm("mm.a.norm_pre", _STACKED * WIDTH, bias=False)
+    tensors.norm("mm.a.norm_mid", bias=False)
+
+
+_PROJECTORS: dict[str, Callable[[gguf.GGUFWriter], None]] = {
+    "tiles": _write_tiles,
+    "block": _write_block,
+    "mrope": _write_mrope,
+    "audio": _write_audio,
+}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import msgspec
@@ -8,9 +9,9 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from modelyard.core.errors import Incomplete, Overloaded
-from modelyard.core.events import Block, Event, Reply, TokenLogprob, Usage, collect_reply, reply_events
+from modelyard.core.events import Block, Event, Reply, Timings, TokenLogprob, Usage, collect_reply, reply_events
 from modelyard.core.protocol import ModelCard
-from modelyard.core.request import Request, Text, Thinking, ToolCall
+from modelyard.core.request import Reasoning, Request, Text, Thinking, ToolCall
 from modelyard.protocols import openai_chat
 from tests.protocols.golden import check_golden
 from tests.protocols.openai_chat.helpers import expressible, read_stream, stream
@@ -131,3 +132,47 @@ def test_the_list_has_every_model_in_order() -> None:
     body = msgspec.json.decode(openai_chat.write_models([CARD, ModelCard("other", 1, None)]))
     assert body["object"] == "list"
     assert [model["id"] for model in body["data"]] == ["tiny", "other"]
+
+
+PROMPT = (
+    TokenLogprob("<s>", nan, id=1),
+    TokenLogprob("the", -2.0, id=7, top=(TokenLogprob("a", -1.0, id=9), TokenLogprob("the", -2.0, id=7)), rank=2),
+    TokenLogprob("cat", -5.0, id=8, top=(TokenLogprob("dog", -1.0, id=3), TokenLogprob("fox", -2.0, id=4)), rank=17),
+)
+
+
+def test_log_probabilities_of_the_prompt_have_the_form_of_vllm() -> None:
+    reply = collect_reply(CASES["text"][0])
+    reply = replace(reply, started=replace(reply.started, prompt_logprobs=PROMPT))
+    whole = written(reply, Request(model="tiny", prompt_logprobs=2))
+    assert whole["prompt_logprobs"] == [
+        None,
+        {
+            "7": {"logprob": -2.0, "rank": 2, "decoded_token": "the"},
+            "9": {"logprob": -1.0, "rank": 1, "decoded_token": "a"},
+        },
+        {
+            "8": {"logprob": -5.0, "rank": 17, "decoded_token": "cat"},
+            "3": {"logprob": -1.0, "rank": 1, "decoded_token": "dog"},
+            "4": {"logprob": -2.0, "rank": 2, "decoded_token": "fox"},
+        },
+    ]
+    back = openai_chat.read_reply(msgspec.json.encode(whole))
+    again = written(back, Request(model="tiny", prompt_logprobs=2))
+    assert again["prompt_logprobs"] == whole["prompt_logprobs"]
+
+
+def test_reasoning_has_both_names_on_request() -> None:
+    reply = collect_reply(CASES["thinking_and_text"][0])
+    both = written(reply, Request(model="tiny", reasoning=Reasoning(both_names=True)))["choices"][0]["message"]
+    assert both["reasoning"] == both["reasoning_content"] == "Let me see"
+    assert "reasoning" not in written(reply)["choices"][0]["message"]
+
+
+def test_times_are_those_of_llama_server() -> None:
+    reply = collect_reply(CASES["text"][0])
+    finished = replace(reply.finished, usage=Usage(9, 4, 6), timings=Timings(first_token=0.5, decode=2.0))
+    timings = written(replace(reply, finished=finished), Request(model="tiny", timings="last"))["timings"]
+    assert (timings["cache_n"], timings["prompt_n"], timings["prompt_ms"], timings["predicted_n"]) == (4, 5, 500, 6)
+    assert timings["predicted_per_second"] == 3.0
+    assert "timings" not in written(reply)

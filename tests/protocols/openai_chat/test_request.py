@@ -177,7 +177,8 @@ def test_session_user_metadata_and_store_read_back_equal() -> None:
 
 
 def expressible(request: Request) -> Request:
-    """The protocol orders reasoning, content and calls; a result has the kind of its call."""
+    """The protocol orders reasoning, content and calls; a result has the kind of its call. Whoever sends `reasoning` gets
+    it under that name too."""
     custom: set[str] = set()
     messages = []
     for message in request.messages:
@@ -189,7 +190,9 @@ def expressible(request: Request) -> Request:
             messages.append(Message("tool", tuple(replace(r, custom=r.call_id in custom) for r in results)))
         else:
             messages.append(message)
-    return replace(request, messages=tuple(messages))
+    asked = request.reasoning
+    both_names = asked.budget is not None or asked.visible is not None
+    return replace(request, messages=tuple(messages), reasoning=replace(asked, both_names=both_names))
 
 
 def _in_order(message: Message) -> Message:
@@ -458,8 +461,10 @@ def test_a_deferred_tool_is_written_once_a_message_refers_to_it() -> None:
         ({}, Reasoning()),
         ({"reasoning_effort": "high"}, Reasoning(effort="high")),
         ({"reasoning_effort": "none"}, Reasoning(enabled=False, effort="none")),
-        ({"reasoning": {"effort": "low", "exclude": True}}, Reasoning(effort="low", visible=False)),
-        ({"reasoning": {"enabled": True, "max_tokens": 99}}, Reasoning(enabled=True, budget=99)),
+        ({"reasoning": {"effort": "low", "exclude": True}}, Reasoning(effort="low", visible=False, both_names=True)),
+        ({"reasoning": {"enabled": True, "max_tokens": 99}}, Reasoning(enabled=True, budget=99, both_names=True)),
+        ({"include_reasoning": True}, Reasoning(visible=True, both_names=True)),
+        ({"include_reasoning": False}, Reasoning(visible=False)),
         ({"enable_thinking": False}, Reasoning(enabled=False)),
         ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, Reasoning(enabled=True, budget=2048)),
         ({"thinking": {"type": "disabled"}}, Reasoning(enabled=False)),
@@ -485,3 +490,35 @@ def test_an_effort_of_none_is_written_without_the_template_switch() -> None:
     out = written(read(reasoning_effort="none"))
     assert out["reasoning_effort"] == "none"
     assert "chat_template_kwargs" not in out
+
+
+def test_the_fields_of_vllm_and_llama_server_are_read() -> None:
+    request = read(prompt_logprobs=2, min_tokens=3, ignore_eos=True, ebnf='root ::= "a"')
+    assert (request.prompt_logprobs, request.constraint) == (2, Constraint("gbnf", 'root ::= "a"'))
+    assert (request.sampling.min_tokens, request.sampling.ignore_eos) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "timings", "progress"),
+    [
+        ({}, None, False),
+        ({"timings_per_token": False}, "last", False),
+        ({"timings_per_token": True}, "all", False),
+        ({"return_progress": True}, "last", False),
+        ({"return_progress": True, "stream": True}, "last", True),
+        ({"return_progress": True, "timings_per_token": True, "stream": True}, "all", True),
+    ],
+)
+def test_times_and_progress_come_on_request(fields: dict[str, Any], timings: str | None, progress: bool) -> None:
+    request = read(**fields)
+    assert (request.timings, request.progress) == (timings, progress)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"stream": True}, "send stream: false"), ({"prompt_logprobs": 21}, "between 0 and 20")],
+)
+def test_log_probabilities_of_a_prompt_have_limits(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as refused:
+        read(**({"prompt_logprobs": 1} | fields))
+    assert refused.value.param == "prompt_logprobs"

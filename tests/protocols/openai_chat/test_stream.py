@@ -139,3 +139,48 @@ def test_a_custom_call_is_written_only_if_it_is_complete() -> None:
     calls = [c["choices"][0]["delta"]["tool_calls"] for c in written[:-1] if "tool_calls" in c["choices"][0]["delta"]]
     assert [given[0]["index"] for given in calls] == [0, 0]
     assert calls[0][0]["id"] == "d"
+
+
+READ = [PromptRead(9, 4, 4), PromptRead(9, 4, 9, 0.25)]
+FIRST = Measured(Usage(9, 4, 1), Timings(first_token=0.25, decode=0.0))
+SECOND = Measured(Usage(9, 4, 2), Timings(first_token=0.25, decode=0.5))
+
+
+def test_progress_and_times_are_in_the_chunks_that_llama_server_puts_them_in() -> None:
+    request = Request(model="tiny", stream=True, include_usage=True, progress=True, timings="all")
+    deltas = [FIRST, BlockStart(0, "text"), BlockDelta(0, "a"), SECOND, BlockDelta(0, "b"), BlockEnd(0)]
+    last = Finished("end", Usage(9, 4, 2), timings=Timings(first_token=0.25, decode=1.0))
+    sent = chunks(stream([STARTED, *READ, *deltas, last], request))[:-1]
+    assert [chunk.get("prompt_progress") for chunk in sent[1:3]] == [
+        {"total": 9, "cache": 4, "processed": 4, "time_ms": 0},
+        {"total": 9, "cache": 4, "processed": 9, "time_ms": 250},
+    ]
+    assert sent[2]["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    times = [(chunk["timings"]["predicted_n"], chunk["timings"]["predicted_ms"]) for chunk in sent[3:]]
+    assert times == [(1, 0), (2, 500), (2, 1000), (2, 1000)]
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in sent[3:5]] == ["a", "b"]
+    assert sent[-1]["choices"] == []
+
+
+def test_times_at_the_end_only() -> None:
+    sent = chunks(stream(answer(text(0, "Hello")), Request(model="tiny", stream=True, timings="last")))[:-1]
+    assert ["timings" in chunk for chunk in sent] == [False, False, True]
+
+
+def test_streamed_reasoning_has_both_names_on_request() -> None:
+    request = Request(model="tiny", stream=True, reasoning=Reasoning(both_names=True))
+    sent = chunks(stream(answer(thinking(0, "Let", " me"), text(1, "Yes")), request))[:-1]
+    deltas = [chunk["choices"][0]["delta"] for chunk in sent[1:4]]
+    assert deltas == [
+        {"reasoning_content": "Let", "reasoning": "Let"},
+        {"reasoning_content": " me", "reasoning": " me"},
+        {"content": "Yes"},
+    ]
+
+
+def test_the_progress_and_times_of_an_upstream_are_read() -> None:
+    request = Request(model="tiny", stream=True, progress=True, timings="all")
+    events = [STARTED, *READ, FIRST, *text(0, "Hello"), Finished("end", USAGE)]
+    read = read_stream(stream(events, request))
+    assert [event for event in read if isinstance(event, PromptRead)] == READ
+    assert next(event for event in read if isinstance(event, Measured)) == FIRST

@@ -1,4 +1,4 @@
-"""The playground's conversation as data: its messages and settings, the next request, and code snippets. Pure."""
+"""The request that a chat sends, and the same request as text and code. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import shlex
 from typing import Any
 
 import msgspec
-from msgspec import Struct, field
 
+from modelyard.core.chat import Chat
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.events import Reply
-from modelyard.core.request import Image, Message, Part, Reasoning, Request, Sampling, Text, Thinking, Tool, ToolResult
+from modelyard.core.request import Message, Part, Reasoning, Request, Sampling, Text, Tool
 
 PROTOCOLS = {
     "openai_chat": "OpenAI Chat Completions",
@@ -21,70 +20,24 @@ THINKING_MODES = {"default": None, "on": True, "off": False}
 _MAX_SHOWN_CHARACTERS = 2000
 
 
-class ChatSettings(Struct):
-    """The form beside the conversation."""
-
-    model: str = ""
-    protocol: str = "openai_chat"
-    system: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = 1024
-    seed: int | None = None
-    stop: str = ""  # one stop string per line
-    thinking: str = "default"
-    tools: str = ""
-
-
-class PlaygroundConversation(Struct):
-    settings: ChatSettings = field(default_factory=ChatSettings)
-    messages: list[Message] = field(default_factory=list)
-    images: list[str] = field(default_factory=list)  # data URLs that are sent with the next message
-
-    def add_user_message(self, text: str) -> None:
-        parts: list[Part] = [Image(url) for url in self.images]
-        if text:
-            parts.append(Text(text))
-        self.messages.append(Message("user", tuple(parts)))
-        self.images = []
-
-    def add_tool_results(self, results: dict[str, str]) -> None:
-        """`results` maps the id of a call to its result."""
-        parts = tuple(ToolResult(call, (Text(text),)) for call, text in results.items())
-        self.messages.append(Message("tool", parts))
-
-    def add_reply(self, reply: Reply) -> None:
-        """The reply without its reasoning, which is not sent back."""
-        parts = tuple(block.part for block in reply.blocks if not isinstance(block.part, Thinking))
-        self.messages.append(Message("assistant", parts or (Text(""),)))
-
-    def add_partial_reply(self, text: str) -> None:
-        """The text before a reply was stopped or failed. Without any, the unanswered message is removed."""
-        if text:
-            self.messages.append(Message("assistant", (Text(text),)))
-        elif self.messages:
-            self.messages.pop()
-
-    def clear(self) -> None:
-        self.messages, self.images = [], []
-
-    def request(self) -> Request:
-        settings = self.settings
-        system = (Message("system", (Text(settings.system),)),) if settings.system.strip() else ()
-        return Request(
-            model=settings.model,
-            messages=(*system, *self.messages),
-            tools=read_tools(settings.tools),
-            sampling=Sampling(
-                temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, seed=settings.seed
-            ),
-            max_tokens=settings.max_tokens,
-            stop=tuple(line for line in settings.stop.split("\n") if line),
-            reasoning=Reasoning(enabled=THINKING_MODES[settings.thinking]),
-            stream=True,
-            include_usage=True,
-        )
+def chat_request(chat: Chat, model: str, end: str | None = None, draft: tuple[Part, ...] = ()) -> Request:
+    """The request for an answer to the turn `end`, by default the last one; `draft` is a message that follows it."""
+    settings = chat.settings
+    system = (Message("system", (Text(settings.system),)),) if settings.system.strip() else ()
+    drafted = (Message("user", draft),) if draft else ()
+    return Request(
+        model=model,
+        messages=(*system, *chat.messages(end), *drafted),
+        tools=read_tools(settings.tools),
+        sampling=Sampling(
+            temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, seed=settings.seed
+        ),
+        max_tokens=settings.max_tokens,
+        stop=tuple(line for line in settings.stop.split("\n") if line),
+        reasoning=Reasoning(enabled=THINKING_MODES[settings.thinking]),
+        stream=True,
+        include_usage=True,
+    )
 
 
 def read_tools(text: str) -> tuple[Tool, ...]:

@@ -1,0 +1,312 @@
+"""Images and audio of a prompt: libmtmd cuts them into chunks, encodes the chunks, and the context reads the vectors.
+
+    Projector.read     bytes ─→ chunks, each with its ids (`media_tokens.py`) and positions; before a job is admitted
+    MediaEncoder       chunk ─→ vectors, on a thread of its own: streams go on while a picture is encoded
+
+A chunk whose KV is in the cache is neither encoded nor read again. Vectors are kept for a while, too: the same picture
+may come with another text before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import imagesize
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from modelyard import libmtmd
+from modelyard.core.engine import Media, TokenRun
+from modelyard.core.errors import Internal, InvalidRequest, Unsupported
+from modelyard.engines.llama_cpp.binding import lib
+from modelyard.engines.llama_cpp.kv_snapshot import file_identity
+from modelyard.engines.llama_cpp.media_tokens import IntArray, count_positions, media_ids
+from modelyard.engines.llama_cpp.options import Options
+from modelyard.tokenizer import llama_log
+
+log = logging.getLogger(__name__)
+
+Vectors = npt.NDArray[np.float32]
+
+_MAX_PIXELS = 1 << 26  # a small file may hold a picture that fills the memory
+_KNOWN_IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")  # libmtmd decodes them
+
+
+class MediaChunk(Struct, frozen=True, eq=False):
+    """Part of a picture or sound that is encoded at once. `start` is its first token in the prompt. `positions` has a
+    row for each token; under M-RoPE four rows, one after the other."""
+
+    start: int
+    tokens: int
+    key: bytes
+    positions: IntArray
+    is_causal: bool
+    handle: int  # mtmd_input_chunk
+    owner: ChunkList  # frees the handle
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+
+class MediaPrompt(Struct, frozen=True, eq=False):
+    """A whole prompt: text and media."""
+
+    ids: IntArray
+    chunks: list[MediaChunk]
+
+
+class ChunkList:
+    """libmtmd's list of the chunks of one picture or sound."""
+
+    def __init__(self, mtmd: libmtmd.LibMtmd) -> None:
+        self._mtmd, self.raw = mtmd, mtmd.mtmd_input_chunks_init()
+        weakref.finalize(self, mtmd.mtmd_input_chunks_free, self.raw)
+
+    def __iter__(self) -> Any:
+        return (self._mtmd.mtmd_input_chunks_get(self.raw, at) for at in range(len(self)))
+
+    def __len__(self) -> int:
+        return int(self._mtmd.mtmd_input_chunks_size(self.raw))
+
+
+class Projector:
+    """The encoder of images and audio that belongs to a model. `read` and `count` may be called by any thread."""
+
+    def __init__(self, path: Path, model: Any, options: Options, threads: int, *, gpu: bool) -> None:
+        self._mtmd = mtmd = libmtmd.load()
+        mtmd.mtmd_log_set(llama_log.callback, None)
+        mtmd.mtmd_helper_log_set(llama_log.callback, None)
+        params = mtmd.mtmd_context_params_default()
+        params.use_gpu, params.n_threads, params.warmup, params.print_timings = gpu, threads, False, False
+        params.image_min_tokens = options.image_min_tokens or params.image_min_tokens
+        params.image_max_tokens = options.image_max_tokens or params.image_max_tokens
+        llama_log.clear()
+        self._raw = mtmd.mtmd_init_from_file(str(path).encode(), model, params)
+        if not self._raw:
+            raise InvalidRequest(f"{path} cannot be loaded: {llama_log.first_error()}", code="projector_unreadable")
+        self.width = int(lib.llama_model_n_embd_inp(model))
+        self.uses_mrope = bool(mtmd.mtmd_decode_use_mrope(self._raw))
+        limits = f"{options.image_min_tokens} {options.image_max_tokens}"
+        self._identity = f"{file_identity([path])} {limits}".encode()
+        supports = {"image": mtmd.mtmd_support_vision, "audio": mtmd.mtmd_support_audio}
+        self.kinds = tuple(kind for kind, function in supports.items() if function(self._raw))
+
+    def close(self) -> None:
+        raw, self._raw = self._raw, None
+        if raw is not None:
+            self._mtmd.mtmd_free(raw)
+
+    # --- chunks -------------------------------------------------------------------------------------------------------
+
+    def read(self, parts: Iterable[TokenRun | Media]) -> MediaPrompt:
+        pieces: list[IntArray] = []
+        chunks: list[MediaChunk] = []
+        tokens = position = 0
+        for part in parts:
+            for piece in self._pieces(part):
+                if isinstance(piece, EncodedPiece):
+                    chunks.append(self._chunk(piece, tokens, position))
+                    ids = media_ids(piece.key, piece.tokens, piece.positions)
+                else:
+                    ids = piece
+                pieces.append(ids)
+                tokens, position = tokens + len(ids), position + count_positions(ids)
+        return MediaPrompt(np.concatenate(pieces), chunks)
+
+    def count(self, media: Media) -> int:
+        """The tokens that it takes, with the marks around it."""
+        return sum(len(piece) for piece in self._pieces(media))
+
+    def _pieces(self, part: TokenRun | Media) -> Iterator[IntArray | EncodedPiece]:
+        """Text ids, and what has to be encoded: a picture has marks around it, and between its tiles."""
+        if isinstance(part, TokenRun):
+            yield np.asarray(part.ids, np.int32)
+            return
+        owner, mtmd = self._tokenize(part), self._mtmd
+        for number, handle in enumerate(owner):
+            tokens = int(mtmd.mtmd_input_chunk_get_n_tokens(handle))
+            if mtmd.mtmd_input_chunk_get_type(handle) == libmtmd.TEXT_CHUNK:
+                ids = mtmd.mtmd_input_chunk_get_tokens_text(handle, ctypes.byref(ctypes.c_size_t()))
+                yield np.array(ids[:tokens], np.int32)
+            else:
+                positions = int(mtmd.mtmd_input_chunk_get_n_pos(handle))
+                key = b"%b %b %d" % (self._identity, part.sha256.encode(), number)
+                yield EncodedPiece(handle, owner, key, tokens, positions)
+
+    def _chunk(self, piece: EncodedPiece, start: int, position: int) -> MediaChunk:
+        positions = self._positions(piece, position)
+        is_causal = not self._mtmd.mtmd_decode_use_non_causal(self._raw, piece.handle)
+        return MediaChunk(start, piece.tokens, piece.key, positions, is_causal, piece.handle, piece.owner)
+
+    def _positions(self, piece: EncodedPiece, first: int) -> IntArray:
+        count, mtmd = piece.tokens, self._mtmd
+        image = mtmd.mtmd_input_chunk_get_tokens_image(piece.handle)
+        if not self.uses_mrope or not image:
+            line = np.arange(first, first + count, dtype=np.int32)
+            return np.tile(line, (4 if self.uses_mrope else 1, 1))
+        places = (mtmd.mtmd_decoder_pos * count)()
+        mtmd.mtmd_helper_image_get_decoder_pos(image, first, places)
+        t, x, y, z = np.frombuffer(places, np.int32).reshape(count, 4).T
+        return np.ascontiguousarray([t, y, x, z])
+
+    def _tokenize(self, media: Media) -> ChunkList:
+        if media.kind not in self.kinds:
+            raise Unsupported(f"this model takes no {_PLURALS[media.kind]}", code="modality_unsupported")
+        mtmd, bitmap = self._mtmd, self._bitmap(media)
+        try:
+            chunks, part = ChunkList(mtmd), mtmd.mtmd_input_part(None, bitmap)
+            parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
+            llama_log.clear()
+            if mtmd.mtmd_tokenize_from_parts(self._raw, chunks.raw, parts, 1, False):
+                raise _unreadable(media, llama_log.first_error())
+            return chunks
+        finally:
+            mtmd.mtmd_bitmap_free(bitmap)
+
+    def _bitmap(self, media: Media) -> int:
+        """The decoded picture or sound, which the caller frees."""
+        data = _checked_image(media.data) if media.kind == "image" else _checked_audio(media.data)
+        llama_log.clear()
+        options = self._mtmd.mtmd_helper_init_opt_default()
+        found = self._mtmd.mtmd_helper_bitmap_init_from_buf(self._raw, data, len(data), False, options)
+        if not found.bitmap:
+            raise _unreadable(media, "its data is damaged, or of a kind that is not known")
+        return int(found.bitmap)
+
+    # --- vectors ------------------------------------------------------------------------------------------------------
+
+    def encode(self, chunk: MediaChunk) -> Vectors:
+        """One thread at a time: libmtmd has one buffer for the result."""
+        llama_log.clear()
+        if self._mtmd.mtmd_encode_chunk(self._raw, chunk.handle):
+            raise Internal(f"an image or sound could not be encoded: {llama_log.first_error()}")
+        found = np.ctypeslib.as_array(self._mtmd.mtmd_get_output_embd(self._raw), (chunk.tokens, self.width))
+        return np.array(found, np.float32)
+
+
+class EncodedPiece(Struct, frozen=True, eq=False):
+    """What `MediaChunk` is made of, before its place in the prompt is known."""
+
+    handle: int
+    owner: ChunkList
+    key: bytes
+    tokens: int
+    positions: int
+
+    def __len__(self) -> int:
+        return self.tokens
+
+
+_PLURALS = {"image": "images", "audio": "audio"}
+
+
+def _unreadable(media: Media, reason: str) -> InvalidRequest:
+    name = {"image": "an image", "audio": "an audio part"}[media.kind]
+    return InvalidRequest(f"{name} cannot be read: {reason}", code=f"invalid_{media.kind}", param="messages")
+
+
+def _checked_image(data: bytes) -> bytes:
+    """Formats that libmtmd does not know are converted, if Pillow is installed."""
+    try:
+        width, height = imagesize.get(io.BytesIO(data))
+    except Exception:  # whatever a damaged header leads to
+        width = height = -1
+    if width * height > _MAX_PIXELS:
+        raise InvalidRequest(
+            f"an image of {width}x{height} is too large: at most {_MAX_PIXELS >> 20} million pixels are read",
+            code="invalid_image",
+            param="messages",
+        )
+    if width > 0 and not data.startswith(_KNOWN_IMAGES):
+        return _converted(data)
+    return data
+
+
+def _converted(data: bytes) -> bytes:
+    try:
+        pil = import_module("PIL.Image")
+    except ImportError:
+        raise InvalidRequest(
+            "an image is neither PNG, JPEG, GIF nor BMP; the server converts others if Pillow is installed there "
+            "(pip install 'modelyard[media]')",
+            code="invalid_image",
+            param="messages",
+        ) from None
+    converted = io.BytesIO()
+    try:
+        pil.open(io.BytesIO(data)).convert("RGB").save(converted, "PNG", compress_level=1)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise InvalidRequest(f"an image cannot be read: {error}", code="invalid_image", param="messages") from error
+    return converted.getvalue()
+
+
+def _checked_audio(data: bytes) -> bytes:
+    """libmtmd takes everything else for an image."""
+    is_wave = data[:4] == b"RIFF" and data[8:12] == b"WAVE"
+    is_mp3 = data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
+    if len(data) < 12 or not (is_wave or is_mp3 or data[:4] == b"fLaC"):
+        raise InvalidRequest("an audio part is neither WAV, MP3 nor FLAC", code="invalid_audio", param="messages")
+    return data
+
+
+# --- the encoder's thread ---------------------------------------------------------------------------------------------
+
+
+class MediaEncoder:
+    """Encodes one chunk after the other on its own thread. The engine's thread asks, and goes on with other jobs.
+
+    `limit` is the size in bytes of the vectors that are kept.
+    """
+
+    def __init__(self, projector: Projector, limit: int, wake: Callable[[], None]) -> None:
+        self._projector, self._limit, self._wake = projector, limit, wake
+        self._thread = ThreadPoolExecutor(1, "media-encoder")
+        self._kept: OrderedDict[bytes, Vectors] = OrderedDict()
+        self._size = 0
+        self._lock = Lock()
+        self.encoded = 0  # chunks, since the engine was opened
+
+    def request(self, chunk: MediaChunk) -> Future[Vectors]:
+        """Its vectors; `wake` is called when they are there."""
+        with self._lock:
+            kept = self._kept.get(chunk.key)
+            if kept is not None:
+                self._kept.move_to_end(chunk.key)
+        if kept is not None:
+            done: Future[Vectors] = Future()
+            done.set_result(kept)
+            return done
+        future = self._thread.submit(self._encode, chunk)
+        future.add_done_callback(lambda _: self._wake())
+        return future
+
+    def _encode(self, chunk: MediaChunk) -> Vectors:
+        with self._lock:
+            if (kept := self._kept.get(chunk.key)) is not None:  # another job asked for it, too
+                return kept
+        vectors = self._projector.encode(chunk)
+        self.encoded += 1
+        with self._lock:
+            self._kept[chunk.key] = vectors
+            self._size += vectors.nbytes
+            while self._size > self._limit and self._kept:
+                self._size -= self._kept.popitem(last=False)[1].nbytes
+        return vectors
+
+    def close(self) -> None:
+        """Waits for the chunk that is being encoded."""
+        self._thread.shutdown(cancel_futures=True)
+        self._kept.clear()
+        self._projector.close()

@@ -1,0 +1,218 @@
+"""`POST /api/generate`, both roles: one prompt in, its continuation out.
+
+    {"model": "m", "created_at": …, "response": "Hi", "done": false}
+    {…, "response": "", "done": true, "done_reason": "stop", "context": [1, …], "total_duration": 4883583458, …}
+
+The prompt is a user's message; with `raw` it is what the model reads, and with `suffix` the text before a gap. The
+`context` of a reply carries the conversation so far in numbers, and a client that sends it back continues there. It is
+not made of token ids, so that it survives a change of the model or its template, and has no images.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from modelyard.core import limits
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.events import Block, Finished, Reply
+from modelyard.core.request import Image, Infill, Message, Request, Text, Thinking
+from modelyard.protocols.common.extensions import present, read_constraint, read_priority
+from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.openai_fields import read_session, read_stop, require_model
+from modelyard.protocols.ollama import errors
+from modelyard.protocols.ollama.client import LineReader, UpstreamLine, decode_line, read_finished, write_common
+from modelyard.protocols.ollama.fields import (
+    Images,
+    OllamaBody,
+    read_format,
+    read_images,
+    read_keep_alive,
+    read_logprobs,
+    read_options,
+    read_think,
+    write_image,
+    write_logprobs,
+)
+from modelyard.protocols.ollama.reply import write_end, write_start
+from modelyard.protocols.ollama.stream import LineWriter
+
+NAME = "ollama_generate"
+PATHS: tuple[str, ...] = ("/api/generate",)
+
+read_error, write_error = errors.read_error, errors.write_error
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+class OllamaGenerateBody(OllamaBody):
+    prompt: limits.Text | None = None
+    suffix: limits.Text | None = None
+    system: limits.Text | None = None
+    template: limits.Text | None = None
+    context: limits.TokenIds | None = None
+    raw: bool | None = None
+    images: Images | None = None
+
+
+_decoder = msgspec.json.Decoder(OllamaGenerateBody)
+
+
+def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
+    parsed = decode(_decoder, body)
+    warnings: list[str] = []
+    sampling, limit, options = read_options(parsed, warnings)
+    prompt, is_bare = parsed.prompt or "", parsed.raw is True or bool(parsed.suffix)
+    if parsed.template and not is_bare:
+        warnings.append("template_ignored: the configuration sets the template of a model")
+    if is_bare and parsed.images:
+        raise InvalidRequest("images belong to a message: leave raw and suffix out", param="images")
+    load_only = not prompt and not parsed.images and not parsed.suffix
+    return Request(
+        model=require_model(parsed.model),
+        messages=() if is_bare or load_only else _read_messages(parsed, warnings),
+        prompts=(prompt,) if is_bare and not load_only else (),
+        infill=Infill(parsed.suffix) if parsed.suffix else None,
+        load_only=load_only,
+        sampling=sampling,
+        max_tokens=limit,
+        stop=read_stop(options.stop, warnings),
+        logprobs=read_logprobs(parsed),
+        constraint=read_constraint(parsed, ("format", read_format(parsed.format))),
+        reasoning=read_think(parsed.think),
+        stream=parsed.stream is not False,
+        keep_alive=read_keep_alive(parsed.keep_alive),
+        lora_adapter=parsed.lora_adapter,
+        chat_template_kwargs=parsed.chat_template_kwargs or {},
+        priority=read_priority(parsed),
+        session=read_session(headers, None),
+        warnings=tuple(warnings),
+    )
+
+
+def _read_messages(body: OllamaGenerateBody, warnings: list[str]) -> tuple[Message, ...]:
+    """The context's own system text counts only where the request has none."""
+    past = _read_context(body.context, warnings) if body.context else ()
+    if body.system:
+        past = (Message("system", (Text(body.system),)), *(m for m in past if m.role != "system"))
+    text = (Text(body.prompt),) if body.prompt else ()
+    return (*past, Message("user", (*text, *read_images(body.images))))
+
+
+# --- the context ------------------------------------------------------------------------------------------------------
+
+_MAGIC = (2_718_281_828 % 2**31, 1)  # no token id of any vocabulary, and a version
+_MAX_CONTEXT = 16 << 20  # bytes; a small hostile list must not decompress without limit
+
+
+class PastTurn(msgspec.Struct, array_like=True):
+    role: Literal["system", "user", "assistant"]
+    text: str
+
+
+_context_decoder = msgspec.json.Decoder(list[PastTurn])
+
+
+def write_context(request: Request, text: str) -> list[int] | None:
+    """None for a bare prompt, as with Ollama."""
+    if request.prompts or request.load_only:
+        return None
+    turns = [PastTurn(m.role, _text(m)) for m in request.messages if m.role in ("system", "user", "assistant")]
+    return [*_MAGIC, *zlib.compress(encode([*turns, PastTurn("assistant", text)]), 1)]
+
+
+def _text(message: Message) -> str:
+    return "".join(part.text for part in message.parts if isinstance(part, Text))
+
+
+def _read_context(context: Sequence[int], warnings: list[str]) -> tuple[Message, ...]:
+    if tuple(context[:2]) != _MAGIC:
+        warnings.append("context_ignored: it is not from this server")
+        return ()
+    try:
+        unpacker = zlib.decompressobj()
+        packed = unpacker.decompress(bytes(context[2:]), _MAX_CONTEXT)
+        turns = _context_decoder.decode(packed) if unpacker.eof else []
+    except (ValueError, zlib.error, msgspec.DecodeError):
+        raise InvalidRequest(
+            "context is damaged: send the one of a reply unchanged, or none", param="context"
+        ) from None
+    return tuple(Message(turn.role, (Text(turn.text),)) for turn in turns)
+
+
+# --- the reply --------------------------------------------------------------------------------------------------------
+
+
+def write_reply(replies: list[Reply], request: Request) -> bytes:
+    reply = replies[0]
+    body: dict[str, Any] = write_start(reply.started) | {"response": reply.text}
+    if reply.thinking:
+        body["thinking"] = reply.thinking
+    body |= write_end(reply.finished, request) | present(context=write_context(request, reply.text))
+    if request.logprobs is not None:
+        tokens = [token for block in reply.blocks if isinstance(block.part, Text) for token in block.logprobs]
+        body["logprobs"] = write_logprobs(tokens)
+    return encode(body)
+
+
+class GenerateLineWriter(LineWriter):
+    text_start = b',"response":'
+    thinking_start = b',"response":"","thinking":'
+    delta_end = b',"done":false}\n'
+
+    def __init__(self, request: Request, trace: str) -> None:
+        super().__init__(request, trace)
+        self._text: list[str] = []
+
+    def empty(self) -> dict[str, Any]:
+        return {"response": ""}
+
+    def note_text(self, text: str) -> None:
+        self._text.append(text)
+
+    def last_fields(self, event: Finished) -> dict[str, Any]:  # noqa: ARG002 - the reason changes nothing
+        return present(context=write_context(self._request, "".join(self._text)))
+
+
+def writer(request: Request, trace: str) -> GenerateLineWriter:
+    return GenerateLineWriter(request, trace)
+
+
+# --- the client role --------------------------------------------------------------------------------------------------
+
+
+def write_request(request: Request) -> bytes:
+    """A bare prompt, a gap, or a conversation of one turn."""
+    body = write_common(request)
+    if request.prompts:
+        body |= {
+            "prompt": request.prompts[0],
+            **({"suffix": request.infill.suffix} if request.infill else {"raw": True}),
+        }
+    else:
+        system = [m for m in request.messages if m.role == "system"]
+        last = request.messages[-1] if request.messages else Message("user")
+        images = [write_image(part) for part in last.parts if isinstance(part, Image)]
+        body |= {"prompt": _text(last)} | present(system=_text(system[0]) if system else None, images=images or None)
+    return encode(body)
+
+
+def _add_line(reader: LineReader, line: UpstreamLine) -> None:
+    reader.add("thinking", line.thinking or "", ())
+    reader.add("text", line.response or "", line.tokens())
+
+
+def read_reply(body: bytes) -> Reply:
+    line = decode_line(body)
+    blocks = [Block(Thinking(line.thinking))] if line.thinking else []
+    if line.response:
+        blocks.append(Block(Text(line.response), line.tokens()))
+    return Reply(line.started(), tuple(blocks), read_finished(line, has_calls=False))
+
+
+def reader() -> LineReader:
+    return LineReader(_add_line)

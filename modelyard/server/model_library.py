@@ -1,0 +1,224 @@
+"""The library of models as clients of Ollama's API see and change it: files, pulling, removing, copying, creating."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+from pydantic import ValidationError
+
+from modelyard.config.library_models import machine_budget
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, Unavailable
+from modelyard.http.ollama import ModelFile, OnStatus
+from modelyard.library import gguf, hub, model_files, models
+from modelyard.library.cache_dir import models_dir
+from modelyard.library.model_files import LibraryEntry
+from modelyard.library.models import ModelSource
+from modelyard.library.progress import OnBytes, ProgressReporter
+from modelyard.protocols.ollama.models import NewModel
+from modelyard.router.settings import DecodingSettings, ModelSettings
+from modelyard.server.admin_service import AdminService
+
+_RELOAD_POLL_S, _RELOAD_TIMEOUT_S = 0.05, 30.0
+_OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}
+_ADAPTER = "adapter"  # the name of a created model's only adapter
+
+
+class ModelLibrary:
+    def __init__(self, admin: AdminService) -> None:
+        self._admin = admin
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def describe(self, model: str, *, details: bool = False) -> ModelFile:
+        config = self._admin.config
+        settings, held = config.models.get(model), config.library_models.get(model)
+        if settings is None:
+            return ModelFile()
+        path = model_files.find_model_file(settings.path) if settings.path else None
+        found = ModelFile() if path is None else _read_file(path, path.stat().st_mtime_ns)
+        if path is None and settings.path and (folder := model_files.find_model_folder(settings.path)) is not None:
+            modified = folder.path.stat().st_mtime
+            found = ModelFile(size=folder.size, modified=modified, format=folder.kind, quantization=folder.quant)
+        if details and path is not None:
+            found = replace(found, info=_read_info(path, path.stat().st_mtime_ns))
+        return replace(
+            found,
+            architecture=found.architecture or settings.backend or "",
+            parent=held.entry.base if held is not None else "",
+            system=settings.system_prompt or "",
+            license=str(found.info.get("general.license", "")),
+            sampling=_parameters(settings),
+        )
+
+    def blob(self, digest: str) -> Path:
+        return models_dir() / "blobs" / f"{digest.replace(':', '-')}.gguf"
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    async def pull(self, source: str, on_status: OnStatus) -> None:
+        """A model of the hub. Only the command line may name files of this machine."""
+        reference = hub.parse_reference(source.removesuffix(":latest"))
+        if reference is None:
+            raise NotFound(
+                f"there is no model {source!r} here, and it is no repository: pull one as hf.co/owner/name or "
+                "hf.co/owner/name:Q4_K_M",
+                code="unknown_model",
+                param="model",
+            )
+        on_status("pulling manifest", None, None)
+        progress = _StatusReporter(on_status)
+
+        def work() -> LibraryEntry:
+            found = ModelSource(source, hub=reference)
+            return models.pull(found, progress=progress, budget=machine_budget(), update=True)
+
+        entry = await asyncio.to_thread(work)
+        on_status("verifying sha256 digest", None, None)
+        on_status("writing manifest", None, None)
+        await self._apply(entry.name)
+
+    async def remove(self, model: str) -> None:
+        config = self._admin.config
+        if model not in config.library_models:
+            if model in config.models:
+                raise Conflict(
+                    f"the configuration file defines the model {model!r}: remove it there", code="configured"
+                )
+            raise NotFound(f"model {model!r} not found", code="model_not_found", param="model")
+        await asyncio.to_thread(models.remove_model, model)
+        await self._apply(None)
+
+    async def copy(self, source: str, destination: str) -> None:
+        await self._register(replace(self._entry(source), name=destination, base=source))
+
+    async def create(self, model: NewModel, on_status: OnStatus) -> None:
+        entry = self._entry(model.base) if model.base else self._uploaded(model.file)
+        for name in model.ignored:
+            on_status(f"ignoring the parameter {name}, which the configuration sets here", None, None)
+        on_status("using existing layer" if model.base else "parsing GGUF", None, None)
+        settings = _settings(entry.settings, model)
+        if model.adapter:
+            settings |= {"lora": {_ADAPTER: str(self._existing_blob(model.adapter))}, "lora_adapter": _ADAPTER}
+        on_status("writing manifest", None, None)
+        await self._register(replace(entry, name=model.name, base=model.base, settings=settings))
+
+    def _entry(self, model: str) -> LibraryEntry:
+        """The library's entry of a model, or one for the file that the configuration names."""
+        config = self._admin.config
+        if (held := config.library_models.get(model)) is not None:
+            return held.entry
+        settings = config.models[model]
+        path = model_files.find_model_file(settings.path) if settings.path else None
+        if path is None:
+            raise InvalidRequest(f"the model {model!r} has no file here from which another could be made", param="from")
+        return LibraryEntry(model, str(path))
+
+    def _uploaded(self, digest: str) -> LibraryEntry:
+        return LibraryEntry("", str(self._existing_blob(digest)), "uploaded", owned=True)
+
+    def _existing_blob(self, digest: str) -> Path:
+        path = self.blob(digest)
+        if not digest.startswith("sha256:") or "/" in digest or not path.is_file():
+            raise InvalidRequest(f"the file {digest[:80]} was not uploaded: send it to /api/blobs first", param="files")
+        return path
+
+    async def _register(self, entry: LibraryEntry) -> None:
+        config = self._admin.config
+        if entry.name in config.models and entry.name not in config.library_models:
+            raise Conflict(
+                f"the configuration file defines a model {entry.name!r}: choose another name", code="configured"
+            )
+        await asyncio.to_thread(models.register, entry)
+        await self._apply(entry.name)
+
+    async def _apply(self, name: str | None) -> None:
+        """Until the server serves the changed library. A reload that runs already may have read the old one."""
+        async with asyncio.timeout(_RELOAD_TIMEOUT_S):
+            while True:
+                try:
+                    await self._admin.reload_library()
+                    break
+                except Conflict as error:
+                    if error.code != "reload_running":
+                        raise
+                await asyncio.sleep(_RELOAD_POLL_S)
+        config = self._admin.config
+        held = None if name is None else config.library_models.get(name)
+        if name is not None and name not in config.models:
+            why = held.reason if held is not None else "library is off in the configuration"
+            raise Unavailable(f"the model {name!r} is in the library, but cannot be served: {why}", code="model_failed")
+
+
+def _settings(before: Mapping[str, Any], model: NewModel) -> dict[str, Any]:
+    """Its section of the configuration, with what it keeps of the model that it is made from."""
+    settings, sampling = dict(before), dict(model.sampling)
+    try:
+        DecodingSettings.model_validate(sampling)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "parameters"
+        raise InvalidRequest(
+            f"parameters.{_OLLAMA_NAMES.get(name, name)}: {first['msg']}", param=f"parameters.{name}"
+        ) from None
+    if sampling:
+        settings["decoding"] = before.get("decoding", {}) | sampling
+    given = {"system_prompt": model.system, "chat_template": model.template, "n_ctx": model.window}
+    return settings | {name: value for name, value in given.items() if value is not None}
+
+
+def _parameters(settings: ModelSettings) -> dict[str, Any]:
+    """Under Ollama's names."""
+    values = settings.decoding.model_dump(exclude_none=True, exclude_defaults=True)
+    return {_OLLAMA_NAMES.get(name, name): value for name, value in values.items() if name != "logit_bias"}
+
+
+@lru_cache(maxsize=1024)
+def _read_file(path: Path, _modified: int) -> ModelFile:
+    """`_modified` tells a changed file apart."""
+    stat = path.stat()
+    plain = ModelFile(size=stat.st_size, modified=stat.st_mtime, format=path.suffix.lower().lstrip("."))
+    try:
+        summary = gguf.read_summary(path)
+    except (ModelyardError, ValueError, OSError):
+        return plain
+    return replace(
+        plain,
+        size=summary.size,
+        architecture=summary.architecture,
+        parameters=summary.parameters,
+        quantization=summary.quant,
+    )
+
+
+@lru_cache(maxsize=64)
+def _read_info(path: Path, _modified: int) -> Mapping[str, Any]:
+    """Single values only: vocabularies have hundreds of thousands."""
+    try:
+        with path.open("rb") as file:
+            metadata = gguf.read_first_metadata(file)
+    except (OSError, ModelyardError):
+        return {}
+    return {name: value if not isinstance(value, list) else None for name, value in metadata.items()}
+
+
+class _StatusReporter(ProgressReporter):
+    """Passes progress on instead of drawing it."""
+
+    def __init__(self, on_status: OnStatus) -> None:
+        super().__init__(write_line=lambda line: on_status(line, None, None))
+        self._on_status = on_status
+
+    @contextmanager
+    def track(self, name: str, verb: str = "pulling") -> Iterator[OnBytes]:  # noqa: ARG002 - Ollama says "pulling"
+        report: Callable[[str, int | None, int | None], None] = self._on_status
+
+        def on_bytes(done: int, total: int) -> None:
+            report(f"pulling {name}", done, total)
+
+        yield on_bytes
