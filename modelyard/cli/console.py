@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from modelyard.core.errors import InvalidRequest, ModelyardError
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from modelyard.config.settings import LoadedConfig
 
 out, err = Console(), Console(stderr=True)
+_LAST_COLUMN = 24  # characters that the last column of a table gets, if it has as many
 
 ConfigOption = Annotated[
     Path | None,
@@ -98,3 +101,13 @@ def make_table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column)
     return table
+
+
+def print_table(table: Table) -> None:
+    """Only the last column is wrapped: the next command needs a model's whole name. In a pipe nothing is wrapped."""
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    whole = Measurement.get(out, out.options.update(width=10_000), table).maximum
+    last = max(Text.from_markup(str(cell)).cell_len for cell in (table.columns[-1].header, *table.columns[-1].cells))
+    table.width = min(whole, max(out.width, whole - last + _LAST_COLUMN)) if out.is_terminal else whole
+    out.print(table, crop=False)

@@ -12,7 +12,7 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from modelyard.cli.console import AdminKeyOption, ConfigOption, JsonOption, UrlOption, make_table, out, run_or_exit
+from modelyard.cli.console import AdminKeyOption, ConfigOption, JsonOption, UrlOption, make_table, out, print_table, run_or_exit
 from modelyard.core.errors import NotFound
 from modelyard.server.client import ServerClient, find_url
 
@@ -33,12 +33,10 @@ def explain(
     """Show a session's last requests on a running server: how much of each prompt was cached, and why not more."""
     heading, found = run_or_exit(request_rows, find_url(url), key, session, last)
     table = make_table(*COLUMNS)
-    for column in table.columns[:-1]:
-        column.no_wrap = True
     for row in found:
         table.add_row(*map(escape, row))
     out.print(escape(heading), soft_wrap=True)
-    out.print(table)
+    print_table(table)
 
 
 def request_rows(url: str, key: str | None, session: str | None, last: int) -> tuple[str, list[Row]]:

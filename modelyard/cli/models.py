@@ -11,7 +11,7 @@ from rich.table import Table
 
 from modelyard.cli.completion import complete_library
 from modelyard.cli.config import describe_config
-from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, run_or_exit
+from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, print_table, run_or_exit
 from modelyard.core.errors import NotFound
 
 if TYPE_CHECKING:
@@ -89,29 +89,41 @@ def _read_library() -> list[LibraryModel]:
 
 @models_app.command("list")
 def list_models(config: ConfigOption = None) -> None:
-    """List the models of the configuration and of the library, with size, quantization and how they are served."""
+    """List the models of the configuration and of the library: engine, size, quantization and windows.
+
+    [bold]modelyard models show NAME[/bold] tells more about one.
+    """
     from modelyard.library import models
 
     loaded = load_or_exit(config)
-    configured = make_table("model", "engine", "aliases", "loaded", "size", "quant", "file", "")
-    for m in describe_config(loaded).models:
+    description = describe_config(loaded)
+    contexts: dict[str, list[str]] = {}
+    for cache in description.caches:
+        contexts.setdefault(cache.model, []).append(f"{cache.parallel} × {cache.window or 'unknown'}")
+    configured = make_table("model", "engine", "loaded", "size", "quant", "context", "")
+    for m in description.models:
         if m.name in loaded.config.library_models:
             continue
         file = models.file_row(loaded.config.models[m.name].path)
-        row = (m.name, m.backend, ", ".join(m.aliases), m.starts, file.size, file.quant, file.state, m.description)
+        notes = (file.note, f"also {', '.join(m.aliases)}" if m.aliases else "", m.description)
+        context = ", ".join(contexts.get(m.name, ()))
+        row = (m.name, m.backend, m.starts, file.size, file.quant, context, "; ".join(filter(None, notes)))
         configured.add_row(*map(escape, row))
     if configured.row_count:
-        out.print(configured)
+        print_table(configured)
     reasons = {model.entry.name: model.reason for model in run_or_exit(_read_library) if model.table is None}
-    library = make_table("library", "engine", "from", "size", "quant", "file", "")
+    library = make_table("library", "engine", "size", "quant", "context", "")
     for entry in run_or_exit(models.list_models):
-        file, served = models.file_row(entry.path), loaded.config.library_models.get(entry.name)
-        engine = loaded.config.models[entry.name].backend or "" if served else "not served"
-        note = served.reason if served else reasons.get(entry.name, "the configuration has its own use for the name")
-        note = note if served or loaded.config.library else ""
-        library.add_row(*map(escape, (entry.name, engine, entry.source, file.size, file.quant, file.state, note)))
+        file, context = models.file_row(entry.path), ", ".join(contexts.get(entry.name, ()))
+        if entry.name in loaded.config.library_models:
+            row = (entry.name, loaded.config.models[entry.name].backend or "", file.size, file.quant, context, file.note)
+        else:
+            note = reasons.get(entry.name, "the configuration has its own use for the name")
+            note = note if loaded.config.library else file.note
+            row = (entry.name, "not served", file.size, file.quant, "", note)
+        library.add_row(*map(escape, row))
     if library.row_count:
-        out.print(library)
+        print_table(library)
 
 
 @models_app.command("show")

@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from modelyard.cli.completion import complete_models
-from modelyard.cli.console import AdminKeyOption, JsonOption, UrlOption, fail, make_table, out, run_or_exit
+from modelyard.cli.console import AdminKeyOption, JsonOption, UrlOption, fail, make_table, out, print_table, run_or_exit
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
-from modelyard.core.units import format_size
+from modelyard.core.units import format_duration, format_size
 from modelyard.server.client import Json, ServerClient, find_url, no_server
 
 if TYPE_CHECKING:
@@ -58,10 +58,8 @@ def ps(
     table = make_table("model", "engine", "state", "memory", "context", "slots", "until")
     for model in shown:
         table.add_row(*(escape(cell) for cell in _cells(model_summary(model, time.time()))))
-    for column in table.columns:
-        column.overflow = "fold"
     if shown:
-        out.print(table)
+        print_table(table)
     else:
         names = ", ".join(model["id"] for model in models) or "none"
         out.print(f"no model is loaded; the server has {escape(names)}", soft_wrap=True)
@@ -110,13 +108,6 @@ def _until(model: Json, now: float) -> str:
     if model["queue"]["running"] or model["last_used"] is None:
         return f"{format_duration(ttl)} idle"
     return f"in {format_duration(max(0.0, model['last_used'] + ttl - now))}"
-
-
-def format_duration(seconds: float) -> str:
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 # --- stop -------------------------------------------------------------------------------------------------------------

@@ -100,6 +100,10 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
         return sum(len(p.ids) if isinstance(p, TokenRun) else p.n_tokens for p in self.parts)
 
     @property
+    def has_media(self) -> bool:
+        return len(self.parts) > 1 and any(isinstance(part, Media) for part in self.parts)
+
+    @property
     def ids(self) -> list[int]:
         """All token ids in order; media have none."""
         if len(self.parts) == 1 and isinstance(self.parts[0], TokenRun):

@@ -16,11 +16,13 @@ def format_size(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """<1 ms, 250 ms, 1.5 s, 40 s, 3 min, 2 h."""
+    """<1 ms, 250 ms, 1.5 s, 40 s, 3 min, 2 h, 3 days."""
     if seconds < 0.001:
         return "<1 ms"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} days"

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from msgspec import Struct
 
-from modelyard.core.engine import Chunk, Control, End, EngineInfo, EngineSpec, Generation, Media, OnProgress, Prompt
+from modelyard.core.engine import Chunk, Control, End, EngineInfo, EngineSpec, Generation, OnProgress, Prompt
 from modelyard.core.errors import (
     ENGINE_DIED,
     ContextOverflow,
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 # A native call that returns waits at most this long for a busy gateway to release the GIL; Python's default is 5 ms.
 _SWITCH_INTERVAL_S = 0.0005
 _LOADING = "loading weights"
-_PREPARE_S = 60.0  # the longest wait for a job's grammar: a client's own takes at most a few seconds
+_PREPARE_S = 60.0  # the longest wait for a job's grammar or images, which take at most a few seconds
 
 T = TypeVar("T")
 
@@ -152,12 +152,17 @@ class InProcessEngine(ABC, Generic[J]):
 
     def _check_support(self, prompt: Prompt) -> None:
         """Raises if the engine lacks a feature that the prompt needs."""
-        if any(isinstance(part, Media) for part in prompt.parts):
-            raise Unsupported("this engine reads text only", code="modality_unsupported")
+        if prompt.has_media:
+            self._check_media(prompt)
         if prompt.prompt_logprobs is not None and not self.info.capabilities.prompt_logprobs:
             raise Unsupported(
                 "this engine does not report a prompt's log probabilities", code="prompt_logprobs_unsupported"
             )
+
+    def _check_media(self, prompt: Prompt) -> None:
+        """Raises if the engine cannot read the images or the audio of the prompt."""
+        del prompt
+        raise Unsupported("this engine reads text only", code="modality_unsupported")
 
     # --- opening and closing ------------------------------------------------------------------------------------------
 
@@ -266,12 +271,16 @@ class ThreadCall(Struct, frozen=True):
     done: asyncio.Future[Any]
 
 
+class WakeUp(Struct, frozen=True):
+    """There may be work for the engine's thread again: look."""
+
+
 class ThreadedEngine(InProcessEngine[J]):
     """An engine whose model belongs to one thread. Nothing else touches the model."""
 
     def __init__(self, spec: EngineSpec, info: EngineInfo) -> None:
         super().__init__(spec, info)
-        self._inbox: SimpleQueue[J | ThreadCall | None] = SimpleQueue()  # None ends the thread
+        self._inbox: SimpleQueue[J | ThreadCall | WakeUp | None] = SimpleQueue()  # None ends the thread
         self._dispatch = TokenDispatch(self._loop)
         self._thread: threading.Thread | None = None
 
@@ -309,7 +318,7 @@ class ThreadedEngine(InProcessEngine[J]):
     # --- hooks on the event loop --------------------------------------------------------------------------------------
 
     def _prepare(self, job: J) -> Future[Any] | None:
-        """Work on another thread that must be done before the engine's thread gets the job: compiling a grammar."""
+        """Work on another thread that must be done before the engine's thread gets the job: compiling a grammar, reading images."""
         del job
         return None
 
@@ -350,7 +359,7 @@ class ThreadedEngine(InProcessEngine[J]):
             item = self._inbox.get()
             if isinstance(item, ThreadCall):
                 _resolve(item.done, None, error)
-            elif item is not None:
+            elif item is not None and not isinstance(item, WakeUp):
                 item.fail(error)
 
     def _submit(self, job: J) -> None:
@@ -364,7 +373,7 @@ class ThreadedEngine(InProcessEngine[J]):
 
     def _give_up(self, job: J, preparing: asyncio.Future[Any]) -> None:
         """Others' work is in front of this job's. What has not begun is dropped."""
-        job.fail(Timeout(f"the grammar of this request was not compiled within {_PREPARE_S:g} s; try again later"))
+        job.fail(Timeout(f"the grammar or the images of this request were not read within {_PREPARE_S:g} s; try again later"))
         job.cancel()
         preparing.cancel()
 
@@ -376,6 +385,10 @@ class ThreadedEngine(InProcessEngine[J]):
             self._inbox.put(job)
         else:
             job.fail(self._as_error(failure))
+
+    def wake(self) -> None:
+        """What a job waited for is there. Any thread may call it."""
+        self._inbox.put(WakeUp())
 
     async def run_on_thread(self, function: Callable[[], T]) -> T:
         """The function's result; its error is the caller's, not the engine's death."""
@@ -433,6 +446,9 @@ class ThreadedEngine(InProcessEngine[J]):
             item = self._inbox.get()
             if item is None:
                 return False
+            if isinstance(item, WakeUp):
+                busy = self._has_work()
+                continue
             self._finish_step()
             if isinstance(item, ThreadCall):
                 self._run_call(item)

@@ -95,7 +95,6 @@ from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, 
 from modelyard.gateway.priority import priority
 from modelyard.gateway.reasoning_budget import reasoning_budget
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
-from modelyard.gateway.request_record import gateway_timings, input_record, request_record
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.prompt.images import Images
@@ -104,7 +103,7 @@ from modelyard.prompt.translation import translated
 from modelyard.router.router import Router, Target
 from modelyard.scanner.scanner import Scanner
 from modelyard.telemetry.cache_diagnostics import CacheReuse, PromptRecord
-from modelyard.telemetry.history import History
+from modelyard.telemetry.history import History, RequestRecord
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.request_capture import RequestCapture, current_capture
 from modelyard.tokenizer.shield import unshield
@@ -508,7 +507,20 @@ class Gateway:
         finally:
             ticket.cancel()
             timings = Timings(queue=queued, total=time.perf_counter() - (caller.arrived or began))
-            self.history.add(input_record(target, caller, status, failed, usage, timings, time.time()))
+            self.history.add(
+                RequestRecord(
+                    trace=caller.trace,
+                    model=target.model,
+                    cache=target.cache,
+                    endpoint=caller.endpoint,
+                    key=caller.key,
+                    at=time.time(),
+                    status=status,
+                    failed=failed,
+                    usage=usage,
+                    timings=timings,
+                )
+            )
 
     def target(self, name: str, endpoint: str) -> Target:
         """Where requests for this name go, with the window that the cache was loaded with."""
@@ -764,8 +776,8 @@ class ChoiceStream:
             except Exception as error:
                 log.exception("a stream failed")
                 events = output.fail(Internal(f"{type(error).__name__} while generating"))
-        if output.over:
-            events[-1] = self._end(events[-1])
+        if isinstance(last := events[-1], (Finished, Failed)):
+            events[-1] = self._end(last)
         return self.choice, events
 
     def _start_engine(self, lease: Lease) -> Generation[Any]:
@@ -813,15 +825,26 @@ class ChoiceStream:
             metrics.inter_token.observe(model, (now - self._last_output) / tokens, tokens)
         self._last_output = now
 
-    def _end(self, last: Event) -> Finished | Failed:
+    def _end(self, last: Finished | Failed) -> Finished | Failed:
         """Count the request, keep what its next turn needs, and add it to the history. Return the last event with the
         gateway's own times."""
         prepared, gateway, accepted = self.prepared, self._gateway, self.accepted
         request, caller, model = prepared.request, prepared.caller, prepared.model
-        ended: Finished | Failed
+        status: str
         if isinstance(last, Finished):
-            usage, timings, status = last.usage, self._timings(last.timings), str(last.reason)
-            ended = Finished(last.reason, usage, last.stop_string, timings)
+            timings = gateway_timings(
+                last.timings,
+                now=time.perf_counter(),
+                arrived=caller.arrived,
+                started=self._started,
+                engine_started=self._engine_started,
+                first_output=self._first_output,
+                queue_s=self._lease.waited if self._lease is not None else 0.0,
+                tokenize_s=prepared.tokenize_s,
+                remote=model.remote,
+            )
+            usage, status = last.usage, last.reason
+            last = Finished(last.reason, usage, last.stop_string, timings)
             gateway.metrics.generation_finished(model.name, prepared.billed_usage(self.choice, usage), status)
             if self.choice == 0:
                 if self.prompt_record is not None:
@@ -833,8 +856,8 @@ class ChoiceStream:
                 del newest[engine]
         else:
             # An engine that is closed at the same time may report its own reason.
-            error = self._cancel_reason or (last.error if isinstance(last, Failed) else Incomplete("no last event"))
-            ended, usage, timings, status = Failed(error), Usage(), Timings(), error.code or error.kind
+            error = self._cancel_reason or last.error
+            last, usage, timings, status = Failed(error), Usage(), Timings(), error.code or error.kind
         gateway.history.add(
             RequestRecord(
                 trace=caller.trace,
@@ -845,7 +868,7 @@ class ChoiceStream:
                 session=request.session,
                 at=time.time(),
                 status=status,
-                failed=isinstance(ended, Failed),
+                failed=isinstance(last, Failed),
                 usage=usage,
                 timings=timings,
                 divergence=accepted.divergence if accepted is not None else None,
@@ -854,29 +877,8 @@ class ChoiceStream:
             )
         )
         if self._lease is not None:
-            self._lease.spend(self.output.tokens)
-        return ended
-
-    def _timings(self, engine: Timings) -> Timings:
-        """The engine's own figures, completed with what the gateway measured. A remote engine's first token includes
-        the network, so it does not count as the model's."""
-        prepared, now, lease = self.prepared, time.perf_counter(), self._lease
-        engine_started, first_output, arrived = self._engine_started, self._first_output, prepared.caller.arrived
-        first_token, decode = engine.first_token, engine.decode
-        if engine_started is not None and first_output is not None and not prepared.model.remote:
-            first_token = first_output - engine_started if first_token is None else first_token
-            decode = now - first_output if decode is None else decode
-        in_gateway = now - self._started + prepared.tokenize_s
-        return Timings(
-            queue=lease.waited if lease is not None else 0.0,
-            tokenize=prepared.tokenize_s,
-            prefill=engine.prefill,
-            first_token=first_token,
-            decode=decode,
-            backend=None if engine_started is None else now - engine_started,
-            engine=in_gateway,
-            total=in_gateway if arrived is None else now - arrived,
-        )
+            self._lease.spend(self.output.usage.output)
+        return last
 
     # --- a second attempt -----------------------------------------------------------------------------------------
 
@@ -943,15 +945,50 @@ class ChoiceStream:
             lease.release()
 
 
+def gateway_timings(
+    engine: Timings,
+    *,
+    now: float,
+    started: float,
+    tokenize_s: float,
+    queue_s: float = 0.0,
+    arrived: float | None = None,
+    engine_started: float | None = None,
+    first_output: float | None = None,
+    remote: bool,
+) -> Timings:
+    """The engine's own figures, completed with what the gateway measured. All times are of one clock.
+
+    A remote engine's first token includes the network, so it does not count as the model's.
+    """
+    first_token, decode = engine.first_token, engine.decode
+    if engine_started is not None and first_output is not None and not remote:
+        first_token = first_output - engine_started if first_token is None else first_token
+        decode = now - first_output if decode is None else decode
+    in_gateway = now - started + tokenize_s
+    return Timings(
+        queue=queue_s,
+        tokenize=tokenize_s,
+        prefill=engine.prefill,
+        first_token=first_token,
+        decode=decode,
+        backend=None if engine_started is None else now - engine_started,
+        engine=in_gateway,
+        total=in_gateway if arrived is None else now - arrived,
+    )
+
+
 class TextOutput:
     """Token ids → detokenize → scan → events. Pure.
 
     `over`: Finished or Failed was emitted. `slot_free`: the engine has released its slot, which may be later: after a
     stop string the client has its Finished while the engine may be a step behind. `has_output`: content was emitted.
+    `tokens` counts those of the output.
     """
 
     __slots__ = (
         "_accepted_at",
+        "_cached_tokens",
         "_choice",
         "_detokenizer",
         "_first_at",
@@ -959,6 +996,7 @@ class TextOutput:
         "_on_text",
         "_prepared",
         "_prompt_logprobs",
+        "_prompt_tokens",
         "_rendered",
         "_scanner",
         "_started",
@@ -968,7 +1006,7 @@ class TextOutput:
         "ids",
         "over",
         "slot_free",
-        "usage",
+        "tokens",
     )
 
     def __init__(
@@ -1005,13 +1043,17 @@ class TextOutput:
             specials=pipeline.specials,
             token_text=self._token_text if request.logprobs is not None else None,
         )
-        self.usage = Usage(len(rendered.ids))
+        self._prompt_tokens, self._cached_tokens, self.tokens = len(rendered.ids), 0, 0
         self.ids: list[int] | None = [] if request.tools else None  # an agent's next prompt repeats them
         self._prompt_logprobs: list[IdLogprob] = []
         self._started: Started | None = None  # held back until the prompt's log probabilities have arrived
         self._stop_logprob: IdLogprob | None = None  # of the token that ended the output
         self._accepted_at = self._first_at = 0.0  # set if the request asks for times
         self.over = self.slot_free = self.has_output = self.emitted_start = False
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self._prompt_tokens, self._cached_tokens, self.tokens, self._scanner.reasoning_tokens)
 
     @property
     def warnings(self) -> Sequence[str]:
@@ -1041,8 +1083,7 @@ class TextOutput:
                     events.append(self._prompt_read(chunk.done))
             elif isinstance(chunk, Accepted) and not self.emitted_start:
                 self.emitted_start = True
-                prepared, usage = self._prepared, self.usage
-                self.usage = Usage(usage.prompt, chunk.cached_tokens, usage.output, usage.reasoning)
+                prepared, self._cached_tokens = self._prepared, chunk.cached_tokens
                 started = Started(
                     prepared.caller.trace, prepared.request.model, prepared.created, self.usage, self._echo
                 )
@@ -1102,13 +1143,12 @@ class TextOutput:
         return msgspec.structs.replace(written(logprob.id, logprob.logprob), top=top, rank=logprob.rank)
 
     def _feed_tokens(self, chunk: Tokens, events: list[Event]) -> None:
-        scanner, usage = self._scanner, self.usage
+        scanner = self._scanner
         if not chunk.ids:
             self._stop_logprob = chunk.logprobs[0] if chunk.logprobs and self._prepared.request.echo else None
             return
         if self._late_stop is not None:
             chunk = self._feed_unstoppable(chunk, self._late_stop, events)
-            usage = self.usage
             if self.over:
                 return
         if self.ids is not None:
@@ -1117,7 +1157,7 @@ class TextOutput:
         if self._on_text is not None:
             self._on_text("".join(piece.text for piece in pieces))
         scanned = scanner.feed(pieces)
-        self.usage = Usage(usage.prompt, usage.cached, usage.output + len(chunk.ids), scanner.reasoning_tokens)
+        self.tokens += len(chunk.ids)
         if self._accepted_at:
             events += self._measured()
         if scanned:
@@ -1131,7 +1171,7 @@ class TextOutput:
 
     def _feed_unstoppable(self, chunk: Tokens, stop: tuple[str, ...], events: list[Event]) -> Tokens:
         """Feeds the tokens before which no stop string counts; returns the others."""
-        left = (self._prepared.sampling.min_tokens or 0) - self.usage.output
+        left = (self._prepared.sampling.min_tokens or 0) - self.tokens
         if left >= len(chunk.ids):
             return chunk
         self._late_stop = None
@@ -1145,12 +1185,12 @@ class TextOutput:
         if end.reason in ("error", "cancelled"):
             events += self.fail(end.error or Cancelled("the request was cancelled"))
             return
-        scanner, usage = self._scanner, self.usage
+        scanner = self._scanner
         events += scanner.feed(self._detokenizer.finish(truncated=end.reason != "stop"))
         last = scanner.finish(truncated=end.reason != "stop")
         events += last if self._stop_logprob is None else self._with_stop_logprob(last, self._stop_logprob)
-        prompt = max(usage.prompt, end.usage.prompt)  # only the engine knows how many tokens images take
-        self.usage = Usage(prompt, usage.cached, usage.output, scanner.reasoning_tokens)
+        # Only the engine knows how many tokens images take.
+        self._prompt_tokens = max(self._prompt_tokens, end.usage.prompt)
         reason: StopReason
         if scanner.stop_string is not None:
             reason = "stop_string"
@@ -1180,7 +1220,8 @@ class ChatOutput:
     """Events of a ChatEngine under our request id and the client's model name. The event contract is enforced.
 
     Where the prompt's tokens are known, usage starts with them, and an output cut by the window differs from one
-    cut by the client's `max_tokens`. Hidden reasoning is dropped. Attributes as in `TextOutput`.
+    cut by the client's `max_tokens`. Hidden reasoning is dropped. Attributes as in `TextOutput`; a delta counts as one
+    token, because the engine reports its usage at the end.
     """
 
     warnings: Sequence[str] = ()
@@ -1191,7 +1232,7 @@ class ChatOutput:
         visible = prepared.request.reasoning.visible
         self._hide_thinking = not (prepared.model.show_thinking if visible is None else visible)
         self._hidden: set[int] = set()
-        self.usage = Usage()
+        self.usage, self.tokens = Usage(), 0
         self.over = self.slot_free = self.has_output = self.emitted_start = False
 
     def feed(self, batch: Sequence[Event]) -> list[Event]:
@@ -1200,7 +1241,8 @@ class ChatOutput:
             if self.over:
                 break
             if isinstance(event, (BlockStart, BlockDelta, BlockEnd)):
-                self.has_output = self.has_output or isinstance(event, BlockDelta)
+                if isinstance(event, BlockDelta):
+                    self.has_output, self.tokens = True, self.tokens + 1
                 events += self._without_thinking(event) if self._hide_thinking else (event,)
             elif isinstance(event, Started):
                 if not self.emitted_start:

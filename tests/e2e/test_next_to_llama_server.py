@@ -348,3 +348,39 @@ def test_requests_that_generate_nothing_are_recorded(client: httpx.Client) -> No
     record = client.get("/v1/admin/requests").json()["ended"][0]
     assert (record["endpoint"], record["model"], record["status"]) == ("/v1/rerank", "rank", "end")
     assert record["usage"]["prompt"] > 10
+
+
+# --- times and progress -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/completion", {"prompt": LONG}),
+    ],
+)
+def test_the_page_of_llama_server_finds_the_times_and_the_progress(
+    server: LiveServer, client: httpx.Client, path: str, asked: dict[str, Any]
+) -> None:
+    fields = {"stream": True, "timings_per_token": True, "return_progress": True, "max_tokens": 3, "temperature": 0}
+    sent = {name: chunks_of(client, path, model=name, **fields, **asked) for name in ("code", "code-server")}
+    for name, chunks in sent.items():
+        progress = [chunk["prompt_progress"] for chunk in chunks if chunk.get("prompt_progress")]
+        assert [set(entry) for entry in progress] == [{"total", "cache", "processed", "time_ms"}] * len(progress)
+        assert progress[-1]["processed"] == progress[-1]["total"] > 500, name
+        assert [entry["processed"] for entry in progress] == sorted(entry["processed"] for entry in progress)
+        assert len(progress) > 2
+        timings = [chunk["timings"] for chunk in chunks if chunk.get("timings")]
+        assert [entry["predicted_n"] for entry in timings][-1] == 3
+        assert timings[-1]["prompt_n"] + timings[-1]["cache_n"] == progress[-1]["total"]
+        assert timings[-1]["prompt_ms"] > 0
+    own = direct(server, "code-server", "POST", "/completion", {"prompt": "x", "n_predict": 1})
+    assert set(timings[-1]) <= set(own["timings"])
+
+
+def chunks_of(client: httpx.Client, path: str, **body: Any) -> list[Any]:
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return [event.data for event in parse_events(reply.text) if isinstance(event.data, dict)]

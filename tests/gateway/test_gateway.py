@@ -37,6 +37,8 @@ from modelyard.core.events import (
     Event,
     Failed,
     Finished,
+    Measured,
+    PromptRead,
     Started,
     Timings,
     Usage,
@@ -58,7 +60,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.core.tokenizer import FimTokens, IdLogprob
-from modelyard.gateway.gateway import ChatOutput, TextOutput
+from modelyard.gateway.gateway import ChatOutput, TextOutput, gateway_timings
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
 from modelyard.gateway.request_work import RequestWork
 from modelyard.router.router import Target
@@ -718,6 +720,41 @@ def test_a_stop_string_ends_the_reply_while_the_engine_still_runs() -> None:
     assert output.slot_free is True
 
 
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_a_stop_string_counts_from_the_token_on_that_may_end_the_output(cut: int) -> None:
+    generated = ids("STOP a STOP b")
+    first = len(ids("STOP a"))
+    output = text_output(stop=("STOP",), sampling=Sampling(min_tokens=first))
+    events = output.feed([Accepted(), Tokens(generated[:cut]), Tokens(generated[cut:]), End("stop")])
+    reply = collect_reply(events)
+    assert (reply.text.strip(), reply.finished.stop_string) == ("STOP a", "STOP")
+
+
+def test_times_and_progress_are_events_only_on_request() -> None:
+    read = [Accepted(2), Progress(5, 9), *chunks("Hello", " there")[1:], End("stop")]
+    assert not any(isinstance(event, PromptRead | Measured) for event in text_output().feed(read))
+    output = text_output(stream=True, progress=True, timings="all")
+    events = output.feed(read)
+    total = output.usage.prompt
+    progress = [(event.total, event.cached, event.done) for event in events if isinstance(event, PromptRead)]
+    assert progress == [(total, 2, 2), (total, 2, 5), (total, 2, total)]
+    measured = [event.usage.output for event in events if isinstance(event, Measured)]
+    assert measured == [len(ids("Hello")), output.usage.output]
+    assert isinstance(events[0], Started)
+    assert collect_reply(events).text == "Hello there"
+
+
+def test_a_prompts_log_probabilities_come_with_ids_and_ranks() -> None:
+    output = text_output(prompt_logprobs=1)
+    prompt = output._rendered.ids
+    scored = [IdLogprob(id, -1.0, ((7, -0.5),), 3) for id in prompt[1:]]
+    events = output.feed([Accepted(), Progress(len(prompt), len(prompt), scored), Tokens(ids("Hi")), End("stop")])
+    found = collect_reply(events).started.prompt_logprobs
+    assert [token.id for token in found] == prompt
+    assert math.isnan(found[0].logprob)
+    assert (found[1].rank, found[1].top[0].id) == (3, 7)
+
+
 def test_tokens_after_a_stop_string_are_not_counted() -> None:
     output = text_output(stop=("STOP",))
     output.feed(chunks("one STOP"))
@@ -975,3 +1012,41 @@ async def test_echo_of_token_ids_is_their_text_with_log_probabilities() -> None:
         assert {token.logprob for token in tokens[1:]} == {-1.0}
         assert [token.logprob for block in reply.blocks for token in block.logprobs] == [-0.5]
         assert reply.text == ""
+
+
+# --- timings ----------------------------------------------------------------------------------------------------------
+
+MEASURED: dict[str, Any] = {
+    "now": 15.0,
+    "arrived": 9.5,
+    "started": 10.0,
+    "engine_started": 12.0,
+    "first_output": 13.0,
+    "queue_s": 1.75,
+    "tokenize_s": 0.25,
+    "remote": False,
+}
+
+
+def test_timings_of_the_engine_are_kept_and_completed() -> None:
+    engine = Timings(prefill=0.5, first_token=0.6, decode=2.0, backend=2.6, total=2.6)
+    assert gateway_timings(engine, **MEASURED) == Timings(
+        queue=1.75, tokenize=0.25, prefill=0.5, first_token=0.6, decode=2.0, backend=3.0, engine=5.25, total=5.5
+    )
+
+
+def test_an_engine_without_timings_is_timed_by_the_gateway() -> None:
+    timings = gateway_timings(Timings(), **MEASURED)
+    assert (timings.prefill, timings.first_token, timings.decode) == (None, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("change", [{"remote": True}, {"first_output": None}], ids=["remote", "no output"])
+def test_an_unknown_first_token_time_is_not_guessed(change: dict[str, Any]) -> None:
+    timings = gateway_timings(Timings(), **MEASURED | change)
+    assert (timings.first_token, timings.decode, timings.backend) == (None, None, 3.0)
+
+
+def test_without_an_arrival_time_the_total_starts_in_the_gateway() -> None:
+    assert gateway_timings(Timings(), now=15.0, started=10.0, tokenize_s=0.25, remote=False) == Timings(
+        queue=0.0, tokenize=0.25, engine=5.25, total=5.25
+    )

@@ -68,7 +68,10 @@ def test_n_predict_is_the_limit(n_predict: int | None, expected: int | None) -> 
 
 
 def test_settings_that_no_engine_has_are_warnings() -> None:
-    assert set(read(t_max_predict_ms=9, top_n_sigma=1.5).warnings) == {"t_max_predict_ms_ignored", "top_n_sigma_ignored"}
+    assert set(read(t_max_predict_ms=9, top_n_sigma=1.5).warnings) == {
+        "t_max_predict_ms_ignored",
+        "top_n_sigma_ignored",
+    }
 
 
 def test_ignore_eos_is_a_setting_of_the_sampler() -> None:

@@ -6,11 +6,6 @@ import json
 import shlex
 
 import pytest
-
-from modelyard.core.errors import InvalidRequest
-from modelyard.core.events import Block, Finished, Reply, Started, Usage
-from modelyard.core.request import Text, Thinking, ToolCall
-from modelyard.http.errors import load_protocol
 from modelyard.workbench.conversation import (
     PROTOCOLS,
     PlaygroundConversation,
@@ -19,6 +14,11 @@ from modelyard.workbench.conversation import (
     python_snippet,
     read_tools,
 )
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.events import Block, Finished, Reply, Started, Usage
+from modelyard.core.request import Text, Thinking, ToolCall
+from modelyard.http.errors import load_protocol
 
 IMAGE = "data:image/png;base64,AAAA"
 CHAT = load_protocol("openai_chat")

@@ -202,7 +202,7 @@ class LlamaBatch:
             self._last_tokens = (c_int32 * count).from_address(self.token.ctypes.data)
             self._positions = self.pos[:count]
         self._last_tokens[:] = [job.last_token for job in batch.jobs]
-        self._positions[:] = [job.n_past for job in batch.jobs]
+        self._positions[:] = [job.n_past - job.shift for job in batch.jobs]
 
     def set_tokens(self, tokens: Sequence[int]) -> None:
         """The next tokens of the uniform batch, at the positions that `advance` has set."""
@@ -231,3 +231,21 @@ class LlamaBatch:
         self.output[first:end] = last
         self.raw.n_tokens = end
         return first
+
+
+class VectorBatch:
+    """A `llama_batch` of rows that an encoder computed, for one sequence. No row has logits: text follows."""
+
+    def __init__(self, vectors: npt.NDArray[np.float32], positions: IntArray, sequence: int) -> None:
+        count = len(vectors)
+        self._vectors, self._positions = np.ascontiguousarray(vectors), np.ascontiguousarray(positions)
+        self._sequence = np.full(1, sequence, np.int32)
+        self._pointers = np.full(count, self._sequence.ctypes.data, np.uint64)
+        self._ones, self._output = np.ones(count, np.int32), np.zeros(count, np.int8)
+        self.raw = lib.llama_batch()
+        self.raw.n_tokens = count
+        self.raw.embd = self._vectors.ctypes.data_as(POINTER(ctypes.c_float))
+        self.raw.pos = self._positions.ctypes.data_as(POINTER(c_int32))
+        self.raw.n_seq_id = self._ones.ctypes.data_as(POINTER(c_int32))
+        self.raw.seq_id = self._pointers.ctypes.data_as(POINTER(POINTER(c_int32)))
+        self.raw.logits = self._output.ctypes.data_as(POINTER(ctypes.c_int8))

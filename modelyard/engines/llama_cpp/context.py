@@ -24,12 +24,14 @@ from modelyard.engines.llama_cpp.batch import (
     DecodeBatch,
     LlamaBatch,
     SequenceWork,
+    VectorBatch,
     next_adapters,
     plan_batch,
 )
 from modelyard.engines.llama_cpp.binding import lib, short, waiting
 from modelyard.engines.llama_cpp.job import LlamaCppJob, StepOutput
 from modelyard.engines.llama_cpp.lora import LoraAdapters
+from modelyard.engines.llama_cpp.media import MediaEncoder, Vectors
 from modelyard.engines.llama_cpp.options import ContextLayout, Options
 from modelyard.engines.llama_cpp.sampler import logits_row, logits_rows, token_logprob
 from modelyard.engines.llama_cpp.sequence_manager import create_sequence_managers
@@ -62,6 +64,7 @@ class LlamaContext:
         self._adapters = adapters
         self._active_adapters: AdapterSet = ()  # of the context, since the last step
         self.speculator: Speculator | None = None
+        self.encoder: MediaEncoder | None = None  # of a model that takes images or audio
         self._uniform: DecodeBatch | None = None  # all jobs, while all of them generate
         self._in_flight: DecodeBatch | None = None  # the batch whose next decode is launched
         self._launched_at = 0.0
@@ -88,6 +91,8 @@ class LlamaContext:
             self._step_in_flight(self._in_flight)
             return
         self._drop_ended()
+        if self.encoder is not None and self._uniform is None:
+            self._step_media(self.encoder)
         if not self.jobs:
             return
         started = time.perf_counter()
@@ -121,8 +126,8 @@ class LlamaContext:
             self._adapters.apply(self._raw, adapters)
             self._active_adapters = adapters
 
-    def _decode(self, sequences: Iterable[int]) -> bool:
-        code = lib.llama_decode(self._raw, self._batch.raw)
+    def _decode(self, sequences: Iterable[int], batch: LlamaBatch | VectorBatch | None = None) -> bool:
+        code = lib.llama_decode(self._raw, (batch or self._batch).raw)
         if code != 0:
             self._fail_sequences(list(sequences), code)
         elif self._is_async:
@@ -239,6 +244,8 @@ class LlamaContext:
             for index, job in jobs.items()
         ]
         slices = plan_batch(work, self._n_ubatch)
+        if not slices:  # all of them wait for the encoder
+            return None
         rows = self._fill_batch(slices, drafts)
         started = time.perf_counter()
         if not self._decode(part.sequence for part in slices):
@@ -257,14 +264,15 @@ class LlamaContext:
         for part in slices:
             index, job = part.sequence, self.jobs[part.sequence]
             if job.generating and not part.drafted:
-                rows[index] = self._batch.add_token(job.last_token, job.n_past, index)
+                rows[index] = self._batch.add_token(job.last_token, job.n_past - job.shift, index)
                 continue
             ids = job.ids[job.n_past : job.n_past + part.count]
             if part.drafted:
                 ids = np.concatenate((ids, np.asarray(drafts[index][: part.drafted], np.int32)))
             wants_all = job.prompt.prompt_logprobs is not None and not job.generating
             drafted = len(ids) - 1 if wants_all else part.drafted
-            rows[index] = self._batch.add(ids, job.n_past, index, last=part.last or wants_all, drafted=drafted)
+            position = job.n_past - job.shift
+            rows[index] = self._batch.add(ids, position, index, last=part.last or wants_all, drafted=drafted)
         return rows
 
     def _advance(self, part: BatchSlice, row: int, draft: list[int]) -> None:
@@ -310,7 +318,7 @@ class LlamaContext:
             finish = job.sample(self._raw, row, output)
         accepted = job.n_past - before
         if accepted < len(draft):
-            short.memory_seq_rm(self._memory, index, job.n_past, -1)
+            short.memory_seq_rm(self._memory, index, job.n_past - job.shift, -1)
         if self.speculator is not None:
             self.speculator.observe(index, len(draft), accepted, output.ids[0] if output.ids else -1)
         self._emit_output(job, output)
@@ -319,6 +327,56 @@ class LlamaContext:
     def _emit_output(self, job: LlamaCppJob, output: StepOutput) -> None:
         if output.ids or output.logprobs:
             self._emit(job, [Tokens(output.ids, output.logprobs)], False)
+
+    # --- images and audio ---------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        if self.encoder is None:
+            return bool(self.jobs)
+        return any(not job.is_waiting for job in self.jobs.values())
+
+    def _step_media(self, encoder: MediaEncoder) -> None:
+        """Reads a micro-batch of the first job whose image is encoded, and requests what the others read next."""
+        ready = []
+        for job in self.jobs.values():
+            if job.next_chunk is None:
+                continue
+            if job.vectors is None:
+                job.vectors = encoder.request(job.next_chunk)
+            if job.vectors.done():
+                ready.append(job)
+        if not ready:
+            return
+        job = min(ready, key=lambda job: job.arrival)
+        try:
+            vectors = job.vectors.result() if job.vectors is not None else None
+        except ModelyardError as error:
+            self._finish(job.slot.index, "error", error)
+            return
+        if vectors is not None:
+            self._read_vectors(job, vectors)
+
+    def _read_vectors(self, job: LlamaCppJob, vectors: Vectors) -> None:
+        """A chunk that is read without a causal mask is one decode: each of its rows sees all of them."""
+        chunk, cache = job.chunks[0], self.caches[job.cache]
+        first = job.n_past - chunk.start
+        count = min(self._n_ubatch, chunk.tokens - first) if chunk.is_causal else chunk.tokens
+        self._set_adapters(job.prompt.adapters)
+        batch = VectorBatch(vectors[first : first + count], chunk.positions[:, first : first + count], job.slot.index)
+        if not chunk.is_causal:
+            lib.llama_set_causal_attn(self._raw, False)
+        try:
+            if not self._decode([job.slot.index], batch):
+                return
+        finally:
+            if not chunk.is_causal:
+                lib.llama_set_causal_attn(self._raw, True)
+        self.kv.after_decode(0, 0.0)
+        job.advance_media(count)
+        cache.evaluated += count
+        self._emit(job, [Progress(job.n_past, job.prompt_tokens)], False)
+        cache.update(job.slot, job)
 
     # --- jobs leave ---------------------------------------------------------------------------------------------------
 

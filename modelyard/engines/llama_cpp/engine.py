@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,8 +18,25 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from modelyard.core.engine import Control, Embeddings, EngineInfo, EngineSpec, EngineStats, Prompt
-from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Overloaded, Unsupported
+from modelyard.core.engine import (
+    Control,
+    Embeddings,
+    EngineInfo,
+    EngineSpec,
+    EngineStats,
+    Media,
+    Prompt,
+    TokenRun,
+)
+from modelyard.core.errors import (
+    Conflict,
+    ContextOverflow,
+    InvalidRequest,
+    ModelyardError,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+)
 from modelyard.engines.in_process import ThreadedEngine
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
@@ -29,14 +47,18 @@ from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
+from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
+from modelyard.engines.llama_cpp.media_tokens import text_ids
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, context_layouts, model_capabilities
 from modelyard.engines.llama_cpp.replay import Replay, create_replay
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager, share_caches
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
 from modelyard.engines.reasoning_limit import ReasoningLimit
+from modelyard.library import projector_file
 from modelyard.library.gguf import ModelPurpose
 from modelyard.library.model_files import locate_model_file
+from modelyard.plugins import MissingLibrary
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +84,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._draft_model: DraftModel | None = None
         self._kv_store: KvStore | None = None
         self._replay: Replay | None = None
+        self._projector: Projector | None = None
 
     # --- loading and unloading, on the thread -------------------------------------------------------------------------
 
@@ -81,6 +104,12 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._thread_pool = ThreadPool(loading.max_threads(self.spec))
         defer(self._thread_pool.close)
         attach = self._thread_pool.attach
+        if capabilities.chat:
+            self._projector = self._load_projector(path, options)
+        if self._projector is not None:
+            defer(self._projector.close)
+            modalities = ("text", *self._projector.kinds)
+            self.info = replace(self.info, capabilities=replace(capabilities, modalities=modalities))
         self._embedder = Embedder(self._model, self.spec, shape, self.run_on_thread, attach)
         defer(self._embedder.close)
         self._adapters = LoraAdapters(self._model, path, options.lora)
@@ -90,6 +119,19 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         defer(self._masks.close)
         if capabilities.chat:
             self._create_caches(options, path)
+
+    def _load_projector(self, path: Path, options: Options) -> Projector | None:
+        """One that merely lies beside the model may belong to another model: then this one reads text."""
+        if (file := projector_file.locate(options.mmproj, path)) is None:
+            return None
+        try:
+            threads, gpu = loading.max_threads(self.spec), loading.encodes_on_gpu(options)
+            return Projector(file, self._model, options, threads, gpu=gpu)
+        except (ModelyardError, MissingLibrary) as error:
+            if options.mmproj is not None:
+                raise
+            log.warning("%r takes no images or audio: %s", self.spec.model, error)
+            return None
 
     def _create_caches(self, options: Options, path: Path) -> None:
         defer, attach = self._resources.callback, self._thread_pool.attach
@@ -104,6 +146,11 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             defer(context.close)
             self._contexts.append(context)
             context.speculator = self._create_speculator(context)
+        if self._projector is not None:
+            encoder = MediaEncoder(self._projector, options.media_cache_mb << 20, self.wake)
+            defer(encoder.close)
+            for context in self._contexts:
+                context.encoder = encoder
         created = {name: cache for context in self._contexts for name, cache in context.caches.items()}
         self._caches = {name: created[name] for name in self.spec.caches}
         self._replay = create_replay(options.replay, path)
@@ -136,6 +183,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     def _unload_model(self) -> None:
         self._model, self._vocab, self._caches, self._contexts = None, None, {}, []
+        self._projector = None
         self._resources.close()
 
     # --- the event loop's side ----------------------------------------------------------------------------------------
@@ -145,19 +193,31 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             raise Unsupported("this model does not generate", code="model_has_no_chat")
         super()._check(job)
 
+    def _check_media(self, prompt: Prompt) -> None:
+        for part in prompt.parts:
+            if isinstance(part, Media) and part.kind not in self.info.capabilities.modalities:
+                raise Unsupported(f"this model takes no {part.kind}", code="modality_unsupported")
+        if prompt.prompt_logprobs is not None:
+            raise Unsupported("the tokens of images have no log probabilities", code="prompt_logprobs_unsupported")
+        if not isinstance(prompt.parts[-1], TokenRun):
+            raise InvalidRequest("a prompt cannot end with an image or audio", code="invalid_image")
+
     def _create_job(self, prompt: Prompt) -> LlamaCppJob:
         self._job_count += 1
         return LlamaCppJob(prompt, self._loop, self._job_count)
 
     def _prepare(self, job: LlamaCppJob) -> Future[None] | None:
         constraint, sampling = job.prompt.constraint, job.prompt.sampling
-        if constraint is None and not sampling.dry_multiplier:
+        if constraint is None and not sampling.dry_multiplier and not job.prompt.has_media:
             return None
 
         def prepare() -> None:
             if job.cancelled:
                 return
-            self._dry.prepare(sampling, self.spec.caches[job.cache].window)
+            window = self.spec.caches[job.cache].window
+            if job.prompt.has_media:
+                self._read_media(job, window)
+            self._dry.prepare(sampling, window)
             if constraint is not None:
                 job.mask = self._masks.create(constraint)
 
@@ -165,6 +225,29 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             return self._masks.submit(prepare)
         except RuntimeError:  # the engine died meanwhile; its inbox rejects the job
             return None
+
+    def _read_media(self, job: LlamaCppJob, window: int) -> None:
+        if self._projector is None:
+            raise Unavailable("the engine was closed")
+        prompt = self._projector.read(job.prompt.parts)
+        if len(prompt.ids) >= window:
+            raise ContextOverflow(len(prompt.ids), window)
+        most = self.spec.options.for_cache(self.spec.caches[job.cache]).n_ubatch
+        if (needed := max((c.tokens for c in prompt.chunks if not c.is_causal), default=0)) > most:
+            raise InvalidRequest(
+                f"an image has {needed} tokens, which this model reads at once: set n_ubatch to {needed} or more",
+                code="n_ubatch_too_small",
+            )
+        job.on_cancel = self.wake
+        job.read_media(prompt)
+        job.limit_output(window)
+
+    async def count_media(self, media: Sequence[Media]) -> list[int]:
+        """How many tokens each of them takes."""
+        self._require_open()
+        if self._projector is None:
+            raise Unsupported("this model takes text only", code="modality_unsupported")
+        return list(await asyncio.to_thread(lambda: list(map(self._projector.count, media))))
 
     def stats(self) -> EngineStats:
         caches, contexts = list(self._caches.values()), list(self._contexts)
@@ -212,7 +295,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     # --- the thread's side --------------------------------------------------------------------------------------------
 
     def _has_work(self) -> bool:
-        return any(context.jobs for context in self._contexts)
+        return any(context.has_work for context in self._contexts)
 
     def _step(self) -> None:
         for context in self._contexts:
@@ -229,7 +312,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._adapters.check(job.prompt.adapters)
         if cache.running >= cache.info.parallel:
             raise Overloaded(f"the cache {cache.name!r} has no free sequence")
-        job.sampler = JobSampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, job.ids)
+        job.sampler = JobSampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, text_ids(job.ids))
         if job.prompt.reasoning is not None:
             job.reasoning = ReasoningLimit(job.prompt.reasoning, partial(token_piece, self._vocab))
         if self._replay is not None:

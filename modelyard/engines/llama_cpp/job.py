@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from modelyard.core.events import Usage
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.in_process import Finish, InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
+from modelyard.engines.llama_cpp.media import MediaChunk, MediaPrompt, Vectors
+from modelyard.engines.llama_cpp.media_tokens import count_positions
 from modelyard.engines.llama_cpp.options import LOGIT_ROWS
 from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob
 from modelyard.engines.llama_cpp.sequences import SequenceSlot
@@ -42,7 +45,7 @@ class LlamaCppJob(InProcessJob):
     def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop, arrival: int) -> None:
         super().__init__(prompt, loop)
         self.arrival = arrival
-        ids = prompt.ids  # fewer than prompt_tokens if the prompt has media; such a job is refused
+        ids = prompt.ids  # without media: `read_media` adds them
         self._ids = np.empty(self.prompt_tokens + min(prompt.max_tokens, 1024), np.int32)
         self._ids[: len(ids)] = ids
         self.length = len(ids)
@@ -52,6 +55,10 @@ class LlamaCppJob(InProcessJob):
         self._min_output = prompt.sampling.min_output(prompt.max_tokens)
         self._ends = np.fromiter(self.stop_ids, np.intp, len(self.stop_ids))
         self.checkpoint_positions: list[int] = []  # where reading the prompt pauses for a checkpoint, in order
+        self.chunks: list[MediaChunk] = []  # of images and audio, those that are not in the KV yet
+        self.vectors: Future[Vectors] | None = None  # of the first of them, once they are requested
+        self.shift = 0  # how many more tokens than positions are in the KV
+        self.on_cancel: Callable[[], None] | None = None
         self.mask: GrammarMask | TriggeredMask | None = None
         self.reasoning: ReasoningLimit | None = None
         self.scripted: Iterator[int] | None = None  # replaces sampling, for tests
@@ -63,8 +70,23 @@ class LlamaCppJob(InProcessJob):
         super().limit_output(window)
         self.limit = self.prompt_tokens + self.max_output
 
+    def read_media(self, prompt: MediaPrompt) -> None:
+        """Before it is admitted: its ids with those of its images and audio."""
+        count = len(prompt.ids)
+        self._ids = np.empty(count + min(self.prompt.max_tokens, 1024), np.int32)
+        self._ids[:count], self.chunks = prompt.ids, prompt.chunks
+        self.length = self.prompt_tokens = count
+
     def start(self, cached: int) -> None:
         self.n_past = self.cached_tokens = cached
+        if self.chunks:
+            self.shift = cached - count_positions(self.evaluated_ids)
+            self.chunks = [chunk for chunk in self.chunks if chunk.end > cached]
+
+    def cancel(self) -> None:
+        super().cancel()
+        if self.on_cancel is not None:
+            self.on_cancel()
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.cached_tokens, self.n_output)
@@ -91,7 +113,27 @@ class LlamaCppJob(InProcessJob):
     def most_rows(self) -> int:
         """How many tokens of the prompt one step may read: up to the next checkpoint, and few if each has logits."""
         rows = (self.checkpoint_positions[0] if self.checkpoint_positions else self.length) - self.n_past
+        if self.chunks:
+            rows = max(0, min(rows, self.chunks[0].start - self.n_past))
         return rows if self.prompt.prompt_logprobs is None else min(rows, LOGIT_ROWS)
+
+    @property
+    def next_chunk(self) -> MediaChunk | None:
+        """The chunk of an image or of audio that it reads next; None: text is next."""
+        return self.chunks[0] if self.chunks and self.chunks[0].start <= self.n_past else None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing can be computed for it before its next chunk is encoded."""
+        return self.vectors is not None and not self.vectors.done() and not self.cancelled
+
+    def advance_media(self, rows: int) -> None:
+        """So many rows of the first chunk are in the KV now."""
+        self.n_past += rows
+        chunk = self.chunks[0]
+        if self.n_past == chunk.end:
+            self.shift += chunk.tokens - chunk.n_positions
+            self.chunks, self.vectors = self.chunks[1:], None
 
     @property
     def n_output(self) -> int:

@@ -16,8 +16,9 @@ from msgspec import Struct
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_cpp.binding import lib, short
 from modelyard.engines.llama_cpp.loading import uses_gpu
+from modelyard.engines.llama_cpp.media_tokens import count_positions, whole_chunks
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
-from modelyard.engines.llama_cpp.sequences import CopyCosts, CopyMethod, is_intact
+from modelyard.engines.llama_cpp.sequences import CopyCosts, CopyMethod, TokenIds, is_intact
 
 KvBytes = npt.NDArray[np.uint8]
 
@@ -73,16 +74,20 @@ class KvMemory:
     def clear(self, index: int) -> None:
         short.memory_seq_rm(self._memory, index, -1, -1)
 
-    def cut(self, index: int, keep: int, held: int) -> bool:
-        """Cuts `held` tokens to the first `keep`; False if the model cannot go back so far. llama.cpp accepts a cut
-        even if what a sliding window needs is gone, so the positions are checked."""
-        if keep <= 0 or not short.memory_seq_rm(self._memory, index, keep, -1):
+    def cut(self, index: int, tokens: TokenIds, keep: int) -> bool:
+        """Cuts a sequence of these tokens to the first `keep`; False if the model cannot go back so far. llama.cpp
+        accepts a cut even if what a sliding window needs is gone, so the positions are checked."""
+        end = count_positions(tokens[:keep])
+        if keep <= 0 or not short.memory_seq_rm(self._memory, index, end, -1):
             return False
         newest = short.memory_seq_pos_max(self._memory, index)
-        if keep == held:
-            return bool(newest == keep - 1)
+        if tokens[keep - 1] < 0:  # under M-RoPE all rows of an image may have the position of its first
+            first = count_positions(tokens[: whole_chunks(tokens, keep - 1)])
+            newest = end - 1 if first <= newest < end else newest
+        if keep == len(tokens):
+            return bool(newest == end - 1)
         oldest = short.memory_seq_pos_min(self._memory, index)
-        return is_intact(oldest, newest, keep, n_swa=self._n_swa, only_forward=self._only_forward)
+        return is_intact(oldest, newest, end, n_swa=self._n_swa, only_forward=self._only_forward)
 
     # --- as bytes -----------------------------------------------------------------------------------------------------
 

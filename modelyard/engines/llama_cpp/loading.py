@@ -92,6 +92,13 @@ def uses_gpu(options: Options) -> bool:
     return bool(lib.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
 
 
+def encodes_on_gpu(options: Options) -> bool:
+    """Whether images and audio are encoded on the GPU."""
+    if not lib.llama_supports_gpu_offload():
+        return False
+    return uses_gpu(options) if options.mmproj_gpu is None else options.mmproj_gpu
+
+
 def resolve_gpu_layers(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
     """Replaces `auto` by a number, and logs what is offloaded. llama.cpp decides for a file that cannot be read."""
     options: Options = spec.options

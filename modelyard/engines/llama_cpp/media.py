@@ -45,10 +45,11 @@ _KNOWN_IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")  # libmtmd decodes
 
 class MediaChunk(Struct, frozen=True, eq=False):
     """Part of a picture or sound that is encoded at once. `start` is its first token in the prompt. `positions` has a
-    row for each token; under M-RoPE four rows, one after the other."""
+    column for each token: one number, four under M-RoPE. `n_positions` is by how much the next token's is further."""
 
     start: int
     tokens: int
+    n_positions: int
     key: bytes
     positions: IntArray
     is_causal: bool
@@ -148,7 +149,9 @@ class Projector:
     def _chunk(self, piece: EncodedPiece, start: int, position: int) -> MediaChunk:
         positions = self._positions(piece, position)
         is_causal = not self._mtmd.mtmd_decode_use_non_causal(self._raw, piece.handle)
-        return MediaChunk(start, piece.tokens, piece.key, positions, is_causal, piece.handle, piece.owner)
+        return MediaChunk(
+            start, piece.tokens, piece.positions, piece.key, positions, is_causal, piece.handle, piece.owner
+        )
 
     def _positions(self, piece: EncodedPiece, first: int) -> IntArray:
         count, mtmd = piece.tokens, self._mtmd

@@ -174,6 +174,24 @@ class Options(BaseModel):
         default=0.75, ge=0, le=1, description="A draft ends before a token that is less likely than this."
     )
 
+    mmproj: str | bool | None = Field(
+        default=None,
+        description="The projector for images and audio, a GGUF file; unset: the file beside the model whose name has "
+        "mmproj in it; false: none. It needs libmtmd, which `modelyard setup --media` compiles.",
+    )
+    mmproj_gpu: bool | None = Field(
+        default=None, description="Encode images and audio on the GPU; unset: if layers of the model are there."
+    )
+    image_min_tokens: int | None = Field(
+        default=None, gt=0, description="Least tokens of an image, if the model scales images; unset: the file's."
+    )
+    image_max_tokens: int | None = Field(
+        default=None, gt=0, description="Most tokens of an image, if the model scales images; unset: the file's."
+    )
+    media_cache_mb: int = Field(
+        default=256, ge=0, description="MiB of RAM for encoded images and audio that may come again."
+    )
+
     replay: str | None = Field(
         default=None,
         description="For tests: a file of scripted answers that replace the model's. Prompts are read and cached.",

@@ -18,6 +18,7 @@ from modelyard.engines.llama_cpp import sequences
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_memory import KvMemory, kv_layout
 from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot, hash_session
+from modelyard.engines.llama_cpp.media_tokens import whole_chunks
 from modelyard.engines.llama_cpp.options import ContextLayout, Options
 from modelyard.engines.llama_cpp.sequences import (
     AdapterSet,
@@ -138,6 +139,9 @@ class SequenceManager:
         slot.use_order = self._uses
         if not self.kv.can_rewind and self._limits.count:
             job.checkpoint_positions = sequences.checkpoint_positions(len(job.ids), keep, divergences, slot.checkpoints)
+            if job.chunks:
+                between = {whole_chunks(job.ids, position) for position in job.checkpoint_positions}
+                job.checkpoint_positions = sorted(position for position in between if position > keep)
         self.reused += keep
         self.evicted += lost
         divergence = keep if keep < len(job.ids) else None
@@ -225,7 +229,7 @@ class SequenceManager:
     def _rewind(self, slot: SequenceSlot, keep: int) -> int:
         """Cuts the sequence to `keep` tokens, else to the last checkpoint before them, else to none."""
         held = len(slot.tokens)
-        if self.kv.cut(slot.index, keep, held):
+        if self.kv.cut(slot.index, slot.tokens, keep):
             slot.checkpoints = sequences.checkpoints_within(slot.checkpoints, keep)
             if keep == held:
                 self._take_checkpoint(slot)
@@ -235,7 +239,7 @@ class SequenceManager:
         if (
             checkpoint is not None
             and self.kv.restore(slot.index, checkpoint.data, partial=True)
-            and self.kv.cut(slot.index, checkpoint.tokens, held=checkpoint.tokens)
+            and self.kv.cut(slot.index, slot.tokens[: checkpoint.tokens], checkpoint.tokens)
         ):
             slot.checkpoints = sequences.checkpoints_within(slot.checkpoints, checkpoint.tokens)
             return checkpoint.tokens
@@ -323,7 +327,7 @@ class SequenceManager:
         slot, count = self.empty_slot, len(snapshot.tokens)
         if slot is None or any(_extends(other, snapshot) for other in self.slots):
             return False
-        if not (self.kv.restore(slot.index, snapshot.state) and self.kv.cut(slot.index, count, held=count)):
+        if not (self.kv.restore(slot.index, snapshot.state) and self.kv.cut(slot.index, snapshot.tokens, count)):
             self.clear(slot)
             return False
         slot.tokens, slot.checkpoints, slot.file, slot.saved = snapshot.tokens, snapshot.checkpoints, file, count

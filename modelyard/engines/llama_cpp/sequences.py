@@ -9,7 +9,7 @@ The first match among the idle sequences:
     4. the least recently used one of background work
     5. the least recently used one
 
-A prefix counts token by token, and only with the same adapters in the same scope (`Prompt.scope`): a client must not
+A prefix counts token by token (`media_tokens.py` for images), and only with the same adapters in the same scope (`Prompt.scope`): a client must not
 learn from its own reuse what another one has sent.
 
 If another sequence holds more of the prompt, its KV may be copied:
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from modelyard.core.request import Priority
+from modelyard.engines.llama_cpp.media_tokens import whole_chunks
 
 TokenIds = npt.NDArray[np.int32]
 AdapterSet = tuple[tuple[str, float], ...]  # name and scale
@@ -161,8 +162,10 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def shared_prefix(holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, scope: str) -> int:
-    """How many tokens of this KV the prompt could use."""
-    return common_prefix(holder.tokens, prompt) if (holder.scope, holder.adapters) == (scope, adapters) else 0
+    """How many tokens of this KV the prompt could use: no part of an image."""
+    if (holder.scope, holder.adapters) != (scope, adapters):
+        return 0
+    return whole_chunks(prompt, common_prefix(holder.tokens, prompt))
 
 
 def choose_sequence(

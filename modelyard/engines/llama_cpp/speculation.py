@@ -71,9 +71,9 @@ class Speculator:
 
     def begin(self, sequence: int, job: LlamaCppJob) -> None:
         """A job with a seed must give the same text again. Speculation changes it only by rounding, which depends on
-        the rows of a decode, but measured times must not decide about that."""
+        the rows of a decode, but measured times must not decide about that. A draft model cannot read images."""
         self.is_idle = False
-        if not (self._measured and job.prompt.sampling.seed is not None):
+        if not job.prompt.has_media and not (self._measured and job.prompt.sampling.seed is not None):
             self._jobs[sequence] = JobSpeculation(AcceptanceRate())
             self._drafter.begin(sequence, job)
 

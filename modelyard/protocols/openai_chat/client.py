@@ -41,8 +41,8 @@ from modelyard.core.request import (
 )
 from modelyard.protocols.common.extensions import present, write_extensions
 from modelyard.protocols.common.json import encode, is_json_object
-from modelyard.protocols.common.openai_errors import read_error_field
 from modelyard.protocols.common.llama_reply import UpstreamProgress, UpstreamTimings
+from modelyard.protocols.common.openai_errors import read_error_field
 from modelyard.protocols.common.openai_fields import (
     MIN_LOGPROB,
     OpenAIUsage,

@@ -48,6 +48,23 @@ async def test_a_seed_reproduces_an_answer(engine: LlamaCppEngine) -> None:
 
 
 @shared_loop
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_no_token_ends_an_answer_before_its_minimum(
+    engine: LlamaCppEngine, logprobs: int | None, temperature: float
+) -> None:
+    ends = tuple(vocabulary().eos)
+    greedy = {"stop_ids": ends, "max_tokens": 12, "logprobs": logprobs}
+    text = "<|im_start|>user\nSay Yes.<|im_end|>\n<|im_start|>assistant\nYes."  # the model ends here
+    assert len(ids(await answer(engine, text, **greedy))) == 0
+    least = Sampling(temperature=temperature, seed=1, min_tokens=5)
+    assert 5 <= len(ids(await answer(engine, text, sampling=least, **greedy))) <= 12
+    endless = await answer(engine, text, sampling=Sampling(temperature=temperature, ignore_eos=True), **greedy)
+    assert (len(ids(endless)), end(endless).reason) == (12, "length")
+    assert not set(ends) & set(ids(endless))
+
+
+@shared_loop
 async def test_unseeded_answers_differ(engine: LlamaCppEngine) -> None:
     assert len({tuple(await sampled(engine, temperature=2.0)) for _ in range(3)}) > 1
 

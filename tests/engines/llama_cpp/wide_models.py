@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -129,6 +130,35 @@ MODELS: dict[str, tuple[str, Facts]] = {
 }
 
 
+# Tensors that llama.cpp calls optional, and all files of such a model have; others that it calls so are left out.
+_NEEDED: dict[str, dict[str, tuple[int, ...]]] = {
+    "Mixtral 8x7B": {f"blk.{at}.ffn_gate_exps.weight": (8, 14336, 4096) for at in range(2)},
+    "Qwen3 Next 80B A3B": {
+        f"blk.{at}.attn_{name}.weight": (rows, 2048)
+        for at in range(8)
+        if (at + 1) % 4
+        for name, rows in (("qkv", 8192), ("gate", 4096))
+    },
+    "Granite 4 H Tiny": {f"blk.{at}.ssm_conv1d.bias": (4352,) for at in range(10) if at != 5},
+}
+_OPTIONAL = re.compile(
+    r"(attn_\w+|ffn_\w+|exp_probs_b|dense_2)\.bias|(output|rope_freqs|cls\.\w+|dense_2|ssm_in)\.weight|\w+scale"
+)
+
+
+def _tensors(name: str, header: Facts) -> dict[str, tuple[int, ...]]:
+    found = {
+        tensor: shape
+        for tensor, shape in tensor_shapes(header).items()
+        if not _OPTIONAL.fullmatch(tensor.removeprefix("blk.").lstrip("0123456789."))
+    }
+    for tensor, (experts, rows, columns) in [(t, s) for t, s in found.items() if t.endswith("ffn_gate_up_exps.weight")]:
+        del found[tensor]
+        for part in ("gate", "up"):
+            found[tensor.replace("gate_up", part)] = (experts, rows // 2, columns)
+    return found | _NEEDED.get(name, {})
+
+
 @cache
 def wide_model(name: str) -> Path:
     """The file; all that are missing are written by one child process: an assertion of llama.cpp would end it."""
@@ -150,7 +180,7 @@ def _path(name: str) -> Path:
     return _folder() / f"{name.replace(' ', '-')}.gguf"
 
 
-def _write(path: Path, architecture: str, facts: Facts) -> None:
+def _write(path: Path, name: str, architecture: str, facts: Facts) -> None:
     import gguf
     import numpy as np
 
@@ -169,11 +199,9 @@ def _write(path: Path, architecture: str, facts: Facts) -> None:
         else:
             writer.add_array(key, value)
     total = 0
-    for name, shape in sorted(tensor_shapes(header).items()):
-        if name.endswith("scale"):  # of quantized matrices
-            continue
+    for tensor, shape in sorted(_tensors(name, header).items()):
         kind = gguf.GGMLQuantizationType.F32
-        if len(shape) > 1 and name.endswith("weight") and "conv1d" not in name and "norm" not in name:
+        if len(shape) > 1 and tensor.endswith("weight") and "conv1d" not in tensor and "norm" not in tensor:
             if shape[-1] % 256 == 0:
                 kind = gguf.GGMLQuantizationType.Q4_K
             elif shape[-1] % 32 == 0:
@@ -182,7 +210,7 @@ def _write(path: Path, architecture: str, facts: Facts) -> None:
         data = math.prod(shape) // block * size
         is_plain = kind == gguf.GGMLQuantizationType.F32
         rows = shape if is_plain else (*shape[:-1], shape[-1] // block * size)
-        writer.add_tensor_info(name, rows, np.dtype(np.float32 if is_plain else np.uint8), data, raw_dtype=kind)
+        writer.add_tensor_info(tensor, rows, np.dtype(np.float32 if is_plain else np.uint8), data, raw_dtype=kind)
         total += gguf.GGUFWriter.ggml_pad(data, 32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -203,7 +231,7 @@ def main() -> int:
         if not _path(name).is_file():
             print(name, file=sys.stderr)
             partial = _path(name).with_suffix(".partial")
-            _write(partial, architecture, facts)
+            _write(partial, name, architecture, facts)
             partial.rename(_path(name))
     return 0
 

@@ -6,14 +6,26 @@ import msgspec
 import pytest
 
 from modelyard.core.errors import ContextOverflow, Unavailable
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage
+from modelyard.core.events import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Measured,
+    PromptRead,
+    Started,
+    Timings,
+    Usage,
+)
 from modelyard.core.protocol import EventWriter
-from modelyard.core.request import Request
+from modelyard.core.request import Reasoning, Request
 from modelyard.protocols import openai_chat
 from modelyard.protocols.common.sse import SseParser
 from tests.protocols.event_streams import call, text, thinking, token
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_chat.helpers import REQUEST, STARTED, USAGE, answer, stream
+from tests.protocols.openai_chat.helpers import REQUEST, STARTED, USAGE, answer, read_stream, stream
 
 SUM = '{"a": 1, "b": 2}'
 WITH_USAGE = Request(model="tiny", stream=True, include_usage=True)
