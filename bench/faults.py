@@ -1,6 +1,6 @@
 """Breaks parts of a split server at random moments under load and measures what clients see:
 
-    python -m bench.faults [--engine llama_cpp] [--rounds 20] [--streams 32] [--only FAULT …]
+    python -m bench.faults [--engine llama_cpp] [--rounds 20] [--streams 32] [--only FAULT …] [--model FILE]
 
 Starts a scheduler, two gateways and a worker, keeps streams of Chat Completions and Responses running, and in each
 round breaks one part (`FAULTS`). Every client must get its whole response or a proper error within `max_wait_s` of the
@@ -550,11 +550,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--only", choices=[*FAULTS, "ray-node"], nargs="+", help="these faults")
+    parser.add_argument("--model", type=Path, help="a GGUF file; with a tiny one the faults take the time, not the answers")
     options = parser.parse_args()
     if DISK_VARIABLE not in os.environ:
         return run_on_own_disk()
     engine, disk = ENGINES[options.engine], Path(os.environ[DISK_VARIABLE])
-    model = engine.model.format(path=default_model.fetch()) if engine.is_real else engine.model
+    path = options.model or default_model.fetch() if engine.is_real else ""
+    model = engine.model.format(path=path)
     config = CONFIG.format(model=model, window=engine.window, streams=options.streams + len(PORTS), disk=disk)
     os.environ["MODELYARD_CACHE"] = str(disk)  # measurements of other runs are not used
     chosen = options.only or [name for name, fault in FAULTS.items() if options.engine in fault.engines]

@@ -80,7 +80,7 @@ def _print_tables(description: ConfigDescription) -> None:
     for m in description.models:
         models.add_row(m.name, m.backend, ", ".join(m.aliases), m.starts, m.description)
     print_table(models)
-    caches = make_table("cache", "model", "window", "parallel", "total tokens", "overflow", "description")
+    caches = make_table("cache", "model", "window", "parallel", "tokens", "overflow", "description")
     for c in description.caches:
         caches.add_row(c.name, c.model, str(c.window), str(c.parallel), str(c.tokens), c.overflow, c.description)
     print_table(caches)

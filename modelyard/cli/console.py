@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from modelyard.config.settings import LoadedConfig
 
 out, err = Console(), Console(stderr=True)
+_GAP = 3  # between the columns of a table
 _LAST_COLUMN = 24  # characters that the last column of a table gets, if it has as many
 
 ConfigOption = Annotated[
@@ -97,17 +97,22 @@ def print_problem(problem: ConfigProblem) -> None:
 
 
 def make_table(*columns: str) -> Table:
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     for column in columns:
         table.add_column(column)
     return table
 
 
 def print_table(table: Table) -> None:
-    """Only the last column is wrapped: the next command needs a model's whole name. In a pipe nothing is wrapped."""
-    for column in table.columns[:-1]:
-        column.no_wrap = True
-    whole = Measurement.get(out, out.options.update(width=10_000), table).maximum
-    last = max(Text.from_markup(str(cell)).cell_len for cell in (table.columns[-1].header, *table.columns[-1].cells))
-    table.width = min(whole, max(out.width, whole - last + _LAST_COLUMN)) if out.is_terminal else whole
+    """Only the last column is wrapped: the next command needs a model's whole name. In a pipe nothing is wrapped.
+    Columns without a value are left out."""
+    table.columns = [column for column in table.columns if any(column.cells)]
+    for column in table.columns:
+        column.width = max(Text.from_markup(str(cell)).cell_len for cell in (column.header, *column.cells))
+    last = table.columns[-1]
+    table.width = sum(column.width or 0 for column in table.columns) + _GAP * len(table.columns)
+    if out.is_terminal and last.width and table.width > out.width:
+        shorter = min(last.width, max(_LAST_COLUMN, out.width - (table.width - last.width)))
+        table.width -= last.width - shorter
+        last.width, last.overflow = shorter, "fold"
     out.print(table, crop=False)

@@ -12,7 +12,16 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from modelyard.cli.console import AdminKeyOption, ConfigOption, JsonOption, UrlOption, make_table, out, print_table, run_or_exit
+from modelyard.cli.console import (
+    AdminKeyOption,
+    ConfigOption,
+    JsonOption,
+    UrlOption,
+    make_table,
+    out,
+    print_table,
+    run_or_exit,
+)
 from modelyard.core.errors import NotFound
 from modelyard.server.client import ServerClient, find_url
 

@@ -116,12 +116,11 @@ def list_models(config: ConfigOption = None) -> None:
     for entry in run_or_exit(models.list_models):
         file, context = models.file_row(entry.path), ", ".join(contexts.get(entry.name, ()))
         if entry.name in loaded.config.library_models:
-            row = (entry.name, loaded.config.models[entry.name].backend or "", file.size, file.quant, context, file.note)
+            engine, note = loaded.config.models[entry.name].backend or "", file.note
         else:
-            note = reasons.get(entry.name, "the configuration has its own use for the name")
+            engine, note = "not served", reasons.get(entry.name, "the configuration has its own use for the name")
             note = note if loaded.config.library else file.note
-            row = (entry.name, "not served", file.size, file.quant, "", note)
-        library.add_row(*map(escape, row))
+        library.add_row(*map(escape, (entry.name, engine, file.size, file.quant, context, note)))
     if library.row_count:
         print_table(library)
 

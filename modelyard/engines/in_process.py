@@ -318,7 +318,8 @@ class ThreadedEngine(InProcessEngine[J]):
     # --- hooks on the event loop --------------------------------------------------------------------------------------
 
     def _prepare(self, job: J) -> Future[Any] | None:
-        """Work on another thread that must be done before the engine's thread gets the job: compiling a grammar, reading images."""
+        """Work on another thread that must be done before the engine's thread gets the job: compiling a grammar, reading
+        images."""
         del job
         return None
 
@@ -373,7 +374,8 @@ class ThreadedEngine(InProcessEngine[J]):
 
     def _give_up(self, job: J, preparing: asyncio.Future[Any]) -> None:
         """Others' work is in front of this job's. What has not begun is dropped."""
-        job.fail(Timeout(f"the grammar or the images of this request were not read within {_PREPARE_S:g} s; try again later"))
+        reason = f"the grammar or the images of this request were not read within {_PREPARE_S:g} s; try again later"
+        job.fail(Timeout(reason))
         job.cancel()
         preparing.cancel()
 

@@ -38,7 +38,7 @@ from modelyard.core.errors import (
     Unsupported,
     with_message,
 )
-from modelyard.core.events import Event, Failed, Finished, reply_events
+from modelyard.core.events import BlockDelta, Event, Failed, Finished, reply_events
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.generation_queue import GenerationQueue
@@ -137,9 +137,9 @@ class _UpstreamJob:
             if isinstance(last := events[-1], Failed):
                 events = [*events[:-1], Failed(without_secrets(last.error))]
             is_last = isinstance(last, Finished | Failed)
-            if not self.queue.put_many(events, last=is_last) and not is_last:
+            if not self.queue.put_many(merge_deltas(events), last=is_last) and not is_last:
                 self._is_drained.clear()
-        await self._is_drained.wait()
+                await self._is_drained.wait()
         return self.queue.closed
 
     def stop(self, error: ModelyardError) -> None:
@@ -167,6 +167,30 @@ class _UpstreamJob:
             log.error("a forwarded request failed (id %s)", internal.id, exc_info=error)
             error = internal
         self.queue.put_many([Failed(without_secrets(error))], last=True)
+
+
+def merge_deltas(events: Sequence[Event]) -> Sequence[Event]:
+    """Text that arrived together is one event. What arrives one by one stays so."""
+    if len(events) < 2:
+        return events
+    merged: list[Event] = []
+    run: list[BlockDelta] = []  # neighbours of one block
+    for event in events:
+        if run and (type(event) is not BlockDelta or event.index != run[0].index):
+            merged.append(_joined(run))
+            run = []
+        if type(event) is BlockDelta:
+            run.append(event)
+        else:
+            merged.append(event)
+    return merged if not run else [*merged, _joined(run)]
+
+
+def _joined(run: list[BlockDelta]) -> BlockDelta:
+    if len(run) == 1:
+        return run[0]
+    logprobs = tuple(logprob for delta in run for logprob in delta.logprobs)
+    return BlockDelta(run[0].index, "".join([delta.text for delta in run]), logprobs)
 
 
 def without_secrets(error: ModelyardError) -> ModelyardError:

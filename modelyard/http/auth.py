@@ -16,6 +16,7 @@ from modelyard.http.request_context import ADMIN_PATH, RequestContext
 from modelyard.http.settings import HttpSettings, KeySettings
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
+GOOGLE_KEY = "x-goog-api-key"  # of Google's clients
 _WORKBENCH = "/workbench"
 _MAX_KNOWN_HOSTS = 64
 _MAX_QUOTED = 256  # characters of a client's text in our messages
@@ -141,6 +142,7 @@ class Authenticator:
 def _secrets(headers: Mapping[str, str]) -> list[str]:
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     secrets = [headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
+    secrets.append(headers.get(GOOGLE_KEY, ""))
     return [secret for secret in secrets if secret]
 
 

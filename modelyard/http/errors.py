@@ -8,7 +8,7 @@ from typing import cast
 from modelyard import plugins
 from modelyard.core.errors import Internal, ModelyardError, with_message
 from modelyard.core.protocol import WireError, WireProtocol
-from modelyard.http.request_context import ADMIN_PATH, RequestContext
+from modelyard.http.request_context import ADMIN_PATH, RequestContext, is_gemini
 from modelyard.telemetry.log import log_event
 from modelyard.telemetry.masking import hide_folders, mask_secrets
 
@@ -25,6 +25,8 @@ def protocol_of(context: RequestContext) -> WireProtocol:
         return load_protocol("openai_responses")
     if context.path.startswith("/api/"):
         return load_protocol("ollama")
+    if is_gemini(context.path):
+        return load_protocol("gemini")
     if context.path.startswith("/v1/messages") or "anthropic-version" in context.headers:
         return load_protocol("anthropic_messages")
     return load_protocol("openai_chat")

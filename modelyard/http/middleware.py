@@ -6,13 +6,14 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from urllib.parse import parse_qsl, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelyard.core.errors import ModelyardError, TooLarge
-from modelyard.http.auth import Authenticator, is_workbench
+from modelyard.http.auth import GOOGLE_KEY, Authenticator, is_workbench
 from modelyard.http.errors import as_modelyard_error, write_error
-from modelyard.http.request_context import CONTEXT_KEY, RequestContext, send_error
+from modelyard.http.request_context import CONTEXT_KEY, RequestContext, is_gemini, send_error
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.log import current_trace, log_event, log_request
 from modelyard.telemetry.metrics import Metrics
@@ -42,6 +43,19 @@ _ROUTES = frozenset(
         "/slots",
         "/lora-adapters",
         "/version",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
+        "/api/tags",
+        "/api/ps",
+        "/api/show",
+        "/api/version",
+        "/api/pull",
+        "/api/delete",
+        "/api/copy",
+        "/api/create",
+        "/v1beta/models",
         "/v1/models",
         "/models",
         "/tokenize",
@@ -63,6 +77,9 @@ _OTHER_NAMES = {
     "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
     "/fim/completions": "/v1/fim/completions",
 }
+_GEMINI_METHODS = frozenset(
+    {"generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents"}
+)
 _DEBUG_ONLY = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
 _POLLED = "/v1/admin/"  # open pages read it every second
 
@@ -93,6 +110,8 @@ class RequestMiddleware:
         if path not in _ROUTES:
             path = scope["path"] = _canonical(path)
         headers, size = _read_headers(scope)
+        if scope["query_string"] and is_gemini(path):
+            _read_query_key(scope, headers)
         scope[CONTEXT_KEY] = context = RequestContext(new_trace(), path, headers)
         current_trace.set(context.trace)
         try:
@@ -194,6 +213,13 @@ def _too_large(limit: int) -> TooLarge:
     return TooLarge(f"the request headers are larger than {limit} bytes (http.max_header_bytes)")
 
 
+def _read_query_key(scope: Scope, headers: dict[str, str]) -> None:
+    """Google's clients may send the key in the query. It is taken out: a query may be written down elsewhere."""
+    fields = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    headers.setdefault(GOOGLE_KEY, next((value for name, value in fields if name == "key"), ""))
+    scope["query_string"] = urlencode([(name, value) for name, value in fields if name != "key"]).encode()
+
+
 def _canonical(path: str) -> str:
     """A trailing slash, a missing /v1 or another name leads to the same route, with the same errors and metrics."""
     path = path.rstrip("/") or "/"
@@ -201,7 +227,10 @@ def _canonical(path: str) -> str:
 
 
 def _pattern(path: str) -> str:
-    for prefix in ("/v1/models/", "/models/", "/v1/responses/", "/v1/admin/"):
+    if is_gemini(path) and ":" in path:
+        method = path.rpartition(":")[2]
+        return f"/v1beta/models/{{id}}:{method}" if method in _GEMINI_METHODS else "other"
+    for prefix in ("/v1/models/", "/models/", "/v1/responses/", "/v1/admin/", "/v1beta/models/", "/api/blobs/"):
         if path.startswith(prefix):
             return prefix + "{id}"
     return "/workbench" if is_workbench(path) else "other"

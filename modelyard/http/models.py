@@ -1,4 +1,4 @@
-"""GET /v1/models in the shape of each protocol; the header `anthropic-version` selects Anthropic's."""
+"""GET /v1/models in the shape of each protocol: `anthropic-version` selects Anthropic's, and /v1beta Google's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.lease import ModelStatus
 from modelyard.core.protocol import ModelCard
 from modelyard.gateway.gateway import Gateway
-from modelyard.http.request_context import RequestContext
-from modelyard.protocols import anthropic_messages, openai_chat
+from modelyard.http.request_context import RequestContext, is_gemini
+from modelyard.protocols import anthropic_messages, gemini, openai_chat
 from modelyard.router.router import ModelEntry
 
 _STOPPED = ModelStatus("stopped")
@@ -28,6 +28,9 @@ class ModelEndpoints:
         cards = self._cards(self._gateway.router.names(), answering=True)
         if request.query_params.get("loaded") == "true":
             cards = [card for card in cards if card.state == "ready"]
+        if is_gemini(request.url.path):
+            query = request.query_params
+            return _json(gemini.write_models(cards, query.get("pageSize"), query.get("pageToken")))
         if _is_anthropic(request):
             query = request.query_params
             page = anthropic_messages.write_models(
@@ -45,6 +48,8 @@ class ModelEndpoints:
         context = RequestContext.of(request.scope)
         known = [name] if name in self._gateway.router.names() else []
         card = next(iter(self._cards(known)), None) or self._routed(name, context)
+        if is_gemini(request.url.path):
+            return _json(gemini.write_model(card))
         return _json(anthropic_messages.write_model(card) if _is_anthropic(request) else openai_chat.write_model(card))
 
     def _cards(self, names: Iterable[str], *, answering: bool = False) -> list[ModelCard]:

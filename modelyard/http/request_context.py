@@ -29,6 +29,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def is_gemini(path: str) -> bool:
+    """Whether a path is one of Google's API: `/v1beta/…`, or a method of a model such as `…:generateContent`."""
+    return path.startswith(("/v1beta/", "/v1alpha/")) or (path.startswith("/v1/models/") and ":" in path)
+
+
 async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run work on `size` bytes in a thread if it would block the event loop for long."""
     if size > INLINE_BYTES:

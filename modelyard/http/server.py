@@ -34,6 +34,7 @@ from modelyard.http.auth import Authenticator, Key
 from modelyard.http.connection import LimitedConnection
 from modelyard.http.engine_lookups import EngineLookups
 from modelyard.http.errors import as_modelyard_error, load_protocol, write_error
+from modelyard.http.gemini import gemini_routes
 from modelyard.http.health import HealthEndpoints
 from modelyard.http.inference import InferenceEndpoint
 from modelyard.http.middleware import RequestMiddleware
@@ -173,6 +174,7 @@ def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
         Route("/version", lookups.version),
         Route("/", health.root),
         *tags.routes(),
+        *gemini_routes(context.gateway, context.settings, context.captures, models),
     ]
     if context.gateway.stored is not None:
         stored = StoredResponseEndpoints(context.gateway.stored)

@@ -354,11 +354,11 @@ Rows = list[tuple[str, str]]
 
 
 class FileRow(Struct, frozen=True):
-    """A model's file in a list. `state` is "here", "missing", "not fetched yet" or "unreadable"."""
+    """A model's file in a list. `note` says why it cannot be read: missing, not fetched yet, or not a model."""
 
     size: str = ""
     quant: str = ""
-    state: str = ""
+    note: str = ""
 
 
 def file_row(path: str | None) -> FileRow:
@@ -368,17 +368,17 @@ def file_row(path: str | None) -> FileRow:
     if default_model.is_default(path) and not default_model.is_fetched():
         return FileRow(format_size(default_model.DEFAULT_MODEL.size), "", "not fetched yet")
     if (folder := model_files.find_model_folder(path)) is not None:
-        return FileRow(format_size(folder.size), folder.quant, "here")
+        return FileRow(format_size(folder.size), folder.quant)
     file = model_files.find_model_file(path)
     if file is None:
-        return FileRow(state="missing")
+        return FileRow(note="its file is missing")
     if file.suffix.lower() != ".gguf":
-        return FileRow(state="here")
+        return FileRow(format_size(file.stat().st_size))
     try:
         summary = gguf.read_summary(file)
     except ModelyardError:
-        return FileRow(format_size(file.stat().st_size), "", "unreadable")
-    return FileRow(format_size(summary.size), summary.quant, "here")
+        return FileRow(format_size(file.stat().st_size), "", "its file cannot be read")
+    return FileRow(format_size(summary.size), summary.quant)
 
 
 def describe_file(path: str | None) -> Rows:

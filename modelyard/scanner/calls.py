@@ -11,7 +11,7 @@ because then it forgot to close its reasoning. Otherwise it is reasoning.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +39,7 @@ class CallBuilder:
         stream: bool,
     ) -> None:
         self._buffer, self._blocks, self._visible = buffer, blocks, visible
-        self._tools = None if tools is None else tools_by_name(tools)
+        self._tools = tools_by_name(tools) if tools else None if tools is None else {}
         self._remove_tags, self._new_id, self._stream = remove_tags, new_id, stream
         self._name: str | None = None
         self._held: list[str] = []
@@ -55,7 +55,9 @@ class CallBuilder:
         self.drafts: list[tuple[str, Tool | None, str]] = []  # name, tool and arguments of calls inside reasoning
         self.is_drafting = False
         self.is_broken = False  # a call could not be read, and its end has not come yet
-        self.quoted: Counter[str] = Counter()  # tags that are shown because they belong to no call, and are still open
+        self.quoted = defaultdict[str, int](
+            int
+        )  # tags that are shown because they belong to no call, and are still open
 
     @property
     def is_open(self) -> bool:

@@ -275,6 +275,7 @@ class MarkerTable:
         self._tag = re.compile(rf"</?(?:{names})(?=[\s=/>])[^<>\n]*>" if names else r"(?!)")
         self._opening = re.compile(rf"<({names})(?=[\s=/>])[^<>\n]*(?<!/)>" if names else r"(?!)")
         self.turn_ends = tuple(self.codes[m] for m in form.stop_tokens if m in self.codes)
+        self.turn_end_codes = frozenset(self.turn_ends)
         self.token_codes = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
         self._finder = TextFinder(spelled)
         self.find, self.partial_start = self._finder.find, self._finder.partial_start
@@ -288,10 +289,11 @@ class MarkerTable:
         self.spellings = MarkerSpellings(as_text, as_token)
         newline = frozenset("\n" if form.trims_newlines else "")
         self._first_chars = frozenset(s[0] for s in spelled) | self.spellings.first | newline
+        self._any_first_char = any_char(self._first_chars)
 
-    def first_chars(self, stop: Sequence[str]) -> frozenset[str]:
-        """Text without these characters contains no part of a marker or stop string, in any spelling."""
-        return self._first_chars | frozenset(s[0] for s in stop if s) if stop else self._first_chars
+    def first_char(self, stop: Sequence[str]) -> re.Pattern[str]:
+        """Text in which it finds nothing contains no part of a marker or stop string, in any spelling."""
+        return any_char(self._first_chars | frozenset(s[0] for s in stop if s)) if stop else self._any_first_char
 
     def inside_call(self, closing: tuple[str, ...]) -> TextFinder:
         """Finds what is not shown as text between the tags of a call that `closing` ends."""

@@ -13,7 +13,7 @@ from modelyard.core.output_format import OutputFormat, StartReader, SwitchRegion
 from modelyard.core.request import Tool
 from modelyard.core.tokenizer import Piece
 from modelyard.scanner.calls import CallBuilder
-from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, UnknownTool, any_char, marker_table
+from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, UnknownTool, marker_table
 from modelyard.scanner.output import BlockWriter, LogprobTracker, TokenText, VisibleOutput
 
 _PREFILL_LIMIT = 4096  # characters, if no marker tells where the assistant turn begins
@@ -65,7 +65,6 @@ class Scanner:
         self._broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
         self._drafts_calls = not (format.calls_in_reasoning or format.has_messages)
         self._draft_text: list[str] = []  # the raw text of calls inside reasoning
-        self._turn_ends = frozenset(table.turn_ends)
         self._calls_before = self._drafts_before = 0  # how many there were when the reader started
         self._token_text = token_text
         self.reasoning_tokens = 0
@@ -75,12 +74,12 @@ class Scanner:
             self._read_prefill(prefill)
         self.set_stop_strings(stop)
         self._calls.parallel = parallel
-        self._passes_text = False  # text without `_first_chars` goes straight to the open block
+        self._passes_text = False  # text without a `_first_char` goes straight to the open block
 
     def set_stop_strings(self, stop: Sequence[str]) -> None:
         """For the text from here on."""
         self._visible.set_stop_strings(stop)
-        self._first_chars = any_char(self._table.first_chars(stop))
+        self._first_char = self._table.first_char(stop)
 
     @property
     def stop_string(self) -> str | None:
@@ -95,7 +94,8 @@ class Scanner:
     @property
     def is_done(self) -> bool:
         """Nothing that may still come will be shown: generation can stop."""
-        return self._calls.is_done
+        calls = self._calls  # as `calls.is_done`, which readers ask; this is asked after each feed
+        return self._visible.stop_string is not None or (calls.count > 0 and not calls.parallel)
 
     @property
     def is_thinking(self) -> bool:
@@ -115,7 +115,7 @@ class Scanner:
         return self._calls.warnings
 
     def feed(self, pieces: Sequence[Piece]) -> list[Event]:
-        search, write = self._first_chars.search, self._blocks.parts.append
+        search, write = self._first_char.search, self._blocks.parts.append
         for index, piece in enumerate(pieces):
             if self._passes_text and index == 1 and self._pass_all(pieces[index:]):
                 break
@@ -133,7 +133,7 @@ class Scanner:
         """Pass many pieces at once if none of them needs a closer look. False: nothing was done."""
         plain = [piece.text for piece in pieces if not piece.special and piece.logprob is None]
         text = "".join(plain)
-        if len(plain) != len(pieces) or self._first_chars.search(text):
+        if len(plain) != len(pieces) or self._first_char.search(text):
             return False
         self._blocks.parts.append(text)
         if self._region.kind == "thinking":
@@ -235,7 +235,7 @@ class Scanner:
         if self._calls.is_broken and marker in self._broken_ends:
             self._calls.is_broken = False
         if isinstance(action, SwitchRegion):
-            if self._calls.drafts and marker not in self._turn_ends:
+            if self._calls.drafts and marker not in self._table.turn_end_codes:
                 self._show_drafts()
             self._visible.end_block()
             self._enter(action.region)
@@ -313,7 +313,8 @@ class Scanner:
             cleaned = self._table.remove_tags(text)
         else:
             cleaned = self._table.remove_markers(text)
-            self._calls.quoted.update(self._table.openings(cleaned))
+            for name in self._table.openings(cleaned):
+                self._calls.quoted[name] += 1
         if cleaned != text:
             self._visible.mark_gap()
         if cleaned:

@@ -117,21 +117,16 @@ class TableDetokenizer:
         self._pending = False
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[IdLogprob] | None = None) -> list[Piece]:
-        out = self._lookup(ids)
-        if out is None:
-            out = []
+        out: list[Piece] = []
+        try:
+            if not self._pending:
+                out = [*map(self._whole.__getitem__, ids)]  # the common case: every token is known and complete
+        except KeyError:
+            pass
+        if not out:
             for token in ids:
                 self._feed_one(token, out)
         return out if logprobs is None else with_logprobs(out, logprobs)
-
-    def _lookup(self, ids: Sequence[int]) -> list[Piece] | None:
-        """The common case: every token is known and complete."""
-        if self._pending:
-            return None
-        try:
-            return [*map(self._whole.__getitem__, ids)]
-        except KeyError:
-            return None
 
     def _feed_one(self, token: int, out: list[Piece]) -> None:
         piece = self._whole.get(token) or self._table.learn(token)

@@ -194,7 +194,7 @@ _LIGHT, _DARK = "xcode", "github-dark"
 @lru_cache(1)
 def code_css() -> str:
     """Rules for the classes that `highlight` writes, for both themes. Backgrounds are the page's own."""
-    rules = [*_rules(_LIGHT, ".md .code"), *_rules(_DARK, ".body--dark .md .code")]
+    rules = [*_rules(_LIGHT, ".markdown .code"), *_rules(_DARK, ".body--dark .markdown .code")]
     return "\n".join(rules)
 
 

@@ -9,8 +9,8 @@ The first match among the idle sequences:
     4. the least recently used one of background work
     5. the least recently used one
 
-A prefix counts token by token (`media_tokens.py` for images), and only with the same adapters in the same scope (`Prompt.scope`): a client must not
-learn from its own reuse what another one has sent.
+A prefix counts token by token (images: `media_tokens.py`), and only with the same adapters in the same scope
+(`Prompt.scope`): a client must not learn from its own reuse what another one has sent.
 
 If another sequence holds more of the prompt, its KV may be copied:
 

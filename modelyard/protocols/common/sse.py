@@ -29,6 +29,11 @@ class SseParser:
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[SseEvent]:
+        if not self._rest and not self._data and data.startswith(b"data: ") and data.endswith(b"\n\n"):
+            whole = data[6:-2].split(b"\n\ndata: ")
+            # Two line breaks each: they have no other fields, and no second line.
+            if data.count(b"\n") == 2 * len(whole) and b"\r" not in data and not self._event:
+                return [SseEvent("", one) for one in whole]
         buffer = self._rest + data
         held = b"\r" if buffer.endswith(b"\r") else b""  # may be the first half of CRLF
         lines = buffer[: len(buffer) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")

@@ -359,7 +359,41 @@ class UpstreamChunk(Struct):
 
 
 _chunk_decoder = msgspec.json.Decoder(UpstreamChunk)
+_CONTENT = (b'"content":"', b'"content": "')
+_MAX_LEARNED = 4  # chunks per stream; an upstream whose chunks differ in more than their text is not worth more
 _LIMITS: tuple[StopReason, ...] = ("max_tokens", "content_filter")
+
+
+def _only_text(chunk: UpstreamChunk) -> str | None:
+    """The text, if the chunk says nothing else."""
+    if chunk.usage is not None or chunk.timings is not None or chunk.prompt_progress is not None:
+        return None
+    if chunk.choices is None or len(chunk.choices) != 1:
+        return None
+    choice = chunk.choices[0]
+    delta = choice.delta
+    if choice.index != 0 or choice.logprobs is not None or choice.finish_reason is not None or delta is None:
+        return None
+    others = delta.refusal or delta.reasoning_content or delta.reasoning or delta.tool_calls or delta.function_call
+    return None if others else delta.content
+
+
+def _around_text(data: bytes, text: str) -> tuple[bytes, bytes] | None:
+    """The bytes of this chunk before and behind its text; None if the text is not found there exactly once."""
+    written = encode(text)[1:]
+    for name in _CONTENT:
+        before, found, behind = data.partition(name + written)
+        if found and name + written not in behind:
+            return before + name, b'"' + behind
+    return None
+
+
+def _between(data: bytes, before: bytes, behind: bytes) -> bytes | None:
+    """The text between these bytes if it is as it is written: without escapes and without its end."""
+    if not data.startswith(before) or not data.endswith(behind):
+        return None
+    text = data[len(before) : len(data) - len(behind)]
+    return text if len(data) >= len(before) + len(behind) and b'"' not in text and b"\\" not in text else None
 
 
 class _OpenBlock:
@@ -392,6 +426,9 @@ class ChatStreamReader:
     Events have at most one open block, but parallel calls may interleave on the wire. The block at the head of the
     queue is open. A later one waits until the head is complete: text and reasoning are complete when another block
     begins, a call when its arguments are a complete JSON object. The end of the answer closes the rest.
+
+    The chunks of a text mostly differ in nothing but the text. `_around` are the bytes before and behind it in the last
+    chunk: in the next one with the same bytes, what is between them is the text, and nothing is decoded.
     """
 
     def __init__(self) -> None:
@@ -405,11 +442,31 @@ class ChatStreamReader:
         self._usage: Usage | None = None
         self._done = False
         self._out: list[Event] = []
+        self._around: tuple[bytes, bytes] | None = None
+        self._learned = 0
 
     def feed(self, data: bytes) -> list[Event]:
+        """Text that arrives together is one event."""
+        texts: list[bytes] = []
         for event in self._sse.feed(data):
+            if self._around is not None and (text := _between(event.data, *self._around)) is not None:
+                texts.append(text)
+                continue
+            if texts:
+                self._add_texts(texts)
+                texts = []
             self._read(event.data)
+        if texts:
+            self._add_texts(texts)
         return self._take()
+
+    def _add_texts(self, texts: list[bytes]) -> None:
+        try:
+            self._add_text("text", b"".join(texts).decode(), ())
+        except UnicodeDecodeError as error:
+            self._fail(Incomplete(f"the upstream sent a chunk that cannot be read: {error}"))
+        except ModelyardError as error:
+            self._fail(error)
 
     def finish(self) -> list[Event]:
         for event in self._sse.finish():
@@ -431,11 +488,22 @@ class ChatStreamReader:
             if data == b"[DONE]":
                 self._read_done()
             else:
-                self._read_chunk(_chunk_decoder.decode(data))
+                chunk = _chunk_decoder.decode(data)
+                self._read_chunk(chunk)
+                self._learn(data, _only_text(chunk) if self._stop is None else None)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._fail(Incomplete(f"the upstream sent a chunk that cannot be read: {error}"))
         except ModelyardError as error:
             self._fail(error)
+
+    def _learn(self, data: bytes, text: str | None) -> None:
+        """`text` is all that the chunk says. An escape in it does not change what is around it."""
+        around = self._around
+        if not text:
+            self._around = None
+        elif around is None or not data.startswith(around[0]) or not data.endswith(around[1]):
+            self._learned += 1
+            self._around = _around_text(data, text) if self._learned <= _MAX_LEARNED else None
 
     def _read_chunk(self, chunk: UpstreamChunk) -> None:
         if chunk.error:
@@ -563,6 +631,7 @@ class ChatStreamReader:
             self._out.append(Finished(self._stop[0], self._usage or Usage(), self._stop[1]))
 
     def _fail(self, error: ModelyardError) -> None:
+        self._around = None
         if not self._done:
             self._done = True
             self._out.append(Failed(error))

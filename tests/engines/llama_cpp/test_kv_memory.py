@@ -57,7 +57,7 @@ def test_exported_kv_gives_the_same_logits_in_another_context(readers: list[Read
     assert data is not None
     assert data.nbytes == one.kv.size(0)
     assert other.kv.restore(2, data)
-    assert other.kv.cut(2, len(RUN), held=len(RUN))
+    assert other.kv.cut(2, np.asarray(RUN, np.int32), len(RUN))
     assert np.allclose(one.read(0, [5], len(RUN)), other.read(2, [5], len(RUN)), atol=1e-3)
 
 
@@ -69,7 +69,7 @@ def test_invalid_bytes_are_refused(readers: list[Reader]) -> None:
     assert not other.kv.restore(0, data[:-10])
     assert not other.kv.restore(0, np.zeros(100, np.uint8))
     other.kv.clear(0)
-    assert not other.kv.cut(0, 1, held=1)
+    assert not other.kv.cut(0, np.zeros(1, np.int32), 1)
     assert np.allclose(one.read(1, RUN), other.read(0, RUN), atol=1e-3), "nothing of them remains"
 
 

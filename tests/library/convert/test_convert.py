@@ -30,7 +30,7 @@ def test_the_folder_is_in_the_library_and_is_deleted_with_its_entry(added: str, 
     entry = convert(added, to)
     assert entry.path == str(cache / "models" / f"tiny-{to}")
     row = models.file_row(next(entry.path for entry in models.list_models() if entry.name == f"tiny-{to}"))
-    assert (row.state, row.quant) == ("here", quant)
+    assert (row.note, row.quant) == ("", quant)
     models.remove_model(f"tiny-{to}")
     assert not Path(entry.path).exists()
     assert models.find_model("tiny") is not None

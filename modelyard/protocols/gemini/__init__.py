@@ -1,0 +1,52 @@
+"""Google's Gemini API, both roles: `POST /v1beta/models/{model}:generateContent` and `:streamGenerateContent`.
+
+    data: {"candidates": [{"content": {"parts": [{"text": "Hi"}], "role": "model"}, "index": 0}], …}
+    data: {"candidates": [{"content": {"parts": [{"functionCall": {"name": …, "args": {…}}}], "role": "model"}, …}], …}
+    data: {"candidates": [{…, "finishReason": "STOP"}], "usageMetadata": {…}, "modelVersion": "m", "responseId": …}
+
+With `?alt=sse` a stream is server-sent events, else one JSON array of the same objects. The path names the model and
+the method: `read_request` finds it under the pseudo-headers `:path` and `:query`. Names may also be in snake case.
+"""
+
+from __future__ import annotations
+
+from modelyard.core.request import Request
+from modelyard.protocols.gemini.client import GeminiStreamReader, read_reply, write_request
+from modelyard.protocols.gemini.errors import read_error, write_error
+from modelyard.protocols.gemini.reply import write_count, write_model, write_models, write_reply
+from modelyard.protocols.gemini.request import read_count_request, read_request
+from modelyard.protocols.gemini.stream import GeminiStreamWriter
+
+NAME = "gemini"
+VERSIONS = ("v1beta", "v1", "v1alpha")
+PATHS: tuple[str, ...] = tuple(
+    f"/{version}/models/{{model:path}}:{method}"
+    for version in VERSIONS
+    for method in ("generateContent", "streamGenerateContent")
+)
+
+__all__ = [
+    "NAME",
+    "PATHS",
+    "VERSIONS",
+    "read_count_request",
+    "read_error",
+    "read_reply",
+    "read_request",
+    "reader",
+    "write_count",
+    "write_error",
+    "write_model",
+    "write_models",
+    "write_reply",
+    "write_request",
+    "writer",
+]
+
+
+def writer(request: Request, trace: str) -> GeminiStreamWriter:
+    return GeminiStreamWriter(request, trace)
+
+
+def reader() -> GeminiStreamReader:
+    return GeminiStreamReader()
