@@ -25,7 +25,7 @@ def protocol_of(context: RequestContext) -> WireProtocol:
         return load_protocol("openai_responses")
     if context.path.startswith("/api/"):
         return load_protocol("ollama")
-    if is_gemini(context.path):
+    if is_gemini(context.path, context.headers):
         return load_protocol("gemini")
     if context.path.startswith("/v1/messages") or "anthropic-version" in context.headers:
         return load_protocol("anthropic_messages")

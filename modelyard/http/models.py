@@ -28,7 +28,7 @@ class ModelEndpoints:
         cards = self._cards(self._gateway.router.names(), answering=True)
         if request.query_params.get("loaded") == "true":
             cards = [card for card in cards if card.state == "ready"]
-        if is_gemini(request.url.path):
+        if is_gemini(request.url.path, request.headers):
             query = request.query_params
             return _json(gemini.write_models(cards, query.get("pageSize"), query.get("pageToken")))
         if _is_anthropic(request):
@@ -48,7 +48,7 @@ class ModelEndpoints:
         context = RequestContext.of(request.scope)
         known = [name] if name in self._gateway.router.names() else []
         card = next(iter(self._cards(known)), None) or self._routed(name, context)
-        if is_gemini(request.url.path):
+        if is_gemini(request.url.path, request.headers):
             return _json(gemini.write_model(card))
         return _json(anthropic_messages.write_model(card) if _is_anthropic(request) else openai_chat.write_model(card))
 

@@ -29,9 +29,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def is_gemini(path: str) -> bool:
-    """Whether a path is one of Google's API: `/v1beta/…`, or a method of a model such as `…:generateContent`."""
-    return path.startswith(("/v1beta/", "/v1alpha/")) or (path.startswith("/v1/models/") and ":" in path)
+def is_gemini(path: str, headers: Mapping[str, str] = {}) -> bool:
+    """Whether a request is one of Google's API: `/v1beta/…`, a method of a model such as `…:generateContent`, or a
+    list of models for one of its SDKs, which use `/v1` too."""
+    if path.startswith(("/v1beta/", "/v1alpha/")):
+        return True
+    return path.startswith("/v1/models") and (":" in path or "x-goog-api-key" in headers)
 
 
 async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
