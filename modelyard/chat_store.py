@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from modelyard.core.chat import Chat, ChatSummary
-from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
+from modelyard.core.errors import Conflict, NotFound, Unavailable
 from modelyard.store import open_database, transaction
 
 P = ParamSpec("P")
@@ -99,7 +99,7 @@ class ChatStore:
             row = db.execute(_REVISION, (scope, chat.id)).fetchone()
             if row is not None and row[0] != chat.revision:
                 message = f"the chat {chat.id!r} was changed elsewhere: read it again, then change it"
-                raise InvalidRequest(message, code="chat_changed", param="revision")
+                raise Conflict(message, code="chat_changed", param="revision")
             chat.revision += 1
             text, body = chat.search_text().casefold(), msgspec.json.encode(chat)
             values = (scope, chat.id, chat.display_title, chat.updated, len(chat.turns), chat.revision, text, body)

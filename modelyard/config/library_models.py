@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -34,13 +34,23 @@ from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.vllm.model_folder import find_folder
 from modelyard.library import gguf, hub, llama_server, vllm_env
 from modelyard.library.cache_dir import models_dir
+from modelyard.library.default_model import DEFAULT_MODEL, is_default
 from modelyard.library.gguf import ModelPurpose
-from modelyard.library.model_files import LibraryEntry, candidate_paths, folder_format, read_entries, split_parts
+from modelyard.library.model_files import (
+    LibraryEntry,
+    candidate_paths,
+    find_model_file,
+    folder_format,
+    read_entries,
+    split_parts,
+)
 from modelyard.library.variants import MemoryBudget
-from modelyard.router.settings import ModelSettings
+from modelyard.router.router import model_entry
+from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings
 from modelyard.telemetry import system
 
 LIBRARY_SOURCE: Final = "library"
+DEFAULT_SHAPE: Final = ModelShape(DEFAULT_MODEL.size, 8192, 30, 576, 9, 49_152, 5760, 5760, head_size=64)
 
 log = logging.getLogger(__name__)
 
@@ -174,13 +184,14 @@ def _stamp(path: Path) -> tuple[int, int]:
 class _FactsStore:
     """The facts of all models, kept in a file of the library's folder. If it cannot be written, they are read again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep: bool = False) -> None:
+        """`keep`: also what is not read this time."""
         self._file = models_dir() / _FACTS
         try:
             self._known = msgspec.json.decode(self._file.read_bytes(), type=dict[str, ModelFacts])
         except (OSError, msgspec.MsgspecError):  # none yet, or of another version
             self._known = {}
-        self._found: dict[str, ModelFacts] = {}
+        self._found: dict[str, ModelFacts] = dict(self._known) if keep else {}
 
     def read(self, path: Path) -> ModelFacts:
         known = self._known.get(str(path))
@@ -208,6 +219,10 @@ _AGENT = 40_960  # what a coding agent needs; two such conversations are better 
 _KV_SHARE = 0.3  # of the memory, or as much as the weights take: a model that nobody asked for leaves room
 
 
+_PARALLEL = (8, 6, 4, 3, 2)  # conversations at the same time, the most first
+_UNKNOWN_PARALLEL = 4  # of a model whose files are not here
+
+
 class WindowChoice(Struct, frozen=True):
     """The window of a conversation, how many are kept at the same time, and why, as a clause for people."""
 
@@ -218,28 +233,86 @@ class WindowChoice(Struct, frozen=True):
 
 def choose_window(shape: ModelShape, budget: MemoryBudget) -> WindowChoice:
     """The largest window that the model was trained for and the memory allows. Where an agent's conversation fits
-    twice, two are kept, so that its side requests do not push out the main one; with more memory four."""
-    on_gpu = bool(budget.gpu) and shape.weights < budget.gpu
-    memory = budget.gpu if on_gpu else budget.gpu + budget.ram
-    room = min(memory - shape.weights, max(shape.weights, int(_KV_SHARE * memory)))
+    twice, two are kept, so that its side requests do not push out the main one; with more memory up to eight."""
+    on_gpu, room = _room(shape, budget)
     longest = min(shape.trained or _UNKNOWN, _LONGEST if on_gpu else _LONGEST_ON_CPU)
     windows = sorted({longest, *(window for window in _WINDOWS if window < longest)}, reverse=True)
 
     def fits(window: int, parallel: int) -> bool:
-        return _beyond_weights(shape, CacheInfo(window, parallel), on_gpu) <= room
+        return _beyond_weights(shape, {"": CacheInfo(window, parallel)}, on_gpu) <= room
 
     window = next((window for window in windows if fits(window, 1)), windows[-1])
-    parallel = next((count for count in (4, 2) if fits(window, count)), 1)
+    parallel = next((count for count in _PARALLEL if fits(window, count)), 1)
     if parallel == 1 and window > _AGENT:
         smaller = [other for other in windows if _AGENT <= other < window and fits(other, 2)]
         window, parallel = (smaller[0], 2) if smaller else (window, 1)
     return WindowChoice(window, parallel, _reason(shape, window, longest, budget, on_gpu))
 
 
-def _beyond_weights(shape: ModelShape, cache: CacheInfo, on_gpu: bool) -> int:
+def _room(shape: ModelShape, budget: MemoryBudget) -> tuple[bool, int]:
+    """Whether the weights fit on the GPU, and the bytes for KV and buffers beside them."""
+    on_gpu = bool(budget.gpu) and shape.weights < budget.gpu
+    memory = budget.gpu if on_gpu else budget.gpu + budget.ram
+    return on_gpu, min(memory - shape.weights, max(shape.weights, int(_KV_SHARE * memory)))
+
+
+def _beyond_weights(shape: ModelShape, caches: Mapping[str, CacheInfo], on_gpu: bool) -> int:
     machine = AvailableMemory(0, {"": 1} if on_gpu else {})
-    estimated = estimate_memory(shape, Options(path=""), {"": cache}, machine, buffers=())
+    estimated = estimate_memory(shape, Options(path=""), caches, machine, buffers=())
     return estimated.kv + estimated.compute
+
+
+# --- parallel = "auto" ------------------------------------------------------------------------------------------------
+
+
+def choose_parallel(
+    shape: ModelShape, caches: Mapping[str, CacheInfo], chosen: Collection[str], budget: MemoryBudget
+) -> int:
+    """The conversations of each `chosen` cache: as many as fit beside the weights and the model's other caches."""
+    on_gpu, room = _room(shape, budget)
+
+    def fits(count: int) -> bool:
+        with_count = {name: replace(info, parallel=count) if name in chosen else info for name, info in caches.items()}
+        return _beyond_weights(shape, with_count, on_gpu) <= room
+
+    return next((count for count in _PARALLEL if fits(count)), 1)
+
+
+def resolve_parallel(
+    models: Mapping[str, ModelSettings], caches: Mapping[str, CacheSettings], budget: MemoryBudget | None = None
+) -> None:
+    """Replaces each `parallel = "auto"` by a number. It depends on the size of the memory, not on what is free now."""
+    for name, model in models.items():
+        own = {key: cache for key, cache in caches.items() if cache.model == name}
+        chosen = [key for key, cache in own.items() if cache.parallel == "auto"]
+        if not chosen and (own or model.parallel != "auto"):
+            continue
+        entry = model_entry(name, model, caches, DecodingSettings())
+        infos = {key: cache.info for key, cache in entry.caches.items()}
+        shape = _shape_of(model)
+        count = _UNKNOWN_PARALLEL
+        if shape is not None:
+            count = choose_parallel(shape, infos, chosen or list(infos), budget or machine_budget())
+        for key in chosen:
+            own[key].parallel = count
+        if model.parallel == "auto":
+            model.parallel = count
+        log.info("%s: %d conversations at the same time (parallel = auto)", name, count)
+
+
+def _shape_of(model: ModelSettings) -> ModelShape | None:
+    if model.path is None:
+        return None
+    store = _FactsStore(keep=True)
+    try:
+        found = find_model_file(model.path) or Path(model.path).expanduser()
+        if is_default(model.path) and not found.exists():
+            return DEFAULT_SHAPE  # it is fetched when the server starts
+        shape = store.read(found).shape
+    except (ModelyardError, OSError):  # loading explains it
+        return None
+    store.save()
+    return shape
 
 
 def _reason(shape: ModelShape, window: int, longest: int, budget: MemoryBudget, on_gpu: bool) -> str:

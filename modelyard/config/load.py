@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from modelyard.config.checks import check_config
-from modelyard.config.library_models import LIBRARY_SOURCE, LibraryModel, default_for_any_name
+from modelyard.config.library_models import LIBRARY_SOURCE, LibraryModel, default_for_any_name, resolve_parallel
 from modelyard.config.normalize import normalize_layer, resolve_defaults
 from modelyard.config.problems import (
     ConfigError,
@@ -54,8 +54,9 @@ EMBEDDED_DEFAULTS: Final[dict[str, Any]] = {
         }
     },
     "caches": {
-        "main": {"model": "smollm2", "n_ctx": 8192, "parallel": 2, "description": "Conversations"},
-        "fast": {"model": "smollm2", "n_ctx": 4096, "parallel": 2, "description": "Background tasks"},
+        # The same window: caches of one layout are computed together.
+        "main": {"model": "smollm2", "n_ctx": 8192, "parallel": "auto", "description": "Conversations"},
+        "fast": {"model": "smollm2", "n_ctx": 8192, "parallel": 2, "description": "Background tasks"},
     },
     "routes": [{"match": "*haiku*", "cache": "fast"}],
     "default_model": "smollm2",
@@ -92,6 +93,7 @@ def load_config(
         merged["keys"] = [*(keys if isinstance(keys, list) else []), *added]
     config = _validate(merged, layers, problems)
     if config is not None:
+        resolve_parallel(config.models, config.caches)
         _mark(config, layers, in_library)
         findings = check_config(config, merged, env)
         problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]

@@ -97,7 +97,10 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def n_tokens(self) -> int:
-        return sum(len(p.ids) if isinstance(p, TokenRun) else p.n_tokens for p in self.parts)
+        total = 0
+        for part in self.parts:
+            total += len(part.ids) if isinstance(part, TokenRun) else part.n_tokens
+        return total
 
     @property
     def has_media(self) -> bool:

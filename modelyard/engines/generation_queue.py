@@ -73,7 +73,7 @@ class GenerationQueue(Generic[T]):
         self._items.extend(items)
         if last:
             self.close()
-        else:
+        elif self._reader is not None or self._sink is not None:
             self._wake()
         return len(self._items) < self.limit
 

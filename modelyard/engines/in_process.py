@@ -318,8 +318,8 @@ class ThreadedEngine(InProcessEngine[J]):
     # --- hooks on the event loop --------------------------------------------------------------------------------------
 
     def _prepare(self, job: J) -> Future[Any] | None:
-        """Work on another thread that must be done before the engine's thread gets the job: compiling a grammar, reading
-        images."""
+        """Work on another thread that must be done before the engine's thread gets the job: compiling a grammar,
+        reading images."""
         del job
         return None
 

@@ -299,7 +299,7 @@ def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) ->
     is_stream = request.prompt_logprobs is None or request.echo  # vLLM sends them with a whole reply only
     if not is_stream and not (options.remote_extensions and api.kind == "chat_completions"):
         reason = (
-            "the upstream has no prompt_logprobs; send echo with logprobs, or set remote_extensions for a vLLM server"
+            "the upstream has no prompt_logprobs: send echo with logprobs, or set remote_extensions for a vLLM"
         )
         raise Unsupported(reason, code="prompt_logprobs_unsupported", param="prompt_logprobs")
     max_tokens = request.max_tokens or options.remote_max_tokens

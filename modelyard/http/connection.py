@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol, cast
 
@@ -24,7 +25,6 @@ from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
-from modelyard.gateway.request_work import RequestWork
 from modelyard.http.errors import write_error
 from modelyard.http.request_context import RequestContext
 from modelyard.telemetry.log import log_event
@@ -134,9 +134,8 @@ def cancel_on_disconnect(scope: Scope, receive: Receive, work: Cancellable) -> C
     callbacks: DisconnectCallbacks | None = scope.get(_SCOPE_KEY)
     if callbacks is None:
         return asyncio.get_running_loop().create_task(_wait(receive, work)).cancel
-    cancel = work.cancel
-    callbacks.add(cancel)
-    return lambda: callbacks.discard(cancel)
+    callbacks.add(work.cancel)
+    return partial(callbacks.discard, work.cancel)
 
 
 async def _wait(receive: Receive, work: Cancellable) -> None:
@@ -145,28 +144,14 @@ async def _wait(receive: Receive, work: Cancellable) -> None:
     work.cancel()
 
 
-_LARGE_BYTES = 20_000  # less is handled within a few milliseconds
-
-
-def watched_work(
-    body: bytes, deadline: float | None, scope: Scope, receive: Receive
-) -> tuple[RequestWork | None, Callable[[], object]]:
-    """The work on a large body, which a disconnect cancels, and what to call when it is done. None for a small body."""
-    if len(body) <= _LARGE_BYTES:
-        return None, _nothing
-    work = RequestWork(len(body), deadline)
-    return work, cancel_on_disconnect(scope, receive, work)
-
-
-def _nothing() -> None:
-    pass
+LARGE_BYTES = 20_000  # of a body; less is handled within a few milliseconds, and no disconnect cancels it
 
 
 def ping_on_half_close(scope: Scope, ping: Callable[[], None]) -> Callable[[], object]:
     """Call `ping` to find out whether the client still reads. Call the returned function at the end of the stream."""
     pings: DisconnectCallbacks = scope.get(_PINGS_KEY, set())
     pings.add(ping)
-    return lambda: pings.discard(ping)
+    return partial(pings.discard, ping)
 
 
 # --- the connection ---------------------------------------------------------------------------------------------------
@@ -305,8 +290,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # `_parse` decides
         scope: Any = self.scope
-        offer_callbacks(scope, self._on_disconnect)
-        scope[_PINGS_KEY] = self._pings
+        scope[_SCOPE_KEY], scope[_PINGS_KEY] = self._on_disconnect, self._pings
         before = self.cycle
         super().on_headers_complete()
         self._in_headers = False

@@ -40,8 +40,8 @@ def gemini_routes(
     }
     named = {name: WithPath(app) for name, app in methods.items()}
     posts = [
-        Route(f"/{version}/models/{{model:path}}:{method}", app, methods=["POST"])
-        for version in gemini.VERSIONS
+        Route(f"{prefix}/{{id:path}}:{method}", app, methods=["POST"])
+        for prefix in gemini.PREFIXES
         for method, app in named.items()
     ]
     lists = [route for version in ("v1beta", "v1alpha") for route in _lists(f"/{version}/models", models)]

@@ -16,8 +16,9 @@ from modelyard.core.events import Event, Failed, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.gateway import EventSource, Gateway
+from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
-from modelyard.http.connection import cancel_on_disconnect, ping_on_half_close, watched_work
+from modelyard.http.connection import LARGE_BYTES, cancel_on_disconnect, ping_on_half_close
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
@@ -67,7 +68,8 @@ class InferenceEndpoint:
             if capture is not None:
                 capture.request(body)
             caller = context.caller()
-            work, stop_watching = watched_work(body, caller.deadline, scope, receive)
+            work = RequestWork(len(body), caller.deadline)
+            stop_watching = cancel_on_disconnect(scope, receive, work) if len(body) > LARGE_BYTES else None
             try:
                 request = await gateway.read(self._protocol, body, context.headers, context.key, work, stored)
                 if request.load_only:
@@ -75,11 +77,12 @@ class InferenceEndpoint:
                     return
                 prepared = await gateway.prepare(request, caller, work)
             finally:
-                stop_watching()
+                if stop_watching is not None:
+                    stop_watching()
             source = gateway.start(prepared, capture)
             if stored is not None or request.repeated is not None:  # such a reply shows the values that were used
                 request = replace(request, sampling=prepared.sampling)
-            await (self._stream if request.stream else self._reply)(source, request, exchange)
+            await (self._stream(source, request, exchange) if request.stream else self._reply(source, request, exchange))
         except Exception as error:
             if context.status:
                 raise
@@ -113,7 +116,7 @@ class InferenceEndpoint:
             exchange.capture.response(body)
         await send_json(exchange.send, context, 200, body)
 
-    async def _stream(self, source: EventSource, request: Request, exchange: Exchange) -> None:
+    def _stream(self, source: EventSource, request: Request, exchange: Exchange) -> Awaitable[None]:
         context = exchange.context
         recorder = exchange.stored.recorder(request, context.key) if exchange.stored is not None else None
 
@@ -121,7 +124,7 @@ class InferenceEndpoint:
             return self._protocol.write_error(error, trace=context.trace, streaming=True, request=request)
 
         writer = self._protocol.writer(request, context.trace)
-        await EventStream(source, writer, write_error, exchange, self._settings, recorder).run()
+        return EventStream(source, writer, write_error, exchange, self._settings, recorder).run()
 
     async def _send_error(self, error: ModelyardError, request: Request | None, exchange: Exchange) -> None:
         """Also for a cancelled request: the client may not have been the one to cancel it. If it has disconnected, the
@@ -168,8 +171,26 @@ class EventStream:
         stop_watching = cancel_on_disconnect(scope, self._exchange.receive, self._source)
         stop_pings = ping_on_half_close(scope, self._send_ping)
         self._timer = loop.call_later(self._keepalive_s, self._tick)
+        write, recorder = self._writer.write, self._recorder
         try:
-            await self._relay()
+            async for choice, events in self._source:
+                if isinstance(last := events[-1], Failed):
+                    self._context.failed(last.error)
+                    events[-1] = last = Failed(public_error(last.error, self._context))
+                    if self._ping is not None:
+                        await self._finish_ping(self._ping)
+                    if not self._started:
+                        await self._refuse(last.error)
+                        return
+                written = events if recorder is None else await recorder(events)
+                data = b"".join([write(event, choice) for event in written])
+                if self._ping is not None:
+                    await self._finish_ping(self._ping)
+                if data or not self._started:
+                    await self._write(data)
+            if self._ping is not None:
+                await self._finish_ping(self._ping)
+            await self._write(self._writer.end(), last=True)
         finally:
             self._over = True
             self._timer.cancel()
@@ -177,27 +198,6 @@ class EventStream:
             stop_pings()
             self._context.read_result(self._source)  # for the log: headers sent by a ping came too early for it
             self._source.close()
-
-    async def _relay(self) -> None:
-        write = self._writer.write
-        async for choice, events in self._source:
-            if isinstance(last := events[-1], Failed):
-                self._context.failed(last.error)
-                events[-1] = last = Failed(public_error(last.error, self._context))
-                if self._ping is not None:
-                    await self._finish_ping(self._ping)
-                if not self._started:
-                    await self._refuse(last.error)
-                    return
-            written = events if self._recorder is None else await self._recorder(events)
-            data = b"".join([write(event, choice) for event in written])
-            if self._ping is not None:
-                await self._finish_ping(self._ping)
-            if data or not self._started:
-                await self._write(data)
-        if self._ping is not None:
-            await self._finish_ping(self._ping)
-        await self._write(self._writer.end(), last=True)
 
     async def _refuse(self, error: ModelyardError) -> None:
         self._started = True

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelyard.core.errors import ModelyardError, TooLarge
 from modelyard.http.auth import GOOGLE_KEY, Authenticator, is_workbench
 from modelyard.http.errors import as_modelyard_error, write_error
-from modelyard.http.request_context import CONTEXT_KEY, RequestContext, is_gemini, send_error
+from modelyard.http.request_context import CONTEXT_KEY, GEMINI_METHODS, RequestContext, is_gemini, send_error
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.log import current_trace, log_event, log_request
 from modelyard.telemetry.metrics import Metrics
@@ -77,9 +77,6 @@ _OTHER_NAMES = {
     "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
     "/fim/completions": "/v1/fim/completions",
 }
-_GEMINI_METHODS = frozenset(
-    {"generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents"}
-)
 _DEBUG_ONLY = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
 _POLLED = "/v1/admin/"  # open pages read it every second
 
@@ -229,7 +226,7 @@ def _canonical(path: str) -> str:
 def _pattern(path: str) -> str:
     if is_gemini(path) and ":" in path:
         method = path.rpartition(":")[2]
-        return f"/v1beta/models/{{id}}:{method}" if method in _GEMINI_METHODS else "other"
+        return f"/v1beta/models/{{id}}:{method}" if method in GEMINI_METHODS else "other"
     for prefix in ("/v1/models/", "/models/", "/v1/responses/", "/v1/admin/", "/v1beta/models/", "/api/blobs/"):
         if path.startswith(prefix):
             return prefix + "{id}"

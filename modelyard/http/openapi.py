@@ -26,6 +26,11 @@ from modelyard.protocols import (
     score,
 )
 from modelyard.protocols.anthropic_messages import request as anthropic_messages
+from modelyard.protocols.gemini import embeddings as gemini_embeddings
+from modelyard.protocols.gemini import request as gemini
+from modelyard.protocols.ollama import generate as ollama_generate
+from modelyard.protocols.ollama import models as ollama_models
+from modelyard.protocols.ollama import request as ollama
 from modelyard.protocols.openai_chat import request as openai_chat
 from modelyard.protocols.openai_responses import request as openai_responses
 from modelyard.protocols.pool_responses import request as pool_responses
@@ -62,6 +67,24 @@ _TAKES: tuple[tuple[str, str, str, type], ...] = (
         "OpenaiChat",
         openai_chat.ChatCompletionBody,
     ),
+    ("/api/chat", "A conversation, as Ollama", "Ollama", ollama.OllamaChatBody),
+    ("/api/generate", "A prompt, as Ollama", "Ollama", ollama_generate.OllamaGenerateBody),
+    ("/api/embed", "Embeddings, as Ollama", "Ollama", ollama_models.OllamaEmbedBody),
+    ("/api/embeddings", "An embedding, as Ollama before /api/embed", "Ollama", ollama_models.OllamaEmbedBody),
+    ("/api/show", "What a model is and can do, as Ollama", "Ollama", ollama_models.OllamaModelBody),
+    ("/api/pull", "Fetch a model of the hub, as Ollama", "Ollama", ollama_models.OllamaModelBody),
+    ("/api/copy", "Another name for a model, as Ollama", "Ollama", ollama_models.OllamaCopyBody),
+    ("/api/create", "A model with other settings, as Ollama", "Ollama", ollama_models.OllamaCreateBody),
+    ("/v1beta/models/{id}:generateContent", "Gemini's API", "Gemini", gemini.GeminiBody),
+    ("/v1beta/models/{id}:streamGenerateContent", "Gemini's API, streamed", "Gemini", gemini.GeminiBody),
+    ("/v1beta/models/{id}:countTokens", "Count the tokens of a Gemini request", "Gemini", gemini.GeminiCountBody),
+    ("/v1beta/models/{id}:embedContent", "An embedding, as Gemini", "Gemini", gemini_embeddings.GeminiEmbedBody),
+    (
+        "/v1beta/models/{id}:batchEmbedContents",
+        "Embeddings, as Gemini",
+        "Gemini",
+        gemini_embeddings.GeminiBatchEmbedBody,
+    ),
     ("/tokenize", "Text or messages to token ids", "Tokens", TokenBody),
     ("/detokenize", "Token ids to text", "Tokens", TokenBody),
     ("/apply-template", "Messages to the prompt that the model reads", "OpenaiChat", openai_chat.ChatCompletionBody),
@@ -72,6 +95,12 @@ _GIVES = (
     ("get", "/v1/responses/{id}", "A stored response"),
     ("delete", "/v1/responses/{id}", "Forget a stored response"),
     ("get", "/v1/responses/{id}/input_items", "What a stored response was asked"),
+    ("get", "/api/tags", "The models, as Ollama"),
+    ("get", "/api/ps", "The loaded models, as Ollama"),
+    ("get", "/api/version", "The version of Ollama's API that is served"),
+    ("delete", "/api/delete", "Remove a model from the library, as Ollama"),
+    ("get", "/v1beta/models", "The models, as Gemini"),
+    ("get", "/v1beta/models/{id}", "One model, as Gemini"),
     ("get", "/health", "Is the server well, and each model"),
     ("get", "/health/live", "Is the process alive"),
     ("get", "/health/ready", "Can a model answer"),
@@ -145,7 +174,8 @@ def _add(schema: dict[str, Any]) -> None:
         components |= {f"{name}.{key}": value for key, value in defined.items()}
         operations = paths.setdefault(path, {})
         content = {"application/json": {"schema": _either(operations.get("post"), inner[0])}}
-        operations["post"] = _operation(summary, {"requestBody": {"required": True, "content": content}})
+        body_fields = {"requestBody": {"required": True, "content": content}} | _path_parameters(path)
+        operations["post"] = _operation(summary, body_fields)
     for method, path, summary in _GIVES:
         paths.setdefault(path, {})[method] = _operation(summary, _path_parameters(path))
 

@@ -29,12 +29,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+GEMINI_METHODS = frozenset(
+    {"generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents"}
+)
+
+
 def is_gemini(path: str, headers: Mapping[str, str] = {}) -> bool:
     """Whether a request is one of Google's API: `/v1beta/…`, a method of a model such as `…:generateContent`, or a
     list of models for one of its SDKs, which use `/v1` too."""
     if path.startswith(("/v1beta/", "/v1alpha/")):
         return True
-    return path.startswith("/v1/models") and (":" in path or "x-goog-api-key" in headers)
+    if not path.startswith(("/v1/models", "/models")):
+        return False
+    return "x-goog-api-key" in headers or path.rpartition(":")[2] in GEMINI_METHODS
 
 
 async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -20,6 +20,12 @@ class HttpSettings(BaseModel):
         description="Address to listen on. Anything but a loopback address needs at least one API key.",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    ollama_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="A second port to listen on. With 11434 clients of Ollama find this server without being configured.",
+    )
     ssl_certfile: Path | None = Field(
         default=None, description="PEM file of the TLS certificate chain. Set together with ssl_keyfile to serve HTTPS."
     )

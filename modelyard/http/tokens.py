@@ -20,7 +20,7 @@ from modelyard.core.request import Request
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
 from modelyard.gateway.request_work import RequestWork
-from modelyard.http.connection import watched_work
+from modelyard.http.connection import LARGE_BYTES, cancel_on_disconnect
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
@@ -93,11 +93,13 @@ class JsonEndpoint:
             body = await read_body(receive, context, self._settings)
             if capture is not None:
                 capture.request(body)
-            work, stop_watching = watched_work(body, context.caller().deadline, scope, receive)
+            work = RequestWork(len(body), context.caller().deadline)
+            stop_watching = cancel_on_disconnect(scope, receive, work) if len(body) > LARGE_BYTES else None
             try:
-                reply = await self.handle(body, context, work or RequestWork(len(body)))
+                reply = await self.handle(body, context, work)
             finally:
-                stop_watching()
+                if stop_watching is not None:
+                    stop_watching()
         except Exception as exception:
             error = as_modelyard_error(exception)
             context.failed(error)

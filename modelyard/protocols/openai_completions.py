@@ -46,7 +46,7 @@ from modelyard.protocols.common.extensions import (
     write_extensions,
 )
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.llama_reply import write_progress, write_timings
+from modelyard.protocols.common.llama_reply import UpstreamProgress, UpstreamTimings, write_progress, write_timings
 from modelyard.protocols.common.openai_errors import error_body, read_error_field, read_http_error, write_http_error
 from modelyard.protocols.common.openai_fields import (
     DONE,
@@ -402,6 +402,8 @@ class UpstreamTextChunk(Struct):
     model: str | None = None
     choices: list[UpstreamText] | None = None
     usage: OpenAIUsage | None = None
+    timings: UpstreamTimings | None = None
+    prompt_progress: UpstreamProgress | None = None
     error: Any = None
 
 
@@ -514,6 +516,10 @@ class CompletionStreamReader:
         if not self._started:
             self._started = True
             self._out += [_read_started(chunk), BlockStart(0, "text")]
+        if chunk.prompt_progress is not None:
+            self._out.append(chunk.prompt_progress.event)
+        if chunk.timings is not None and self._stop is None:
+            self._out.append(chunk.timings.event)
         for choice in chunk.choices or ():
             if choice.index != 0 or self._stop is not None:
                 continue

@@ -117,10 +117,10 @@ class Catalog(Struct, frozen=True):
 def build_catalog(
     models: Mapping[str, ModelSettings], caches: Mapping[str, CacheSettings], decoding: DecodingSettings
 ) -> Catalog:
-    return Catalog.of([_model_entry(name, model, caches, decoding) for name, model in models.items()])
+    return Catalog.of([model_entry(name, model, caches, decoding) for name, model in models.items()])
 
 
-def _model_entry(
+def model_entry(
     name: str, model: ModelSettings, caches: Mapping[str, CacheSettings], general: DecodingSettings
 ) -> ModelEntry:
     configured = {key: _cache_entry(key, cache, model) for key, cache in caches.items() if cache.model == name}
@@ -154,7 +154,7 @@ def _model_entry(
 def _cache_entry(name: str, cache: CacheSettings, model: ModelSettings) -> CacheEntry:
     info = CacheInfo(
         cache.n_ctx,
-        cache.parallel,
+        1 if cache.parallel == "auto" else cache.parallel,  # replaced by a number when the configuration is loaded
         cache.type_k or model.type_k or DEFAULT_TYPE,
         cache.type_v or model.type_v or DEFAULT_TYPE,
         cache.description,
@@ -171,7 +171,7 @@ def _default_cache(name: str, model: ModelSettings) -> CacheEntry:
     """The only cache of a model without [caches]."""
     types = model.type_k or DEFAULT_TYPE, model.type_v or DEFAULT_TYPE
     parallel = model.parallel or model.target_inflight or 1
-    info = CacheInfo(model.n_ctx or DEFAULT_WINDOW, parallel, *types)
+    info = CacheInfo(model.n_ctx or DEFAULT_WINDOW, 1 if parallel == "auto" else parallel, *types)
     return CacheEntry(name, name, info, share_across_keys=model.share_across_keys)
 
 

@@ -139,6 +139,9 @@ class RouteSettings(BaseModel):
         return self
 
 
+Parallel = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
 class CacheSettings(BaseModel):
     """A named KV context of a model, isolated from its other caches. The weights are shared."""
 
@@ -148,7 +151,11 @@ class CacheSettings(BaseModel):
     n_ctx: int = Field(
         gt=0, description="Window of ONE conversation in tokens; memory is used for n_ctx × parallel tokens."
     )
-    parallel: int = Field(default=1, ge=1, description="Conversations at the same time.")
+    parallel: Parallel = Field(
+        default=1,
+        description="Conversations at the same time; auto: up to 8, as many as fit into the machine's memory beside "
+        "the weights.",
+    )
     description: str = Field(default="", description="Purpose of the cache, shown by modelyard check.")
     type_k: str | None = Field(
         default=None,
@@ -278,10 +285,10 @@ class ModelSettings(BaseModel):
         description="Let API keys reuse each other's KV in caches that set nothing. False: a prompt is compared with "
         "those of its own key only.",
     )
-    parallel: int | None = Field(
+    parallel: Parallel | None = Field(
         default=None,
-        ge=1,
-        description="Conversations at the same time of a model without [caches]; unset: target_inflight, else 1.",
+        description="Conversations at the same time of a model without [caches]: a number, or auto for up to 8, as "
+        "many as fit into the machine's memory; unset: target_inflight, else 1.",
     )
     decoding: DecodingSettings = Field(
         default=DecodingSettings(), description="Sampling defaults of this model; they override [decoding]."

@@ -118,11 +118,21 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
         watching = [asyncio.create_task(watch(watched_files(path), built.admin.reload))] if config.watch else []
         if config.library and pool is None and is_alone:  # with a scheduler in another process, that one tells us
             watching.append(asyncio.create_task(watch_library(built.admin.reload_library)))
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=[listener, *_second_listener(config, shared=not is_alone)])
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
     return 0 if server.started else 1
+
+
+def _second_listener(config: Config, *, shared: bool) -> list[socket.socket]:
+    """On the port of Ollama's clients, if it is set."""
+    http = config.http
+    if http.ollama_port in (None, http.port):
+        return []
+    bound = listen(http.host, http.ollama_port or 0, shared=shared)
+    logging.getLogger("modelyard").info("also listening on port %d for clients of Ollama", http.ollama_port)
+    return [bound]
 
 
 def gateway_pool(config: Config, endpoint: str) -> RemotePool:
@@ -149,8 +159,10 @@ def watched_files(path: Path | None) -> tuple[Path, ...]:
 def _serve_supervised(
     config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None
 ) -> int:
-    held = reserve_port(config.http.host, config.http.port)
-    port = held.getsockname()[1]
+    held = [reserve_port(config.http.host, config.http.port)]
+    port = held[0].getsockname()[1]
+    if config.http.ollama_port is not None:
+        held.append(reserve_port(config.http.host, config.http.ollama_port))
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         argv = [sys.executable, "-m", "modelyard", "serve", *_arguments(path, http, port, debug)]
         beside: list[list[str]] = []

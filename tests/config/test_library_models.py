@@ -11,6 +11,7 @@ import pytest
 from modelyard.config import library_models
 from modelyard.config.library_models import (
     LibraryModel,
+    choose_parallel,
     choose_window,
     default_for_any_name,
     folder_backend,
@@ -19,8 +20,10 @@ from modelyard.config.library_models import (
 )
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
+from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import NotFound
 from modelyard.engines.llama_cpp.model_shape import ModelShape
+from modelyard.engines.llama_cpp.options import Options, context_layouts
 from modelyard.library import model_files, models
 from modelyard.library.model_files import LibraryEntry
 from modelyard.library.variants import MemoryBudget
@@ -67,7 +70,7 @@ LLAMA_8B = ModelShape(5 * GB, 131_072, 32, 4096, 32, 128_256, 32 * 1024, 32 * 10
 @pytest.mark.parametrize(
     ("budget", "window", "parallel", "reason"),
     [
-        (MemoryBudget(1000 * GB), 65_536, 4, "trained 131072, and more is slow on a CPU"),
+        (MemoryBudget(1000 * GB), 65_536, 8, "trained 131072, and more is slow on a CPU"),
         (MemoryBudget(64 * GB), 65_536, 2, "trained 131072, and more is slow on a CPU"),
         (MemoryBudget(24 * GB), 49_152, 1, "trained 131072, bounded by the memory: 24.0 GiB of memory may be used"),
         (MemoryBudget(11 * GB), 32_768, 1, "bounded by the memory"),
@@ -86,12 +89,53 @@ def test_the_window_is_the_trained_one_bounded_by_the_memory(
     assert reason in choice.reason
 
 
-def test_a_small_model_gets_its_trained_window_four_times_and_an_unknown_length_is_short():
+def test_a_small_model_gets_its_trained_window_eight_times_and_an_unknown_length_is_short():
     small = ModelShape(10**8, 8192, 30, 576, 9, 49_152, 5760, 5760)
     choice = choose_window(small, BUDGET)
-    assert (choice.window, choice.parallel, choice.reason) == (8192, 4, "as trained")
+    assert (choice.window, choice.parallel, choice.reason) == (8192, 8, "as trained")
     unknown = choose_window(ModelShape(10**8, 0, 30, 576, 9, 49_152, 5760, 5760), BUDGET)
     assert (unknown.window, unknown.reason) == (4096, "trained length unknown")
+
+
+SMALL = ModelShape(10**8, 8192, 30, 576, 9, 49_152, 5760, 5760)
+TALK, SIDE = CacheInfo(8192), CacheInfo(8192, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "caches", "budget", "parallel"),
+    [
+        (SMALL, {"main": TALK, "fast": SIDE}, MemoryBudget(16 * GB), 8),
+        (SMALL, {"main": TALK, "fast": SIDE}, MemoryBudget(4 * GB), 4),
+        (SMALL, {"main": TALK, "fast": CacheInfo(8192, 100)}, MemoryBudget(16 * GB), 1),
+        (SMALL, {"main": CacheInfo(8192, type_k="q8_0", type_v="q8_0"), "fast": SIDE}, MemoryBudget(4 * GB), 8),
+        (LLAMA_8B, {"main": CacheInfo(32_768)}, MemoryBudget(64 * GB, 24 * GB), 1),
+        (LLAMA_8B, {"main": CacheInfo(8192)}, MemoryBudget(64 * GB, 24 * GB), 6),
+    ],
+)
+def test_auto_keeps_as_many_conversations_as_fit_beside_the_weights(
+    shape: ModelShape, caches: dict[str, CacheInfo], budget: MemoryBudget, parallel: int
+):
+    assert choose_parallel(shape, caches, ["main"], budget) == parallel
+
+
+def test_auto_becomes_a_number_when_the_configuration_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library_models, "machine_budget", lambda **_: BUDGET)
+    known, gone = add("known"), Path("gone.gguf")
+    config = load(
+        f'[models.a]\npath = "{known}"\nparallel = "auto"\n[models.b]\npath = "{gone}"\n'
+        '[caches.c]\nmodel = "b"\nn_ctx = 4096\nparallel = "auto"\n[caches.d]\nmodel = "b"\nn_ctx = 64\n'
+    )
+    assert (config.models["a"].parallel, config.caches["c"].parallel, config.caches["d"].parallel) == (8, 4, 1)
+    found = config.router().catalog.models
+    assert (found["a"].caches["a"].info.parallel, found["b"].caches["c"].info.parallel) == (8, 4)
+
+
+def test_the_built_in_model_serves_eight_conversations_in_one_context(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library_models, "machine_budget", lambda **_: BUDGET)
+    entry = load().router().catalog.models["smollm2"]
+    infos = {name: cache.info for name, cache in entry.caches.items()}
+    assert {name: info.parallel for name, info in infos.items()} == {"main": 8, "fast": 2}
+    assert len(context_layouts(infos, Options(path=""))) == 1
 
 
 # --- what files say ---------------------------------------------------------------------------------------------------

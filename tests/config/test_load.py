@@ -24,7 +24,7 @@ def messages(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
 def test_without_files_the_embedded_default_is_loaded(tmp_path: Path) -> None:
     loaded = load_config(env={}, cwd=tmp_path)
     assert loaded.sources == ["embedded default"]
-    assert {name: cache.n_ctx for name, cache in loaded.config.caches.items()} == {"main": 8192, "fast": 4096}
+    assert {name: cache.n_ctx for name, cache in loaded.config.caches.items()} == {"main": 8192, "fast": 8192}
     assert [route.match for route in loaded.config.routes] == [["*haiku*"]]
     assert loaded.config.default_model == "smollm2"
     model = loaded.config.models["smollm2"]

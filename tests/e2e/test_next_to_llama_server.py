@@ -357,8 +357,8 @@ def test_requests_that_generate_nothing_are_recorded(client: httpx.Client) -> No
     ("path", "asked"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
-        ("/v1/completions", {"prompt": LONG}),
-        ("/completion", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": "One " + LONG}),
+        ("/completion", {"prompt": "Two " + LONG}),
     ],
 )
 def test_the_page_of_llama_server_finds_the_times_and_the_progress(

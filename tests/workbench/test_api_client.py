@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from modelyard.core.chat import Chat, Turn
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound, Unauthenticated
+from modelyard.core.request import Text
 from modelyard.http.errors import load_protocol
 from modelyard.processes.ports import listen
 from modelyard.workbench.api_client import ApiClient, ServerUnreachable
-from modelyard.workbench.conversation import PROTOCOLS, PlaygroundConversation
+from modelyard.workbench.chat_request import PROTOCOLS, chat_request
 from tests.live_server import LiveServer, demo_config, live_server
 
-KEYS = [{"name": "owner", "key": "secret", "admin": True}]
+KEYS = [{"name": "owner", "key": "secret", "admin": True}, {"name": "other", "key": "another", "admin": True}]
 SCRIPT: list[dict[str, Any]] = [
     {"when": "^endless", "steps": [{"text": "so far"}, {"hang": True}]},
     {"steps": [{"text": "Hello there."}]},
@@ -23,8 +25,10 @@ CHAT = load_protocol("openai_chat")
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[LiveServer]:
-    with live_server({**demo_config(SCRIPT, replica_max=2), "keys": KEYS, "log": {"history_texts": True}}) as running:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    store = {"chats": str(tmp_path_factory.mktemp("chats") / "chats.sqlite")}
+    config = {**demo_config(SCRIPT, replica_max=2), "keys": KEYS, "log": {"history_texts": True}, "store": store}
+    with live_server(config) as running:
         yield running
 
 
@@ -36,10 +40,13 @@ async def client(served: LiveServer) -> AsyncIterator[ApiClient]:
 
 
 def body(protocol: str = "openai_chat", text: str = "hi") -> bytes:
-    conversation = PlaygroundConversation()
-    conversation.settings.model = "demo"
-    conversation.add_user_message(text)
-    return load_protocol(protocol).write_request(conversation.request())
+    return load_protocol(protocol).write_request(chat_request(chat(text), "demo"))
+
+
+def chat(text: str = "hi") -> Chat:
+    made = Chat()
+    made.add(Turn(role="user", parts=(Text(text),)))
+    return made
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -113,3 +120,42 @@ async def test_a_refused_stream_raises_the_servers_error(client: ApiClient) -> N
     stream = client.stream(load_protocol("anthropic_messages"), b"{")
     with pytest.raises(InvalidRequest, match="JSON"):
         await anext(stream)
+
+
+async def test_a_chat_is_stored_found_by_its_text_and_deleted(client: ApiClient) -> None:
+    stored = chat("What is 100% of \u00c4pfel_Kuchen?")
+    stored.revision = await client.store_chat(stored)
+    assert await client.chat(stored.id) == stored
+    for text, hits in (("100%", 1), ("\u00e4pfel_", 1), ("100_", 0), ("", 1)):
+        assert len([one for one in await client.chats(text) if one.id == stored.id]) == hits, text
+    await client.delete_chat(stored.id)
+    with pytest.raises(NotFound):
+        await client.chat(stored.id)
+
+
+async def test_a_chat_that_was_changed_in_another_tab_is_not_overwritten(client: ApiClient) -> None:
+    stored = chat()
+    await client.store_chat(stored)
+    elsewhere = await client.chat(stored.id)
+    elsewhere.title = "renamed"
+    await client.store_chat(elsewhere)
+    with pytest.raises(Conflict, match="changed elsewhere"):
+        await client.store_chat(stored)
+    assert (await client.chat(stored.id)).title == "renamed"
+
+
+async def test_chats_belong_to_the_key_that_stored_them(served: LiveServer, client: ApiClient) -> None:
+    stored = chat("private")
+    await client.store_chat(stored)
+    other = ApiClient(served.url, "another")
+    assert await other.chats() == []
+    with pytest.raises(NotFound):
+        await other.chat(stored.id)
+    await other.close()
+
+
+async def test_the_tokens_of_a_message_are_counted_with_the_window(client: ApiClient) -> None:
+    few, window = await client.count_tokens(chat_request(chat("hi"), "demo"))
+    more, _ = await client.count_tokens(chat_request(chat("hi"), "demo", draft=(Text("and much more text"),)))
+    assert 0 < few < more
+    assert window == 4096

@@ -10,7 +10,7 @@ from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Finis
 from modelyard.core.request import Request
 from modelyard.http.errors import load_protocol
 from modelyard.telemetry.cache_diagnostics import MissCause
-from modelyard.workbench.conversation import PROTOCOLS
+from modelyard.workbench.chat_request import PROTOCOLS
 from modelyard.workbench.request_view import (
     RequestTable,
     client_label,

@@ -144,7 +144,9 @@ class FakeEngine(ABC, Generic[Output]):
     ) -> Iterator[Output | ScriptStep]:
         """The outputs of the answer, and the steps that wait or fail."""
         rule = self._script.choose(view, session)
-        steps = constrained_answer(constraint, view) if rule is None or rule.is_unconditional else None
+        steps = None
+        if constraint is not None and (rule is None or rule.is_unconditional):
+            steps = constrained_answer(constraint, view)
         if rule is None and steps is None:
             steps = (ScriptStep(text=view.user),) if self.options.echo else demo_answer(view)
         if rule is None or steps is not None:
@@ -452,8 +454,13 @@ class PrefixCache:
         if session is not None and (scope, session) in self.sequences:
             best, shared = session, common_prefix(self.sequences[scope, session], ids)
         else:
-            recent = (item for item in reversed(self.sequences.items()) if item[0][0] == scope)
-            for (_, name), sequence in islice(recent, self._CANDIDATES):
+            candidates = 0
+            for (owner, name), sequence in reversed(self.sequences.items()):
+                if owner != scope:
+                    continue
+                candidates += 1
+                if candidates > self._CANDIDATES:
+                    break
                 # A sequence of which the prompt shares less than half is another conversation; it is kept.
                 half = (len(sequence) + 1) // 2
                 if sequence[:half] == ids[:half] and (length := common_prefix(sequence, ids)) > shared:

@@ -1,5 +1,5 @@
-"""llama-server's `timings` and `prompt_progress`, and the replies of its own endpoints, /completion and /infill: the last
-object with its counts, and the stream."""
+"""llama-server's `timings` and `prompt_progress`, and the replies of its own endpoints, /completion and /infill: the
+last object with its counts, and the stream."""
 
 from __future__ import annotations
 

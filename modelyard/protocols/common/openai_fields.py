@@ -195,7 +195,7 @@ def read_upstream_prompt(found: PromptLogprobs | None) -> tuple[TokenLogprob, ..
 
 
 def _read_candidates(candidates: Mapping[str, Mapping[str, Any]] | None) -> TokenLogprob:
-    """The first one is the token itself. If it is not among the most likely ones, its rank is higher than their number."""
+    """The first one is the token itself. If it is not among the most likely, its rank is higher than their number."""
     if not candidates:
         return TokenLogprob("", nan)
     tokens = [

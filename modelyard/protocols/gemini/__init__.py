@@ -18,17 +18,17 @@ from modelyard.protocols.gemini.request import read_count_request, read_request
 from modelyard.protocols.gemini.stream import GeminiStreamWriter
 
 NAME = "gemini"
-VERSIONS = ("v1beta", "v1", "v1alpha")
+PREFIXES = ("/v1beta/models", "/v1/models", "/v1alpha/models", "/models")
 PATHS: tuple[str, ...] = tuple(
-    f"/{version}/models/{{model:path}}:{method}"
-    for version in VERSIONS
+    f"{prefix}/{{id:path}}:{method}"
+    for prefix in PREFIXES
     for method in ("generateContent", "streamGenerateContent")
 )
 
 __all__ = [
     "NAME",
     "PATHS",
-    "VERSIONS",
+    "PREFIXES",
     "read_count_request",
     "read_error",
     "read_reply",

@@ -164,7 +164,7 @@ class GeminiCountBody(GeminiBody, rename="camel"):
 
 _decoder = msgspec.json.Decoder(GeminiBody)
 _count_decoder = msgspec.json.Decoder(GeminiCountBody)
-_METHOD = re.compile(r"/v\w+/(?:models|tunedModels)/(?P<model>.+):(?P<method>\w+)")
+_METHOD = re.compile(r"(?:/v\w+)?/(?:models|tunedModels)/(?P<model>.+):(?P<method>\w+)")
 _NO_CONFIG = GeminiGenerationConfig()
 _MAX_TEMPERATURE = 2.0
 _MAX_LOGPROBS = 20

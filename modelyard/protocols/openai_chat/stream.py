@@ -38,8 +38,9 @@ _TEXT_FIELDS = {"text": b'{"content":', "thinking": b'{"reasoning_content":'}
 class _Choice:
     """One choice: the bytes around the text of its open block, its calls so far, and its usage once it has ended.
 
-    `repeat` is between the two times that the text of reasoning is written, if it has two names. `arguments` are those of the open call. `held` is an open call of a custom tool: free text that was cut off looks
-    complete, so it is written only when it is.
+    `repeat` is between the two times that the text of reasoning is written, if it has two names. `arguments` are those
+    of the open call. `held` is an open call of a custom tool: free text that was cut off looks complete, so it is
+    written only when it is.
     """
 
     __slots__ = ("arguments", "calls", "delta_end", "delta_start", "held", "is_text", "repeat", "start", "usage")

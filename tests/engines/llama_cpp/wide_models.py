@@ -2,8 +2,8 @@
 
     python -m tests.engines.llama_cpp.wide_models    writes those that are missing
 
-They have fewer layers and experts, and no weights: the files are sparse. llama.cpp reads such a file with `no_alloc`, and
-says how much memory each context would take. Matrices are Q4_K, or Q8_0 where the width is no multiple of 256.
+They have fewer layers and experts, and no weights: the files are sparse. llama.cpp reads such a file with
+`no_alloc`, and says how much memory each context would take. Matrices are Q4_K, or Q8_0 where the width is no multiple of 256.
 """
 
 from __future__ import annotations
@@ -141,16 +141,20 @@ _NEEDED: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "Granite 4 H Tiny": {f"blk.{at}.ssm_conv1d.bias": (4352,) for at in range(10) if at != 5},
 }
-_OPTIONAL = re.compile(
-    r"(attn_\w+|ffn_\w+|exp_probs_b|dense_2)\.bias|(output|rope_freqs|cls\.\w+|dense_2|ssm_in)\.weight|\w+scale"
-)
+_OPTIONAL = re.compile(r"attn_[qkv]\.bias|exp_probs_b\.bias|(output|rope_freqs|cls\.\w+)\.weight|dense_2\.\w+|\w+scale")
+_OPTIONAL_HERE = {
+    "llama": re.compile(r"(attn_output|ffn_\w+)\.bias"),
+    "granitehybrid": re.compile(r"(attn_output|ffn_\w+)\.bias"),
+    "qwen3next": re.compile(r"ssm_in\.weight"),
+}
 
 
 def _tensors(name: str, header: Facts) -> dict[str, tuple[int, ...]]:
+    patterns = [_OPTIONAL, _OPTIONAL_HERE.get(str(header["general.architecture"]), _OPTIONAL)]
     found = {
         tensor: shape
         for tensor, shape in tensor_shapes(header).items()
-        if not _OPTIONAL.fullmatch(tensor.removeprefix("blk.").lstrip("0123456789."))
+        if not any(pattern.fullmatch(re.sub(r"^blk\.\d+\.", "", tensor)) for pattern in patterns)
     }
     for tensor, (experts, rows, columns) in [(t, s) for t, s in found.items() if t.endswith("ffn_gate_up_exps.weight")]:
         del found[tensor]

@@ -177,8 +177,8 @@ def test_session_user_metadata_and_store_read_back_equal() -> None:
 
 
 def expressible(request: Request) -> Request:
-    """The protocol orders reasoning, content and calls; a result has the kind of its call. Whoever sends `reasoning` gets
-    it under that name too."""
+    """The protocol orders reasoning, content and calls; a result has the kind of its call. Whoever sends `reasoning`
+    gets it under that name too."""
     custom: set[str] = set()
     messages = []
     for message in request.messages:
