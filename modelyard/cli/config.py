@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from rich.markup import escape
 
-from modelyard.cli.console import ConfigOption, err, make_table, out, print_notes, print_problem, print_table
+from modelyard.cli.console import ConfigOption, err, out, print_notes, print_problem, print_table
 from modelyard.core.units import format_size
 
 if TYPE_CHECKING:
@@ -76,29 +76,32 @@ def schema() -> None:
 
 
 def _print_tables(description: ConfigDescription) -> None:
-    models = make_table("model", "engine", "aliases", "loaded", "")
-    for m in description.models:
-        models.add_row(m.name, m.backend, ", ".join(m.aliases), m.starts, m.description)
-    print_table(models)
-    caches = make_table("cache", "model", "window", "parallel", "tokens", "overflow", "description")
-    for c in description.caches:
-        caches.add_row(c.name, c.model, str(c.window), str(c.parallel), str(c.tokens), c.overflow, c.description)
-    print_table(caches)
-    routes = make_table("name", "endpoint", "model", "cache", "window")
-    for r in description.routes:
-        routes.add_row(r.match, r.endpoint, r.model, r.cache, str(r.window))
-    print_table(routes)
+    print_table(
+        ("model", "engine", "aliases", "loaded", ""),
+        [(m.name, m.backend, ", ".join(m.aliases), m.starts, m.description) for m in description.models],
+    )
+    print_table(
+        ("cache", "model", "window", "parallel", "tokens", "overflow", "description"),
+        [
+            (c.name, c.model, str(c.window), str(c.parallel), str(c.tokens), c.overflow, c.description)
+            for c in description.caches
+        ],
+    )
+    print_table(
+        ("name", "endpoint", "model", "cache", "window"),
+        [(r.match, r.endpoint, r.model, r.cache, str(r.window)) for r in description.routes],
+    )
 
 
 def _print_memory(estimates: list[ModelMemory], available: AvailableMemory) -> None:
     """Estimated memory of each model; why there is no estimate is reported as a problem."""
-    table = make_table("memory", "weights", "KV caches", "compute", "total", "layers on the GPU")
+    rows = []
     for estimated in estimates:
         if (m := estimated.memory) is not None and m.total:
             layers = f"{m.gpu_layers} of {m.layers}" if m.gpu_layers else ""
-            table.add_row(escape(estimated.model), *map(format_size, (m.weights, m.kv, m.compute, m.total)), layers)
-    if table.row_count:
-        print_table(table)
+            rows.append((estimated.model, *map(format_size, (m.weights, m.kv, m.compute, m.total)), layers))
+    if rows:
+        print_table(("memory", "weights", "KV caches", "compute", "total", "layers on the GPU"), rows)
         gpus = "".join(f", {format_size(free)} on GPU {name}" for name, free in available.gpus.items())
         out.print(f"[dim]free now: {format_size(available.ram_free)} of RAM{gpus}[/dim]")
 

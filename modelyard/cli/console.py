@@ -7,14 +7,15 @@ wait for engines and HTTP clients.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from modelyard.core.errors import InvalidRequest, ModelyardError
 
@@ -96,23 +97,17 @@ def print_problem(problem: ConfigProblem) -> None:
     err.print(f"[{colour}]{problem.level}[/{colour}] {escape(str(problem))}", soft_wrap=True)
 
 
-def make_table(*columns: str) -> Table:
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
-    for column in columns:
-        table.add_column(column)
-    return table
-
-
-def print_table(table: Table) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Only the last column is wrapped: the next command needs a model's whole name. In a pipe nothing is wrapped.
     Columns without a value are left out."""
-    table.columns = [column for column in table.columns if any(column.cells)]
-    for column in table.columns:
-        column.width = max(Text.from_markup(str(cell)).cell_len for cell in (column.header, *column.cells))
-    last = table.columns[-1]
-    table.width = sum(column.width or 0 for column in table.columns) + _GAP * len(table.columns)
-    if out.is_terminal and last.width and table.width > out.width:
-        shorter = min(last.width, max(_LAST_COLUMN, out.width - (table.width - last.width)))
-        table.width -= last.width - shorter
-        last.width, last.overflow = shorter, "fold"
+    kept = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    widths = [max(cell_len(text) for text in (columns[index], *(row[index] for row in rows))) for index in kept]
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    if out.is_terminal:
+        widths[-1] = min(widths[-1], max(_LAST_COLUMN, out.width - sum(widths[:-1]) - _GAP * len(widths[:-1])))
+    table.width = sum(widths) + _GAP * (len(widths) - 1)
+    for index, width in zip(kept, widths, strict=True):
+        table.add_column(columns[index], width=width, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(row[index]) for index in kept))
     out.print(table, crop=False)

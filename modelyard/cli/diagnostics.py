@@ -17,7 +17,6 @@ from modelyard.cli.console import (
     ConfigOption,
     JsonOption,
     UrlOption,
-    make_table,
     out,
     print_table,
     run_or_exit,
@@ -41,11 +40,8 @@ def explain(
 ) -> None:
     """Show a session's last requests on a running server: how much of each prompt was cached, and why not more."""
     heading, found = run_or_exit(request_rows, find_url(url), key, session, last)
-    table = make_table(*COLUMNS)
-    for row in found:
-        table.add_row(*map(escape, row))
     out.print(escape(heading), soft_wrap=True)
-    print_table(table)
+    print_table(COLUMNS, found)
 
 
 def request_rows(url: str, key: str | None, session: str | None, last: int) -> tuple[str, list[Row]]:

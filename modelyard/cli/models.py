@@ -11,7 +11,7 @@ from rich.table import Table
 
 from modelyard.cli.completion import complete_library
 from modelyard.cli.config import describe_config
-from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, print_table, run_or_exit
+from modelyard.cli.console import ConfigOption, err, load_or_exit, out, print_table, run_or_exit
 from modelyard.core.errors import NotFound
 
 if TYPE_CHECKING:
@@ -100,19 +100,19 @@ def list_models(config: ConfigOption = None) -> None:
     contexts: dict[str, list[str]] = {}
     for cache in description.caches:
         contexts.setdefault(cache.model, []).append(f"{cache.parallel} × {cache.window or 'unknown'}")
-    configured = make_table("model", "engine", "loaded", "size", "quant", "context", "")
+    configured = []
     for m in description.models:
         if m.name in loaded.config.library_models:
             continue
         file = models.file_row(loaded.config.models[m.name].path)
         notes = (file.note, f"also {', '.join(m.aliases)}" if m.aliases else "", m.description)
         context = ", ".join(contexts.get(m.name, ()))
-        row = (m.name, m.backend, m.starts, file.size, file.quant, context, "; ".join(filter(None, notes)))
-        configured.add_row(*map(escape, row))
-    if configured.row_count:
-        print_table(configured)
+        note = "; ".join(filter(None, notes))
+        configured.append((m.name, m.backend, m.starts, file.size, file.quant, context, note))
+    if configured:
+        print_table(("model", "engine", "loaded", "size", "quant", "context", ""), configured)
     reasons = {model.entry.name: model.reason for model in run_or_exit(_read_library) if model.table is None}
-    library = make_table("library", "engine", "size", "quant", "context", "")
+    library = []
     for entry in run_or_exit(models.list_models):
         file, context = models.file_row(entry.path), ", ".join(contexts.get(entry.name, ()))
         if entry.name in loaded.config.library_models:
@@ -120,9 +120,9 @@ def list_models(config: ConfigOption = None) -> None:
         else:
             engine, note = "not served", reasons.get(entry.name, "the configuration has its own use for the name")
             note = note if loaded.config.library else file.note
-        library.add_row(*map(escape, (entry.name, engine, file.size, file.quant, context, note)))
-    if library.row_count:
-        print_table(library)
+        library.append((entry.name, engine, file.size, file.quant, context, note))
+    if library:
+        print_table(("library", "engine", "size", "quant", "context", ""), library)
 
 
 @models_app.command("show")

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from modelyard.cli.completion import complete_models
-from modelyard.cli.console import AdminKeyOption, JsonOption, UrlOption, fail, make_table, out, print_table, run_or_exit
+from modelyard.cli.console import AdminKeyOption, JsonOption, UrlOption, fail, out, print_table, run_or_exit
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from modelyard.core.units import format_duration, format_size
 from modelyard.server.client import Json, ServerClient, find_url, no_server
@@ -55,11 +55,9 @@ def ps(
     if as_json:
         print_json([model_summary(model, time.time()) for model in shown])
         return
-    table = make_table("model", "engine", "state", "memory", "context", "slots", "until")
-    for model in shown:
-        table.add_row(*(escape(cell) for cell in _cells(model_summary(model, time.time()))))
     if shown:
-        print_table(table)
+        columns = ("model", "engine", "state", "memory", "context", "slots", "until")
+        print_table(columns, [tuple(_cells(model_summary(model, time.time()))) for model in shown])
     else:
         names = ", ".join(model["id"] for model in models) or "none"
         out.print(f"no model is loaded; the server has {escape(names)}", soft_wrap=True)

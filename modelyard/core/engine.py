@@ -17,6 +17,8 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     verify()            raises if its native library does not work on this machine (optional)
     faults(spec)        options that cannot work here, with a reason each: missing files, programs, keys (optional)
     capabilities(…)     what a model with these options and this header can do, before it is loaded (optional)
+    MARKS_MEDIA         True if a prompt has images and audio between its tokens, not after them (default False)
+    count_media(…)      the tokens of images and audio, before the model is loaded (optional)
     explain(error, …)   why it did not open, from the last lines of its process (optional)
     KIND                "text" or "chat"; an option with the name `kind` takes precedence
     create(spec)        the engine, not yet opened
@@ -330,6 +332,13 @@ class EmbeddingEngine(Protocol):
     """A text engine that also computes vectors: the embedding of each input, or the scores of a model that ranks."""
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings: ...
+
+
+@runtime_checkable
+class MediaEngine(Protocol):
+    """A text engine that knows how many tokens images and audio take."""
+
+    async def count_media(self, media: Sequence[Media]) -> list[int]: ...
 
 
 @runtime_checkable

@@ -29,6 +29,19 @@ class Image(Struct, frozen=True, tag="image", gc=False):
     detail: str | None = None
 
 
+class Audio(Struct, frozen=True, tag="audio", gc=False):
+    """A sound as a `data:` URL."""
+
+    url: str
+
+
+class Document(Struct, frozen=True, tag="document", gc=False):
+    """A PDF by URL, like an image. The gateway replaces it by the images and the text of its pages."""
+
+    url: str
+    name: str = ""
+
+
 class Thinking(Struct, frozen=True, tag="thinking", gc=False):
     """Reasoning returned by the client. `signature` is opaque and may be foreign, empty or missing."""
 
@@ -55,7 +68,7 @@ class ToolReference(Struct, frozen=True, tag="tool_reference", gc=False):
     name: str
 
 
-ResultPart = Text | Image | ToolReference
+ResultPart = Text | Image | Audio | Document | ToolReference
 
 
 class ToolResult(Struct, frozen=True, tag="tool_result", gc=False):
@@ -65,7 +78,7 @@ class ToolResult(Struct, frozen=True, tag="tool_result", gc=False):
     custom: bool = False
 
 
-Part = Text | Image | Thinking | ToolCall | ToolResult | ToolReference
+Part = Text | Image | Audio | Document | Thinking | ToolCall | ToolResult | ToolReference
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from modelyard.core.engine import Accepted
-from modelyard.core.request import Image, Message
-from modelyard.gateway.capabilities import has_images
+from modelyard.core.request import Audio, Image, Message
+from modelyard.prompt.media import media_kinds
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.telemetry.cache_diagnostics import (
     CacheReuse,
@@ -35,7 +35,7 @@ class CacheDiagnostics:
         prompt, request, model = prepared.prompts[0], prepared.request, prepared.model
         tools = tuple(tool for tool in request.tools if not tool.deferred) if request.tools else ()
         messages = request.messages
-        if "image" in model.modalities and has_images(request):
+        if len(model.modalities) > 1 and media_kinds(request):
             messages = tuple(map(_with_image_hashes, messages))
         record = PromptRecord(
             prepared.caller.trace,
@@ -75,5 +75,5 @@ class CacheDiagnostics:
 
 def _with_image_hashes(message: Message) -> Message:
     """Images are large, and only whether they changed matters."""
-    parts = tuple(Image(str(hash(part.url))) if isinstance(part, Image) else part for part in message.parts)
+    parts = tuple(Image(str(hash(part.url))) if isinstance(part, Image | Audio) else part for part in message.parts)
     return Message(message.role, parts, message.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from modelyard.core.engine import Capabilities
@@ -54,8 +56,8 @@ class CapabilityCache:
         return known[2]
 
 
-def check_capabilities(request: Request, can: Capabilities, name: str, *, images: bool) -> None:
-    """Raise Unsupported with the missing capability. `images`: the request has some."""
+def check_capabilities(request: Request, can: Capabilities, name: str, *, media: Collection[str] = ()) -> None:
+    """Raise Unsupported with the missing capability. `media` are the request's (`prompt/media.py`)."""
     if not can.chat:
         raise no_chat(can, name)
     if request.infill is not None and not can.infill:
@@ -69,9 +71,11 @@ def check_capabilities(request: Request, can: Capabilities, name: str, *, images
             code="prompt_logprobs_unsupported",
             param="echo" if request.echo else "prompt_logprobs",
         )
-    if images and "image" not in can.modalities:
-        reason = "takes text only; send the request without images or to another model"
-        raise Unsupported(f"the model {name!r} {reason}", code="modality_unsupported", param="messages")
+    for kind in media:
+        if kind not in can.modalities:
+            words = {"image": "images", "audio": "audio"}[kind]
+            reason = f"takes {' and '.join(can.modalities)} only; send the request without {words} or to another model"
+            raise Unsupported(f"the model {name!r} {reason}", code="modality_unsupported", param="messages")
     if not can.multi_turn and any(message.role in ("assistant", "tool") for message in request.messages):
         reason = "answers one question at a time; send it without the earlier turns"
         raise Unsupported(f"the model {name!r} {reason}", code="multi_turn_unsupported", param="messages")
@@ -149,11 +153,13 @@ def _without_images(message: Message) -> Message:
     return msgspec.structs.replace(message, parts=parts)
 
 
-def has_images(request: Request) -> bool:
-    for message in request.messages:
-        for part in message.parts:
-            if type(part) is Image:
-                return True
-            if type(part) is ToolResult and any(type(inner) is Image for inner in part.content):
-                return True
-    return False
+def require_place_for_images(model: Model) -> None:
+    """Raise if the prompt's template would drop them."""
+    renderer = model.pipeline.renderer
+    if not (renderer.marks_media or renderer.shows_images):
+        raise Unsupported(
+            f"the chat template of {model.name!r} has no place for images; remove prompt_format and chat_template from "
+            "its settings, or set a chat_template that writes them",
+            code="modality_unsupported",
+            param="messages",
+        )

@@ -83,8 +83,8 @@ from modelyard.gateway.capabilities import (
     check_capabilities,
     check_embeddings,
     check_rerank,
-    has_images,
     ignored_parameters,
+    require_place_for_images,
     without_tool_images,
 )
 from modelyard.gateway.choices import MultiChoiceStream
@@ -97,7 +97,8 @@ from modelyard.gateway.reasoning_budget import reasoning_budget
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
-from modelyard.prompt.images import Images
+from modelyard.prompt.images import Images, request_media
+from modelyard.prompt.media import media_kinds
 from modelyard.prompt.infill import infill_prompt
 from modelyard.prompt.translation import translated
 from modelyard.router.router import Router, Target
@@ -297,23 +298,36 @@ class Gateway:
         if request.tools or request.tool_choice.mode != "auto":
             request = _with_tool_choice(request)
         effective = self.capabilities.effective(model, capabilities)
-        images = has_images(request)
-        if images and "image" not in effective.modalities:
-            request = without_tool_images(request)
-            images = has_images(request)
-        check_capabilities(request, effective, model.name, images=images)
+        media = media_kinds(request)
+        if media:
+            request = await self._adapt_media(request, media, model, effective)
+            media = media_kinds(request)
+        check_capabilities(request, effective, model.name, media=media)
         if model.translates:
             request = translated(request)
-        if images:
+        if media:
             request = await self.images.inline(request)
         return request, capabilities
+
+    async def _adapt_media(
+        self, request: Request, media: frozenset[str], model: Model, effective: Capabilities
+    ) -> Request:
+        """With the pages of documents. A model that reads text only gets their text, and none of a tool's images."""
+        sees = "image" in effective.modalities
+        if "document" in media:
+            request = await self.images.expand_documents(request, with_images=sees)
+        if not sees:
+            return without_tool_images(request)
+        if model.kind == "text" and model.fault is None:
+            require_place_for_images(model)
+        return request
 
     async def _render(
         self, request: Request, model: Model, window: int | None, work: RequestWork
     ) -> Sequence[tuple[list[int], str]]:
         """Each prompt's token ids and text. Empty for an engine that renders by itself, unless its tokenizer is known
         and the prompt is text only. A long prompt is given up once it exceeds the window."""
-        if model.kind != "text" and (model.text is None or request.prompts or has_images(request)):
+        if model.kind != "text" and (model.text is None or request.prompts or media_kinds(request)):
             return ()
         renderer = model.pipeline.renderer
         if request.prompts:
@@ -388,11 +402,21 @@ class Gateway:
             model = await self._defined(model)
         request, _ = await self._adapt(request, caller, model, engine)
         if rendered := await self._render(request, model, None, work or RequestWork(0, caller.deadline)):
-            return sum(len(ids) for ids, _ in rendered)
+            count = sum(len(ids) for ids, _ in rendered)
+            return count + await self._count_media(request, model, engine) if media_kinds(request) else count
         counted = None if engine is None or isinstance(engine, TextEngine) else await engine.count(request)
         if counted is None:
             raise Unimplemented(f"the engine of {model.name!r} cannot count tokens")
         return counted
+
+    async def _count_media(self, request: Request, model: Model, engine: Engine | None) -> int:
+        """The tokens of a request's images and audio, by its engine if it is loaded, else by its files."""
+        media = request_media(request)
+        if isinstance(engine, MediaEngine):
+            return sum(await engine.count_media(media))
+        if model.count_media is None:
+            raise Unimplemented(f"the tokens of images can be counted once {model.name!r} is loaded")
+        return sum(await asyncio.to_thread(model.count_media, media))
 
     async def embed(self, request: EmbeddingRequest, caller: Caller, work: RequestWork | None = None) -> Embeddings:
         target, model, can = await self._resolve_reader(request.model, caller)
@@ -797,7 +821,7 @@ class ChoiceStream:
         if capabilities is not prepared.capabilities and capabilities != prepared.capabilities:
             # The engine was loaded or replaced after `prepare`.
             effective = gateway.capabilities.effective(model, capabilities)
-            check_capabilities(request, effective, model.name, images=has_images(request))
+            check_capabilities(request, effective, model.name, media=media_kinds(request))
         if ignored := ignored_parameters(request, capabilities):
             self.ignored = ignored
             gateway.metrics.warned("parameter_ignored")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from modelyard.core.engine import Capabilities
+from modelyard.core.engine import Capabilities, Media
 from modelyard.core.errors import ModelyardError, Unavailable, Unimplemented
 from modelyard.core.output_format import OutputFormat
 from modelyard.core.request import Request, Sampling
@@ -56,6 +56,7 @@ class Model(Struct, frozen=True, kw_only=True):
     translates: bool = False  # takes one text and two language codes, nothing else
     spm_infill: bool = False  # fills a gap with the text after it before the text before it
     capabilities: Capabilities | None = None  # as far as they are known before it is loaded
+    count_media: Callable[[Sequence[Media]], list[int]] | None = None  # their tokens, without a loaded engine
     fault: ModelyardError | None = None  # why it could not be defined; requests for it fail with this
     define: Callable[[], Model] | None = None  # it is not defined yet: reads its files, at the first request
 

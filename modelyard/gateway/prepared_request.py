@@ -14,7 +14,8 @@ from modelyard.core.lease import LeaseRequest
 from modelyard.core.request import Caller, Constraint, Priority, Request, Sampling
 from modelyard.gateway.model import Model
 from modelyard.gateway.priority import background_task_id
-from modelyard.prompt.images import image_media
+from modelyard.prompt.images import request_media
+from modelyard.prompt.media import media_kinds
 from modelyard.router.router import Target
 
 
@@ -145,11 +146,13 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
         rendered, request, model = self.rendered(choice), self.request, self.model
         if rendered is None or model.text is None:
             raise ValueError("a chat engine takes the request itself")
-        media: tuple[Media, ...] = ()  # after the tokens; the template left a marker for each
-        if "image" in model.modalities and model.text.renderer.shows_images:
-            media = image_media(request)
+        parts: tuple[TokenRun | Media, ...] = (TokenRun(rendered.ids),)
+        if len(model.modalities) > 1 and media_kinds(request):
+            media, renderer = request_media(request), model.text.renderer
+            # Without marks they come after the tokens: the template left a placeholder for each.
+            parts = renderer.parts(rendered.text, media) if renderer.marks_media else (*parts, *media)
         return Prompt(
-            parts=(TokenRun(rendered.ids), *media),
+            parts=parts,
             sampling=_with_seed(self.sampling, choice % request.n),
             max_tokens=rendered.budget.max_tokens,
             stop_ids=model.text.stop_ids,

@@ -15,7 +15,7 @@ import hashlib
 import os
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
@@ -27,7 +27,8 @@ from msgspec.structs import replace
 
 from modelyard.core.engine import Media
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Image, Message, Part, Request, ResultPart, ToolResult
+from modelyard.core.request import Audio, Image, Message, Part, Request, ResultPart, ToolResult
+from modelyard.prompt.media import media_parts
 from modelyard.prompt.settings import ImageSettings
 
 if TYPE_CHECKING:
@@ -245,7 +246,10 @@ class Images:
         self._fetcher = ImageFetcher(settings)
 
     async def inline(self, request: Request) -> Request:
-        urls = dict.fromkeys(_urls(request))
+        for part in media_parts(request):
+            if isinstance(part, Audio):
+                await asyncio.to_thread(check_data, part.url, self._settings.max_bytes, "audio")
+        urls = dict.fromkeys(part.url for part in media_parts(request) if isinstance(part, Image))
         if not urls:
             return request
         fetched = await self._fetch_all([url for url in urls if not await self._is_inline(url)])
@@ -285,49 +289,43 @@ def data_url(image: FetchedImage) -> str:
     return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
 
 
-def check_data(url: str, max_bytes: int) -> None:
+def check_data(url: str, max_bytes: int, kind: str = "image") -> None:
+    """`kind` is image or audio."""
     head, comma, body = url[5:].partition(",")
     media_type, *parameters = head.split(";")
+    what = "an image" if kind == "image" else "audio"
     if not comma or "base64" not in (p.strip().lower() for p in parameters):
-        raise _invalid("a data: URL of an image must read data:image/…;base64,…")
-    if not media_type.strip().lower().startswith("image/"):
-        raise _invalid(f"the data: URL holds {media_type[:80] or 'no media type'!r}, not an image/… type")
+        raise _invalid(f"a data: URL of {what} must read data:{kind}/…;base64,…", kind)
+    if not media_type.strip().lower().startswith(f"{kind}/"):
+        raise _invalid(f"the data: URL holds {media_type[:80] or 'no media type'!r}, not an {kind}/… type", kind)
     if len(body) // 4 * 3 - 2 > max_bytes:
         raise too_large(max_bytes)
     try:
         data = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
-        raise _invalid("the data: URL of an image is not valid base64") from None
+        raise _invalid(f"the data: URL of {what} is not valid base64", kind) from None
     if not data:
-        raise _invalid("the data: URL of an image is empty")
+        raise _invalid(f"the data: URL of {what} is empty", kind)
     if len(data) > max_bytes:
         raise too_large(max_bytes)
 
 
-def image_media(request: Request) -> tuple[Media, ...]:
-    """The images in the order of the template's markers; all are `data:` URLs. Only the model's processor knows how
+def request_media(request: Request) -> tuple[Media, ...]:
+    """Images and audio in the order of the conversation; all are `data:` URLs. Only the model's processor knows how
     many tokens each one takes."""
-    return tuple(_media(base64.b64decode(url.partition(",")[2])) for url in _urls(request))
+    return tuple(_media(part) for part in media_parts(request))
 
 
-def _media(data: bytes) -> Media:
-    return Media("image", hashlib.sha256(data).hexdigest(), data, 0)
+def _media(part: Image | Audio) -> Media:
+    data = base64.b64decode(part.url.partition(",")[2])
+    return Media("image" if isinstance(part, Image) else "audio", hashlib.sha256(data).hexdigest(), data, 0)
 
 
-def _invalid(message: str) -> InvalidRequest:
-    return InvalidRequest(message, code="invalid_image", param="messages")
+def _invalid(message: str, kind: str = "image") -> InvalidRequest:
+    return InvalidRequest(message, code=f"invalid_{kind}", param="messages")
 
 
 # --- the images of a request ----------------------------------------------------------------------------------------
-
-
-def _urls(request: Request) -> Iterator[str]:
-    for message in request.messages:
-        for part in message.parts:
-            if isinstance(part, Image):
-                yield part.url
-            elif isinstance(part, ToolResult):
-                yield from (each.url for each in part.content if isinstance(each, Image))
 
 
 def _with_fetched(message: Message, fetched: Mapping[str, str]) -> Message:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
+from modelyard.core.engine import Media, TokenRun
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import (
+    Audio,
     Image,
     Message,
     Part,
@@ -28,6 +31,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.core.tokenizer import Tokenizer
+from modelyard.prompt.media import joined, mark, media_parts, require_all_marks, split_at_marks
 from modelyard.prompt.template import ChatTemplate, TemplateFailed, TemplateMessage, tojson, with_json
 from modelyard.prompt.template_adapter import AdaptedTemplate, tools_as_text, used_tool
 from modelyard.prompt.template_budget import Frozen
@@ -105,35 +109,50 @@ _decode = msgspec.json.Decoder().decode
 
 
 class MessageConverter:
-    """Messages to the dictionaries that templates read. `images`: the template supports them; else they become text."""
+    """Messages to the dictionaries that templates read. `images`: the template supports them; else they become text:
+    `marks` (`prompt/media.py`), or the `placeholder` of the model's own template."""
 
-    def __init__(self, specials: Sequence[str], tools: ToolDefinitions, shield: Shield, *, images: bool) -> None:
+    def __init__(
+        self,
+        specials: Sequence[str],
+        tools: ToolDefinitions,
+        shield: Shield,
+        *,
+        images: bool,
+        marks: bool = False,
+        placeholder: str | None = None,
+    ) -> None:
         self._shield = shield
         self._shield_reply = Shield(text for text in specials if not _is_reasoning_tag(text))
         self._tools = tools
-        self._images = images
+        self._images, self._marks, self._placeholder = images, marks, placeholder
 
     def convert(self, request: Request) -> list[TemplateMessage]:
         out: list[TemplateMessage] = []
         names: dict[str, str] = {}
+        numbers = count(1)  # of images and audio
         for message in request.messages:
             if message.role == "assistant":
                 out.append(self._assistant(message, names))
             elif message.role == "tool":
-                out.extend(self._results(message, names, request.tools))
+                out.extend(self._results(message, names, request.tools, numbers))
             else:
-                out.append(self._other(message, request.tools))
+                out.append(self._other(message, request.tools, numbers))
         return out
 
-    def _other(self, message: Message, tools: Sequence[Tool]) -> TemplateMessage:
-        entry: TemplateMessage = {"role": message.role, "content": self._content(message.parts, tools)}
+    def _other(self, message: Message, tools: Sequence[Tool], numbers: Iterator[int]) -> TemplateMessage:
+        entry: TemplateMessage = {"role": message.role, "content": self._content(message.parts, tools, numbers)}
         if message.name:
             entry["name"] = self._shield(message.name)
         return entry
 
-    def _content(self, parts: Sequence[Part], tools: Sequence[Tool]) -> str | list[TemplateMessage]:
+    def _content(
+        self, parts: Sequence[Part], tools: Sequence[Tool], numbers: Iterator[int]
+    ) -> str | list[TemplateMessage]:
         if len(parts) == 1 and isinstance(part := parts[0], Text):
             return self._shield(part.text)
+        if (self._marks or self._placeholder) and any(isinstance(part, Image | Audio) for part in parts):
+            return joined(list(self._marked(parts, tools, numbers)))
         items = list(self._items(parts, tools))
         if self._images and any(item["type"] == "image" for item in items):
             return items
@@ -148,17 +167,29 @@ class MessageConverter:
             elif isinstance(part, ToolReference):
                 yield {"type": "text", "text": self._tools.announce(part.name, tools)}
 
-    def _results(self, message: Message, names: dict[str, str], tools: Sequence[Tool]) -> Iterator[TemplateMessage]:
+    def _marked(
+        self, parts: Sequence[Part], tools: Sequence[Tool], numbers: Iterator[int]
+    ) -> Iterator[tuple[str, bool]]:
+        for part in parts:
+            if isinstance(part, Image | Audio):
+                yield mark(part, next(numbers)) if self._marks else self._placeholder or "", True
+            else:
+                yield from ((item["text"], False) for item in self._items((part,), tools))
+
+    def _results(
+        self, message: Message, names: dict[str, str], tools: Sequence[Tool], numbers: Iterator[int]
+    ) -> Iterator[TemplateMessage]:
         for part in message.parts:
             if isinstance(part, ToolResult):
                 yield {
                     "role": "tool",
                     "name": names.get(part.call_id, ""),
                     "tool_call_id": self._shield(part.call_id),
-                    "content": self._content(part.content, tools),
+                    "content": self._content(part.content, tools, numbers),
                 }
             else:
-                yield {"role": "tool", "name": "", "tool_call_id": "", "content": self._content((part,), tools)}
+                content = self._content((part,), tools, numbers)
+                yield {"role": "tool", "name": "", "tool_call_id": "", "content": content}
 
     def _assistant(self, message: Message, names: dict[str, str]) -> TemplateMessage:
         shield = self._shield_reply
@@ -233,7 +264,8 @@ class Renderer:
     """`template_kwargs` are the model's template settings; a request's override them.
 
     `tools_template` is the variant that some models have for requests with tools. `tools_prompt` selects when tools are
-    described as text: if the template does not support them (auto), always or never.
+    described as text: if the template does not support them (auto), always or never. With `marks_media` images and
+    audio are marked and `parts` splits the prompt; with an `image_placeholder` they are written like that.
     """
 
     def __init__(
@@ -246,6 +278,8 @@ class Renderer:
         tools_template: ChatTemplate | None = None,
         tools_prompt: Literal["auto", "always", "never"] = "auto",
         cache_bytes: int = 32 << 20,
+        marks_media: bool = False,
+        image_placeholder: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._plain = AdaptedTemplate(template)
@@ -264,9 +298,16 @@ class Renderer:
         # A file may require the token although its template does not write it.
         self._begin = getattr(tokenizer, "bos_token", "") if getattr(tokenizer, "begins_prompts", False) else ""
         self._tools = ToolDefinitions(self._shield)
-        self.shows_images = any(template.mentions(word) for word in ("image", "image_url"))
-        specials = tuple(tokenizer.specials)
-        self._converter = MessageConverter(specials, self._tools, self._shield, images=self.shows_images)
+        self.marks_media = marks_media
+        self.shows_images = any(template.mentions(word) for word in ("image", "image_url")) or bool(image_placeholder)
+        self._converter = MessageConverter(
+            tuple(tokenizer.specials),
+            self._tools,
+            self._shield,
+            images=self.shows_images,
+            marks=marks_media,
+            placeholder=image_placeholder,
+        )
         sources = template.source + (tools_template.source if tools_template else "")
         self._tokens = TokenCache(tokenizer, _cuts(tokenizer, sources), limit_bytes=cache_bytes)
         self._opening, self._bare = self._find_opening(template)
@@ -288,6 +329,8 @@ class Renderer:
     def text(self, request: Request) -> str:
         """The prompt with the shield's marks, for `tokens` and `fresh`. Use `unshield(text)` to show it."""
         text = self._text(request)
+        if self.marks_media and (media := sum(1 for _ in media_parts(request))):
+            require_all_marks(text, media)
         return text if text.startswith(self._begin) else self._begin + text
 
     def _text(self, request: Request) -> str:
@@ -340,8 +383,18 @@ class Renderer:
         return {name: self._shield.deep(value) for name, value in kwargs.items()}
 
     def tokens(self, text: str, on_progress: OnProgress | None = None) -> list[int]:
-        """The token ids of a text that `text` returned."""
+        """The token ids of a text that `text` returned; images and audio have none."""
+        if self.marks_media and len(texts := split_at_marks(text)[0]) > 1:
+            return [id for piece in texts for id in self._tokens.encode(piece, on_progress)]
         return self._tokens.encode(text, on_progress)
+
+    def parts(self, text: str, media: Sequence[Media]) -> tuple[TokenRun | Media, ...]:
+        """The prompt of a text that `text` returned, with the media of the request at their marks."""
+        texts, numbers = split_at_marks(text)
+        parts: list[TokenRun | Media] = [TokenRun(self._tokens.encode(texts[0]))]
+        for number, piece in zip(numbers, texts[1:], strict=True):
+            parts += [media[number - 1], TokenRun(self._tokens.encode(piece))]
+        return tuple(part for part in parts if isinstance(part, Media) or part.ids)
 
     def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Cache the generated tokens: the next prompt that contains this reply uses them."""

@@ -148,7 +148,7 @@ class MarkdownText:
     """Markdown that grows. Each block is an element of its own: only the last one is rendered and sent again."""
 
     def __init__(self) -> None:
-        self._box = ui.element("div").classes("markdown")
+        self._box = ui.element("div").classes("markdown answer")
         self._last: ui.html | None = None
         self._open = ""  # the text of the last block, which may go on
         self._buffer, self._length = "", 0

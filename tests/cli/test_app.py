@@ -238,7 +238,8 @@ def test_models_list_shows_engine_aliases_and_description():
 
 def test_models_list_marks_the_default_as_not_downloaded():
     shown = " ".join(invoke("models", "list").stdout.split())
-    assert "smollm2 llama_cpp at start 94 MiB 2 × 8192, 2 × 4096 not fetched yet; A small model" in shown
+    assert "smollm2 llama_cpp at start 94 MiB" in shown
+    assert "not fetched yet; A small model that runs anywhere" in shown
 
 
 def test_a_table_never_cuts_a_name_and_wraps_only_its_last_column(monkeypatch: pytest.MonkeyPatch):
@@ -246,9 +247,7 @@ def test_a_table_never_cuts_a_name_and_wraps_only_its_last_column(monkeypatch: p
     for terminal, lines in ((True, 3), (False, 2)):
         shown = Console(width=60, force_terminal=terminal, no_color=True, file=io.StringIO())
         monkeypatch.setattr(console, "out", shown)
-        table = console.make_table("model", "aliases", "size", "")
-        table.add_row(name, "", "16.5 GiB", note)
-        console.print_table(table)
+        console.print_table(("model", "aliases", "size", ""), [(name, "", "16.5 GiB", note)])
         text = shown.file.getvalue()  # type: ignore[attr-defined]
         assert (name in text, "aliases" in text, text.count("\n")) == (True, False, lines)
         assert " ".join(text.split()).replace("\x1b[1m", "").replace("\x1b[0m", "").endswith(note)

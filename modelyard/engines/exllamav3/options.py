@@ -184,11 +184,12 @@ def job_arguments(
 ) -> Arguments:
     arguments: Arguments = {
         "max_new_tokens": max_output,
-        "min_new_tokens": prompt.sampling.min_output(max_output),
         "stop_conditions": list(dict.fromkeys((*prompt.stop_ids, *more_stop_ids))),
         "seed": prompt.sampling.seed,
         "max_rq_tokens": options.exllama_max_rq_tokens,
     }
+    if least := prompt.sampling.min_output(max_output):
+        arguments["min_new_tokens"] = least
     if prompt.logprobs is not None:
         arguments |= {"return_probs": True, "return_top_tokens": prompt.logprobs}
     return arguments

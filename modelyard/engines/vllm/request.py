@@ -47,10 +47,11 @@ class VllmRequest(Struct, frozen=True):
 
 
 def sampling_arguments(prompt: Prompt, max_output: int, n_vocab: int) -> dict[str, Any]:
+    least = _min_tokens(prompt, max_output)
     return {
         **_sampling(prompt.sampling, n_vocab),
+        **({"min_tokens": least} if least else {}),
         "max_tokens": max_output,
-        "min_tokens": _min_tokens(prompt, max_output),
         "stop_token_ids": list(prompt.stop_ids),
         # The gateway decides what ends an answer. But a complete grammar allows nothing except vLLM's own EOS.
         "ignore_eos": prompt.constraint is None,

@@ -13,7 +13,7 @@ from modelyard.core.request import Sampling
 from modelyard.engines import cores
 from modelyard.engines.ct2.options import IGNORED, Ct2Options, generate_arguments
 
-HONOURED = {"temperature", "top_p", "top_k", "repetition_penalty", "beam_size"}
+HONOURED = {"temperature", "top_p", "top_k", "repetition_penalty", "beam_size", "min_tokens", "ignore_eos"}
 
 
 def test_compute_type_is_int8_by_default() -> None:
@@ -59,6 +59,13 @@ def arguments(sampling: Sampling, **options: Any) -> dict[str, Any]:
 def test_every_sampling_field_is_either_honoured_or_listed_as_ignored() -> None:
     assert {field.name for field in fields(Sampling)} == HONOURED | set(IGNORED)
     assert not HONOURED & set(IGNORED)
+
+
+def test_a_request_can_raise_the_minimum_length() -> None:
+    assert arguments(Sampling(min_tokens=3), min_length=2)["min_length"] == 3
+    assert arguments(Sampling(min_tokens=1), min_length=2)["min_length"] == 2
+    endless = arguments(Sampling(ignore_eos=True))
+    assert (endless["min_length"], endless["end_token"]) == (10, (2, 0))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=1), Sampling(temperature=0, top_p=0.5)])

@@ -184,6 +184,14 @@ def test_job_gets_its_limit_and_each_stop_token_once() -> None:
     assert arguments == {"max_new_tokens": 30, "stop_conditions": [7, 2, 9], "seed": 5, "max_rq_tokens": None}
 
 
+def test_job_has_a_minimum_on_request() -> None:
+    def least(**sampling: Any) -> Any:
+        prompt = a_prompt(sampling=Sampling(**sampling))
+        return job_arguments(prompt, 30, ExllamaOptions(path="x")).get("min_new_tokens")
+
+    assert (least(), least(min_tokens=4), least(min_tokens=99), least(ignore_eos=True)) == (None, 4, 30, 30)
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_job_returns_probabilities_if_requested(count: int) -> None:
     arguments = job_arguments(a_prompt(logprobs=count), 1, ExllamaOptions(path="x"))

@@ -53,6 +53,13 @@ def test_default_sampling_is_neutral() -> None:
     }
 
 
+def test_no_token_ends_an_answer_before_its_minimum() -> None:
+    assert arguments(Sampling(min_tokens=3))["min_tokens"] == 3
+    assert arguments(Sampling(ignore_eos=True))["min_tokens"] == 7
+    schema = Constraint("json_schema", "{}")
+    assert "min_tokens" not in arguments(Sampling(min_tokens=3), constraint=schema)
+
+
 def test_sampling_fields_are_passed_on() -> None:
     result = arguments(
         Sampling(
