@@ -49,12 +49,13 @@ class Talk:
     def __init__(self, number: int, random: Random) -> None:
         self.key, self.cache = KEYS[number % len(KEYS)], tuple(CACHES)[number // len(KEYS) % len(CACHES)]
         self.session = f"{self.key}/{number}" if number % 4 else None
-        self._random, self.ids = random, list[int]()
+        self._random, self.ids, self._begun = random, list[int](), 0
         self.begin()
 
     def begin(self) -> None:
-        """Many begin alike: what one key has sent is what another one would like to know."""
-        self.ids = _run(1 + self._random.randrange(3), 40)
+        """Many begin alike: what one key has sent is what another one would like to know. But not for ever the same."""
+        self.ids = _run(8 * self._begun + self._random.randrange(8), 40)
+        self._begun += 1
 
     def continue_with(self, answer: list[int]) -> None:
         self.ids = self.ids + answer + [self._random.randrange(VOCAB) for _ in range(self._random.randint(1, 20))]

@@ -10,7 +10,6 @@ import msgspec
 import typer
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.markup import escape
 
 from modelyard.cli.console import ConfigOption, err, out, print_notes, print_problem, print_table
 from modelyard.core.units import format_size

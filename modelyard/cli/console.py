@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 out, err = Console(), Console(stderr=True)
 _GAP = 3  # between the columns of a table
-_LAST_COLUMN = 24  # characters that the last column of a table gets, if it has as many
+_LAST_COLUMN = 16  # characters that the last column of a table gets, if it has as many
 
 ConfigOption = Annotated[
     Path | None,

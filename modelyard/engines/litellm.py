@@ -48,6 +48,7 @@ from modelyard.engines.upstream import (
 from modelyard.plugins import MissingLibrary
 from modelyard.protocols import openai_chat
 from modelyard.protocols.common.sse import frame
+from modelyard.telemetry.request_capture import current_capture
 
 
 class LiteLlmOptions(BaseModel):
@@ -138,6 +139,9 @@ class LiteLlmEngine:
     def chat(self, request: Request) -> Generation[Event]:
         async def run(emit: Emit) -> None:
             arguments = completion_arguments(request, self._options, self._key)
+            if (capture := current_capture.get()) is not None:
+                shown = {name: value for name, value in arguments.items() if name != "api_key"}
+                capture.prompt(msgspec.json.encode(shown, enc_hook=str).decode())
             await with_retries(lambda: self._attempt(arguments, emit), self._retries)
 
         return self._jobs.start(run)
@@ -148,11 +152,16 @@ class LiteLlmEngine:
         try:
             chunks = await self._library.acompletion(**arguments)
         except Exception as error:  # providers raise various types; all have a status and a message
+            if (capture := current_capture.get()) is not None:
+                capture.output(str(getattr(error, "message", "") or error).partition(_TRACEBACK)[0])
             raise RetryableError(self._map_error(error), _retry_after(error) is not None) from error
-        reader = openai_chat.reader()
+        reader, capture = openai_chat.reader(), current_capture.get()
         try:
             async for chunk in chunks:
-                if await emit(reader.feed(frame(chunk.model_dump_json(exclude_none=True).encode()))):
+                received = chunk.model_dump_json(exclude_none=True)
+                if capture is not None:
+                    capture.output(received + "\n")
+                if await emit(reader.feed(frame(received.encode()))):
                     return
             await emit(reader.finish())
         except ModelyardError:

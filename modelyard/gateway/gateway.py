@@ -36,6 +36,7 @@ from modelyard.core.engine import (
     Engine,
     ForwardingEngine,
     Generation,
+    MediaEngine,
     Progress,
     Ranking,
     TextEngine,

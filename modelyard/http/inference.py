@@ -82,7 +82,7 @@ class InferenceEndpoint:
             source = gateway.start(prepared, capture)
             if stored is not None or request.repeated is not None:  # such a reply shows the values that were used
                 request = replace(request, sampling=prepared.sampling)
-            await (self._stream(source, request, exchange) if request.stream else self._reply(source, request, exchange))
+            await (self._stream if request.stream else self._reply)(source, request, exchange)
         except Exception as error:
             if context.status:
                 raise

@@ -1,4 +1,4 @@
-"""Images of a request: every URL becomes a `data:` URL, or an error that names the setting at fault.
+"""Images and documents of a request: every URL becomes a `data:` URL, or an error that names the setting at fault.
 
 Images are fetched only from allowed hosts and folders, because a request could otherwise make the gateway read its
 owner's network (SSRF) or disk. A host is checked by name, then by every address it resolves to, and the connection goes
@@ -15,7 +15,7 @@ import hashlib
 import os
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
@@ -26,14 +26,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.engine import Media
-from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Audio, Image, Message, Part, Request, ResultPart, ToolResult
+from modelyard.core.errors import InvalidRequest, Unsupported
+from modelyard.core.request import Audio, Document, Image, Message, Part, Request, ResultPart, Text, ToolResult
 from modelyard.prompt.media import media_parts
+from modelyard.prompt.pdf_pages import PdfReader
 from modelyard.prompt.settings import ImageSettings
 
 if TYPE_CHECKING:
     import httpx
 
+PDF, PDF_START = "application/pdf", b"%PDF-"
 _REDIRECTS = 3
 _NAT64 = ip_network("64:ff9b::/96")
 _MAGIC = (
@@ -44,6 +46,7 @@ _MAGIC = (
     (b"BM", "image/bmp"),
     (b"II*\x00", "image/tiff"),
     (b"MM\x00*", "image/tiff"),
+    (PDF_START, PDF),
 )
 
 
@@ -116,7 +119,7 @@ class ImageFetcher:
         async with self._connect().stream(
             "GET",
             url.copy_with(host=address),
-            headers={"host": url.netloc.decode("ascii"), "accept": "image/*", "accept-encoding": "identity"},
+            headers={"host": url.netloc.decode("ascii"), "accept": f"image/*, {PDF}", "accept-encoding": "identity"},
             extensions={"sni_hostname": host},
         ) as response:
             if response.is_redirect:
@@ -155,7 +158,8 @@ class ImageFetcher:
         if response.status_code != 200:
             raise unreachable(f"the image's host {host!r} answered with status {response.status_code}")
         media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if not media_type.startswith("image/") or response.headers.get("content-encoding", "identity") != "identity":
+        is_known = media_type.startswith("image/") or media_type == PDF
+        if not is_known or response.headers.get("content-encoding", "identity") != "identity":
             raise unreachable(f"the image's host {host!r} sent {media_type or 'no content type'!r}, not a plain image")
         data = bytearray()
         async for chunk in response.aiter_raw():
@@ -244,6 +248,7 @@ class Images:
     def __init__(self, settings: ImageSettings) -> None:
         self._settings = settings
         self._fetcher = ImageFetcher(settings)
+        self._pdf = PdfReader(settings)
 
     async def inline(self, request: Request) -> Request:
         for part in media_parts(request):
@@ -256,6 +261,40 @@ class Images:
         if not fetched:
             return request
         return replace(request, messages=tuple(_with_fetched(message, fetched) for message in request.messages))
+
+    async def expand_documents(self, request: Request, *, with_images: bool) -> Request:
+        """With the text of its documents instead of them, and an image of each page if the model sees."""
+        documents = {part: await self._pages(part, with_images) for part in _documents(request)}
+        messages = tuple(_with_pages(message, documents) for message in request.messages)
+        return replace(request, messages=messages)
+
+    async def _pages(self, document: Document, with_images: bool) -> tuple[Text | Image, ...]:
+        """Each page: a line that says which one, its text, and its image."""
+        pages = await self._pdf.read(await self._document_data(document.url), with_images=with_images)
+        if not with_images and not any(page.text for page in pages):
+            raise Unsupported(
+                "a PDF has no text, and the model does not see images of its pages; send it to a model that does",
+                code="modality_unsupported",
+                param="messages",
+            )
+        name = f" of {document.name}" if document.name else ""
+        parts: list[Text | Image] = []
+        for number, page in enumerate(pages, 1):
+            parts.append(Text(f"[page {number}{name}]\n{page.text}".rstrip()))
+            if page.image:
+                parts.append(Image(data_url(FetchedImage("image/png", page.image))))
+        return tuple(parts)
+
+    async def _document_data(self, url: str) -> bytes:
+        limit = self._settings.max_bytes
+        if url[:5].lower() != "data:":
+            data = (await self._fetcher.fetch(url)).data
+        else:
+            await asyncio.to_thread(check_data, url, limit, "application")
+            data = base64.b64decode(url.partition(",")[2])
+        if not data[:1024].lstrip().startswith(PDF_START):
+            raise _invalid("a document is not a PDF", "document")
+        return data
 
     async def close(self) -> None:
         await self._fetcher.close()
@@ -290,10 +329,10 @@ def data_url(image: FetchedImage) -> str:
 
 
 def check_data(url: str, max_bytes: int, kind: str = "image") -> None:
-    """`kind` is image or audio."""
+    """`kind` is image, audio or application (a PDF)."""
     head, comma, body = url[5:].partition(",")
     media_type, *parameters = head.split(";")
-    what = "an image" if kind == "image" else "audio"
+    what = {"image": "an image", "audio": "audio"}.get(kind, "a document")
     if not comma or "base64" not in (p.strip().lower() for p in parameters):
         raise _invalid(f"a data: URL of {what} must read data:{kind}/…;base64,…", kind)
     if not media_type.strip().lower().startswith(f"{kind}/"):
@@ -326,6 +365,28 @@ def _invalid(message: str, kind: str = "image") -> InvalidRequest:
 
 
 # --- the images of a request ----------------------------------------------------------------------------------------
+
+
+def _documents(request: Request) -> Iterator[Document]:
+    for message in request.messages:
+        for part in message.parts:
+            inner = part.content if isinstance(part, ToolResult) else (part,)
+            yield from (each for each in inner if isinstance(each, Document))
+
+
+def _with_pages(message: Message, documents: Mapping[Document, tuple[Text | Image, ...]]) -> Message:
+    parts: list[Part] = []
+    for part in message.parts:
+        if isinstance(part, Document):
+            parts += documents[part]
+        elif isinstance(part, ToolResult):
+            content: list[ResultPart] = []
+            for each in part.content:
+                content += documents[each] if isinstance(each, Document) else (each,)
+            parts.append(replace(part, content=tuple(content)))
+        else:
+            parts.append(part)
+    return replace(message, parts=tuple(parts))
 
 
 def _with_fetched(message: Message, fetched: Mapping[str, str]) -> Message:

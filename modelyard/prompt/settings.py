@@ -17,7 +17,11 @@ class ImageSettings(BaseModel):
         description='Hosts (globs such as "*.example.com") that http(s) images may come from, and folders '
         '("file:///pictures/") that file images may come from. data: URLs always work.',
     )
-    max_bytes: int = Field(default=20 * 1024**2, gt=0, description="Largest image, decoded.")
+    max_bytes: int = Field(default=20 * 1024**2, gt=0, description="Largest image, sound or PDF, decoded.")
+    pdf_max_pages: int = Field(default=32, gt=0, description="Most pages of a PDF in a request.")
+    pdf_pixels: int = Field(
+        default=1280, ge=64, le=8192, description="Longest side of the image of a PDF's page, in pixels."
+    )
     timeout_s: float = Field(default=10.0, gt=0, description="Seconds that fetching one image may take in all.")
     allow_private: bool = Field(
         default=False, description="Whether allowed hosts may resolve to private or loopback addresses."

@@ -5,6 +5,7 @@ It needs no engine and no weights. A definition that fails keeps its error; only
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from modelyard.core.engine import Capabilities
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling, Text
 from modelyard.gateway.model import Model, TextPipeline
+from modelyard.prompt.media import image_placeholder
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import TemplateSource, builtin, find_template
@@ -50,6 +52,10 @@ def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
     remote = getattr(module, "REMOTE", False)
     recommended = _recommended_sampling(module, options, notes)
     model = _model(entry, kind, text, remote, translates=translates, capabilities=capabilities, file=recommended)
+    if capabilities is not None and "modalities" not in settings.model_fields_set:
+        model = replace(model, modalities=capabilities.modalities)
+    if len(model.modalities) > 1 and hasattr(module, "count_media"):
+        model = replace(model, count_media=partial(module.count_media, options))
     return ModelDefinition(model, notes)
 
 
@@ -162,6 +168,8 @@ def _text_pipeline(
         thinking_default=entry.enable_thinking,
         tools_template=_compile(source.for_tools, tokenizer) if source.for_tools else None,
         tools_prompt=settings.tools_prompt,
+        marks_media=getattr(module, "MARKS_MEDIA", False),
+        image_placeholder=_own_image_placeholder(tokenizer, source),
     )
     notes += [
         ("tokenizer", f"{where}, {tokenizer.size} tokens"),
@@ -179,6 +187,12 @@ def _text_pipeline(
         stop_strings=stop_strings,
         rerank_template=tokenizer.named_template("rerank"),
     )
+
+
+def _own_image_placeholder(tokenizer: FileTokenizer, source: TemplateSource) -> str | None:
+    """How the model's own template writes an image, if another template is used: that one cannot know."""
+    own = tokenizer.template
+    return image_placeholder(_compile(own, tokenizer)) if own is not None and own != source.text else None
 
 
 def _open_tokenizer(path: Path) -> FileTokenizer:

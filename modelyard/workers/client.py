@@ -33,6 +33,7 @@ from modelyard.core.errors import ENGINE_DIED, ModelyardError, Unavailable, Unsu
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.telemetry.request_capture import RequestCapture, current_capture
 from modelyard.workers import messages as msg
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
 
@@ -44,12 +45,21 @@ _QUEUE_LIMIT = 1024  # items that may wait for a reader before the worker is ask
 
 
 class SessionRequest:
-    """A request in flight; `WorkerSession.start` explains `make_end`."""
+    """A request in flight; `WorkerSession.start` explains `make_end` and `capture`."""
 
-    __slots__ = ("is_paused", "make_end", "queue")
+    __slots__ = ("capture", "is_paused", "make_end", "queue")
 
-    def __init__(self, queue: GenerationQueue[Any], make_end: Callable[[ModelyardError], Any]) -> None:
-        self.queue, self.make_end, self.is_paused = queue, make_end, False
+    def __init__(
+        self, queue: GenerationQueue[Any], make_end: Callable[[ModelyardError], Any], capture: RequestCapture | None
+    ) -> None:
+        self.queue, self.make_end, self.capture, self.is_paused = queue, make_end, capture, False
+
+    def on_traffic(self, traffic: msg.ChatTraffic) -> None:
+        if self.capture is None:
+            return
+        if traffic.sent:
+            self.capture.prompt(traffic.sent)
+        self.capture.output(traffic.received)
 
 
 class WorkerSession:
@@ -163,9 +173,13 @@ class WorkerSession:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def start(
-        self, message: Callable[[int], msg.LinkMessage], make_end: Callable[[ModelyardError], Any]
+        self,
+        message: Callable[[int], msg.LinkMessage],
+        make_end: Callable[[ModelyardError], Any],
+        capture: RequestCapture | None = None,
     ) -> GenerationQueue[Any]:
-        """Start a request with the message for its id. `make_end` turns an error into the last item of its queue."""
+        """Start a request with the message for its id. `make_end` turns an error into the last item of its queue;
+        `capture` gets what a chat engine sends and receives."""
         id = next(self._ids)
         queue: GenerationQueue[Any] = GenerationQueue(
             on_cancel=lambda: self._run_on_loop(partial(self._abort, id)),
@@ -179,7 +193,7 @@ class WorkerSession:
         except ModelyardError as error:
             queue.put_many([make_end(error)], last=True)
         else:
-            self._requests[id] = SessionRequest(queue, make_end)
+            self._requests[id] = SessionRequest(queue, make_end, capture)
         return queue
 
     def _run_on_loop(self, callback: Callable[[], None]) -> None:
@@ -241,6 +255,9 @@ class WorkerSession:
         if type(update) is msg.ChatEvents:
             items: list[Any] = update.events
             last = bool(items) and isinstance(items[-1], (Finished, Failed))
+        elif type(update) is msg.ChatTraffic:
+            request.on_traffic(update)
+            return
         else:
             items = [msg.to_chunk(update)]
             last = type(update) is msg.RequestFinished or type(update) is msg.RequestFailed
@@ -445,8 +462,10 @@ class RemoteEmbeddingEngine(RemoteTextEngine):
 
 class RemoteChatEngine(RemoteEngine):
     def chat(self, request: Request) -> Generation[Event]:
-        without_warnings = replace(request, warnings=())
-        return self._session.start(lambda id: msg.AddChat(self.id, id, without_warnings), Failed)
+        without_warnings, capture = replace(request, warnings=()), current_capture.get()
+        return self._session.start(
+            lambda id: msg.AddChat(self.id, id, without_warnings, capture is not None), Failed, capture
+        )
 
     async def count(self, request: Request) -> int | None:
         return (await self._session.call(lambda id: msg.CountChatTokens(id, self.id, request))).tokens

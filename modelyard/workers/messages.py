@@ -283,9 +283,12 @@ class AddRequest(ToWorker, frozen=True, tag="add"):
 
 
 class AddChat(ToWorker, frozen=True, tag="chat"):
+    """`capture`: the client wants to see what the engine sends to its server and receives."""
+
     engine: str
     request_id: int
     request: Request
+    capture: bool = False
 
 
 class AbortRequest(ToWorker, frozen=True, tag="abort"):
@@ -449,7 +452,17 @@ class ChatEvents(LinkMessage, frozen=True, tag="c"):
     events: list[Event]
 
 
-RequestUpdate = RequestAccepted | PrefillProgress | TokenStep | RequestFinished | RequestFailed | ChatEvents
+class ChatTraffic(LinkMessage, frozen=True, tag="x"):
+    """What a chat engine sent to its server, or received from it."""
+
+    request_id: int
+    sent: str = ""
+    received: str = ""
+
+
+RequestUpdate = (
+    RequestAccepted | PrefillProgress | TokenStep | RequestFinished | RequestFailed | ChatEvents | ChatTraffic
+)
 
 
 class UpdateBatch(ToClient, frozen=True, tag="frame"):

@@ -29,6 +29,7 @@ from modelyard.core.engine import (
 from modelyard.core.errors import Conflict, ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Failed
 from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.telemetry.request_capture import current_capture
 from modelyard.workers import messages as msg
 from modelyard.workers.dedup import RunDeduplicator
 from modelyard.workers.definitions import Definitions, engine_spec
@@ -174,6 +175,23 @@ class RunningRequest:
             self.resume()
 
 
+class TrafficReport:
+    """Reports to the client what an engine sends to its server and receives, for the client's `RequestCapture`."""
+
+    def __init__(self, worker: Worker, client: WorkerClient, id: int) -> None:
+        self._worker, self._client, self._id = worker, client, id
+
+    def prompt(self, text: str) -> None:
+        self._worker.add_updates(self._client, [msg.ChatTraffic(self._id, sent=text)])
+
+    def output(self, text: str) -> None:
+        self._worker.add_updates(self._client, [msg.ChatTraffic(self._id, received=text)])
+
+    def request(self, body: bytes) -> None: ...
+    def response(self, data: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
 def _failure(id: int, kind: str, error: ModelyardError) -> msg.RequestUpdate:
     return msg.ChatEvents(id, [Failed(error)]) if kind == "chat" else msg.RequestFailed(id, error)
 
@@ -312,7 +330,15 @@ class Worker(PeerServer[WorkerClient]):
         self._start_request(client, message.engine, id, "text", start)
 
     def _on_add_chat(self, client: WorkerClient, message: msg.AddChat) -> None:
-        self._start_request(client, message.engine, message.request_id, "chat", lambda e: e.chat(message.request))
+        def start(engine: Any) -> Generation[Any]:
+            traffic = TrafficReport(self, client, message.request_id) if message.capture else None
+            token = current_capture.set(traffic)
+            try:
+                return cast("Generation[Any]", engine.chat(message.request))
+            finally:
+                current_capture.reset(token)
+
+        self._start_request(client, message.engine, message.request_id, "chat", start)
 
     def _start_request(
         self, client: WorkerClient, engine_id: str, id: int, kind: str, start: Callable[[Any], Generation[Any]]

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from modelyard.launch.agents import AGENTS
+from modelyard.library import default_model
 from tests.cli_process import MODELYARD, ROOT
 from tests.clients.agent_bench import DEADLINE, AgentBench
 from tests.launch.test_launch import free_port
+from tests.library.web import serve_hub
 
 ONE_QUESTION = {
     "claude": ("-p", "hello"),
@@ -31,22 +33,51 @@ model = "demo"
 """
 
 
+class User:
+    """Someone with an agent on the path, an own cache folder, and no server."""
+
+    def __init__(self, agent: str, folder: Path) -> None:
+        bench = AgentBench(agent, folder)
+        (folder / "bin").mkdir()
+        (folder / "bin" / bench.agent.program).symlink_to(bench.program)
+        self._work, self.env = bench.work, bench.environment()
+        self.env |= {"PATH": f"{folder / 'bin'}:{self.env['PATH']}", "PYTHONPATH": str(ROOT)}
+        self.env |= {"MODELYARD_CACHE": str(folder / "cache"), "MODELYARD_URL": f"http://127.0.0.1:{free_port()}"}
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*MODELYARD, *arguments],
+            cwd=self._work,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+
+
 @pytest.mark.parametrize("name", AGENTS)
 def test_launch_starts_a_server_and_the_agent_and_ends_both(name: str, tmp_path: Path) -> None:
-    bench = AgentBench(name, tmp_path)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / bench.agent.program).symlink_to(bench.program)
     (tmp_path / "yard.toml").write_text(CONFIG)
-    env = bench.environment()
-    env |= {"PATH": f"{tmp_path / 'bin'}:{env['PATH']}", "PYTHONPATH": str(ROOT)}
-    env |= {"MODELYARD_CACHE": str(tmp_path / "cache"), "MODELYARD_URL": f"http://127.0.0.1:{free_port()}"}
-    command = [*MODELYARD, "launch", name, "--config", str(tmp_path / "yard.toml"), "--", *ONE_QUESTION[name]]
-    done = subprocess.run(
-        command, cwd=bench.work, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE
-    )
+    user = User(name, tmp_path)
+    done = user.run("launch", name, "--config", str(tmp_path / "yard.toml"), "--", *ONE_QUESTION[name])
     assert done.returncode == 0, done
     assert "Hello from the yard." in done.stdout, done
     assert not [path for path in (tmp_path / "home").rglob("*") if path.name in FOREIGN], "the user's settings"
 
 
 FOREIGN = (".claude", ".claude.json", ".codex", ".continue", "opencode.json", ".aider.conf.yml")
+
+
+@pytest.mark.parametrize("name", ["claude", "continue"])
+def test_an_agent_gets_a_reply_from_a_model_right_after_its_pull(name: str, tmp_path: Path) -> None:
+    user = User(name, tmp_path)
+    (tmp_path / "settings" / "modelyard").mkdir(parents=True)
+    (tmp_path / "settings" / "modelyard" / "modelyard.toml").write_text("[decoding]\ntemperature = 0\n")
+    with serve_hub() as hub:
+        hub.repos["maker/Small-GGUF"] = {"Small-Q4_1.gguf": default_model.fetch().read_bytes()}
+        user.env |= {"HF_ENDPOINT": hub.url, "MODELYARD_LIBRARY": "true", "XDG_CONFIG_HOME": str(tmp_path / "settings")}
+        pulled = user.run("pull", "hf.co/maker/Small-GGUF")
+    assert pulled.returncode == 0, pulled
+    done = user.run("launch", name, "--model", "Small", "--", *ONE_QUESTION[name])
+    assert (done.returncode, bool(done.stdout.strip())) == (0, True), done

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelyard.core.engine import Capabilities, Engine, EngineSpec
-from modelyard.core.errors import ModelyardError
+from msgspec import structs
+
+from modelyard import libmtmd
+from modelyard.core.engine import Capabilities, Engine, EngineSpec, Media
+from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.engines.llama_cpp.estimate import estimate as estimate
 from modelyard.engines.llama_cpp.estimate import require_supported
 from modelyard.engines.llama_cpp.library import offloads_to_gpu
@@ -17,13 +20,15 @@ from modelyard.engines.llama_cpp.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_cpp.options import Options as Options
 from modelyard.engines.llama_cpp.options import flash_attention_mode, model_capabilities
 from modelyard.engines.option_faults import OptionFault, try_options
+from modelyard.library import projector_file
 from modelyard.library.architectures import is_tested
 from modelyard.library.gguf import read_architecture, read_purpose, require_complete
-from modelyard.library.model_files import locate_model_file
+from modelyard.library.model_files import find_model_file, locate_model_file
 from modelyard.library.progress import ProgressReporter
 
 KIND = "text"
 HOLDS_WEIGHTS = True
+MARKS_MEDIA = True
 _PLAIN_TYPES = ("f32", "f16", "bf16")
 
 
@@ -47,9 +52,27 @@ def _require_runnable(file: Path) -> None:
     require_supported(file, read_architecture(file))
 
 
+def _require_projector(path: str) -> None:
+    if not projector_file.encoded_kinds(found := locate_model_file(path)):
+        raise InvalidRequest(f"{found} is not a projector for images or audio", code="projector_unreadable")
+
+
 def capabilities(options: Options, header: Path | None = None) -> Capabilities:
-    """By the file, or by a copy of its header: a model generates, embeds or ranks."""
-    return model_capabilities(read_purpose(header or locate_model_file(options.path)), options)
+    """By the file, or by a copy of its header: a model generates, embeds or ranks. By its projector's file: what else
+    than text it takes."""
+    found = model_capabilities(read_purpose(header or locate_model_file(options.path)), options)
+    if not found.chat or libmtmd.find_library() is None or find_model_file(options.path) is None:
+        return found
+    projector = projector_file.locate(options.mmproj, locate_model_file(options.path))
+    kinds = projector_file.encoded_kinds(projector) if projector is not None else ()
+    return structs.replace(found, modalities=("text", *kinds))
+
+
+def count_media(options: Options, media: Sequence[Media]) -> list[int]:
+    """The tokens of each, without a loaded model: the projector is loaded for it, and a model without its weights."""
+    from modelyard.engines.llama_cpp.media import count_without_model
+
+    return count_without_model(options, media)
 
 
 def prepare(progress: ProgressReporter | None = None) -> None:
@@ -87,6 +110,7 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     yield from try_options(
         ("path", lambda path: _require_runnable(locate_model_file(path)), options.path),
         ("draft_model_path", locate_model_file, options.draft_model_path),
+        ("mmproj", _require_projector, options.mmproj if isinstance(options.mmproj, str) else None),
         ("replay", lambda path: read_rules(Path(path)), options.replay),
         *((f"lora.{name}", locate_model_file, lora.path) for name, lora in options.lora.items()),
     )

@@ -131,17 +131,20 @@ def compute_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
     cells = _cells(info) if kv else 0
     sliding_cells = _sliding_cells(model, info, options) if model.sliding_key else 0
     row = model.activations or 12 * model.width
+    copied = info.parallel * model.state // max(1, model.layers)  # the states of one layer
     # Without flash attention the scores of all heads are held at once, and the masks; with it only the masks, in fp16.
     if flash_attention_mode(options, gpu=False) == "off":
         scores = cells * (model.heads + 1) + sliding_cells
         attention = model.attention_activations or 5 * model.width + kv // max(1, model.layers)
         row = max(row + cells, scores + attention)
+        if model.attention_activations:  # the latent vectors are transposed
+            copied += info.parallel * cells * model.head_size // 2
     else:
         row += (cells + sliding_cells) // 2
     logits = model.vocab + 3 * model.width
     outputs = min(max_outputs(info, options), rows)
     held = info.parallel * (1 if options.speculation == "off" else 1 + options.draft_n_max)  # the logits of a step
-    return int(4 * max(rows * row, outputs * logits)) + 4 * model.vocab * min(held, outputs)
+    return int(4 * max(rows * row + copied, outputs * logits)) + 4 * model.vocab * min(held, outputs)
 
 
 def _cells(info: CacheInfo) -> int:

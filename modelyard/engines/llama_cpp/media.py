@@ -14,7 +14,7 @@ import io
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +33,8 @@ from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import file_identity
 from modelyard.engines.llama_cpp.media_tokens import IntArray, count_positions, media_ids
 from modelyard.engines.llama_cpp.options import Options
+from modelyard.library import projector_file
+from modelyard.library.model_files import locate_model_file
 from modelyard.tokenizer import llama_log
 
 log = logging.getLogger(__name__)
@@ -313,3 +315,29 @@ class MediaEncoder:
         self._thread.shutdown(cancel_futures=True)
         self._kept.clear()
         self._projector.close()
+
+
+# --- without a loaded model -------------------------------------------------------------------------------------------
+
+
+def count_without_model(options: Options, media: Sequence[Media]) -> list[int]:
+    """The tokens of each. Loads the projector for the call, and a model without weights: libmtmd asks it for its
+    vocabulary and its positions."""
+    path = locate_model_file(options.path)
+    file = projector_file.locate(options.mmproj, path)
+    if file is None:
+        raise Unsupported("this model takes text only", code="modality_unsupported")
+    params = lib.llama_model_default_params()
+    params.n_gpu_layers, params.no_alloc, params.load_mode = 0, True, 0
+    llama_log.clear()
+    model = lib.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        raise InvalidRequest(f"{path} cannot be loaded: {llama_log.first_error()}", code="model_unreadable")
+    try:
+        projector = Projector(file, model, options, 1, gpu=False)
+        try:
+            return [projector.count(each) for each in media]
+        finally:
+            projector.close()
+    finally:
+        lib.llama_model_free(model)

@@ -33,7 +33,7 @@ from modelyard.engines.llama_cpp.estimate import (
 )
 from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.library import architectures as architectures_facts
+from modelyard.library.architectures import refusal
 from modelyard.library.gguf import TensorInfo
 from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
@@ -135,23 +135,26 @@ def test_estimates_of_well_known_models_are_within_10_percent(name: str, monkeyp
 
 
 def test_the_kv_of_every_architecture_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = {}
     settings = [
         (CacheInfo(4096, 2), {"n_ubatch": 512, "flash_attn": "on"}),
         (CacheInfo(16384, 2, type_k="q8_0"), {"n_ubatch": 64, "flash_attn": "on", "swa_full": False}),
         (CacheInfo(4096, 1), {"n_ubatch": 64, "flash_attn": "off"}),
     ]
-    for name in architectures.ARCHITECTURES:
-        if architectures_facts.refusal(name) is not None:
-            continue
+    checked, wrong = 0, dict[tuple[str, int], float]()
+    for name in (name for name in architectures.ARCHITECTURES if refusal(name) is None):
         file = architectures.model(name)
         with simulated_model(file, monkeypatch) as simulated:
             for info, chosen in settings:
                 options = Options(path=str(file), **chosen)
-                guess, (kv, _) = kv_bytes(read_model_shape(file), info, options), simulated.context(info, options)
+                try:
+                    kv, _ = simulated.context(info, options)
+                except InvalidRequest:  # llama.cpp cannot quantize keys of some widths
+                    continue
+                guess, checked = kv_bytes(read_model_shape(file), info, options), checked + 1
                 if guess != pytest.approx(kv, rel=0.01, abs=2**14):  # it says two digits of a MiB
-                    wrong[name, info.window] = guess / max(1, kv)
+                    wrong[name, info.window] = guess / max(1.0, kv)
     assert wrong == {}
+    assert checked > 2.8 * len(architectures.ARCHITECTURES)
 
 
 @pytest.mark.parametrize("made", [sliding_model, recurrent_model])

@@ -3,7 +3,8 @@
     python -m tests.engines.llama_cpp.wide_models    writes those that are missing
 
 They have fewer layers and experts, and no weights: the files are sparse. llama.cpp reads such a file with
-`no_alloc`, and says how much memory each context would take. Matrices are Q4_K, or Q8_0 where the width is no multiple of 256.
+`no_alloc`, and says how much memory each context would take. Matrices are Q4_K, or Q8_0 where
+the width is no multiple of 256.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ _NEEDED: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "Granite 4 H Tiny": {f"blk.{at}.ssm_conv1d.bias": (4352,) for at in range(10) if at != 5},
 }
-_OPTIONAL = re.compile(r"attn_[qkv]\.bias|exp_probs_b\.bias|(output|rope_freqs|cls\.\w+)\.weight|dense_2\.\w+|\w+scale")
+_OPTIONAL = re.compile(r"attn_[qkv]\.bias|exp_probs_b\.bias|(rope_freqs|cls\.\w+)\.weight|dense_2\.\w+|\w+scale")
 _OPTIONAL_HERE = {
     "llama": re.compile(r"(attn_output|ffn_\w+)\.bias"),
     "granitehybrid": re.compile(r"(attn_output|ffn_\w+)\.bias"),
@@ -160,7 +161,7 @@ def _tensors(name: str, header: Facts) -> dict[str, tuple[int, ...]]:
         del found[tensor]
         for part in ("gate", "up"):
             found[tensor.replace("gate_up", part)] = (experts, rows // 2, columns)
-    return found | _NEEDED.get(name, {})
+    return found | {"output.weight": found["token_embd.weight"]} | _NEEDED.get(name, {})
 
 
 @cache
