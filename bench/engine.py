@@ -4,13 +4,15 @@
 
 Tokens per second of 1, 2, 4 and 8 streams and at depths of 512 and 4,096 tokens, the time to first token of prompts of
 32, 512 and 4,096 tokens, and our single stream with 32 streams of the fake engine in the same process against the same
-stream alone. Rounds are interleaved; every prompt starts with new words, so that no cache matches.
+stream alone, and 2 + 2 streams in two caches against 4 in one. Rounds are interleaved; every prompt starts with new
+words, so that no cache matches.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -169,9 +171,24 @@ class EngineBenchmark:
             busy.append(uvloop.run(self._measure_busy(servers[OURS], case)))
         return found, alone, busy
 
-    async def _measure(self, server: Server, case: Case) -> Measured:
+    def run_caches(self, one: Server, two: Server) -> tuple[list[Measured], list[Measured]]:
+        """Four streams in one cache, and in two caches of another server with as many sequences."""
+        together, apart, case = list[Measured](), list[Measured](), Case(4, 32, self._plan.cases[0].tokens)
+        sides = [("one cache", one, together, ("real",)), ("two caches", two, apart, ("real", "haiku"))]
+        for name, server, _, models in sides:
+            self._tick(f"warming up {name}")
+            uvloop.run(self._measure(server, case, models))
+        for number in range(self._plan.rounds):
+            for name, server, found, models in sides if number % 2 == 0 else reversed(sides):
+                self._tick(f"4 streams in {name}")
+                found.append(uvloop.run(self._measure(server, case, models)))
+        return together, apart
+
+    async def _measure(self, server: Server, case: Case, models: Sequence[str] = ("real",)) -> Measured:
+        """The streams take turns with the models."""
         prompts = [self._prompts.messages(case.depth) for _ in range(case.streams)]
-        bodies = [chat_body("real", messages, case.tokens) for messages in prompts]
+        names = itertools.cycle(models)
+        bodies = [chat_body(next(names), messages, case.tokens) for messages in prompts]
         before = server.cpu_s()
         answers = await chat_async(server, *bodies)
         cpu_s = server.cpu_s() - before
@@ -223,13 +240,24 @@ def comparisons(found: Rounds, alone: list[Measured], busy: list[Measured]) -> I
     yield Comparison("ours with background streams, against alone", "tok/s", with_background, without, 0.9)
 
 
+def caches_comparison(together: list[Measured], apart: list[Measured]) -> Comparison:
+    rates = (tuple(one.rate for one in side) for side in (apart, together))
+    return Comparison("ours, 2 + 2 streams in two caches, against 4 in one", "tok/s", *rates, 0.97)
+
+
 def measure(plan: Plan, model: Path, threads: int, tick: Callable[[str], None]) -> list[Comparison]:
     prompts = RandomPrompts(tokenizer_folder())
     config = llama_cpp_config(model, threads, {"main": (plan.window, _SLOTS)})
     with ExitStack() as stack:
         ours = stack.enter_context(modelyard_server(config))
         theirs = stack.enter_context(llama_server(model, threads, plan.window, _SLOTS, "--cache-ram", "0"))
-        return list(comparisons(*EngineBenchmark(plan, prompts, tick).run({OURS: ours, LLAMA_SERVER: theirs})))
+        benchmark = EngineBenchmark(plan, prompts, tick)
+        found = list(comparisons(*benchmark.run({OURS: ours, LLAMA_SERVER: theirs})))
+    with ExitStack() as stack:
+        layouts = {"main": (plan.window, 4)}, {"main": (plan.window, 2), "fast": (plan.window, 2)}
+        servers = [modelyard_server(llama_cpp_config(model, threads, caches)) for caches in layouts]
+        together, apart = benchmark.run_caches(*map(stack.enter_context, servers))
+    return [*found, caches_comparison(together, apart)]
 
 
 def main() -> None:
@@ -244,14 +272,14 @@ def main() -> None:
     options = parser.parse_args()
     out, plan = report.console(), QUICK if options.quick else Plan(rounds=options.rounds)
     with Progress(console=out, transient=True) as progress:
-        task = progress.add_task("", total=2 + plan.rounds * (2 * len(plan.cases) + 2))
+        task = progress.add_task("", total=4 + plan.rounds * (2 * len(plan.cases) + 4))
         tick = lambda what: progress.update(task, description=what, advance=1)  # noqa: E731
         found = measure(plan, options.model or default_model.fetch(), options.threads, tick)
     title = f"The engine beside llama-server, {options.threads} thread(s)"
     notes = [
         f"{plan.rounds} interleaved round(s), means, ratios with 95 % by Student's t; window {plan.window} × {_SLOTS}",
         "both through HTTP, chat completions streamed, no speculation, prompts never seen before, equal lengths",
-        f"the last line has {plan.background_streams} streams of 50 tokens/s from the fake engine in the same process",
+        f"background: {plan.background_streams} streams of 50 tokens/s from the fake engine in the same process",
     ]
     report.show(title, found, (OURS, LLAMA_SERVER), notes, out)
     if options.json is not None:

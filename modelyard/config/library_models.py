@@ -76,7 +76,7 @@ def machine_budget(*, of_llama_cpp: bool = True) -> MemoryBudget:
 # Reading the header of a GGUF file takes a tenth of a second or more, so it is stored, with the size and time of the
 # file by which a change is noticed.
 
-_FACTS = "facts.json"
+_FACTS = "facts-2.json"
 
 # names of llama.cpp (general.sampling.*) and of generation_config.json → ours
 _SAMPLING = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from modelyard.core.engine import Accepted
 from modelyard.core.request import Audio, Image, Message
-from modelyard.prompt.media import media_kinds
 from modelyard.gateway.prepared_request import PreparedRequest
+from modelyard.prompt.media import media_kinds
 from modelyard.telemetry.cache_diagnostics import (
     CacheReuse,
     PromptHistory,

@@ -99,8 +99,8 @@ from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.prompt.images import Images, request_media
-from modelyard.prompt.media import media_kinds
 from modelyard.prompt.infill import infill_prompt
+from modelyard.prompt.media import media_kinds
 from modelyard.prompt.translation import translated
 from modelyard.router.router import Router, Target
 from modelyard.scanner.scanner import Scanner

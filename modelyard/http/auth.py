@@ -67,6 +67,11 @@ def is_workbench(path: str) -> bool:
     return path == _WORKBENCH or path.startswith(_WORKBENCH + "/")
 
 
+def is_docs(path: str) -> bool:
+    """The description of the API is the same on every server; the page has a field for the key that its calls need."""
+    return path in ("/docs", "/openapi.json") or path.startswith("/docs/")
+
+
 class Authenticator:
     """Admits or refuses each request before anything else happens."""
 
@@ -75,7 +80,7 @@ class Authenticator:
         self._is_loopback = is_loopback(settings.host)
         self._hosts = frozenset(h.lower() for h in (settings.host, *settings.allowed_hosts))
         self._known_hosts: set[str] = set()  # accepted Host headers; nearly all clients send the same
-        self._has_workbench = settings.workbench
+        self._has_workbench, self._has_docs = settings.workbench, settings.docs
         self._origins = frozenset(settings.cors_origins or ("*",)) if settings.cors_enabled else frozenset()
 
     def admit(self, context: RequestContext) -> None:
@@ -121,12 +126,16 @@ class Authenticator:
         if key is not None:
             context.key, context.admin = key.name, key.admin
             context.allow_remote, context.forbid_remote = key.allow_remote is True, key.allow_remote is False
-        elif context.path not in OPEN_PATHS and not (self._has_workbench and is_workbench(context.path)):
+        elif not self._is_open(context.path):
             raise Unauthenticated(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'"
             )
         if context.path.startswith(ADMIN_PATH) and not context.admin:
             raise Forbidden("this needs an admin key", code="admin_key_required")
+
+    def _is_open(self, path: str) -> bool:
+        is_page = (self._has_workbench and is_workbench(path)) or (self._has_docs and is_docs(path))
+        return path in OPEN_PATHS or is_page
 
     def _match(self, headers: Mapping[str, str]) -> Key | None:
         """Compare every key with every secret sent, so that the time taken reveals nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import cast
 
 from modelyard import plugins
@@ -21,15 +22,24 @@ def load_protocol(name: str) -> WireProtocol:
 
 def protocol_of(context: RequestContext) -> WireProtocol:
     """The protocol of the path. For paths that belong to none, the client's: Anthropic's send a header of their own."""
-    if context.path.startswith("/v1/responses"):
+    if context.path.startswith(("/v1/responses", "/responses")):
         return load_protocol("openai_responses")
     if context.path.startswith("/api/"):
         return load_protocol("ollama")
     if is_gemini(context.path, context.headers):
         return load_protocol("gemini")
-    if context.path.startswith("/v1/messages") or "anthropic-version" in context.headers:
+    if context.path.startswith("/v1/messages"):
+        return load_protocol("anthropic_messages")
+    if "anthropic-version" in context.headers and context.path not in _protocol_paths():
         return load_protocol("anthropic_messages")
     return load_protocol("openai_chat")
+
+
+@cache
+def _protocol_paths() -> frozenset[str]:
+    """Paths that belong to a protocol, whoever asks."""
+    modules = [load_protocol(name) for name in plugins.names("protocols")]
+    return frozenset(path for module in modules for path in getattr(module, "PATHS", ()))
 
 
 def write_error(error: ModelyardError, context: RequestContext) -> WireError:

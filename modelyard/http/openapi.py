@@ -168,6 +168,8 @@ def describe(app: FastAPI) -> None:
 
 def _add(schema: dict[str, Any]) -> None:
     components = schema.setdefault("components", {}).setdefault("schemas", {})
+    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{}, {"key": []}]  # a server without keys needs none
     paths = schema.setdefault("paths", {})
     for path, summary, name, body in _TAKES:
         inner, defined = msgspec.json.schema_components([body], ref_template=f"#/components/schemas/{name}.{{name}}")

@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.engine import Media
-from modelyard.core.errors import InvalidRequest, Unsupported
+from modelyard.core.errors import InvalidRequest, ModelyardError, Unsupported
 from modelyard.core.request import Audio, Document, Image, Message, Part, Request, ResultPart, Text, ToolResult
 from modelyard.prompt.media import media_parts
 from modelyard.prompt.pdf_pages import PdfReader
@@ -264,7 +264,15 @@ class Images:
 
     async def expand_documents(self, request: Request, *, with_images: bool) -> Request:
         """With the text of its documents instead of them, and an image of each page if the model sees."""
-        documents = {part: await self._pages(part, with_images) for part in _documents(request)}
+        documents: dict[Document, tuple[Text | Image, ...]] = {}
+        for part, is_result in _documents(request):
+            try:
+                documents[part] = await self._pages(part, with_images)
+            except ModelyardError as error:
+                if not is_result:
+                    raise
+                # A refusal would end an agent's session, because the document stays in its history.
+                documents[part] = (Text(f"[document: {error.message}]"),)
         messages = tuple(_with_pages(message, documents) for message in request.messages)
         return replace(request, messages=messages)
 
@@ -367,11 +375,13 @@ def _invalid(message: str, kind: str = "image") -> InvalidRequest:
 # --- the images of a request ----------------------------------------------------------------------------------------
 
 
-def _documents(request: Request) -> Iterator[Document]:
+def _documents(request: Request) -> Iterator[tuple[Document, bool]]:
+    """Each document, and whether a tool returned it."""
     for message in request.messages:
         for part in message.parts:
+            is_result = isinstance(part, ToolResult)
             inner = part.content if isinstance(part, ToolResult) else (part,)
-            yield from (each for each in inner if isinstance(each, Document))
+            yield from ((each, is_result) for each in inner if isinstance(each, Document))
 
 
 def _with_pages(message: Message, documents: Mapping[Document, tuple[Text | Image, ...]]) -> Message:

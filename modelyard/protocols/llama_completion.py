@@ -17,14 +17,13 @@ import msgspec
 from msgspec.structs import replace
 
 from modelyard.core import limits
-from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import BlockDelta, Reply, TokenLogprob
-from modelyard.core.protocol import WireError
 from modelyard.core.request import Request, Sampling
 from modelyard.protocols.common.extensions import ExtensionFields, read_constraint, read_priority, read_sampling
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.llama_reply import LlamaStreamWriter, reply_text, selected, write_last
-from modelyard.protocols.common.openai_errors import write_http_error
+from modelyard.protocols.common.openai_errors import http_error_writer
 from modelyard.protocols.common.openai_fields import (
     DEFAULT_MODEL,
     MIN_LOGPROB,
@@ -227,11 +226,4 @@ def writer(request: Request, trace: str) -> LlamaStreamWriter:
     return LlamaStreamWriter(request, trace, "prompt", fields.piece, fields.end)
 
 
-def write_error(
-    error: ModelyardError,
-    *,
-    trace: str,
-    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
-    request: Request | None = None,  # noqa: ARG001
-) -> WireError:
-    return write_http_error(error, trace, overflow_param="prompt")
+write_error = http_error_writer("prompt")

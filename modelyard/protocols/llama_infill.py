@@ -16,20 +16,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core import limits
-from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError, Unsupported
+from modelyard.core.errors import Incomplete, InvalidRequest, Unsupported
 from modelyard.core.events import (
     Block,
     BlockDelta,
     BlockEnd,
     BlockStart,
-    Event,
-    Failed,
     Finished,
     Reply,
     Started,
     Usage,
 )
-from modelyard.core.protocol import WireError
 from modelyard.core.request import Infill, Request, Text
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
@@ -41,9 +38,9 @@ from modelyard.protocols.common.extensions import (
 )
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.llama_reply import LlamaStreamWriter, reply_text, selected, write_last
-from modelyard.protocols.common.openai_errors import read_error_field, read_http_error, write_http_error
+from modelyard.protocols.common.openai_errors import http_error_writer, read_error_field, read_http_error
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL, read_session, read_stop
-from modelyard.protocols.common.sse import SseParser
+from modelyard.protocols.common.sse import SseReader
 
 NAME = "llama_infill"
 PATHS: tuple[str, ...] = ("/infill",)
@@ -118,14 +115,7 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     return encode(selected(write_last(reply_text(reply), reply.started, reply.finished), request.reply_fields))
 
 
-def write_error(
-    error: ModelyardError,
-    *,
-    trace: str,
-    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
-    request: Request | None = None,  # noqa: ARG001
-) -> WireError:
-    return write_http_error(error, trace, overflow_param="input_prefix")
+write_error = http_error_writer("input_prefix")
 
 
 def writer(request: Request, trace: str) -> LlamaStreamWriter:
@@ -198,29 +188,12 @@ def read_reply(body: bytes) -> Reply:
     return Reply(Started("", piece.model or "", 0), (Block(Text(piece.content)),), _read_finished(piece))
 
 
-class InfillStreamReader:
-    """Bytes of a stream to events: one block of text."""
+class InfillStreamReader(SseReader):
+    """One block of text."""
 
     def __init__(self) -> None:
-        self._sse = SseParser()
-        self._started = self._done = False
-        self._out: list[Event] = []
-
-    def feed(self, data: bytes) -> list[Event]:
-        for event in self._sse.feed(data):
-            self._read(event.data)
-        return self._take()
-
-    def finish(self) -> list[Event]:
-        for event in self._sse.finish():
-            self._read(event.data)
-        if not self._done:
-            self._fail(Incomplete("the upstream's stream ended before its answer did"))
-        return self._take()
-
-    def _take(self) -> list[Event]:
-        out, self._out = self._out, []
-        return out
+        super().__init__()
+        self._started = False
 
     def _read(self, data: bytes) -> None:
         if self._done or data == b"[DONE]":
@@ -241,10 +214,6 @@ class InfillStreamReader:
         if piece.stop:
             self._done = True
             self._out += [BlockEnd(0), _read_finished(piece)]
-
-    def _fail(self, error: ModelyardError) -> None:
-        self._done = True
-        self._out.append(Failed(error))
 
 
 def reader() -> InfillStreamReader:

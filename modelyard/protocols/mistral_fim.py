@@ -16,7 +16,6 @@ import msgspec
 from modelyard.core import limits
 from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, Reply, Started
-from modelyard.core.protocol import WireError
 from modelyard.core.request import Infill, Request, Text
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
@@ -26,7 +25,7 @@ from modelyard.protocols.common.extensions import (
     read_sampling,
 )
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_errors import error_body, write_http_error
+from modelyard.protocols.common.openai_errors import error_body, http_error_writer
 from modelyard.protocols.common.openai_fields import (
     DONE,
     FINISH_REASONS,
@@ -93,14 +92,7 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:  # noqa: ARG00
     return encode(_reply_fields(reply.started, "chat.completion") | {"choices": [choice], "usage": usage})
 
 
-def write_error(
-    error: ModelyardError,
-    *,
-    trace: str,
-    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
-    request: Request | None = None,  # noqa: ARG001
-) -> WireError:
-    return write_http_error(error, trace, overflow_param="prompt")
+write_error = http_error_writer("prompt")
 
 
 class FimStreamWriter:

@@ -34,7 +34,6 @@ from modelyard.core.events import (
     TokenLogprob,
     Usage,
 )
-from modelyard.core.protocol import WireError
 from modelyard.core.request import Infill, Request, Text, ToolCall
 from modelyard.protocols.common.extensions import (
     MAX_TEMPERATURE,
@@ -47,7 +46,7 @@ from modelyard.protocols.common.extensions import (
 )
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.llama_reply import UpstreamProgress, UpstreamTimings, write_progress, write_timings
-from modelyard.protocols.common.openai_errors import error_body, read_error_field, read_http_error, write_http_error
+from modelyard.protocols.common.openai_errors import error_body, http_error_writer, read_error_field, read_http_error
 from modelyard.protocols.common.openai_fields import (
     DONE,
     FINGERPRINT,
@@ -72,7 +71,7 @@ from modelyard.protocols.common.openai_fields import (
     write_prompt_logprobs,
     write_usage,
 )
-from modelyard.protocols.common.sse import SseParser, comment, frame
+from modelyard.protocols.common.sse import SseReader, comment, frame
 
 NAME = "openai_completions"
 PATHS: tuple[str, ...] = ("/v1/completions",)
@@ -234,14 +233,7 @@ def _write_logprobs(tokens: Iterable[TokenLogprob], offset: int, top: int) -> di
     return out
 
 
-def write_error(
-    error: ModelyardError,
-    *,
-    trace: str,
-    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
-    request: Request | None = None,  # noqa: ARG001
-) -> WireError:
-    return write_http_error(error, trace, overflow_param="prompt")
+write_error = http_error_writer("prompt")
 
 
 # --- the stream -----------------------------------------------------------------------------------------------------
@@ -469,32 +461,20 @@ def _read_logprob(entry: dict[str, Any]) -> TokenLogprob:
     return TokenLogprob(token, value, token.encode("utf-8", "replace"), top)
 
 
-class CompletionStreamReader:
-    """Bytes of a stream to events: one block of text."""
+class CompletionStreamReader(SseReader):
+    """One block of text."""
 
     def __init__(self) -> None:
-        self._sse = SseParser()
-        self._started = self._done = False
+        super().__init__()
+        self._started = False
         self._stop: tuple[StopReason, str | None] | None = None
         self._usage: Usage | None = None
-        self._out: list[Event] = []
 
-    def feed(self, data: bytes) -> list[Event]:
-        for event in self._sse.feed(data):
-            self._read(event.data)
-        return self._take()
-
-    def finish(self) -> list[Event]:
-        for event in self._sse.finish():
-            self._read(event.data)
-        if not self._done and self._stop is None:
-            self._fail(Incomplete("the upstream's stream ended before its answer did"))
-        self._finish()
-        return self._take()
-
-    def _take(self) -> list[Event]:
-        out, self._out = self._out, []
-        return out
+    def _end(self) -> None:
+        if self._stop is not None:
+            self._finish()
+        else:
+            super()._end()
 
     def _read(self, data: bytes) -> None:
         if self._done:
@@ -543,10 +523,6 @@ class CompletionStreamReader:
         self._done = True
         reason, stop = self._stop or ("end", None)
         self._out += [BlockEnd(0), Finished(reason, self._usage or Usage(), stop)]
-
-    def _fail(self, error: ModelyardError) -> None:
-        self._done = True
-        self._out.append(Failed(error))
 
 
 def reader() -> CompletionStreamReader:

@@ -12,12 +12,11 @@ from msgspec import Struct
 
 from modelyard.core import limits
 from modelyard.core.engine import Embeddings
-from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError
-from modelyard.core.protocol import WireError
+from modelyard.core.errors import Incomplete, InvalidRequest
 from modelyard.core.request import EmbeddingRequest
 from modelyard.protocols.common.extensions import check_positive
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_errors import read_http_error, write_http_error
+from modelyard.protocols.common.openai_errors import http_error_writer, read_http_error
 from modelyard.protocols.common.openai_fields import (
     DEFAULT_MODEL,
     PromptField,
@@ -110,14 +109,7 @@ def _write_vector(vector: Sequence[float], request: EmbeddingRequest) -> Sequenc
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def write_error(
-    error: ModelyardError,
-    *,
-    trace: str,
-    streaming: bool = False,  # noqa: ARG001 - embeddings never stream
-    request: EmbeddingRequest | None = None,  # noqa: ARG001
-) -> WireError:
-    return write_http_error(error, trace, overflow_param="input")
+write_error = http_error_writer("input")
 
 
 # --- the client role --------------------------------------------------------------------------------------------------

@@ -18,12 +18,11 @@ from msgspec import Struct
 
 from modelyard.core import limits
 from modelyard.core.engine import Ranking
-from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError
-from modelyard.core.protocol import WireError
+from modelyard.core.errors import Incomplete, InvalidRequest
 from modelyard.core.request import RerankRequest
 from modelyard.protocols.common.extensions import check_positive
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_errors import read_http_error, write_http_error
+from modelyard.protocols.common.openai_errors import http_error_writer, read_http_error
 from modelyard.protocols.common.openai_fields import require_model
 
 NAME = "rerank"
@@ -97,14 +96,7 @@ def _write_tei(index: int, score: float, request: RerankRequest) -> dict[str, An
     return result | {"text": request.documents[index]} if request.return_documents else result
 
 
-def write_error(
-    error: ModelyardError,
-    *,
-    trace: str,
-    streaming: bool = False,  # noqa: ARG001 - a ranking never streams
-    request: RerankRequest | None = None,  # noqa: ARG001
-) -> WireError:
-    return write_http_error(error, trace, overflow_param="documents")
+write_error = http_error_writer("documents")
 
 
 # --- the client role --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from uuid import uuid4
 
 from modelyard import plugins

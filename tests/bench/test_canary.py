@@ -20,7 +20,7 @@ async def test_the_canary_notices_reuse_of_another_keys_kv(monkeypatch: pytest.M
         return sequences.common_prefix(holder.tokens, prompt)
 
     monkeypatch.setattr(sequences, "shared_prefix", shared)
-    assert any("had not sent there" in fault for fault in (await Canary(seed=3).run(60)).faults)
+    assert any("had not sent there" in fault for fault in (await Canary(seed=3).run(120)).faults)
 
 
 async def test_the_canary_notices_kv_of_another_conversation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -48,8 +49,13 @@ def managed_server(settings: dict[str, Any]) -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with managed_server(llama_server_config()) as running:
+def debug_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("debug")
+
+
+@pytest.fixture(scope="module")
+def server(debug_dir: Path) -> Iterator[LiveServer]:
+    with managed_server(llama_server_config() | {"log": {"debug_dir": str(debug_dir)}}) as running:
         yield running
 
 
@@ -182,8 +188,8 @@ def fake_vllm_config(**more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fake_vllm_server() -> Iterator[LiveServer]:
-    with managed_server(fake_vllm_config()) as running:
+def fake_vllm_server(debug_dir: Path) -> Iterator[LiveServer]:
+    with managed_server(fake_vllm_config() | {"log": {"debug_dir": str(debug_dir)}}) as running:
         yield running
 
 
@@ -278,3 +284,39 @@ def test_a_failed_load_reports_the_reason_of_vllm() -> None:
         reply = httpx.post(fake_vllm_server.url + "/v1/chat/completions", json=CHAT.body("Hello!"))
         assert reply.status_code == 503
         assert "ValueError: this machine has no such instruction" in reply.json()["error"]["message"]
+
+
+# --- debug files ------------------------------------------------------------------------------------------------------
+
+
+def captured(debug_dir: Path, reply: httpx.Response) -> dict[str, str]:
+    """The four files of a request, which are written after its reply."""
+    trace = reply.headers["request-id"].removeprefix("req_")
+    wait_until(lambda: len(list(debug_dir.glob(f"*-{trace}.4-*"))) == 1, "the fourth file is written")
+    return {path.name.partition(trace + ".")[2][:1]: path.read_text() for path in debug_dir.glob(f"*-{trace}.*")}
+
+
+@pytest.mark.parametrize("fixture", ["client", "fake_vllm_client"])
+def test_the_debug_files_have_what_the_server_was_sent_and_what_it_streamed(
+    request: pytest.FixtureRequest, debug_dir: Path, fixture: str, stream: bool
+) -> None:
+    client: httpx.Client = request.getfixturevalue(fixture)
+    body = MESSAGES.body("What is up?", limit=4, stream=stream)
+    reply = client.post("/v1/messages", json=body)
+    files = captured(debug_dir, reply)
+    assert sorted(files) == ["1", "2", "3", "4"]
+    sent = json.loads(files["2"])
+    assert (sent["messages"][-1]["content"], sent["stream"]) == ("What is up?", True)
+    assert files["3"].startswith("data: {")
+    assert "data: [DONE]" in files["3"] or "usage" in files["3"]
+    assert files["4"] == reply.text
+
+
+@pytest.mark.parametrize("fixture", ["client", "fake_vllm_client"])
+def test_a_refusal_writes_the_debug_files_too(request: pytest.FixtureRequest, debug_dir: Path, fixture: str) -> None:
+    client: httpx.Client = request.getfixturevalue(fixture)
+    reply = client.post("/v1/chat/completions", json=CHAT.body("word " * 300))
+    assert reply.status_code == 400
+    files = captured(debug_dir, reply)
+    assert "word word" in files["1"]
+    assert files["4"] == reply.text

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from modelyard.config.load import load_config
@@ -30,6 +31,7 @@ from modelyard.engines.litellm import LiteLlmEngine, Options, completion_argumen
 from modelyard.plugins import MissingLibrary
 from modelyard.protocols import openai_chat
 from modelyard.server.model_definition import define_model
+from modelyard.telemetry.request_capture import MemoryCaptureSink, current_capture
 
 REQUEST = Request(model="any", messages=(Message("user", (Text("Hello"),)),), max_tokens=9)
 
@@ -87,6 +89,27 @@ async def test_answer_arrives_with_its_usage(library: ModuleType) -> None:
     ]
     assert library.closed == ["Hi you"]
     assert (library.telemetry, library.suppress_debug_info) == (False, True)
+
+
+@pytest.mark.parametrize(("model", "received"), [("says/Hi you", "Hi you"), ("refuses/429", "APIError: no")])
+async def test_what_is_sent_and_received_is_captured_without_the_key(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch, model: str, received: str
+) -> None:
+    monkeypatch.setenv("MODELYARD_TEST_KEY", "s3cret")
+    sink = MemoryCaptureSink(1 << 20, enabled=True)
+    capture = sink.start("t")
+    assert capture is not None
+    async with opened(model, litellm_api_key_env="MODELYARD_TEST_KEY") as made:
+        token = current_capture.set(capture)
+        await read(made)
+        current_capture.reset(token)
+    capture.close()
+    found = sink.find("t")
+    assert found is not None
+    assert msgspec.json.decode(found.prompt)["messages"] == [{"role": "user", "content": "Hello"}]
+    assert library.calls[-1]["api_key"] == "s3cret"
+    assert "s3cret" not in found.prompt + found.output
+    assert received in found.output
 
 
 async def test_key_address_and_further_arguments_are_passed(

@@ -15,9 +15,9 @@ from modelyard.gateway.capabilities import (
     CapabilityCache,
     check_capabilities,
     effective_capabilities,
-    has_images,
     ignored_parameters,
 )
+from modelyard.prompt.media import media_kinds
 from tests.gateway.harness import CALLER, GatewayHarness, make_request, model, read_events
 
 EVERYTHING = Capabilities(
@@ -132,9 +132,9 @@ async def test_capabilities_are_checked_again_if_the_engine_was_loaded_later() -
 
 def test_a_request_has_images_in_messages_and_in_tool_results() -> None:
     result = Message("tool", (ToolResult("c", (Image("data:image/png;base64,AAAA"),)),))
-    assert has_images(make_request(messages=(PICTURE,)))
-    assert has_images(make_request(messages=(result,)))
-    assert not has_images(make_request(messages=CONVERSATION))
+    assert media_kinds(make_request(messages=(PICTURE,)))
+    assert media_kinds(make_request(messages=(result,)))
+    assert not media_kinds(make_request(messages=CONVERSATION))
 
 
 def test_only_parameters_that_the_client_set_are_reported_as_ignored() -> None:

@@ -11,6 +11,8 @@ from modelyard.core.errors import ContextOverflow, Internal, NotFound
 from modelyard.http.errors import as_modelyard_error, protocol_of, write_error
 from modelyard.http.request_context import RequestContext
 
+OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/completion", "/infill")
+
 
 @pytest.mark.parametrize(
     ("path", "headers", "name"),
@@ -23,7 +25,10 @@ from modelyard.http.request_context import RequestContext
         ("/v1/responses", {}, "openai_responses"),
         ("/v1/responses/resp_1", {}, "openai_responses"),
         ("/v1/responses/resp_1", {"anthropic-version": "2023-06-01"}, "openai_responses"),
+        ("/responses", {}, "openai_responses"),
         ("/v1/chat/completions", {}, "openai_chat"),
+        *((path, {"anthropic-version": "2023-06-01"}, "openai_chat") for path in OPENAI_PATHS),
+        ("/nonsense", {"anthropic-version": "2023-06-01"}, "anthropic_messages"),
         ("/v1/completions", {}, "openai_chat"),
         ("/v1/embeddings", {}, "openai_chat"),
         ("/tokenize", {}, "openai_chat"),

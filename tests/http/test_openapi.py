@@ -106,3 +106,10 @@ async def test_the_documentation_page_can_be_disabled() -> None:
     async with app_client(demo_config() | {"http": {"docs": False}}) as client:
         for path in ("/docs", "/docs/swagger-ui.css", "/openapi.json"):
             assert (await client.get(path)).status_code == 404
+
+
+async def test_the_page_has_a_field_for_the_key() -> None:
+    async with app_client() as client:
+        schema = (await client.get("/openapi.json")).json()
+    assert schema["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    assert schema["security"] == [{}, {"key": []}]

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Request, Text, ToolResult
-from modelyard.prompt.images import Images, image_media, is_public, sniff
+from modelyard.prompt.images import Images, is_public, request_media, sniff
 from modelyard.prompt.settings import ImageSettings
 from tests.prompt.image_server import PNG, ImageServer, serve
 
@@ -252,7 +252,7 @@ async def test_an_invalid_file_is_an_error_with_a_reason(folder: Path) -> None:
 
 def test_images_are_listed_in_order_with_their_hashes() -> None:
     other = "data:image/png;base64," + base64.b64encode(b"other").decode()
-    found = image_media(request_with(Image(DATA), ToolResult("1", (Text("x"), Image(other))), Image(DATA)))
+    found = request_media(request_with(Image(DATA), ToolResult("1", (Text("x"), Image(other))), Image(DATA)))
     assert [each.data for each in found] == [PNG, b"other", PNG]
     assert found[0] == found[2]
     assert found[0].sha256 != found[1].sha256

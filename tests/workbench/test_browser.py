@@ -46,8 +46,12 @@ script = [
     { result = "sunny", steps = [{ text = "Take a hat." }] },
     { when = "^tool", steps = [{ call = { name = "weather", arguments = { city = "Rome" } } }] },
     { when = "^think", steps = [{ think = "Let me see." }, { text = "Forty-two." }] },
-    { when = "^markdown", steps = [{ text = "# Title\\n\\n|a|b|\\n|-|-|\\n|1|2|\\n\\n```python\\nreturn 1\\n```\\n\\n$x^2$" }] },
-    { when = "^hostile", steps = [{ text = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script> [x](javascript:hack())" }] },
+    { when = "^markdown", steps = [
+        { text = "# Title\\n\\n|a|b|\\n|-|-|\\n|1|2|\\n\\n```python\\nreturn 1\\n```\\n\\n$x^2$" },
+    ] },
+    { when = "^hostile", steps = [
+        { text = "<img src=x onerror='hacked = 1'><script>window.hacked = 1</script> [x](javascript:hack())" },
+    ] },
     { when = "^long", steps = [{ tokens = 400 }] },
     { when = "^fail", steps = [{ text = "so far" }, { fail = "out of memory" }] },
 ]
@@ -405,7 +409,8 @@ def test_streaming_keeps_the_end_in_view_unless_the_user_scrolls_up(page: Browse
     )
     page.run(
         "const e = document.querySelector('.messages');"
-        "e.dispatchEvent(new WheelEvent('wheel', {deltaY: -500})); e.scrollTop = 0; e.dispatchEvent(new Event('scroll'))"
+        "e.dispatchEvent(new WheelEvent('wheel', {deltaY: -500})); e.scrollTop = 0;"
+        "e.dispatchEvent(new Event('scroll'))"
     )
     length = len(page.find_all(".answer")[1].text)
     page.wait_until(lambda: len(page.find_all(".answer")[1].text) > length + 100, "more text")
@@ -426,6 +431,7 @@ def test_streaming_keeps_the_end_in_view_unless_the_user_scrolls_up(page: Browse
 
 def test_the_window_fills_while_a_message_is_typed(page: BrowserPage) -> None:
     choose(page, "demo")
+    page.type(MESSAGE, "few words")
     page.find(".context-meter", "of 4\u202f096 tokens")
     before = page.text(".context-meter", "tokens")
     page.type(MESSAGE, "many more words in this message")

@@ -24,9 +24,10 @@ from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotF
 from modelyard.core.events import Failed, collect_reply
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest, Text
 from modelyard.core.request import Message as Turn
-from modelyard.engines import fake
+from modelyard.engines import fake, openai_remote
 from modelyard.engines.fake.engine import FakeChatEngine
-from modelyard.workers.client import WorkerSession
+from modelyard.telemetry.request_capture import MemoryCaptureSink, current_capture
+from modelyard.workers.client import RemoteChatEngine, WorkerSession, remote_engine
 from modelyard.workers.messages import (
     VERSION,
     AbortRequest,
@@ -50,6 +51,7 @@ from modelyard.workers.messages import (
 )
 from modelyard.workers.transport import generate_keys
 from modelyard.workers.worker import RunningRequest, Worker
+from tests.engines.fake_upstream import Answer, chat_stream, error_answer, fake_upstream
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
@@ -128,6 +130,29 @@ async def test_control_embeddings_and_counts_return_results_and_errors() -> None
         with pytest.raises(Unsupported):
             await session.call(lambda id: EmbedTokens(id, "c", []))
         assert collect_reply(await read(chat.chat(request))).text == "Good morning."
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_what_an_engine_in_another_process_sends_and_receives_is_captured(status: int) -> None:
+    given = Answer(body=chat_stream("Hi", " you")) if status == 200 else error_answer(400, message="not that")
+    sink = MemoryCaptureSink(1 << 20, enabled=True)
+    async with fake_upstream(given) as upstream, running_worker() as worker, connected(worker) as session:
+        options = openai_remote.Options(remote_base_url=upstream.url, remote_model="theirs")
+        spec = DEFINITIONS.add("openai_remote", EngineSpec("far", options, {"main": CacheInfo(4096)}))
+        opened = await session.open(open_engine_message("r", "openai_remote", spec), lambda *_: None)
+        far, capture = remote_engine(session, opened), sink.start("t")
+        assert isinstance(far, RemoteChatEngine)
+        assert capture is not None
+        token = current_capture.set(capture)
+        request = Request(model="far", messages=(Turn("user", (Text("Good morning."),)),))
+        generation = far.chat(request)
+        current_capture.reset(token)
+        await read(generation)
+        capture.close()
+    found = sink.find("t")
+    assert found is not None
+    assert "Good morning." in found.prompt
+    assert found.output == b"".join(given.body).decode()
 
 
 async def test_a_forwarding_engine_embeds_and_ranks_through_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

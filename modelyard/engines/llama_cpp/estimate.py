@@ -6,8 +6,9 @@
     states    of recurrent layers, one per sequence
     compute   the largest step of one micro-batch: a layer, its attention over the window, or the logits
 
-`test_estimate.py` compares the sums with those of llama.cpp for models of each kind, in their real widths. A model that generates and embeds creates its context for embeddings on
-first use, and checks it then; one that only embeds or ranks has no other context.
+`test_estimate.py` compares the sums with those of llama.cpp for models of each kind, in their real widths. A model that
+generates and embeds creates its context for embeddings on first use, and checks it then; one that only embeds or ranks
+has no other context.
 """
 
 from __future__ import annotations

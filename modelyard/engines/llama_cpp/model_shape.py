@@ -22,10 +22,10 @@ _POSITION_TABLE = "position_embd.weight"
 
 
 class ModelShape(Struct, frozen=True):
-    """`key` and `value` are the widths of one token's KV, summed over the layers that keep all tokens; `sliding_key` and
-    `sliding_value` are those of the layers that need only the last `sliding_window`. `padded_value` is `value` without
-    flash attention. `state` counts the numbers that the recurrent layers keep for a sequence, `activations` those that
-    a layer computes for one token, and `attention_activations` those of its attention, besides the scores."""
+    """`key` and `value` are the widths of one token's KV, summed over the layers that keep all tokens; `sliding_key`
+    and `sliding_value` are those of the layers that need only the last `sliding_window`. `padded_value` is `value`
+    without flash attention. `state` counts the numbers that the recurrent layers keep for a sequence, `activations`
+    those that a layer computes for a token, `attention_activations` those of its attention, besides the scores."""
 
     weights: int
     trained: int

@@ -278,7 +278,9 @@ class AdminRoutes:
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"the body is not a chat: {error}", code="invalid_chat") from None
         if chat.id != id or not _CHAT_ID.fullmatch(id):
-            raise InvalidRequest(f"the chat's id is {chat.id!r}; the path names {id!r}", code="invalid_chat", param="id")
+            raise InvalidRequest(
+                f"the chat's id is {chat.id!r}; the path names {id!r}", code="invalid_chat", param="id"
+            )
         return _chat(await self._context.chats.put(context.key, chat))
 
     async def delete_chat(self, request: StarletteRequest, id: str) -> Response:

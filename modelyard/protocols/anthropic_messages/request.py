@@ -17,6 +17,7 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import (
     Constraint,
+    Document,
     Image,
     Message,
     Part,
@@ -451,6 +452,13 @@ def _read_document(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
         return (Text("\n\n".join([*headings, _string(source.data, "source.data")])),)
     if source.type == "content":
         return (*map(Text, headings), *_nested_content(source.content, warnings))
+    name = block.title if isinstance(block.title, str) else ""
+    context = map(Text, _headings(block.context))
+    if source.type == "base64":
+        media_type = _string(source.media_type, "source.media_type")
+        return (*context, Document(f"data:{media_type};base64,{_string(source.data, 'source.data')}", name))
+    if source.type == "url":
+        return (*context, Document(_string(source.url, "source.url"), name))
     # The model is told: a refusal would end an agent's session, because the document stays in its history.
     warnings[f"document_replaced:{source.type}"] = None
     return (Text("\n\n".join([*headings, "[document: this model reads text only]"])),)
@@ -501,7 +509,7 @@ def read_input(raw: Raw) -> str:
 def _read_tool_result(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
     content: list[ResultPart] = []
     for part in _nested_content(block.content, warnings):
-        if isinstance(part, Text | Image | ToolReference):
+        if isinstance(part, Text | Image | Document | ToolReference):
             content.append(part)
         else:
             warnings["block_dropped:in_tool_result"] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -66,6 +66,22 @@ def write_http_error(
     body["message"] += overflow_hint(error, request, SMALLER_CLIENT)
     headers = {"x-request-id": trace} | write_retry_headers(error)
     return WireError(STATUS[error.kind][0], encode({"error": body}), headers)
+
+
+class ErrorWriter(Protocol):
+    def __call__(
+        self, error: ModelyardError, *, trace: str, streaming: bool = False, request: Any = None
+    ) -> WireError: ...
+
+
+def http_error_writer(overflow_param: str) -> ErrorWriter:
+    """The `write_error` of a protocol whose streams fail, before their first byte, like any other request."""
+
+    def write_error(error: ModelyardError, *, trace: str, streaming: bool = False, request: Any = None) -> WireError:
+        del streaming, request
+        return write_http_error(error, trace, overflow_param)
+
+    return write_error
 
 
 # --- reading an upstream's error ------------------------------------------------------------------------------------

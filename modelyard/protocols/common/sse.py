@@ -1,8 +1,13 @@
-"""Server-sent events: writing frames and parsing a byte stream that may be split anywhere."""
+"""Server-sent events: writing frames, parsing a byte stream that may be split anywhere, and reading an upstream's."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from msgspec import Struct
+
+from modelyard.core.errors import Incomplete, ModelyardError
+from modelyard.core.events import Event, Failed
 
 
 class SseEvent(Struct, frozen=True):
@@ -56,3 +61,41 @@ class SseParser:
         elif name == b"event":
             self._event = value.decode("utf-8", "replace")
         return None
+
+
+class SseReader(ABC):
+    """An upstream's stream, bytes to events. Ends with exactly one Finished or Failed and ignores what follows."""
+
+    def __init__(self) -> None:
+        self._sse = SseParser()
+        self._done = False
+        self._out: list[Event] = []
+
+    @abstractmethod
+    def _read(self, data: bytes) -> None:
+        """Add the events of one frame to `_out`."""
+
+    def _end(self) -> None:
+        """The stream has ended, but not with an answer."""
+        self._fail(Incomplete("the upstream's stream ended before its answer did"))
+
+    def feed(self, data: bytes) -> list[Event]:
+        for event in self._sse.feed(data):
+            self._read(event.data)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        for event in self._sse.finish():
+            self._read(event.data)
+        if not self._done:
+            self._end()
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        out, self._out = self._out, []
+        return out
+
+    def _fail(self, error: ModelyardError) -> None:
+        if not self._done:
+            self._done = True
+            self._out.append(Failed(error))

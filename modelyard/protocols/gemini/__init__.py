@@ -20,9 +20,7 @@ from modelyard.protocols.gemini.stream import GeminiStreamWriter
 NAME = "gemini"
 PREFIXES = ("/v1beta/models", "/v1/models", "/v1alpha/models", "/models")
 PATHS: tuple[str, ...] = tuple(
-    f"{prefix}/{{id:path}}:{method}"
-    for prefix in PREFIXES
-    for method in ("generateContent", "streamGenerateContent")
+    f"{prefix}/{{id:path}}:{method}" for prefix in PREFIXES for method in ("generateContent", "streamGenerateContent")
 )
 
 __all__ = [

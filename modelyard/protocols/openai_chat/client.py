@@ -17,7 +17,6 @@ from modelyard.core.events import (
     BlockKind,
     BlockStart,
     Event,
-    Failed,
     Finished,
     Reply,
     Started,
@@ -50,7 +49,7 @@ from modelyard.protocols.common.openai_fields import (
     read_upstream_prompt,
     read_usage,
 )
-from modelyard.protocols.common.sse import SseParser
+from modelyard.protocols.common.sse import SseReader
 from modelyard.protocols.openai_chat.reply import ID_PREFIX, write_call
 from modelyard.protocols.openai_chat.request import (
     THINKING_KWARG,
@@ -420,10 +419,8 @@ class _OpenBlock:
         return is_json_object("".join(self.pieces))
 
 
-class ChatStreamReader:
-    """Bytes of a stream to events.
-
-    Events have at most one open block, but parallel calls may interleave on the wire. The block at the head of the
+class ChatStreamReader(SseReader):
+    """Events have at most one open block, but parallel calls may interleave on the wire. The block at the head of the
     queue is open. A later one waits until the head is complete: text and reasoning are complete when another block
     begins, a call when its arguments are a complete JSON object. The end of the answer closes the rest.
 
@@ -432,7 +429,7 @@ class ChatStreamReader:
     """
 
     def __init__(self) -> None:
-        self._sse = SseParser()
+        super().__init__()
         self._queue: deque[_OpenBlock] = deque()
         self._calls: dict[int, _OpenBlock] = {}
         self._id: str | None = None  # None until the first chunk
@@ -440,8 +437,6 @@ class ChatStreamReader:
         self._call_count = 0
         self._stop: tuple[StopReason, str | None] | None = None
         self._usage: Usage | None = None
-        self._done = False
-        self._out: list[Event] = []
         self._around: tuple[bytes, bytes] | None = None
         self._learned = 0
 
@@ -468,18 +463,11 @@ class ChatStreamReader:
         except ModelyardError as error:
             self._fail(error)
 
-    def finish(self) -> list[Event]:
-        for event in self._sse.finish():
-            self._read(event.data)
+    def _end(self) -> None:
         if self._stop is not None:
             self._finish()
         else:
-            self._fail(Incomplete("the upstream's stream ended before its answer did"))
-        return self._take()
-
-    def _take(self) -> list[Event]:
-        out, self._out = self._out, []
-        return out
+            super()._end()
 
     def _read(self, data: bytes) -> None:
         if self._done:
@@ -632,6 +620,4 @@ class ChatStreamReader:
 
     def _fail(self, error: ModelyardError) -> None:
         self._around = None
-        if not self._done:
-            self._done = True
-            self._out.append(Failed(error))
+        super()._fail(error)

@@ -17,6 +17,7 @@ from msgspec import Raw, Struct, field
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
+    Audio,
     Constraint,
     Image,
     Message,
@@ -41,6 +42,7 @@ from modelyard.protocols.common.extensions import (
     read_sampling,
 )
 from modelyard.protocols.common.json import decode, dumps
+from modelyard.protocols.common.media_parts import read_audio, read_file
 from modelyard.protocols.common.openai_fields import (
     MAX_N,
     MAX_TOP_LOGPROBS,
@@ -63,6 +65,9 @@ class ChatContentPart(Struct, gc=False):
     type: limits.Word = ""
     text: Any = None
     image_url: Any = None
+    input_audio: Any = None
+    audio_url: Any = None  # vLLM's form
+    file: Any = None
     detail: Any = None
     refusal: Any = None
 
@@ -513,13 +518,19 @@ class _MessageReader:
         parts = (self._read_part(p, f"messages[{index}].content[{i}]", message.role) for i, p in enumerate(content))
         return tuple(part for part in parts if part is not None)
 
-    def _read_part(self, part: ChatContentPart | str, path: str, role: str) -> Text | Image | None:
+    def _read_part(self, part: ChatContentPart | str, path: str, role: str) -> ResultPart | None:
         if isinstance(part, str):
             return Text(part)
         if part.type in _TEXT_TYPES:
             return Text(_string(part.text, f"{path}.text"))
         if part.type in _IMAGE_TYPES:
             return _read_image(part, path)
+        if part.type == "input_audio":
+            return read_audio(part.input_audio, f"{path}.input_audio")
+        if part.type == "audio_url":
+            return _read_audio_url(part, path)
+        if part.type == "file":
+            return read_file(part.file, f"{path}.file")
         if part.type == "refusal":
             return Text(_string(part.refusal, f"{path}.refusal"))
         if role == "assistant":  # its own earlier reply, which may come from another provider
@@ -532,7 +543,8 @@ class _MessageReader:
             self._warnings.append(f"content_part_replaced: {path} is of type {part.type!r}")
             return Text(f"[{part.type}: this model does not read it]")
         raise InvalidRequest(
-            f"{path} is of type {part.type[:40]!r}, which no model reads here; send text or image_url",
+            f"{path} is of type {part.type[:40]!r}, which no model reads here; send text, image_url, "
+            "input_audio or file",
             param=f"{path}.type",
             code="modality_unsupported",
         )
@@ -595,6 +607,13 @@ def _string(value: Any, path: str) -> str:
     if isinstance(value, str):
         return value
     raise InvalidRequest(f"{path} must be a string", param=path)
+
+
+def _read_audio_url(part: ChatContentPart, path: str) -> Audio:
+    url: Any = part.audio_url.get("url") if isinstance(part.audio_url, dict) else part.audio_url
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise InvalidRequest(f"{path}.audio_url needs a data: URL", param=f"{path}.audio_url", code="invalid_audio")
+    return Audio(url)
 
 
 def _read_image(part: ChatContentPart, path: str) -> Image:

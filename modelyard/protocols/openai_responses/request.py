@@ -42,6 +42,7 @@ from modelyard.protocols.common.extensions import (
     read_sampling,
 )
 from modelyard.protocols.common.json import JsonObject, dumps
+from modelyard.protocols.common.media_parts import read_audio, read_file
 from modelyard.protocols.common.openai_fields import check_range, read_stop
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.pool_responses.request import ITEM_TYPES as POOL_ITEM_TYPES
@@ -63,6 +64,10 @@ class InputPart(Struct, gc=False):
     text: limits.Text | None = None
     refusal: limits.Text | None = None
     image_url: limits.Text | InputImageUrl | None = None
+    input_audio: Any = None
+    file_data: limits.Text | None = None
+    file_url: limits.Text | None = None
+    filename: limits.Text | None = None
     detail: limits.Word | None = None
 
 
@@ -323,10 +328,15 @@ def _read_part(part: InputPart, path: str, warnings: list[str], role: str) -> It
             yield from _refuse_part(
                 f"{path}: uploaded files are not stored here; send image_url", f"{path}.image_url", role
             )
+    elif part.type == "input_audio":
+        yield read_audio(part.input_audio, f"{path}.input_audio")
+    elif part.type == "input_file":
+        yield read_file({"file_data": part.file_data, "file_url": part.file_url, "filename": part.filename}, path)
     elif role == "assistant":  # its own earlier reply, which may come from another provider
         warnings.append(f"{path}: content of type {part.type!r} is ignored")
     else:
-        problem = f"{path} is of type {part.type[:40]!r}, which no model reads here; send input_text or input_image"
+        problem = f"{path} is of type {part.type[:40]!r}, which no model reads here; "
+        problem += "send input_text, input_image, input_audio or input_file"
         yield from _refuse_part(problem, f"{path}.type", role)
 
 

@@ -113,7 +113,7 @@ def simulated_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sim
         yield Simulated(model, lines)
 
 
-SETTINGS = {
+SETTINGS: dict[str, tuple[CacheInfo, dict[str, Any]]] = {
     "one conversation": (CacheInfo(4096), {"flash_attn": "on"}),
     "two, q8_0, half a window": (CacheInfo(16384, 2, type_k="q8_0", type_v="q8_0"), {"flash_attn": "on"}),
     "four, no flash attention": (CacheInfo(8192, 4), {"flash_attn": "off", "n_ubatch": 128}),
@@ -135,7 +135,7 @@ def test_estimates_of_well_known_models_are_within_10_percent(name: str, monkeyp
 
 
 def test_the_kv_of_every_architecture_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = [
+    settings: list[tuple[CacheInfo, dict[str, Any]]] = [
         (CacheInfo(4096, 2), {"n_ubatch": 512, "flash_attn": "on"}),
         (CacheInfo(16384, 2, type_k="q8_0"), {"n_ubatch": 64, "flash_attn": "on", "swa_full": False}),
         (CacheInfo(4096, 1), {"n_ubatch": 64, "flash_attn": "off"}),

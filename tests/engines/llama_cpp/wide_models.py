@@ -142,7 +142,7 @@ _NEEDED: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "Granite 4 H Tiny": {f"blk.{at}.ssm_conv1d.bias": (4352,) for at in range(10) if at != 5},
 }
-_OPTIONAL = re.compile(r"attn_[qkv]\.bias|exp_probs_b\.bias|(rope_freqs|cls\.\w+)\.weight|dense_2\.\w+|\w+scale")
+_OPTIONAL = re.compile(r"attn_[qkv]\.bias|exp_probs_b\.bias|(rope_freqs|cls\.\w+)\.weight|dense_2\.\w+|[\w.]+scale")
 _OPTIONAL_HERE = {
     "llama": re.compile(r"(attn_output|ffn_\w+)\.bias"),
     "granitehybrid": re.compile(r"(attn_output|ffn_\w+)\.bias"),

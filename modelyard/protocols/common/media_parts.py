@@ -1,0 +1,43 @@
+"""Sounds and documents as clients send them, for the protocols that have such parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import Audio, Document
+
+_AUDIO_TYPES = {"mp3": "audio/mpeg", "wav": "audio/wav", "flac": "audio/flac"}
+
+
+def read_audio(part: Any, path: str) -> Audio:
+    """OpenAI's `input_audio`: base64 data and the name of its format."""
+    data, format = (part.get("data"), part.get("format")) if isinstance(part, dict) else (None, None)
+    if not isinstance(data, str) or not data:
+        raise InvalidRequest(f"{path} needs data, in base64, and format", param=f"{path}.data", code="invalid_audio")
+    if data.startswith("data:"):
+        return Audio(data)
+    if format not in _AUDIO_TYPES:
+        known = ", ".join(_AUDIO_TYPES)
+        raise InvalidRequest(
+            f"{path}.format is {str(format)[:40]!r}; the formats are {known}",
+            param=f"{path}.format",
+            code="invalid_audio",
+        )
+    return Audio(f"data:{_AUDIO_TYPES[format]};base64,{data}")
+
+
+def read_file(part: Any, path: str) -> Document:
+    """OpenAI's `file` and `input_file`: a PDF as `file_data` or, in Responses, as `file_url`."""
+    fields = part if isinstance(part, dict) else {}
+    name, data, url = (fields.get(key) for key in ("filename", "file_data", "file_url"))
+    name = name if isinstance(name, str) else ""
+    if isinstance(data, str) and data:
+        return Document(data if data.startswith("data:") else f"data:application/pdf;base64,{data}", name)
+    if isinstance(url, str) and url:
+        return Document(url, name)
+    raise InvalidRequest(
+        f"{path} needs file_data: uploaded files are not stored here",
+        param=f"{path}.file_data",
+        code="invalid_document",
+    )
