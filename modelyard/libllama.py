@@ -47,6 +47,10 @@ llama_progress_callback = CFUNCTYPE(c_bool, c_float, c_void_p)
 llama_log_callback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 
 
+class llama_model_tensor_buft_override(Structure):  # noqa: N801
+    _fields_ = (("pattern", c_char_p), ("buft", c_void_p))
+
+
 class llama_model_params(Structure):  # noqa: N801 the names of llama.h
     _fields_ = (
         ("devices", c_void_p),
@@ -159,6 +163,8 @@ _FUNCTIONS: dict[str, _Declaration] = {
     "llama_backend_init": (None, []),
     "llama_log_set": (None, [llama_log_callback, c_void_p]),
     "llama_supports_gpu_offload": (c_bool, []),
+    "llama_max_devices": (c_size_t, []),
+    "llama_numa_init": (None, [c_int]),
     # models
     "llama_model_default_params": (llama_model_params, []),
     "llama_model_load_from_file": (c_void_p, [c_char_p, llama_model_params]),
@@ -226,6 +232,9 @@ _FUNCTIONS: dict[str, _Declaration] = {
     "ggml_backend_reg_by_name": (c_void_p, [c_char_p]),
     "ggml_backend_reg_get_proc_address": (c_void_p, [c_void_p, c_char_p]),
     "ggml_backend_load_all_from_path": (None, [c_char_p]),
+    "ggml_backend_cpu_buffer_type": (c_void_p, []),
+    "ggml_backend_dev_by_name": (c_void_p, [c_char_p]),
+    "ggml_backend_dev_buffer_type": (c_void_p, [c_void_p]),
     "ggml_backend_dev_count": (c_size_t, []),
     "ggml_backend_dev_get": (c_void_p, [c_size_t]),
     "ggml_backend_dev_name": (c_char_p, [c_void_p]),
@@ -309,6 +318,7 @@ class LibLlama:
     llama_log_callback = llama_log_callback
     llama_logit_bias = llama_logit_bias
     llama_model_params = llama_model_params
+    llama_model_tensor_buft_override = llama_model_tensor_buft_override
     llama_progress_callback = llama_progress_callback
     llama_token = llama_token
     llama_token_data = llama_token_data

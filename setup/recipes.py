@@ -12,16 +12,14 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
-from modelyard.library.cache_dir import cache_dir, file_lock
-
-_MAX_LINES = 15  # of a failed installer's output
+from modelyard.library.cache_dir import cache_dir
+from setup.installer import install_once, npm_install
 
 
 @dataclass(frozen=True)
@@ -108,16 +106,11 @@ def find(name: str) -> Recipe:
 
 
 def install(recipe: Recipe, env: Mapping[str, str]) -> Path:
-    """Create the environment and return its folder. The stamp is written last: without it the folder is incomplete."""
-    folder = recipe.folder(env)
-    stamp = folder / ".installed"
-    with file_lock(folder.parent / f".{folder.name}.lock", lambda: _log(f"another process installs {recipe.title}")):
-        if not stamp.is_file():
-            shutil.rmtree(folder, ignore_errors=True)
-            _log(f"installing {recipe.title} ({recipe.versions}) into {folder} …")
-            for command in commands(recipe, folder, shutil.which("uv", path=env.get("PATH"))):
-                _run(command, {**env, "PATH": f"{folder / 'bin'}{os.pathsep}{env.get('PATH', '')}"})
-            stamp.touch()
+    """Create the environment and return its folder."""
+    folder, uv = recipe.folder(env), shutil.which("uv", path=env.get("PATH"))
+    path = f"{folder / 'bin'}{os.pathsep}{env.get('PATH', '')}"
+    title = f"{recipe.title} ({recipe.versions})"
+    install_once(folder, title, lambda: commands(recipe, folder, uv), {**env, "PATH": path})
     return folder
 
 
@@ -131,19 +124,7 @@ def commands(recipe: Recipe, folder: Path, uv: str | None) -> Iterator[list[str]
         yield [*pip, *recipe.first]
     yield [*([uv, "pip", "install", "--python", python] if uv else pip), *recipe.packages]
     if recipe.npm:
-        flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
-        yield [str(folder / "bin" / "npm"), "install", "--prefix", str(folder), *flags, *recipe.npm]
-
-
-def _run(command: list[str], env: Mapping[str, str]) -> None:
-    done = subprocess.run(command, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        output = "\n".join(done.stdout.splitlines()[-_MAX_LINES:])
-        raise Unavailable(f"{' '.join(command)} failed; its last output:\n{output}")
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        yield npm_install(str(folder / "bin" / "npm"), folder, *recipe.npm)
 
 
 if __name__ == "__main__":

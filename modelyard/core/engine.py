@@ -253,8 +253,8 @@ class EngineStats(Struct, frozen=True):
 
 class MemoryEstimate(Struct, frozen=True):
     """Bytes on `device`. `page_cache` comes on top of the total: clean pages of the model's file that are resident
-    until the kernel needs their memory. `gpu_layers` of `layers` are on the GPU, if the engine can split a model; the
-    rest of the bytes is in RAM."""
+    until the kernel needs their memory. `gpu_layers` of `layers` are on the GPU, if the engine can split a model, but
+    for `ram_weights` of them; the rest of the bytes is in RAM."""
 
     weights: int = 0
     kv: int = 0
@@ -263,6 +263,7 @@ class MemoryEstimate(Struct, frozen=True):
     page_cache: int = 0
     gpu_layers: int = 0
     layers: int = 0
+    ram_weights: int = 0
 
     @property
     def total(self) -> int:

@@ -199,6 +199,6 @@ def code_css() -> str:
 
 
 def _rules(style: str, prefix: str) -> list[str]:
-    rules = HtmlFormatter(style=style).get_style_defs(prefix).splitlines()
+    rules = HtmlFormatter(style=style).get_style_defs(prefix).splitlines()  # type: ignore[no-untyped-call]
     kept = [re.sub(r"background(-color)?:[^;}]*;?", "", rule) for rule in rules if f"{prefix} ." in rule]
     return [rule.partition("/*")[0].strip() for rule in kept if re.search(r"{\s*\S+:", rule)]

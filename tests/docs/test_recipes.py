@@ -3,22 +3,20 @@ unchanged against configs/recipes.toml; the other tests compare the page with se
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import httpx
 import pytest
 
+from setup import recipes
 from tests.cli_process import ROOT, environment
 from tests.docs.pages import DOCS, blocks_of, sections
 from tests.launch.test_launch import free_port
@@ -29,17 +27,6 @@ ANSWER = "Yes: it is sunny in Rome, take a hat."
 HARMLESS = ("ignores temperature",)  # the scripted engine has no sampling
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recipes_setup", ROOT / "setup" / "recipes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-recipes = load()
 NAMES = sorted(recipes.RECIPES)
 PROGRAMS = [name for name in NAMES if name != "open-webui"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.workbench.browser import setup_script
-
-script = setup_script()
+from setup import browser as script
 
 
 def unpack(root: Path) -> None:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import stat
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from modelyard.core.errors import Unavailable
 from modelyard.launch.agents import AIDER, CLAUDE, npm_platform
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("clients_setup", ROOT / "setup" / "clients.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-clients = load()
+from setup import clients
 
 
 def npm(folder: Path, text: str) -> dict[str, str]:

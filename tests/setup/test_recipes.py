@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.errors import Unavailable
-from tests.docs.test_recipes import recipes
+from setup import recipes
 
 
 def test_a_framework_gets_its_own_environment(tmp_path: Path) -> None:

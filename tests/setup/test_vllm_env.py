@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from modelyard.core.errors import Unavailable
 from modelyard.library import vllm_env
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vllm_env_setup", ROOT / "setup" / "vllm_env.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-setup = load()
+from setup import vllm_env as setup
 
 
 def environment(folder: Path, python: str) -> Path:

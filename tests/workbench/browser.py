@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +15,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
+
+from setup import browser as setup_browser
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120  # for a busy machine
@@ -33,19 +33,10 @@ _FLAGS = (
 )
 
 
-def setup_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("browser", ROOT / "setup" / "browser.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @contextmanager
 def chrome() -> Iterator[webdriver.Chrome]:
     """Without a browser the test fails in CI and is skipped elsewhere."""
-    found = setup_script().find()
+    found = setup_browser.find()
     if found is None:
         reason = "Chrome or Chromium with its driver is missing: .venv/bin/python setup/browser.py installs it"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)

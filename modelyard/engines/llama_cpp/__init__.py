@@ -11,9 +11,9 @@ from msgspec import structs
 from modelyard import libmtmd
 from modelyard.core.engine import Capabilities, Engine, EngineSpec, Media
 from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.engines.llama_cpp.estimate import estimate as estimate
 from modelyard.engines.llama_cpp.estimate import require_supported
 from modelyard.engines.llama_cpp.library import offloads_to_gpu
+from modelyard.engines.llama_cpp.offload import estimate as estimate
 from modelyard.engines.llama_cpp.options import CAPABILITIES as CAPABILITIES
 from modelyard.engines.llama_cpp.options import KV_TYPES as KV_TYPES
 from modelyard.engines.llama_cpp.options import LIVE_OVERRIDES as LIVE_OVERRIDES
@@ -37,6 +37,8 @@ def own_process(options: Mapping[str, Any]) -> bool:
     truncates a mapped file kills the process that reads it (SIGBUS). And an architecture that the test suite does not
     cover may meet an assertion of llama.cpp."""
     layers = options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", "auto"))
+    if options.get("numa"):  # it holds for a whole process
+        return True
     return bool(options.get("use_mmap")) or offloads_to_gpu(layers) or not _is_tested(options.get("path"))
 
 

@@ -49,6 +49,7 @@ from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
 from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
 from modelyard.engines.llama_cpp.media_tokens import text_ids
+from modelyard.engines.llama_cpp.model_shape import ModelShape
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, context_layouts, model_capabilities
 from modelyard.engines.llama_cpp.replay import Replay, create_replay
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
@@ -61,6 +62,9 @@ from modelyard.library.model_files import locate_model_file
 from modelyard.plugins import MissingLibrary
 
 log = logging.getLogger(__name__)
+
+
+_FIT_SHARES = (1.0, 0.9, 0.75)  # of the free GPU memory: the estimate may be wrong
 
 
 class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
@@ -91,7 +95,22 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     def _load_model(self, report: Callable[[float], bool]) -> None:
         path = locate_model_file(self.spec.options.path)
         shape = loading.check_before_loading(path, self.spec)
-        self.spec = loading.resolve_options(loading.limit_windows(self.spec, shape), shape)
+        loading.set_numa(self.spec.options.numa)
+        configured = self.spec
+        for share in _FIT_SHARES if configured.options.fit else (1.0,):
+            try:
+                self.spec = loading.prepare_spec(configured, shape, share)
+                before = loading.free_memory(configured.options).gpus if configured.options.fit else {}
+                self._load_prepared(path, shape, report)
+                loading.check_fit(self.spec, before)
+                return
+            except InvalidRequest as error:
+                if not configured.options.fit or share == _FIT_SHARES[-1] or self._stop_error is not None:
+                    raise
+                log.warning("%r did not fit (%s): trying with less", configured.model, error.message)
+                self._unload_model()
+
+    def _load_prepared(self, path: Path, shape: ModelShape | None, report: Callable[[float], bool]) -> None:
         options: Options = self.spec.options
         purpose = shape.purpose if shape is not None else ModelPurpose()
         capabilities = model_capabilities(purpose, options)

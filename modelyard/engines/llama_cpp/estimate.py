@@ -20,10 +20,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
+from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.units import format_size as format_size
-from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels, visible_memory
+from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels
 from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import (
     LOGIT_ROWS,
@@ -50,11 +50,6 @@ def require_supported(file: Path, architecture: str) -> None:
 
 
 # --- the sums ---------------------------------------------------------------------------------------------------------
-
-
-def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    model = read_model_shape(locate_model_file(spec.options.path))
-    return estimate_memory(model, spec.options, spec.caches, visible_memory(machine), draft_shape(spec.options))
 
 
 def draft_shape(options: Options) -> ModelShape | None:
@@ -93,6 +88,7 @@ def estimate_memory(
         sum(each.page_cache for each in weights),
         gpu_layers,
         model.layers + 1,
+        sum(layer_weights(model, Options(path=""))) - sum(layer_weights(model, options)) if gpu_layers else 0,
     )
 
 
@@ -174,6 +170,7 @@ def _round_up(window: int) -> int:
 
 _MAX_RESERVE = 1 << 30  # for the driver's own memory, and for what the estimate does not know
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:up|down|gate|gate_up)_(?:ch)?exps")
 
 
 def offloaded_layers(
@@ -200,7 +197,7 @@ def layers_that_fit(
 ) -> int:
     """As many layers as fit into the free bytes of the GPUs, each with its part of the KV caches. The compute buffers
     are on each GPU. A draft model is there as a whole, since it is small."""
-    sizes = layer_weights(model)
+    sizes = layer_weights(model, options)
     kv = sum(kv_bytes(model, info, options.for_cache(info)) for info in caches.values()) // max(1, model.layers)
     models = [model] if draft is None else [model, draft]
     compute = sum(contexts_bytes(each, caches, options) for each in models)
@@ -215,8 +212,8 @@ def layers_that_fit(
     return len(sizes)
 
 
-def layer_weights(model: ModelShape) -> list[int]:
-    """The bytes of each block and of the output."""
+def layer_weights(model: ModelShape, options: Options) -> list[int]:
+    """The bytes of each block and of the output that can go to a GPU: without what the options keep in RAM."""
     if not model.files:
         return [model.weights // (model.layers + 1)] * (model.layers + 1)
     sizes = [0] * (model.layers + 1)
@@ -226,6 +223,8 @@ def layer_weights(model: ModelShape) -> list[int]:
         ends = [*(tensor.offset for tensor in ordered[1:]), size]
         for tensor, end in zip(ordered, ends, strict=True):
             bytes_ = max(0, end - tensor.offset)
+            if stays_in_ram(tensor.name, options):
+                continue
             if block := _BLOCK.match(tensor.name):
                 sizes[min(int(block[1]), model.layers)] += bytes_
             elif tensor.name.startswith("output"):
@@ -238,14 +237,30 @@ def layer_weights(model: ModelShape) -> list[int]:
     return sizes
 
 
+def stays_in_ram(tensor: str, options: Options) -> bool:
+    """Whatever its layer. The first pattern that matches decides, and those of single tensors come first."""
+    for pattern, device in options.tensor_overrides.items():
+        if re.search(pattern, tensor):
+            return device.upper() == "CPU"
+    expert = EXPERTS.match(tensor)
+    return expert is not None and (options.n_cpu_moe < 0 or int(expert[1]) < options.n_cpu_moe)
+
+
 # --- the check --------------------------------------------------------------------------------------------------------
 
 
-def check_fits(name: str, memory: MemoryEstimate, share: float, machine: AvailableMemory) -> None:
-    """Raises, with the numbers, if the model cannot fit. `share` of it is offloaded to GPUs."""
-    movable = memory.weights + memory.kv
+def memory_by_device(memory: MemoryEstimate) -> tuple[int, int]:
+    """Bytes on the GPUs and in RAM."""
+    share = memory.gpu_layers / memory.layers if memory.layers else 0.0
+    movable = memory.weights - memory.ram_weights + memory.kv
     on_gpu = int(share * movable) + (memory.compute if share else 0)
-    in_ram = int((1 - share) * movable) + (memory.compute if share < 1 else 0)
+    in_ram = int((1 - share) * movable) + memory.ram_weights + (memory.compute if share < 1 else 0)
+    return on_gpu, in_ram
+
+
+def check_fits(name: str, memory: MemoryEstimate, machine: AvailableMemory) -> None:
+    """Raises, with the numbers, if the model cannot fit."""
+    on_gpu, in_ram = memory_by_device(memory)
     for kind, need, free in (("GPU memory", on_gpu, sum(machine.gpus.values())), ("RAM", in_ram, machine.ram_free)):
         if need > free:
             parts = (
@@ -254,7 +269,8 @@ def check_fits(name: str, memory: MemoryEstimate, share: float, machine: Availab
             )
             raise InvalidRequest(
                 f"the model {name!r} needs about {format_size(need)} of {kind} and {format_size(free)} are free: "
-                f"{parts}. Use a smaller n_ctx, parallel or KV type, or set overcommit = true to load it anyway.",
+                f"{parts}. Use a smaller n_ctx, parallel or KV type, set fit = true to let the engine choose them, or "
+                "overcommit = true to load it anyway.",
                 code="model_too_large",
             )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from modelyard.engines.llama_cpp.estimate import (
     require_supported,
 )
 from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
+from modelyard.engines.llama_cpp.offload import fit_to_memory, limit_memory
 from modelyard.engines.llama_cpp.options import KV_TYPES, Options, flash_attention_mode
 from modelyard.library.gguf import Pooling
 from modelyard.library.llama_cpp_package import library_folder
@@ -34,6 +36,8 @@ from modelyard.tokenizer import llama_log
 log = logging.getLogger(__name__)
 
 _FLASH_ATTENTION_TYPES = {"on": 1, "off": 0, "auto": -1}
+_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
+_NUMA_STRATEGIES = {"distribute": 1, "isolate": 2, "numactl": 3}
 _ROPE_SCALING_TYPES = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 ROPE_OPTIONS = (
     "rope_freq_base",
@@ -60,7 +64,7 @@ def check_before_loading(path: Path, spec: EngineSpec) -> ModelShape | None:
     except InvalidRequest:
         return None
     require_supported(path, model.architecture)
-    spec = limit_windows(spec, model)
+    spec = fit_spec(limit_windows(spec, model), model)
     if not spec.options.scales_positions:
         warn_about_trained_length(spec, model.trained, "; rope_scaling and rope_freq_scale can help")
     check_memory(model, spec.model, spec.options, spec.caches, draft_shape(spec.options))
@@ -74,10 +78,9 @@ def check_memory(
         return
     free = free_memory(options)
     memory = estimate_memory(model, options, caches, free, draft)
-    share = memory.gpu_layers / memory.layers
     if options.n_gpu_layers == "auto":  # these layers fit: only the rest needs RAM
         free = structs.replace(free, gpus={"auto": sys.maxsize})
-    check_fits(name, memory, share, free)
+    check_fits(name, memory, free)
 
 
 def free_memory(options: Options) -> AvailableMemory:
@@ -85,7 +88,10 @@ def free_memory(options: Options) -> AvailableMemory:
     free = system.free_memory(with_gpus=False)
     if not uses_gpu(options):
         return free
-    return structs.replace(free, gpus={gpu.name: gpu.free for gpu in lib.gpu_devices()})
+    gpus = {gpu.name: gpu.free for gpu in lib.gpu_devices() if options.devices is None or gpu.name in options.devices}
+    if options.split_mode == "none":
+        gpus = dict(list(gpus.items())[options.main_gpu : options.main_gpu + 1])
+    return limit_memory(options, structs.replace(free, gpus=gpus))
 
 
 def uses_gpu(options: Options) -> bool:
@@ -97,6 +103,32 @@ def encodes_on_gpu(options: Options) -> bool:
     if not lib.llama_supports_gpu_offload():
         return False
     return uses_gpu(options) if options.mmproj_gpu is None else options.mmproj_gpu
+
+
+def fit_spec(spec: EngineSpec, model: ModelShape | None, share: float = 1.0) -> EngineSpec:
+    """With what `fit` chooses for this share of the free GPU memory, and a line about it in the log."""
+    options: Options = spec.options
+    if not options.fit or model is None:
+        return spec
+    free = free_memory(options)
+    free = structs.replace(free, gpus={name: int(share * size) for name, size in free.gpus.items()})
+    choice = fit_to_memory(model, options, spec.caches, free, draft_shape(options))
+    log.info("%r is fitted to the memory: %s", spec.model, choice.description)
+    return structs.replace(spec, options=choice.options, caches=dict(choice.caches))
+
+
+_MIN_LEFT = 256 << 20  # bytes of a GPU for what llama.cpp allocates while it runs
+
+
+def check_fit(spec: EngineSpec, before: Mapping[str, int]) -> None:
+    """After loading: whether what `fit` chose is within the GPUs' memory. `before`: the free bytes of each."""
+    after = {gpu.name: gpu.free for gpu in lib.gpu_devices()}
+    limit = None if spec.options.gpu_memory_mb is None else spec.options.gpu_memory_mb << 20
+    for name, free in before.items():
+        taken = free - after.get(name, free)
+        log.info("%r takes %s of %s", spec.model, format_size(taken), name)
+        if after.get(name, free) < _MIN_LEFT or (limit is not None and taken > limit):
+            raise InvalidRequest(f"it takes {format_size(taken)} of {name}: too much", code="model_too_large")
 
 
 def resolve_gpu_layers(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
@@ -124,6 +156,11 @@ def limit_windows(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
             log.info("the window of the cache %r of %r is %d: the model has no more positions", name, spec.model, limit)
             caches[name] = structs.replace(info, window=limit)
     return structs.replace(spec, caches=caches)
+
+
+def prepare_spec(spec: EngineSpec, model: ModelShape | None, share: float = 1.0) -> EngineSpec:
+    """As it is loaded. `share` of the GPU's free memory is for what `fit` chooses."""
+    return resolve_options(fit_spec(limit_windows(spec, model), model, share), model)
 
 
 def resolve_options(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
@@ -155,14 +192,92 @@ def load_model(path: Path, options: Options, report: Callable[[float], bool]) ->
     file_check.check_weights(path, lambda: report(0.0))
     params = lib.llama_model_default_params()
     params.n_gpu_layers = -1 if options.n_gpu_layers == "auto" else options.n_gpu_layers
-    params.load_mode = 1 if options.use_mmap else 0
+    params.load_mode = load_mode(options)
+    placement = TensorPlacement(options)
+    placement.apply(params)
     params.progress_callback = callback = lib.llama_progress_callback(lambda fraction, _: report(fraction))
     llama_log.clear()
     model = lib.llama_model_load_from_file(str(path).encode(), params)
-    del callback  # C needs it until here
+    del callback, placement  # C needs them until here
     if not model:
         raise InvalidRequest(f"{path} cannot be loaded: {llama_log.first_error()}", code="model_unreadable")
     return model
+
+
+def load_mode(options: Options) -> int:
+    """LLAMA_LOAD_MODE_*"""
+    if options.direct_io:
+        return 4
+    return int(options.use_mmap) + 2 * int(options.mlock)
+
+
+class TensorPlacement:
+    """The arrays of `llama_model_params` that say where tensors go. C reads them until the model is loaded."""
+
+    def __init__(self, options: Options) -> None:
+        self._split_mode, self._main_gpu = options.split_mode, options.main_gpu
+        self._devices = self._named_devices(options.devices) if options.devices is not None else None
+        patterns = dict(options.tensor_overrides)
+        if options.n_cpu_moe:
+            patterns |= dict.fromkeys(_expert_patterns(options.n_cpu_moe), "CPU")
+        self._patterns = [pattern.encode() for pattern in patterns]
+        overrides = [
+            lib.llama_model_tensor_buft_override(pattern, _buffer_type(device))
+            for pattern, device in zip(self._patterns, patterns.values(), strict=True)
+        ]
+        self._overrides = _array(lib.llama_model_tensor_buft_override, overrides) if overrides else None
+        self._split = None
+        if options.tensor_split is not None:
+            most = lib.llama_max_devices()
+            parts = [*options.tensor_split, *[0.0] * most][:most]
+            self._split = (ctypes.c_float * most)(*parts)
+
+    def apply(self, params: Any) -> None:
+        params.main_gpu = self._main_gpu
+        if self._split_mode is not None:
+            params.split_mode = _SPLIT_MODES[self._split_mode]
+        if self._devices is not None:
+            params.devices = ctypes.addressof(self._devices)
+        if self._overrides is not None:
+            params.tensor_buft_overrides = ctypes.addressof(self._overrides)
+        if self._split is not None:
+            params.tensor_split = self._split
+
+    @staticmethod
+    def _named_devices(names: Sequence[str]) -> Any:
+        handles = [lib.ggml_backend_dev_by_name(name.encode()) for name in names]
+        if None in handles:
+            known = ", ".join(gpu.name for gpu in lib.gpu_devices()) or "none"
+            missing = names[handles.index(None)]
+            raise InvalidRequest(f"there is no device {missing!r}; devices: {known}", code="device_unknown")
+        return (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+
+
+def _array(kind: Any, values: Sequence[Any]) -> Any:
+    """With the empty element that ends it."""
+    return (kind * (len(values) + 1))(*values, kind(None, None))
+
+
+def _expert_patterns(layers: int) -> list[str]:
+    blocks = [r"\d+"] if layers < 0 else [str(number) for number in range(layers)]
+    return [rf"blk\.{block}\.ffn_(up|down|gate|gate_up)_(ch|)exps" for block in blocks]
+
+
+def _buffer_type(device: str) -> Any:
+    if device.upper() == "CPU":
+        return lib.ggml_backend_cpu_buffer_type()
+    handle = lib.ggml_backend_dev_by_name(device.encode())
+    if not handle:
+        known = ", ".join(["CPU", *(gpu.name for gpu in lib.gpu_devices())])
+        message = f"tensor_overrides: there is no device {device!r}; devices: {known}"
+        raise InvalidRequest(message, code="device_unknown")
+    return lib.ggml_backend_dev_buffer_type(handle)
+
+
+def set_numa(strategy: str | None) -> None:
+    """For the whole process, once: llama.cpp ignores later calls."""
+    if strategy is not None:
+        lib.llama_numa_init(_NUMA_STRATEGIES[strategy])
 
 
 def create_context(model: Any, name: str, info: CacheInfo, options: Options, outputs: int = 0) -> Any:

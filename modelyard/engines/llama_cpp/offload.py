@@ -1,33 +1,36 @@
 """Which tensors of a model go to the GPUs, and what is given up for one that is larger than their memory. Pure.
 
-    n_gpu_layers       the last layers; the output counts as one
-    n_cpu_moe          the experts of the first layers stay in RAM: they are most of the weights of such a model, and a
-                       token uses few of them
-    tensor_overrides   single tensors, by their names
-    fit                all of that by the estimate: the first of these that fits
-                           1. all layers on the GPU
-                           2. the experts of as few layers as possible in RAM
-                           3. both again, with KV of q8_0
-                           4. as many layers as possible, the rest in RAM
-                           5. that with half the window, and so on, down to `MIN_WINDOW`
+n_gpu_layers       the last layers; the output counts as one
+n_cpu_moe          the experts of the first layers stay in RAM: they are most of the weights of such a model, and a
+                   token uses few of them
+tensor_overrides   single tensors, by their names
+fit                all of that by the estimate: the first of these that fits
+                       1. all layers on the GPU
+                       2. the experts of as few layers as possible in RAM
+                       3. both again, with KV of q8_0
+                       4. as many layers as possible, the rest in RAM
+                       5. that with half the window, and so on, down to `MIN_WINDOW`
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct, structs
 
-from modelyard.core.engine import AvailableMemory, CacheInfo
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.engines.llama_cpp.estimate import (
+    EXPERTS,
+    draft_shape,
     estimate_memory,
     layers_that_fit,
     memory_by_device,
 )
-from modelyard.engines.llama_cpp.model_shape import ModelShape
+from modelyard.engines.llama_cpp.library import visible_memory
+from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
+from modelyard.library.model_files import locate_model_file
 
 MIN_WINDOW = 4096
 _SMALL_TYPE = "q8_0"
@@ -44,6 +47,22 @@ class FitChoice(Struct, frozen=True):
     @property
     def description(self) -> str:
         return ", ".join(self.changes) or "as configured"
+
+
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
+    model, draft = read_model_shape(locate_model_file(spec.options.path)), draft_shape(spec.options)
+    memory = limit_memory(spec.options, visible_memory(machine))
+    choice = FitChoice(spec.options, spec.caches)
+    if spec.options.fit:
+        choice = fit_to_memory(model, spec.options, spec.caches, memory, draft)
+    return estimate_memory(model, choice.options, choice.caches, memory, draft)
+
+
+def limit_memory(options: Options, free: AvailableMemory) -> AvailableMemory:
+    """Without what `gpu_memory_mb` forbids."""
+    if options.gpu_memory_mb is None:
+        return free
+    return structs.replace(free, gpus={gpu: min(size, options.gpu_memory_mb << 20) for gpu, size in free.gpus.items()})
 
 
 def fit_to_memory(
@@ -132,11 +151,8 @@ def _with_half_window(choice: FitChoice) -> FitChoice:
 
 def _layers_with_experts(model: ModelShape) -> int:
     """Up to the last layer that has experts."""
-    found = (_EXPERTS.match(tensor.name) for _, tensors in model.files for tensor in tensors)
+    found = (EXPERTS.match(tensor.name) for _, tensors in model.files for tensor in tensors)
     return max((int(match[1]) + 1 for match in found if match), default=0)
-
-
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:up|down|gate|gate_up)_(?:ch)?exps")
 
 
 def _fits_gpu(model: ModelShape, choice: FitChoice, machine: AvailableMemory, draft: ModelShape | None) -> bool:
@@ -151,5 +167,3 @@ def _fits(model: ModelShape, choice: FitChoice, machine: AvailableMemory, draft:
         return False
     memory = estimate_memory(model, choice.options, choice.caches, machine, draft)
     return memory_by_device(memory)[1] <= machine.ram_free
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -103,10 +104,54 @@ class Options(BaseModel):
         validation_alias=AliasChoices("flash_attn", "gguf_flash_attn"),
         description="Flash attention; unset: on for CPUs, for GPUs if all devices support it.",
     )
+    n_cpu_moe: int = Field(
+        default=0,
+        ge=-1,
+        le=10_000,
+        description="Layers, from the first, whose experts stay in RAM while the rest is on the GPU; -1 for all. A "
+        "token uses few experts, so this costs less speed than fewer layers on the GPU.",
+    )
+    tensor_overrides: dict[str, str] = Field(
+        default_factory=dict,
+        description="Where single tensors go: regular expressions for their names, with CPU or the name of a GPU, such "
+        "as CUDA0. The first match decides.",
+    )
+    devices: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        description="GPUs of this model by llama.cpp's names, such as CUDA0; unset means all. `modelyard doctor` lists "
+        "them.",
+    )
+    split_mode: Literal["none", "layer", "row", "tensor"] | None = Field(
+        default=None,
+        description="How several GPUs share the model: whole layers, rows of matrices, tensors, or none: only "
+        "main_gpu; unset means layer.",
+    )
+    tensor_split: list[float] | None = Field(
+        default=None, min_length=1, description="Each GPU's part, such as [3, 1]; unset means by their free memory."
+    )
+    main_gpu: int = Field(default=0, ge=0, description="The GPU for split_mode none, counted from 0 among the devices.")
+    gpu_memory_mb: int | None = Field(
+        default=None, gt=0, description="MiB of each GPU that n_gpu_layers = auto and fit may use; unset: what is free."
+    )
+    fit: bool = Field(
+        default=False,
+        description="For a model that is larger than the GPU's memory: choose n_cpu_moe, KV types, n_gpu_layers and, "
+        "if RAM does not suffice either, smaller windows by estimate, and verify the choice when it is loaded.",
+    )
+    mlock: bool = Field(default=False, description="Keep the weights in RAM: the system may not swap them out.")
+    direct_io: bool = Field(
+        default=False, description="Read the file around the system's page cache; it excludes use_mmap and mlock."
+    )
+    numa: Literal["distribute", "isolate", "numactl"] | None = Field(
+        default=None,
+        description="For machines with several memory nodes: spread threads over all nodes, keep them on the node of "
+        "the start, or as numactl says. It holds for the whole process, so with placement auto the model gets its own.",
+    )
     swa_full: bool = Field(
-        default=True,
-        description="Keep all KV of sliding-window layers; false takes less memory, and an edited conversation is "
-        "then restored from a checkpoint.",
+        default=False,
+        description="Keep all KV of sliding-window layers: an edited conversation is then read again from the edit on. "
+        "False takes much less memory for long windows, and such a conversation goes on from a checkpoint.",
     )
     checkpoints: int = Field(
         default=8,
@@ -204,6 +249,17 @@ class Options(BaseModel):
     def _require_draft_model(self) -> Options:
         if self.speculation == "draft" and self.draft_model_path is None:
             raise ValueError("speculation = draft needs a draft_model_path")
+        return self
+
+    @model_validator(mode="after")
+    def _check_loading(self) -> Options:
+        if self.direct_io and (self.use_mmap or self.mlock):
+            raise ValueError("direct_io excludes use_mmap and mlock")
+        for pattern in self.tensor_overrides:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"tensor_overrides: {pattern!r} is not a regular expression: {error}") from None
         return self
 
     @property

@@ -244,10 +244,10 @@ def test_the_output_and_each_block_count_with_their_own_bytes() -> None:
         TensorInfo("output_norm.weight", (8,), 0, 1124),
     ]
     tied = ModelShape(1156, 0, 2, 8, 1, 8, 8, 8, files=((1156, tensors),))
-    assert layer_weights(tied) == [256, 512, 32 + 256]
+    assert layer_weights(tied, Options(path="")) == [256, 512, 32 + 256]
     output = TensorInfo("output.weight", (8, 8), 0, 1156)
     untied = ModelShape(1412, 0, 2, 8, 1, 8, 8, 8, files=((1412, [*tensors, output]),))
-    assert layer_weights(untied) == [256, 512, 32 + 256]
+    assert layer_weights(untied, Options(path="")) == [256, 512, 32 + 256]
 
 
 def test_auto_becomes_a_number_before_a_model_is_loaded_and_the_log_says_so(

@@ -1,0 +1,1 @@
+"""Scripts that install what tests and benchmarks need: agents, frameworks, browsers, servers."""
