@@ -319,6 +319,62 @@ CONTINUE = Agent(
 )
 
 
+# --- Gemini CLI: environment variables for the address, and a settings file in its private folder --------------------
+
+_GEMINI_MIN_WINDOW = 16_000  # its own prompt takes about 12,000
+_GEMINI_LIMIT = 1_048_576  # the window that it assumes for a model that it does not know
+_GEMINI_COMPRESS_AT = 0.7  # of the window, since a tool's result must fit into the rest
+
+
+def _plan_gemini(target: LaunchTarget, home: Path) -> LaunchPlan:
+    # Its side requests name Google's models. The first rule leads all of them here, the second is for conversations.
+    rules = [
+        {"match": {}, "modelConfig": {"model": target.small_model}},
+        {"match": {"model": target.model}, "modelConfig": {"model": target.model}},
+    ]
+    model: dict[str, Any] = {"name": target.model}
+    if target.window is not None:
+        model["compressionThreshold"] = round(_GEMINI_COMPRESS_AT * target.window / _GEMINI_LIMIT, 6)
+    settings = {
+        "security": {"auth": {"selectedType": "gemini-api-key"}},
+        "model": model,
+        "modelConfigs": {"customOverrides": rules},
+        "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
+        "privacy": {"usageStatisticsEnabled": False},
+        "telemetry": {"enabled": False},
+    }
+    notes: tuple[str, ...] = ()
+    if target.is_smaller_than(_GEMINI_MIN_WINDOW):
+        notes = (
+            f"{target.model} has a window of {target.window} tokens, and Gemini CLI itself needs about "
+            f"{_GEMINI_MIN_WINDOW}: every request will be too long. Serve the model with a larger n_ctx, or launch "
+            "aider, which needs 1,000.",
+        )
+    return LaunchPlan(
+        arguments=("--model", target.model),
+        env={
+            "GEMINI_CLI_HOME": str(home),
+            "GOOGLE_GEMINI_BASE_URL": target.url,
+            "GEMINI_API_KEY": target.key,
+            "GEMINI_MODEL": target.model,
+        },
+        unset=("GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_GENAI_USE_GCA"),  # they select Google's servers
+        files={home / ".gemini" / "settings.json": json.dumps(settings, indent=2) + "\n"},
+        notes=notes,
+    )
+
+
+GEMINI = Agent(
+    title="Gemini CLI",
+    program="gemini",
+    package="@google/gemini-cli",
+    version="0.61.0",
+    source="npm",
+    inside="node_modules/.bin/gemini",
+    plan=_plan_gemini,
+)
+
+
 # --- opencode: a provider in settings that are merged over the user's for this run ----------------------------------
 
 _OPENCODE_MIN_WINDOW = 12_000  # its own prompt takes about 8,000
@@ -373,5 +429,6 @@ AGENTS: dict[str, Agent] = {
     "claude": CLAUDE,
     "codex": CODEX,
     "continue": CONTINUE,
+    "gemini": GEMINI,
     "opencode": OPENCODE,
 }

@@ -8,7 +8,17 @@ from typing import Any
 from msgspec import Struct, field
 
 from modelyard.core.errors import ModelyardError
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started
+from modelyard.core.events import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Measured,
+    PromptRead,
+    Started,
+)
 from modelyard.core.protocol import WireProtocol
 from modelyard.http.errors import load_protocol
 from modelyard.workbench import formatting as fmt
@@ -238,7 +248,7 @@ def _join_deltas(events: Iterable[Event]) -> Iterator[str]:
         yield f"delta ×{len(deltas)}  {''.join(deltas)}"
 
 
-def _event_line(event: Started | BlockStart | BlockEnd | Finished | Failed) -> str:
+def _event_line(event: Event) -> str:
     match event:
         case Started():
             return f"started  {event.model}"
@@ -250,3 +260,9 @@ def _event_line(event: Started | BlockStart | BlockEnd | Finished | Failed) -> s
             return f"finished  {event.reason}, {event.usage.prompt} + {event.usage.output} tokens"
         case Failed():
             return f"failed  {event.error.message}"
+        case PromptRead():
+            return f"prompt  {event.done} of {event.total} tokens read"
+        case Measured():
+            return f"measured  {event.usage.prompt} + {event.usage.output} tokens so far"
+        case BlockDelta():
+            return f"delta  {event.text}"
