@@ -550,7 +550,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--only", choices=[*FAULTS, "ray-node"], nargs="+", help="these faults")
-    parser.add_argument("--model", type=Path, help="a GGUF file; with a tiny one the faults take the time, not the answers")
+    parser.add_argument(
+        "--model", type=Path, help="a GGUF file; with a tiny one the faults take the time, not the answers"
+    )
     options = parser.parse_args()
     if DISK_VARIABLE not in os.environ:
         return run_on_own_disk()

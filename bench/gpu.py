@@ -1,12 +1,14 @@
 """Decoding on a GPU: our engine in process beside llama.cpp's own benchmarks, on one model, in interleaved rounds.
 
     python -m bench.gpu --model FILE --tools FOLDER [--rounds N] [--tokens N] [--json FILE]
+    python -m bench.gpu --model FILE --fit MIB [--tokens N]
 
 FOLDER holds `llama-bench` and `llama-batched-bench` of the same build as the library that the engine loads. A step of a
 small model takes half a millisecond there, so that the cost of Python shows. The benchmark programs sample no tokens,
 while our engine picks the most likely one of each row: the ratio is not flattered. "python" is the share of a step that
 is not spent inside C calls (see `bench.decode_step`), from a separate run, because the clock costs time itself; "waits"
-is the part of it for which the GPU waits; the rest overlaps with the next step.
+is the part of it for which the GPU waits; the rest overlaps with the next step. `--fit` loads the model into so much
+of the GPU's memory as `fit` chooses, beside the same number of layers without its other choices.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 from rich.console import Console
@@ -25,8 +28,10 @@ from rich.table import Table
 
 from bench import decode_step
 from modelyard.benchmark.statistics import Interval, ratio_interval
-from modelyard.core.engine import End, Prompt, TokenRun, Tokens
+from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
+from modelyard.engines import llama_cpp
+from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 
 STREAMS = (1, 8)
@@ -114,6 +119,34 @@ def measure(file: Path, tools: Path, streams: int, rounds: int, tokens: int) -> 
     return GpuResult(streams, greedy, sampled, peer, *shares, sampled_cost.wall * 1e3, sampled_cost.waits * 1e6)
 
 
+# --- a model that is larger than the GPU ------------------------------------------------------------------------------
+
+
+async def fitted_rate(file: Path, limit_mb: int, tokens: int, **options: Any) -> tuple[float, str]:
+    """Tokens per second of one stream, and how the model was fitted to this much GPU memory."""
+    chosen = llama_cpp.Options(path=str(file), speculation="off", gpu_memory_mb=limit_mb, **options)
+    engine = llama_cpp.create(EngineSpec("bench", chosen, {"main": CacheInfo(8192, 2)}))
+    assert isinstance(engine, LlamaCppEngine)
+    before = sum(gpu.free for gpu in lib.gpu_devices())
+    await engine.open(lambda *_: None)
+    try:
+        taken = (before - sum(gpu.free for gpu in lib.gpu_devices())) >> 20
+        await rate(engine, 1, 16, _GREEDY, 1)
+        found = await rate(engine, 1, tokens, _GREEDY, 2)
+    finally:
+        await engine.close()
+    used: llama_cpp.Options = engine.spec.options
+    info = engine.spec.caches["main"]
+    placed = f"n_gpu_layers {used.n_gpu_layers}, n_cpu_moe {used.n_cpu_moe}, KV {info.type_k}, window {info.window}"
+    return found, f"{placed}, {taken:,} MiB of {limit_mb:,} taken"
+
+
+def show_fit(file: Path, limit_mb: int, tokens: int) -> None:
+    for name, options in (("fit", {"fit": True}), ("n_gpu_layers = auto", {})):
+        found, placed = asyncio.run(fitted_rate(file, limit_mb, tokens, **options))
+        print(f"{name}: {found:,.1f} tokens/s; {placed}", flush=True)
+
+
 def table(lines: list[GpuResult]) -> Table:
     made = Table(title="Decoding, tokens/s (means)")
     for name in (
@@ -140,7 +173,7 @@ def table(lines: list[GpuResult]) -> Table:
             str(line.streams),
             *rates,
             str(line.ratio).replace("[", r"\["),
-            f"{statistics.fmean(line.sampled):,.0f}",
+            f"{statistics.fmean(line.sampled):,.0f} ({ratio_interval(line.sampled, line.ours).middle:.2f})",
             *rest,
         )
     return made
@@ -149,12 +182,16 @@ def table(lines: list[GpuResult]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--tools", type=Path, required=True)
+    parser.add_argument("--tools", type=Path, help="a folder with llama-bench and llama-batched-bench")
+    parser.add_argument("--fit", type=int, metavar="MIB", help="measure a model in this much of the GPU's memory")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.fit is not None:
+        show_fit(options.model, options.fit, options.tokens)
+        return
     lines = [measure(options.model, options.tools, n, options.rounds, options.tokens) for n in options.streams]
     Console(width=140).print(table(lines))
     if options.json is not None:

@@ -33,16 +33,19 @@ _MAX_FILES = 8  # more than after the warm-up, once the load is over
 _SAMPLE_S = 5.0
 _TURNS = 6  # of a conversation
 _PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/v1/embeddings")
-_TEXTS = 100  # different ones, so that caches of texts are full after the warm-up, and what still grows is a leak
+# Different conversations. The same ones come again and again: the token cache keeps what clients sent and what the model
+# answered, up to 32 MiB per model, and would fill up for hours. So it is full after the warm-up, and what still grows
+# is a leak.
+_TALKS = 60
 _WORDS = ("river", "stone", "seven", "lamp", "green", "quick", "harbour", "letter", "north", "paper")
 
 
 def configuration(gguf: Path) -> dict[str, Any]:
     return {
         "models": {
-            # Evicted conversations are kept in RAM up to parked_mb, by default more than an hour fills: full at once,
-            # they do not look like a leak.
-            "real": {"backend": "llama_cpp", "path": str(gguf), "n_threads": 1, "parked_mb": 16},
+            # Evicted conversations are kept in RAM up to parked_mb, by default more than an hour fills. Each has up to
+            # 6 MiB here: with room for a few, the memory would go up and down by that much.
+            "real": {"backend": "llama_cpp", "path": str(gguf), "n_threads": 1, "parked_mb": 1},
             "fake": {"backend": "fake", "token_delay": 0.02, "echo": True},
         },
         "caches": {
@@ -59,15 +62,15 @@ def configuration(gguf: Path) -> dict[str, Any]:
 
 
 class Talk:
-    """One conversation of one client, in one protocol."""
+    """One conversation of one client, in one protocol. Its number decides all that is said in it."""
 
-    def __init__(self, rng: random.Random, model: str) -> None:
-        self._rng, self._model, self.path = rng, model, rng.choice(_PATHS)
+    def __init__(self, number: int, model: str) -> None:
+        self._rng, self._model = random.Random(number), model
+        self.path = self._rng.choice(_PATHS)
         self._turns: list[dict[str, str]] = []
 
     def body(self, stream: bool) -> dict[str, Any]:
-        number = self._rng.randrange(_TEXTS)
-        text = f"{number} " + " ".join(random.Random(number).choices(_WORDS, k=3 + number % 38))
+        text = " ".join(self._rng.choices(_WORDS, k=self._rng.randint(3, 40)))
         limit = self._rng.randint(1, 24)
         body: dict[str, Any] = {"model": self._model, "stream": stream, "temperature": 0}
         if self.path == "/v1/embeddings":
@@ -88,7 +91,7 @@ async def run_client(server: Server, number: int, pause_s: float, until: float, 
     rng = random.Random(number)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         while time.monotonic() < until:
-            talk = Talk(rng, "real" if number % 4 == 0 else "fake")
+            talk = Talk(rng.randrange(_TALKS), "real" if number % 4 == 0 else "fake")
             for _ in range(rng.randint(1, _TURNS)):
                 kind = rng.choice(("whole", "stream", "disconnect", "cancel", "stream", "whole"))
                 outcomes[await _send(http, talk, kind, rng)] += 1

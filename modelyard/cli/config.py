@@ -11,6 +11,7 @@ import typer
 from msgspec import Struct
 from msgspec.structs import replace
 
+from modelyard import plugins
 from modelyard.cli.console import ConfigOption, err, out, print_notes, print_problem, print_table
 from modelyard.core.units import format_size
 
@@ -82,14 +83,18 @@ def _print_tables(description: ConfigDescription) -> None:
     print_table(
         ("cache", "model", "window", "parallel", "tokens", "overflow", "description"),
         [
-            (c.name, c.model, str(c.window), str(c.parallel), str(c.tokens), c.overflow, c.description)
+            (c.name, c.model, _count(c.window), str(c.parallel), _count(c.tokens), c.overflow, c.description)
             for c in description.caches
         ],
     )
     print_table(
         ("name", "endpoint", "model", "cache", "window"),
-        [(r.match, r.endpoint, r.model, r.cache, str(r.window)) for r in description.routes],
+        [(r.match, r.endpoint, r.model, r.cache, _count(r.window)) for r in description.routes],
     )
+
+
+def _count(value: int | None) -> str:
+    return "unknown" if value is None else str(value)
 
 
 def _print_memory(estimates: list[ModelMemory], available: AvailableMemory) -> None:
@@ -115,18 +120,18 @@ class RouteRow(Struct, frozen=True):
     endpoint: str
     model: str
     cache: str
-    window: int
+    window: int | None
     allow_remote: bool = False
 
 
 class CacheRow(Struct, frozen=True):
-    """`tokens` is the capacity of the cache: window × parallel."""
+    """`tokens` is the capacity of the cache: window × parallel. Both are None if only the remote server knows them."""
 
     name: str
     model: str
-    window: int
+    window: int | None
     parallel: int
-    tokens: int
+    tokens: int | None
     overflow: str
     description: str = ""
 
@@ -152,7 +157,7 @@ def describe_config(loaded: LoadedConfig) -> ConfigDescription:
     return ConfigDescription(
         sources=[str(source) for source in loaded.sources],
         models=[_model_row(entry) for entry in catalog.models.values()],
-        caches=[_cache_row(cache) for cache in catalog.caches.values()],
+        caches=[_cache_row(cache, catalog) for cache in catalog.caches.values()],
         routes=[*_configured_routes(loaded, catalog), *_routes_by_name(router), *_default_route(loaded, catalog)],
     )
 
@@ -162,11 +167,18 @@ def _model_row(entry: ModelEntry) -> ModelRow:
     return ModelRow(entry.name, entry.backend, entry.aliases, starts, entry.description)
 
 
-def _cache_row(cache: CacheEntry) -> CacheRow:
-    info = cache.info
+def _window(cache: CacheEntry, catalog: Catalog) -> int | None:
+    """That of a remote model which sets none is known to its server only."""
+    model = catalog.models[cache.model]
+    is_known = model.has_window or not getattr(plugins.load("engines", model.backend), "REMOTE", False)
+    return cache.info.window if is_known else None
+
+
+def _cache_row(cache: CacheEntry, catalog: Catalog) -> CacheRow:
+    info, window = cache.info, _window(cache, catalog)
     overflow = "strict" if cache.strict else "clamp"
-    tokens = info.window * info.parallel
-    return CacheRow(cache.name, cache.model, info.window, info.parallel, tokens, overflow, info.description)
+    tokens = None if window is None else window * info.parallel
+    return CacheRow(cache.name, cache.model, window, info.parallel, tokens, overflow, info.description)
 
 
 def _configured_routes(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:
@@ -174,13 +186,13 @@ def _configured_routes(loaded: LoadedConfig, catalog: Catalog) -> Iterator[Route
         cache = catalog.caches[route.cache] if route.cache else catalog.find(route.model or "")
         if cache is not None:
             match, endpoint = " | ".join(route.match), route.endpoint or "*"
-            yield RouteRow(match, endpoint, cache.model, cache.name, cache.info.window, route.allow_remote)
+            yield RouteRow(match, endpoint, cache.model, cache.name, _window(cache, catalog), route.allow_remote)
 
 
 def _default_route(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:
     """Names that no model has."""
     if (cache := catalog.find(loaded.config.default_model or "")) is not None:
-        yield RouteRow("any other", "*", cache.model, cache.name, cache.info.window, False)
+        yield RouteRow("any other", "*", cache.model, cache.name, _window(cache, catalog), False)
 
 
 def _routes_by_name(router: Router) -> Iterator[RouteRow]:
@@ -188,4 +200,4 @@ def _routes_by_name(router: Router) -> Iterator[RouteRow]:
     for name in router.names():
         target, own = router.resolve(name, "/"), router.catalog.find(name)
         if own is not None and target.cache == own.name:
-            yield RouteRow(name, "*", target.model, target.cache, target.window, target.allow_remote)
+            yield RouteRow(name, "*", target.model, target.cache, _window(own, router.catalog), target.allow_remote)

@@ -45,6 +45,7 @@ Kind = Literal[
 ]
 
 
+BY_ADMINISTRATOR = "an administrator cancelled this request"  # the message of a Cancelled
 ENGINE_DIED = "engine_died"  # code of an Unavailable: the engine died with this request on it, which may be the cause
 
 

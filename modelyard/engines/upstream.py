@@ -285,7 +285,7 @@ class Upstream:
         else:
             tls = _tls_context() if address.base_url.startswith("https:") else True
             connector = aiohttp.TCPConnector(ssl=tls, **limits)
-        connector._factory = partial(_ResponseHandler, loop=asyncio.get_running_loop())  # noqa: SLF001
+        connector._factory = partial(_ResponseHandler, loop=asyncio.get_running_loop())
         self._urls: dict[str, URL] = {}
         self._http = aiohttp.ClientSession(
             connector=connector,

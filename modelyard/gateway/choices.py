@@ -34,7 +34,7 @@ class MultiChoiceStream:
         self.prepared = prepared
         self._shared = _SharedLease(ticket, prepared.choices)
         self._on_close = on_close
-        self._streams = [open_choice(i, _LeaseShare(self._shared)) for i in range(prepared.choices)]
+        self.streams = [open_choice(i, _LeaseShare(self._shared)) for i in range(prepared.choices)]
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: deque[tuple[int, list[Event]]] = deque()
         self._wake = asyncio.Event()
@@ -42,18 +42,18 @@ class MultiChoiceStream:
 
     @property
     def reuse(self) -> CacheReuse | None:
-        return self._streams[0].reuse
+        return self.streams[0].reuse
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return self._streams[0].ignored
+        return self.streams[0].ignored
 
     def __aiter__(self) -> MultiChoiceStream:
         return self
 
     async def __anext__(self) -> tuple[int, list[Event]]:
         if not self._tasks:
-            self._tasks = [self._start(stream) for stream in self._streams]
+            self._tasks = [self._start(stream) for stream in self.streams]
         while not self._ready:
             if not self._running:
                 raise StopAsyncIteration
@@ -78,7 +78,7 @@ class MultiChoiceStream:
         self._wake.set()
 
     def cancel(self, reason: ModelyardError | None = None) -> None:
-        for stream in self._streams:
+        for stream in self.streams:
             stream.cancel(reason)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -55,6 +56,7 @@ def _key(prepared: PreparedRequest) -> DedupKey:
 class RequestDeduplicator:
     def __init__(self) -> None:
         self._open: dict[DedupKey, SharedStream] = {}
+        self._joined: dict[str, SharedReader] = {}  # by trace, until they are closed; the pool does not know them
 
     def __len__(self) -> int:
         return len(self._open)
@@ -66,7 +68,17 @@ class RequestDeduplicator:
         shared = self._open.get(_key(prepared))
         if shared is None or not is_same_request(prepared, shared.source.prepared):
             return None
-        return SharedReader(prepared, shared)
+        trace = prepared.caller.trace
+        reader = SharedReader(prepared, shared, on_close=lambda: self._joined.pop(trace, None))
+        self._joined[trace] = reader
+        return reader
+
+    def cancel(self, trace: str, reason: ModelyardError) -> bool:
+        """Ends the request that joined another one under this trace; whether there was one. The other goes on."""
+        reader = self._joined.get(trace)
+        if reader is not None:
+            reader.cancel(reason)
+        return reader is not None
 
     def share(self, stream: ChoiceStream | MultiChoiceStream) -> ChoiceStream | MultiChoiceStream | SharedReader:
         """The stream as its own client reads it."""
@@ -158,9 +170,11 @@ class SharedStream:
 class SharedReader:
     """One reader of a shared stream. The same interface as `ChoiceStream`."""
 
-    def __init__(self, prepared: PreparedRequest, shared: SharedStream) -> None:
+    def __init__(
+        self, prepared: PreparedRequest, shared: SharedStream, on_close: Callable[[], object] = lambda: None
+    ) -> None:
         self.prepared, self.position = prepared, 0
-        self._shared = shared
+        self._shared, self._on_close = shared, on_close
         self._cancel_reason: ModelyardError | None = None
         self._failed_choices = 0
         self._closed = False
@@ -203,3 +217,4 @@ class SharedReader:
         if not self._closed:
             self._closed = True
             self._shared.on_close(self)
+            self._on_close()

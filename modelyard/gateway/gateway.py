@@ -560,6 +560,28 @@ class Gateway:
         target, model = self.model_for(name, caller)
         return target, await self._defined(model)
 
+    # --- running requests -----------------------------------------------------------------------------------------
+
+    def running(self) -> dict[str, RunningRequest]:
+        """The streams of this process by trace, with their counts so far."""
+        return {stream.prepared.caller.trace: _running(stream) for stream in self._streams}
+
+    def watch(self, trace: str) -> tuple[str, str] | None:
+        """The prompt of a running request, and its raw output since the first call. None: it does not run here, or
+        another server renders its prompt."""
+        for stream in self._streams:
+            if stream.prepared.caller.trace == trace:
+                output = _first_choice(stream).output
+                rendered = stream.prepared.rendered(0)
+                if isinstance(output, TextOutput) and rendered is not None:
+                    return unshield(rendered.text), output.watch()
+        return None
+
+    def cancel(self, trace: str, reason: ModelyardError) -> int:
+        """Ends a request that shares the stream of another one, and returns how many there were: the pool, which ends
+        all others, does not know it."""
+        return int(self._dedup.cancel(trace, reason))
+
     # --- the end --------------------------------------------------------------------------------------------------
 
     def stop(self, reason: ModelyardError) -> None:
@@ -572,6 +594,27 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.images.close()
+
+
+class RunningRequest(msgspec.Struct, frozen=True):
+    """How far a request is: tokens of its prompt, how many were cached and how many are read by now, and its output."""
+
+    prompt: int
+    cached: int
+    read: int
+    output: int
+    endpoint: str
+
+
+def _running(stream: ChoiceStream | MultiChoiceStream) -> RunningRequest:
+    output = _first_choice(stream).output
+    usage, endpoint = output.usage, stream.prepared.caller.endpoint
+    read = output.read if isinstance(output, TextOutput) and not output.tokens else usage.prompt
+    return RunningRequest(usage.prompt, usage.cached, read, output.tokens, endpoint)
+
+
+def _first_choice(stream: ChoiceStream | MultiChoiceStream) -> ChoiceStream:
+    return stream if isinstance(stream, ChoiceStream) else stream.streams[0]
 
 
 def _may_leave(caller: Caller, target: Target, consent: bool) -> bool:
@@ -856,20 +899,20 @@ class ChoiceStream:
         prepared, gateway, accepted = self.prepared, self._gateway, self.accepted
         request, caller, model = prepared.request, prepared.caller, prepared.model
         status: str
+        measured = gateway_timings(
+            last.timings if isinstance(last, Finished) else Timings(),
+            now=time.perf_counter(),
+            arrived=caller.arrived,
+            started=self._started,
+            engine_started=self._engine_started,
+            first_output=self._first_output,
+            queue_s=self._lease.waited if self._lease is not None else 0.0,
+            tokenize_s=prepared.tokenize_s,
+            remote=model.remote,
+        )
         if isinstance(last, Finished):
-            timings = gateway_timings(
-                last.timings,
-                now=time.perf_counter(),
-                arrived=caller.arrived,
-                started=self._started,
-                engine_started=self._engine_started,
-                first_output=self._first_output,
-                queue_s=self._lease.waited if self._lease is not None else 0.0,
-                tokenize_s=prepared.tokenize_s,
-                remote=model.remote,
-            )
             usage, status = last.usage, last.reason
-            last = Finished(last.reason, usage, last.stop_string, timings)
+            last = Finished(last.reason, usage, last.stop_string, measured)
             gateway.metrics.generation_finished(model.name, prepared.billed_usage(self.choice, usage), status)
             if self.choice == 0:
                 if self.prompt_record is not None:
@@ -882,7 +925,7 @@ class ChoiceStream:
         else:
             # An engine that is closed at the same time may report its own reason.
             error = self._cancel_reason or last.error
-            last, usage, timings, status = Failed(error), Usage(), Timings(), error.code or error.kind
+            last, usage, status = Failed(error), self.output.usage, error.code or error.kind
         gateway.history.add(
             RequestRecord(
                 trace=caller.trace,
@@ -895,7 +938,7 @@ class ChoiceStream:
                 status=status,
                 failed=isinstance(last, Failed),
                 usage=usage,
-                timings=timings,
+                timings=measured,
                 divergence=accepted.divergence if accepted is not None else None,
                 evicted=accepted is not None and accepted.evicted,
                 reuse=self.reuse,
@@ -1008,7 +1051,8 @@ class TextOutput:
 
     `over`: Finished or Failed was emitted. `slot_free`: the engine has released its slot, which may be later: after a
     stop string the client has its Finished while the engine may be a step behind. `has_output`: content was emitted.
-    `tokens` counts those of the output.
+    `tokens` counts those of the output, `read` those of the prompt that the engine has evaluated. `watched` is the raw
+    text since an administrator opened the request.
     """
 
     __slots__ = (
@@ -1030,8 +1074,10 @@ class TextOutput:
         "has_output",
         "ids",
         "over",
+        "read",
         "slot_free",
         "tokens",
+        "watched",
     )
 
     def __init__(
@@ -1074,6 +1120,8 @@ class TextOutput:
         self._started: Started | None = None  # held back until the prompt's log probabilities have arrived
         self._stop_logprob: IdLogprob | None = None  # of the token that ended the output
         self._accepted_at = self._first_at = 0.0  # set if the request asks for times
+        self.read = 0
+        self.watched: list[str] | None = None
         self.over = self.slot_free = self.has_output = self.emitted_start = False
 
     @property
@@ -1103,12 +1151,14 @@ class TextOutput:
                 if not self.over:
                     self._finish(chunk, events)
             elif isinstance(chunk, Progress):
+                self.read = chunk.done
                 self._prompt_logprobs += chunk.logprobs or ()
                 if self._prepared.request.progress and not self._started:
                     events.append(self._prompt_read(chunk.done))
             elif isinstance(chunk, Accepted) and not self.emitted_start:
                 self.emitted_start = True
                 prepared, self._cached_tokens = self._prepared, chunk.cached_tokens
+                self.read = chunk.cached_tokens
                 started = Started(
                     prepared.caller.trace, prepared.request.model, prepared.created, self.usage, self._echo
                 )
@@ -1121,6 +1171,20 @@ class TextOutput:
                     if prepared.request.progress and not self._started:
                         events.append(self._prompt_read(chunk.cached_tokens))
         return events
+
+    def watch(self) -> str:
+        """The raw text since the first call, which begins to keep it."""
+        if self.watched is None:
+            kept: list[str] = []
+            self.watched, before = kept, self._on_text
+
+            def on_text(text: str) -> None:
+                kept.append(text)
+                if before is not None:
+                    before(text)
+
+            self._on_text = on_text
+        return "".join(self.watched)
 
     def _prompt_read(self, done: int) -> PromptRead:
         usage = self.usage

@@ -7,7 +7,6 @@ engines. There are as many as cores; more would only slow each other down, and e
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
 
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Timeout
+from modelyard.library import cores
 from modelyard.tokenizer.slices import EXACT_CHARS
 
 P = ParamSpec("P")
@@ -27,7 +27,7 @@ def _late() -> Timeout:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), "request")
+    return ThreadPoolExecutor(max(2, min(8, cores.logical())), "request")
 
 
 class RequestWork:

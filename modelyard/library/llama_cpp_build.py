@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from modelyard.core.errors import Unavailable
+from modelyard.library import cores
 from modelyard.library.cache_dir import cache_dir, file_lock
 from modelyard.library.llama_cpp_package import BUILD_PREFIX, libraries_dir
 
@@ -151,7 +152,8 @@ def build_environment(env: Mapping[str, str], plan: BuildPlan) -> dict[str, str]
     """Without the variables of an outer `make`: ninja would use its job limit."""
     outer = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
     kept = {name: value for name, value in env.items() if name not in outer}
-    return {"CMAKE_GENERATOR": "Ninja", **kept, "CMAKE_ARGS": plan.cmake_args}
+    usual = {"CMAKE_GENERATOR": "Ninja", "CMAKE_BUILD_PARALLEL_LEVEL": str(cores.logical())}
+    return {**usual, **kept, "CMAKE_ARGS": plan.cmake_args}
 
 
 def add_tools(

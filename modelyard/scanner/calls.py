@@ -11,6 +11,7 @@ because then it forgot to close its reasoning. Otherwise it is reasoning.
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -190,6 +191,8 @@ class CallBuilder:
         """The open call cannot be completed. True: part of it was sent and has ended as an incomplete call."""
         cut_off = self._buffer.ended and self._buffer.truncated and self.is_open and self.is_offered
         if cut_off and not (self.is_done or self._is_sent or self.is_drafting):
+            if self.is_custom:
+                self._held = [cut_input("".join(self._held))]
             self._send()
         was_sent = self._is_sent
         if was_sent:
@@ -230,6 +233,26 @@ def accepts(tool: Tool, arguments: object) -> bool:
     """The tool knows every argument, and no required one is missing."""
     known, required = tool.parameters.get("properties"), tool.parameters.get("required")
     return isinstance(arguments, dict) and set(required or ()) <= set(arguments) <= set(known or ())
+
+
+# A string, alone or as the first value of an object, up to where it was cut; the end of an escape may be missing.
+_CUT_STRING = re.compile(
+    r'\s*(?:\{\s*"(?:[^"\\]|\\.)*"\s*:\s*)?("(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)', re.DOTALL
+)
+_LAST_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{4}\Z")
+
+
+def cut_input(arguments: str) -> str:
+    """The beginning of a custom tool's input, from the beginning of the JSON around it."""
+    found = _CUT_STRING.match(arguments)
+    if found is None:
+        return "" if arguments.lstrip()[:1] in ("{", "") else arguments
+    for text in (found[1], _LAST_ESCAPE.sub("", found[1])):  # half of a pair of surrogates is no character
+        try:
+            return str(msgspec.json.decode(text + '"'))
+        except msgspec.DecodeError:
+            continue
+    return ""
 
 
 def custom_input(arguments: str) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from modelyard.core.engine import Engine
-from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, NotFound, Timeout, Unavailable
+from modelyard.core.errors import BY_ADMINISTRATOR, Cancelled, Conflict, InvalidRequest, NotFound, Timeout, Unavailable
 from modelyard.core.lease import LeaseRequest, ModelStatus
 from modelyard.core.pool import DeviceSnapshot, ModelSpec, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.scheduler.memory_planner import DeviceBytes, MemoryPlanner
@@ -306,7 +306,7 @@ class Scheduler:
 
     def cancel(self, trace: str) -> int:
         found = [lease for lease in self._leases if trace and lease.request.trace == trace]
-        error = Cancelled("an administrator cancelled this request")
+        error = Cancelled(BY_ADMINISTRATOR)
         for lease in found:
             if lease.is_waiting:
                 self.leave_queue(lease)

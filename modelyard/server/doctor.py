@@ -28,18 +28,18 @@ from modelyard.config.problems import ConfigError
 from modelyard.config.settings import LoadedConfig
 from modelyard.core.errors import ModelyardError
 from modelyard.core.units import format_size
-from modelyard.engines import cores
 from modelyard.engines.llama_cpp import gpu_library, selftest
 from modelyard.engines.llama_cpp.library import cpu_features, has_gpu_backend
 from modelyard.engines.llama_cpp.selftest import SelfTest
+from modelyard.library import cores
 from modelyard.library.cache_dir import cache_dir, models_dir
+from modelyard.library.cgroup import cgroup_limits
 from modelyard.library.llama_cpp_package import BUILD_PREFIX, library_folder
 from modelyard.library.llama_server import binary_path
 from modelyard.plugins import MissingLibrary
 from modelyard.server.running_servers import RunningServer, running_servers
 from modelyard.telemetry import gpus
 from modelyard.telemetry.gpus import FoundGpus, NvidiaDriver, Vendor
-from modelyard.telemetry.system import cgroup_limits
 
 Status = Literal["ok", "note", "warning", "error"]
 

@@ -222,9 +222,12 @@ class MemoryCapture:
         self._response.append(data)
 
     def close(self) -> None:
+        self._sink.add(self._trace, self.so_far())
+
+    def so_far(self) -> CapturedRequest:
         self._captured.output = _truncate("".join(self._output))
         self._captured.response = _truncate(b"".join(self._response)[: _MAX_PART + 1].decode("utf-8", "replace"))
-        self._sink.add(self._trace, self._captured)
+        return self._captured
 
 
 class MemoryCaptureSink:
@@ -233,6 +236,7 @@ class MemoryCaptureSink:
     def __init__(self, max_bytes: int, *, enabled: bool) -> None:
         self._max_bytes, self._enabled, self._size = max_bytes, enabled, 0
         self._requests: OrderedDict[str, CapturedRequest] = OrderedDict()
+        self._running: dict[str, MemoryCapture] = {}
 
     @property
     def enabled(self) -> bool:
@@ -245,13 +249,18 @@ class MemoryCaptureSink:
             self._size = 0
 
     def start(self, trace: str) -> RequestCapture | None:
-        return MemoryCapture(self, trace) if self._enabled else None
+        if not self._enabled:
+            return None
+        self._running[trace] = capture = MemoryCapture(self, trace)
+        return capture
 
     def find(self, trace: str) -> CapturedRequest | None:
-        """Secrets in it are masked where the admin API writes it."""
-        return self._requests.get(trace)
+        """Of a running request, the texts so far. Secrets in it are masked where the admin API writes it."""
+        running = self._running.get(trace)
+        return self._requests.get(trace) if running is None else running.so_far()
 
     def add(self, trace: str, captured: CapturedRequest) -> None:
+        self._running.pop(trace, None)
         if not self._enabled:
             return
         self._requests[trace] = captured

@@ -183,27 +183,6 @@ def _cgroup_limit(group: Path) -> int:
         return 2**63
 
 
-class CgroupLimits(Struct, frozen=True):
-    """Limits of a container; None: there is none."""
-
-    memory: int | None = None
-    cpus: float | None = None
-
-
-def cgroup_limits(group: Path = _CGROUP) -> CgroupLimits:
-    def read(name: str) -> list[str]:
-        try:
-            return (group / name).read_text().split()
-        except OSError:
-            return []
-
-    memory, cpus = read("memory.max"), read("cpu.max")
-    return CgroupLimits(
-        int(memory[0]) if memory and memory[0].isdigit() else None,
-        int(cpus[0]) / int(cpus[1]) if len(cpus) == 2 and cpus[0].isdigit() else None,
-    )
-
-
 def _cgroup_free(group: Path) -> int:
     """What a container's limit leaves. The page cache counts as free: the kernel reclaims it."""
     try:

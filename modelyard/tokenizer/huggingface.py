@@ -32,7 +32,7 @@ from modelyard.tokenizer import detokenize, slices
 from modelyard.tokenizer.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
 from modelyard.tokenizer.shield import TokenSpellings, spelling_pattern, well_formed
 from modelyard.tokenizer.tokenizer_files import SpecialTokens, read_special_tokens, read_text, tokenizer_file
-from modelyard.tokenizer.word_cache import WordCache, ascii_pattern
+from modelyard.tokenizer.word_cache import WordCache, ascii_pattern, breaks_at_spaces
 
 # fmt: off
 _STEPS = frozenset({
@@ -258,7 +258,9 @@ class HuggingFaceTokenizer:
         self._encode_all = partial(encode_all, tokenizer)
         pattern = ascii_pattern(file)
         spellings = TokenSpellings(token.content for token in file.added_tokens)
-        self.words = WordCache(pattern, spellings, self._encode_all) if pattern is not None else None
+        self.words = None
+        if pattern is not None:
+            self.words = WordCache(pattern, spellings, self._encode_all, breaks_at_spaces=breaks_at_spaces(file))
 
     @classmethod
     def load(cls, path: Path) -> HuggingFaceTokenizer:

@@ -40,10 +40,11 @@ _STATE_COLOURS = {
     "failed": "negative",
     "stopped": "grey-6",
     "running": "positive",
+    "reading": "positive",
     "waiting": "warning",
     "finished": "grey-6",
 }
-_BUSY_STATES = ("loading", "draining", "running", "waiting")
+_BUSY_STATES = ("loading", "draining", "running", "reading", "waiting")
 _CHUNK_CHARACTERS = 1500  # per element: appending to a long text must not send all of it again
 _MAX_CHARACTERS = 400_000
 _RENDER_PAUSE = 10  # times what the last rendering of Markdown took: the loop has other work
@@ -103,11 +104,16 @@ class StateBadge:
         self.set(state)
 
     def set(self, state: str) -> None:
+        """The first word decides the colour; more may follow, such as "reading 40 %"."""
         if state == self._state:
             return
-        old = f"bg-{_STATE_COLOURS.get(self._state, 'negative')} busy"
-        busy = " busy" if state in _BUSY_STATES else ""
-        self._dot.classes(remove=old, add=f"bg-{_STATE_COLOURS.get(state, 'negative')}{busy}")
+        new, old = (text.partition(" ")[0] for text in (state, self._state))
+        if new != old:
+            busy = " busy" if new in _BUSY_STATES else ""
+            self._dot.classes(
+                remove=f"bg-{_STATE_COLOURS.get(old, 'negative')} busy",
+                add=f"bg-{_STATE_COLOURS.get(new, 'negative')}{busy}",
+            )
         self._label.set_text(state)
         self._state = state
 
@@ -123,7 +129,7 @@ class StreamingText:
     def append(self, text: str) -> None:
         self._buffer += text
 
-    def flush(self, *, at_end: bool = False) -> None:
+    def flush(self, *, at_end: bool = False) -> None:  # noqa: ARG002 (as in MarkdownText)
         if not self._buffer or self._box.is_deleted:
             return
         text, self._buffer = self._buffer, ""
@@ -201,14 +207,14 @@ class CodePane:
     """Monospaced text with a copy button."""
 
     def __init__(self, text: str = "") -> None:
-        self._text = text
+        self.text = text
         with ui.element("div").classes("w-full").style("position: relative"):
             with ui.element("div").classes("code-block mono"):
                 self._label = ui.label(text).classes("text")
-            copy_button(lambda: self._text, "Copy").style("position: absolute; top: 6px; right: 6px")
+            copy_button(lambda: self.text, "Copy").style("position: absolute; top: 6px; right: 6px")
 
     def set(self, text: str) -> None:
-        self._text = text
+        self.text = text
         self._label.set_text(text)
 
 

@@ -126,26 +126,41 @@ def _ended_row(record: Json) -> Json:
 
 def _live_row(record: Json, now: float) -> Json:
     """A running or waiting request. Times are rounded so that the row changes at most once a second."""
-    position = f" ({record['position']}.)" if record["state"] == "waiting" and record["position"] else ""
+    progress = record["progress"]
     return {
         "id": record["id"],
         "live": True,
-        "status": record["state"] + position,
+        "status": live_state(record),
         "failed": False,
         "model": record["model"],
         "cache": record["cache"],
-        "client": record["key"],
+        "client": live_client(record),
         "session": (record["session"] or "").removeprefix(record["key"] + "/"),  # the queue prefixes sessions by key
         "queue": round(record["waited"], 1),
         "first": None,
         "rate": None,
         "prompt": record["tokens"],
-        "cached": None,
-        "output": None,
+        "cached": progress["cached"] if progress else None,
+        "output": progress["output"] if progress else None,
         "total": float(int(max(0.0, now - record["since"]))),
         "at": record["since"] + _LIVE_OFFSET,
         "act": "cancel",
     }
+
+
+def live_state(record: Json) -> str:
+    """What a live request does now: its place in the queue, how much of its prompt is read, or that it generates."""
+    progress = record["progress"]
+    if record["state"] == "waiting":
+        return f"waiting ({record['position']}.)" if record["position"] else "waiting"
+    if progress and progress["prompt"] and not progress["output"]:
+        return f"reading {fmt.percent(min(1.0, progress['read'] / progress['prompt']))}"
+    return str(record["state"])
+
+
+def live_client(record: Json) -> str:
+    endpoint = record["progress"]["endpoint"] if record["progress"] else ""
+    return client_label({"key": record["key"], "endpoint": endpoint}) if endpoint else record["key"]
 
 
 def merge_choices(rows: Iterable[Json]) -> dict[str, Json]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import Any
 
@@ -52,10 +51,9 @@ def test_growth_leftovers_and_failures_are_named(grown: dict[str, Any], outcome:
 
 
 def test_conversations_grow_and_have_the_shape_of_their_protocol() -> None:
-    rng = random.Random(1)
     paths = set()
-    for _ in range(60):
-        talk = Talk(rng, "real")
+    for number in range(60):
+        talk = Talk(number, "real")
         first = talk.body(stream=False)
         talk.answered()
         second = talk.body(stream=True)

@@ -42,9 +42,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def check(can: Capabilities, request: dict[str, Any]) -> None:
-    check_capabilities(
-        make_request(**request), can, "demo", images="messages" in request and PICTURE in request["messages"]
-    )
+    asked = make_request(**request)
+    check_capabilities(asked, can, "demo", media=media_kinds(asked))
 
 
 @pytest.mark.parametrize("code", CASES)

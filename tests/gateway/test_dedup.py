@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from modelyard.core.errors import Cancelled, Unavailable
+from modelyard.core.errors import BY_ADMINISTRATOR, Cancelled, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Sampling, Text
 from modelyard.gateway.choices import MultiChoiceStream
@@ -380,3 +380,14 @@ def test_an_empty_deduplicator_finds_nothing() -> None:
         True,
     )
     assert RequestDeduplicator().find(prepared) is None
+
+
+async def test_an_administrator_cancels_a_request_that_joined_and_the_first_one_goes_on() -> None:
+    async with readers() as clients:
+        await clients.send()
+        joined = await clients.send(caller=replace(CALLER, trace="joined"))
+        reason = Cancelled(BY_ADMINISTRATOR)
+        assert clients.harness.gateway.cancel("joined", reason) == 1
+        assert (await clients.tasks[joined])[-1] == Failed(reason)
+        assert not clients.tasks[0].done()
+        assert clients.harness.gateway.cancel("joined", reason) == 0  # it has ended

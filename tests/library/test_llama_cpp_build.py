@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from modelyard.library import cores
 from modelyard.library import llama_cpp_build as setup
 from modelyard.library.llama_cpp_build import BuildFailed
 
@@ -52,6 +53,8 @@ def test_a_mac_uses_its_own_compiler_if_it_has_one():
 def test_the_build_does_not_inherit_variables_of_make():
     plan = setup.plan_build({}, "linux", False)
     env = setup.build_environment({"MAKEFLAGS": "-j1", "MAKELEVEL": "1", "HOME": "h"}, plan)
+    jobs = env.pop("CMAKE_BUILD_PARALLEL_LEVEL")
+    assert int(jobs) == cores.logical()
     assert env == {"CMAKE_GENERATOR": "Ninja", "HOME": "h", "CMAKE_ARGS": setup.CMAKE_ARGS}
     assert setup.build_environment({"CMAKE_GENERATOR": "Xcode"}, plan)["CMAKE_GENERATOR"] == "Xcode"
 

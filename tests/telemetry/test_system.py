@@ -16,7 +16,6 @@ from modelyard.telemetry.system import (
     GpuMemory,
     SystemLoad,
     SystemMonitor,
-    cgroup_limits,
     free_memory,
     read_amd_gpus,
     read_gpus,
@@ -176,13 +175,3 @@ def test_amds_driver_tells_the_memory_of_a_card_but_not_of_a_shared_one(tmp_path
     (found,) = read_amd_gpus(tmp_path)
     assert (found.uuid, found.total, found.free) == ("amd-0000:03:00.0", 24 << 30, 20 << 30)
     assert read_amd_gpus(tmp_path / "missing") == ()
-
-
-def test_the_limits_of_a_container_are_read(tmp_path: Path) -> None:
-    assert cgroup_limits(tmp_path) == system.CgroupLimits()
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cgroup_limits(tmp_path) == system.CgroupLimits()
-    (tmp_path / "memory.max").write_text(f"{4 << 30}\n")
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert cgroup_limits(tmp_path) == system.CgroupLimits(4 << 30, 1.5)

@@ -16,6 +16,7 @@ from modelyard.workbench.request_view import (
     client_label,
     event_lines,
     explain_cache_use,
+    live_state,
     merge_choices,
     time_to_first_token,
     timeline,
@@ -49,7 +50,7 @@ def ended(id: str, at: float = 10.0, **changes: Any) -> dict[str, Any]:
 def live(id: str, **changes: Any) -> dict[str, Any]:
     return {
         "id": id, "state": "running", "model": "m", "cache": "main", "key": "k", "session": "k/s", "waited": 0.1,
-        "tokens": 9, "since": 8.0, "position": 0, **changes,
+        "tokens": 9, "since": 8.0, "position": 0, "progress": None, **changes,
     }  # fmt: skip
 
 
@@ -71,6 +72,19 @@ def test_a_repeated_record_changes_nothing() -> None:
     table = RequestTable(10)
     assert table.update([], [ended("a")], 10.0)
     assert not table.update([], [ended("a")], 11.0)
+
+
+def progress(**changes: Any) -> dict[str, Any]:
+    return {"prompt": 100, "cached": 10, "read": 40, "output": 0, "endpoint": "/v1/messages", **changes}
+
+
+def test_a_live_request_shows_its_prefill_its_output_and_its_client() -> None:
+    table = RequestTable(10)
+    (row,) = table.update([live("a", progress=progress())], [], 9.0).add
+    assert (row["status"], row["cached"], row["output"], row["client"]) == ("reading 40 %", 10, 0, "k · Messages")
+    (row,) = table.update([live("a", progress=progress(output=3))], [], 9.0).update
+    assert (row["status"], row["output"]) == ("running", 3)
+    assert live_state(live("b", state="waiting", position=2)) == "waiting (2.)"
 
 
 def test_a_live_request_that_vanishes_is_removed() -> None:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from modelyard.core.engine import Capabilities, Prompt
 from modelyard.core.request import Sampling
-from modelyard.engines import cores
+from modelyard.library import cores
 
 _SUPPORTED = ("temperature", "top_p", "top_k", "repetition_penalty", "beam_size", "min_tokens", "ignore_eos")
 IGNORED = tuple(name for name in Sampling.__struct_fields__ if name not in _SUPPORTED)
@@ -52,8 +52,8 @@ class Ct2Options(BaseModel):
     inter_threads: int | None = Field(
         default=None,
         gt=0,
-        description="Batches computed in parallel. Unset: as many as the caches hold conversations, so that no request "
-        "waits for the end of another answer. Fewer give each stream more cores.",
+        description="Batches computed in parallel. Unset: as many as the caches hold conversations, at most one per "
+        "logical core, so that few requests wait for the end of another answer. Fewer give each stream more cores.",
     )
     intra_threads: int | None = Field(
         default=None,
@@ -79,7 +79,9 @@ class Ct2Options(BaseModel):
     flash_attention: bool = Field(default=False, description="Use flash attention on GPUs that support it.")
 
     def batch_workers(self, capacity: int) -> int:
-        return self.inter_threads or max(1, capacity)
+        if self.inter_threads is not None:
+            return cores.bounded(self.inter_threads, "inter_threads")
+        return max(1, min(capacity, cores.logical()))
 
     def threads_per_batch(self, capacity: int) -> int:
         if self.intra_threads is not None:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Knob, Setting, Value
-from modelyard.engines import cores
 from modelyard.engines.llama_cpp import library
 from modelyard.engines.llama_cpp.model_shape import read_model_shape
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode, kv_type_bytes
 from modelyard.engines.llama_server.knobs import fitted_layers
 from modelyard.engines.llama_server.options import LlamaServerOptions
+from modelyard.library import cores
 from modelyard.library.model_files import locate_model_file
 
 _UNQUANTIZED = ("f32", "f16", "bf16")

@@ -13,7 +13,6 @@ from msgspec import structs
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines import cores
 from modelyard.engines.in_process import warn_about_trained_length
 from modelyard.engines.llama_cpp import file_check, library
 from modelyard.engines.llama_cpp.binding import lib
@@ -28,6 +27,7 @@ from modelyard.engines.llama_cpp.estimate import (
 from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.offload import fit_to_memory, limit_memory
 from modelyard.engines.llama_cpp.options import KV_TYPES, Options, flash_attention_mode
+from modelyard.library import cores
 from modelyard.library.gguf import Pooling
 from modelyard.library.llama_cpp_package import library_folder
 from modelyard.telemetry import system

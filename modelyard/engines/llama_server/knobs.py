@@ -13,9 +13,9 @@ from pathlib import Path
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import NotFound
 from modelyard.core.knobs import Goal, Knob, Setting, Value
-from modelyard.engines import cores
 from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.engines.llama_server.server import combined_cache, find_binary, flash_attention
+from modelyard.library import cores
 from modelyard.library.model_files import locate_model_file
 
 _BATCH, _UBATCH, _DRAFT_TOKENS = 2048, 512, 16  # llama-server's defaults

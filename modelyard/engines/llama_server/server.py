@@ -16,9 +16,9 @@ from typing import cast
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import ModelyardError
-from modelyard.engines import cores
 from modelyard.engines.llama_server.options import SPEC_ALIASES, LlamaServerOptions
 from modelyard.engines.managed import ListenAddress, ServerCommand, child_environment, find_program
+from modelyard.library import cores
 from modelyard.library import llama_server as downloads
 from modelyard.library.gguf import Task, read_purpose
 from modelyard.library.model_files import locate_model_file
@@ -127,7 +127,11 @@ def command_line(
 def _optional_flags(options: LlamaServerOptions, cache: CacheInfo) -> Iterator[tuple[str, object]]:
     yield "--n-gpu-layers", options.llama_server_n_gpu_layers
     for flag, setting, threads in (
-        ("--threads", "llama_server_n_threads", cache.n_threads or options.llama_server_n_threads),
+        (
+            "--threads",
+            "llama_server_n_threads",
+            cache.n_threads or options.llama_server_n_threads or cores.physical_if_limited(),
+        ),
         ("--threads-batch", "llama_server_n_threads_batch", options.llama_server_n_threads_batch),
     ):
         yield flag, None if threads is None else cores.bounded(threads, setting)

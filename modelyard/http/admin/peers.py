@@ -68,6 +68,9 @@ class PeerGateways:
 
 def merge_requests(own: Json, others: list[Json], limit: int) -> Json:
     """The requests of all gateways as one list. With a shared scheduler each gateway knows all live ones."""
-    live = {one["id"]: one for each in (*others, own) for one in each["live"]}
+    live: dict[str, Json] = {}
+    for one in (one for each in (own, *others) for one in each["live"]):
+        if one["id"] not in live or one["progress"] is not None:  # the gateway that runs it knows its progress
+            live[one["id"]] = one
     ended = sorted((one for each in (own, *others) for one in each["ended"]), key=lambda one: -one["at"])
     return {"live": list(live.values()), "ended": ended[:limit]}

@@ -17,7 +17,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 
 from modelyard.core.chat import Chat
-from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
+from modelyard.core.errors import BY_ADMINISTRATOR, Cancelled, InvalidRequest, NotFound, Unavailable
 from modelyard.core.pool import ModelSnapshot, ModelStateChange, Pool
 from modelyard.core.request import Caller
 from modelyard.http.admin import schemas
@@ -175,7 +175,8 @@ class AdminRoutes:
         own: bool = False,
     ) -> Response:
         """`since` (unix time): requests that ended before it are left out."""
-        live = [schemas.live(one) for one in self._context.pool.requests()]
+        running = self._context.gateway.running()
+        live = [schemas.live(one, running.get(one.trace)) for one in self._context.pool.requests()]
         recent = takewhile(lambda one: one.at >= since, self._context.gateway.history.recent(limit))
         ended = [schemas.finished(one) for one in recent]
         here: dict[str, Any] = {"live": live, "ended": ended}
@@ -185,10 +186,14 @@ class AdminRoutes:
 
     async def request(self, request: StarletteRequest, id: str, own: bool = False) -> Response:
         trace, context = id.removeprefix("req_"), self._context
-        live = [schemas.live(one) for one in context.pool.requests() if one.trace == trace]
+        running = context.gateway.running().get(trace)
+        live = [schemas.live(one, running) for one in context.pool.requests() if one.trace == trace]
         ended = [schemas.finished(one) for one in context.gateway.history.find(trace)]
         texts = schemas.captured(context.captures.find(trace))
-        if not ended and not own:
+        if texts is None and running is not None and (watched := context.gateway.watch(trace)) is not None:
+            prompt, output = watched
+            texts = {"request": None, "prompt": prompt, "output": output, "response": None}
+        if not ended and running is None and not own:
             answers = await context.peers.request("GET", f"requests/req_{trace}", request.headers)
             if known := next((one for one in answers if one["ended"] or one["texts"]), None):
                 return _json(known)
@@ -197,7 +202,9 @@ class AdminRoutes:
         return _json({"id": f"req_{trace}", "live": live, "ended": ended, "texts": texts})
 
     async def cancel(self, request: StarletteRequest, id: str, own: bool = False) -> Response:
-        ended = self._context.pool.cancel(id.removeprefix("req_"))
+        trace = id.removeprefix("req_")
+        ended = self._context.pool.cancel(trace)
+        ended += self._context.gateway.cancel(trace, Cancelled(BY_ADMINISTRATOR))
         if not ended and not own:
             answers = await self._context.peers.request(
                 "POST", f"requests/{quote(id, safe='')}/cancel", request.headers

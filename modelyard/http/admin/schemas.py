@@ -10,6 +10,7 @@ import msgspec
 
 from modelyard.core.engine import CacheStats, Capabilities, Engine, MemoryEstimate
 from modelyard.core.pool import DeviceSnapshot, ModelSnapshot, PoolSnapshot, RequestSnapshot
+from modelyard.gateway.gateway import RunningRequest
 from modelyard.http.admin.context import ModelDetails
 from modelyard.router.router import Target
 from modelyard.telemetry.history import INTERVAL_S, HistoryInterval, RequestRecord
@@ -116,8 +117,10 @@ def estimate(name: str, taken: MemoryEstimate, machine: MachineMemory, devices: 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def live(seen: RequestSnapshot) -> Json:
-    return {**msgspec.to_builtins(seen), "id": f"req_{seen.trace}"}
+def live(seen: RequestSnapshot, running: RunningRequest | None = None) -> Json:
+    """`progress` is null for a request of another gateway process."""
+    progress = None if running is None else msgspec.to_builtins(running)
+    return {**msgspec.to_builtins(seen), "id": f"req_{seen.trace}", "progress": progress}
 
 
 def finished(record: RequestRecord) -> Json:

@@ -34,7 +34,6 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.common.extensions import (
-    MAX_TEMPERATURE,
     ExtensionFields,
     check_option,
     check_positive,
@@ -153,6 +152,7 @@ class UnparsedInput(Struct):
     raw: limits.Text
 
 
+_MAX_TEMPERATURE = 1.0
 _body_decoder = Decoder(MessagesBody)
 _server_tool_decoder = Decoder(ServerToolFields)
 _content_decoder: Decoder[Content] = Decoder(Content)
@@ -193,7 +193,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         tools=_read_tools(parsed.tools, body) if parsed.tools else (),
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
-        sampling=read_sampling(parsed, MAX_TEMPERATURE),
+        sampling=read_sampling(parsed, _MAX_TEMPERATURE),
         max_tokens=parsed.max_tokens,
         stop=_read_stop_sequences(parsed.stop_sequences),
         constraint=read_constraint(parsed, ("output_config.format", _read_output_format(parsed))),

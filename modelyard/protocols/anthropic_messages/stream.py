@@ -46,7 +46,7 @@ class MessagesStreamWriter:
             return _frame({"type": "message_start", "message": write_message(event, [])}) + _PING
         if isinstance(event, Finished):
             return self._finish(event)
-        return frame(error_body(event.error, self._trace), "error")
+        return frame(error_body(event.error, self._trace), "error") if isinstance(event, Failed) else b""
 
     def keepalive(self) -> bytes:
         return _PING

@@ -73,7 +73,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "mirostat": (0, 2),
     "min_tokens": (0, 2**31),
 }
-MAX_TEMPERATURE = 2.0  # of OpenAI's protocols, and here of Anthropic's too, whose own is 1
+MAX_TEMPERATURE = 2.0  # of OpenAI's protocols
 _SAMPLING_FIELDS = tuple(f.name for f in fields(Sampling) if f.name != "logit_bias")
 _sampling_values = attrgetter(*_SAMPLING_FIELDS)  # one call for all fields: this runs for every request
 _UNSET = (None,) * len(_SAMPLING_FIELDS)

@@ -19,6 +19,7 @@ from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
     Audio,
     Constraint,
+    Document,
     Image,
     Message,
     Part,
@@ -466,6 +467,8 @@ _ROLES = "system, developer, user, assistant, tool, function"
 _CONTENT_ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "user": "user"}
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text", ""})
 _IMAGE_TYPES = frozenset({"image_url", "input_image"})
+_MEDIA_TYPES = frozenset({"input_audio", "audio_url", "file"})
+_TOOL_ROLES = ("tool", "function")
 
 
 def _read_messages(messages: list[ChatMessage], warnings: list[str]) -> tuple[Message, ...]:
@@ -525,21 +528,18 @@ class _MessageReader:
             return Text(_string(part.text, f"{path}.text"))
         if part.type in _IMAGE_TYPES:
             return _read_image(part, path)
-        if part.type == "input_audio":
-            return read_audio(part.input_audio, f"{path}.input_audio")
-        if part.type == "audio_url":
-            return _read_audio_url(part, path)
-        if part.type == "file":
-            return read_file(part.file, f"{path}.file")
+        if part.type in _MEDIA_TYPES and role != "assistant":
+            try:
+                return _read_media(part, path)
+            except InvalidRequest:
+                if role not in _TOOL_ROLES:
+                    raise
         if part.type == "refusal":
             return Text(_string(part.refusal, f"{path}.refusal"))
         if role == "assistant":  # its own earlier reply, which may come from another provider
             self._warnings.append(f"content_part_dropped: {path} is of type {part.type!r}")
             return None
-        if role in (
-            "tool",
-            "function",
-        ):  # a refusal would end an agent's session, because the part stays in its history
+        if role in _TOOL_ROLES:  # a refusal would end an agent's session, because the part stays in its history
             self._warnings.append(f"content_part_replaced: {path} is of type {part.type!r}")
             return Text(f"[{part.type}: this model does not read it]")
         raise InvalidRequest(
@@ -607,6 +607,12 @@ def _string(value: Any, path: str) -> str:
     if isinstance(value, str):
         return value
     raise InvalidRequest(f"{path} must be a string", param=path)
+
+
+def _read_media(part: ChatContentPart, path: str) -> Audio | Document:
+    if part.type == "input_audio":
+        return read_audio(part.input_audio, f"{path}.input_audio")
+    return read_file(part.file, f"{path}.file") if part.type == "file" else _read_audio_url(part, path)
 
 
 def _read_audio_url(part: ChatContentPart, path: str) -> Audio:

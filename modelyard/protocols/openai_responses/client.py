@@ -36,7 +36,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.common.extensions import present, write_extensions
-from modelyard.protocols.common.json import JsonObject, decode, encode
+from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.response_metrics import read_metrics
 from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.openai_responses.errors import read_failure
@@ -243,7 +243,11 @@ _event_decoder = msgspec.json.Decoder(ResponsesStreamEvent)
 
 def read_reply(body: bytes) -> Reply:
     """A whole reply; one that failed raises its error."""
-    return collect_reply(ResponsesStreamReader().read_response(decode(_response_decoder, body)))
+    try:
+        parsed = _response_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Incomplete(f"the upstream's reply cannot be read: {error}") from None
+    return collect_reply(ResponsesStreamReader().read_response(parsed))
 
 
 def _read_logprobs(tokens: list[OutputLogprob] | None) -> Logprobs:

@@ -328,16 +328,25 @@ def _read_part(part: InputPart, path: str, warnings: list[str], role: str) -> It
             yield from _refuse_part(
                 f"{path}: uploaded files are not stored here; send image_url", f"{path}.image_url", role
             )
-    elif part.type == "input_audio":
-        yield read_audio(part.input_audio, f"{path}.input_audio")
-    elif part.type == "input_file":
-        yield read_file({"file_data": part.file_data, "file_url": part.file_url, "filename": part.filename}, path)
+    elif part.type in ("input_audio", "input_file") and role != "assistant":
+        try:
+            yield _read_media(part, path)
+        except InvalidRequest as error:
+            if role != "tool":
+                raise
+            yield from _refuse_part(error.message, path, role)
     elif role == "assistant":  # its own earlier reply, which may come from another provider
         warnings.append(f"{path}: content of type {part.type!r} is ignored")
     else:
         problem = f"{path} is of type {part.type[:40]!r}, which no model reads here; "
         problem += "send input_text, input_image, input_audio or input_file"
         yield from _refuse_part(problem, f"{path}.type", role)
+
+
+def _read_media(part: InputPart, path: str) -> ResultPart:
+    if part.type == "input_audio":
+        return read_audio(part.input_audio, f"{path}.input_audio")
+    return read_file({"file_data": part.file_data, "file_url": part.file_url, "filename": part.filename}, path)
 
 
 def _refuse_part(problem: str, path: str, role: str) -> Iterator[ResultPart]:

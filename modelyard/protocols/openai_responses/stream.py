@@ -62,7 +62,9 @@ class ResponsesStreamWriter:
         if isinstance(event, Started):
             self._started = event
             return self.keepalive()
-        return self._finish(event) if isinstance(event, Finished) else self._fail(event)
+        if isinstance(event, Finished):
+            return self._finish(event)
+        return self._fail(event) if isinstance(event, Failed) else b""
 
     def keepalive(self) -> bytes:
         """A repeated `response.in_progress`: the idle timers of clients ignore comments."""

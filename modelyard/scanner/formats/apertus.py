@@ -19,15 +19,18 @@ _REASONING = ("<|inner_prefix|>", "<|inner_suffix|>")
 _USUAL_KEYS = frozenset(
     {"name", "tool_name", "function", "arguments", "parameters", "args", "id", "type", "tool_call_id"}
 )
+_TEXT_KEYS = frozenset({"name", "tool_name", "id", "type", "tool_call_id"})  # an object is a tool's arguments
 
 
 class _NamedByKeyReader(JsonCallReader):
     def _member(self, key: str) -> Incremental[None]:
-        if key in _USUAL_KEYS or self._calls.is_open:
+        char = yield from self._buffer.peek()
+        is_usual = key in _USUAL_KEYS and not (key in _TEXT_KEYS and char == "{")
+        if is_usual or self._calls.is_open:
             return (yield from super()._member(key))
         self._calls.start(key)
         self._is_finished = False
-        return (yield from self._arguments((yield from self._buffer.peek())))
+        return (yield from self._arguments(char))
 
 
 def _read_calls(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:

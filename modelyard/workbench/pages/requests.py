@@ -11,8 +11,25 @@ from nicegui import ui
 from modelyard.core.errors import ModelyardError
 from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import Json
-from modelyard.workbench.components import SERIES_COLOURS, CodePane, Stat, StateBadge, caption, card, page_heading
-from modelyard.workbench.request_view import RequestTable, event_lines, explain_cache_use, time_to_first_token, timeline
+from modelyard.workbench.components import (
+    SERIES_COLOURS,
+    CodePane,
+    Stat,
+    StateBadge,
+    StreamingText,
+    caption,
+    card,
+    page_heading,
+)
+from modelyard.workbench.request_view import (
+    RequestTable,
+    event_lines,
+    explain_cache_use,
+    live_client,
+    live_state,
+    time_to_first_token,
+    timeline,
+)
 from modelyard.workbench.session import PageSession
 
 _INTERVAL_S = 1.0
@@ -127,11 +144,12 @@ def detail_page(session: PageSession, id: str) -> None:
         page_heading(f"Request {id}")
         ui.button("All requests", icon="arrow_back", on_click=lambda: ui.navigate.to("/requests")).props("flat no-caps")
     box = ui.column().classes("w-full gap-4 items-stretch")
-    shown: Json = {}
+    live: LiveRequestView | None = None
+    is_over = False
 
     async def update() -> None:
-        nonlocal shown
-        if shown.get("ended"):
+        nonlocal live, is_over
+        if is_over:
             return
         try:
             found = await session.client.request(id)
@@ -142,18 +160,21 @@ def detail_page(session: PageSession, id: str) -> None:
             with box:
                 ui.label(error.message).classes("error")
             return
-        if found != shown:
-            shown = found
+        if found["ended"]:
+            is_over = True
             box.clear()
             with box:
-                await _show_request(session, found)
+                await _show_ended_request(session, found)
+        elif found["live"]:
+            if live is None:
+                with box:
+                    live = LiveRequestView(session)
+            live.update(found)
 
     session.poll(_INTERVAL_S, update)
 
 
-async def _show_request(session: PageSession, found: Json) -> None:
-    for record in found["live"]:
-        _show_live(session, record)
+async def _show_ended_request(session: PageSession, found: Json) -> None:
     for choice, record in enumerate(found["ended"], 1):
         if len(found["ended"]) > 1:
             caption(f"choice {choice}")
@@ -162,18 +183,66 @@ async def _show_request(session: PageSession, found: Json) -> None:
     _show_texts(session, found)
 
 
-def _show_live(session: PageSession, record: Json) -> None:
-    cancel = lambda: session.perform(session.client.cancel(record["id"]), "Cancelled")  # noqa: E731
-    with card():
-        with ui.element("div").classes("line between"):
-            StateBadge(record["state"])
-            ui.button("Cancel", icon="close", on_click=cancel).props("unelevated no-caps color=negative size=sm")
-        with ui.element("div").classes("stats"):
-            Stat("model", record["model"])
-            Stat("cache", record["cache"])
-            Stat("prompt", f"{fmt.count(record['tokens'])} tokens")
-            Stat("waited", fmt.duration(record["waited"]))
-            Stat("position", str(record["position"] or fmt.MISSING))
+class LiveRequestView:
+    """A running or waiting request: where it is, its prompt, and its output so far."""
+
+    def __init__(self, session: PageSession) -> None:
+        self._session, self._id, self._shown = session, "", ""
+        with card():
+            with ui.element("div").classes("line between"):
+                self._state = StateBadge()
+                button = ui.button("Cancel", icon="close", on_click=self._cancel)
+                button.props("unelevated no-caps color=negative size=sm")
+            self._read = ui.linear_progress(0, show_value=False).props('rounded aria-label="Prompt read"')
+            with ui.element("div").classes("stats"):
+                names = ("model", "cache", "client", "waited", "running", "prompt", "cached", "output")
+                self._stats = {name: Stat(name) for name in names}
+        with ui.element("div").classes("text-columns"):
+            with card():
+                caption("Rendered prompt")
+                self._prompt = CodePane("")
+            with card():
+                self._output_caption = caption("Raw output")
+                with ui.element("div").classes("code-block mono live-output"):
+                    self._output = StreamingText()
+
+    async def _cancel(self) -> None:
+        await self._session.perform(self._session.client.cancel(self._id), "Cancelled")
+
+    def update(self, found: Json) -> None:
+        record, texts = found["live"][0], found["texts"]
+        self._id, progress = record["id"], record["progress"]
+        state = live_state(record)
+        self._state.set(state)
+        reading = progress is not None and state.startswith("reading")
+        self._read.set_visibility(reading)
+        if reading:
+            self._read.set_value(min(1.0, progress["read"] / progress["prompt"]))
+        values = {
+            "model": record["model"],
+            "cache": record["cache"],
+            "client": live_client(record) or fmt.MISSING,
+            "waited": fmt.duration(record["waited"]),
+            "running": fmt.duration(max(0.0, time.time() - record["since"] - record["waited"])),
+            "prompt": fmt.count(progress["prompt"] if progress else record["tokens"]),
+            "cached": fmt.count(progress["cached"] if progress else None),
+            "output": fmt.count(progress["output"] if progress else None),
+        }
+        for name, value in values.items():
+            self._stats[name].set(value)
+        if texts is None:
+            return
+        if texts["prompt"] and not self._prompt.text:
+            self._prompt.set(texts["prompt"])
+        # Without kept texts the server has the output since this page was opened.
+        self._output_caption.set_text("Raw output" if texts["request"] is not None else "Raw output from now on")
+        new = texts["output"]
+        if not new.startswith(self._shown):
+            self._output.clear()
+            self._shown = ""
+        self._output.append(new[len(self._shown) :])
+        self._output.flush()
+        self._shown = new
 
 
 def _show_ended(record: Json) -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from modelyard.core.engine import Prompt
 from modelyard.core.request import Sampling
-from modelyard.engines import cores
+from modelyard.library import cores
 from modelyard.engines.ct2.options import IGNORED, Ct2Options, generate_arguments
 
 HONOURED = {"temperature", "top_p", "top_k", "repetition_penalty", "beam_size", "min_tokens", "ignore_eos"}

@@ -285,9 +285,10 @@ def test_what_auto_leaves_in_ram_must_fit_there(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_the_refusal_names_the_memory_that_is_too_small(share: float, machine: AvailableMemory, place: str) -> None:
+    memory = MemoryEstimate(8 * GIB, 2 * GIB, GIB, gpu_layers=int(4 * share), layers=4)
     with pytest.raises(InvalidRequest, match=f"of {place} and"):
-        check_fits("m", MemoryEstimate(8 * GIB, 2 * GIB, GIB), share, machine)
-    check_fits("m", MemoryEstimate(8 * GIB, 2 * GIB, GIB), share, AvailableMemory(64 * GIB, {"a": 64 * GIB}))
+        check_fits("m", memory, machine)
+    check_fits("m", memory, AvailableMemory(64 * GIB, {"a": 64 * GIB}))
 
 
 def test_recurrent_layers_keep_a_state_instead_of_kv(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from modelyard.config.load import load_config
 from modelyard.config.settings import engine_options, engine_spec
 from modelyard.core.engine import CacheInfo
-from modelyard.engines import cores
+from modelyard.library import cores
 from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.server import combined_cache, command_line, environment, failure_reason
 from modelyard.engines.managed import ListenAddress
@@ -136,6 +136,12 @@ def test_port_is_passed_with_its_host_and_the_key_is_not() -> None:
 def test_each_field_has_its_flag(fields: dict[str, Any], flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "logical", lambda: 16)
     assert line(**fields)[len(line()) :] == flags
+
+
+def test_a_server_gets_the_threads_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "physical_if_limited", lambda: 3)
+    argv = line()
+    assert argv[argv.index("--threads") :][:2] == ["--threads", "3"]
 
 
 def test_fields_of_the_cache_override_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

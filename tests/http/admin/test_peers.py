@@ -35,16 +35,17 @@ admin = true
 """
 
 
-def record(id: str, at: float = 0.0) -> dict[str, Any]:
-    return {"id": id, "at": at}
+def record(id: str, at: float = 0.0, progress: Any = None) -> dict[str, Any]:
+    return {"id": id, "at": at, "progress": progress}
 
 
 def test_lists_are_merged_newest_first_without_duplicates() -> None:
     own = {"live": [record("a")], "ended": [record("x", 3.0), record("y", 1.0)]}
-    other = {"live": [record("a"), record("b")], "ended": [record("z", 2.0)]}
+    other = {"live": [record("a", progress={"read": 5}), record("b")], "ended": [record("z", 2.0)]}
     merged = merge_requests(own, [other], 2)
     assert {each["id"] for each in merged["live"]} == {"a", "b"}
     assert len(merged["live"]) == 2
+    assert merged["live"][0]["progress"] == {"read": 5}, "as the gateway that runs it says"
     assert [each["id"] for each in merged["ended"]] == ["x", "z"]
 
 

@@ -19,6 +19,7 @@ CHAT_BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 ENDLESS_BODY = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "endless"}]}
 SCRIPT = [
     {"when": "^endless", "steps": [{"text": "so far"}, {"hang": True}]},
+    {"when": "^slowly", "steps": [{"repeat": 1000, "steps": [{"text": "tick "}, {"delay": 0.02}]}]},
     {"steps": [{"text": "Hello there."}]},
 ]
 
@@ -179,6 +180,63 @@ def test_a_running_request_is_listed_and_can_be_cancelled(client: httpx.Client, 
         assert '"error"' in reading.result(60).text
     wait_until(lambda: not client.get("/v1/admin/requests").json()["live"], "it is gone")
     assert client.post(f"/v1/admin/requests/{live['id']}/cancel").status_code == 404
+
+
+def test_a_running_request_shows_its_progress_its_prompt_and_its_output(client: httpx.Client) -> None:
+    """Without kept texts: the output since the first look, which begins to keep it."""
+    body = {**ENDLESS_BODY, "messages": [{"role": "user", "content": "slowly"}]}
+    with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        wait_until(lambda: "tick" in next(lines), "tokens arrive")
+        path = f"/v1/admin/requests/{reply.headers['x-request-id']}"
+        (live,) = client.get(path).json()["live"]
+        assert live["progress"]["prompt"] == live["tokens"] == live["progress"]["read"]
+        assert live["progress"]["output"] > 0
+        assert live["progress"]["endpoint"] == "/v1/chat/completions"
+        wait_until(lambda: "tick" in client.get(path).json()["texts"]["output"], "the output grows")
+        assert "slowly" in client.get(path).json()["texts"]["prompt"]
+
+
+def test_kept_texts_of_a_running_request_are_complete(client: httpx.Client) -> None:
+    client.post("/v1/admin/history", json={"texts": True})
+    with client.stream("POST", "/v1/chat/completions", json=ENDLESS_BODY) as reply:
+        lines = reply.iter_lines()
+        wait_until(lambda: "so far" in next(lines), "tokens arrive")
+        texts = client.get(f"/v1/admin/requests/{reply.headers['x-request-id']}").json()["texts"]
+    assert (json.loads(texts["request"])["model"], texts["output"]) == ("demo", "so far")
+
+
+def test_a_cancelled_request_keeps_its_token_counts_and_times(client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/chat/completions", json=ENDLESS_BODY) as reply:
+        lines = reply.iter_lines()
+        wait_until(lambda: "so far" in next(lines), "tokens arrive")
+        id = reply.headers["x-request-id"]
+        client.post(f"/v1/admin/requests/{id}/cancel")
+        for _ in lines:
+            pass
+    (record,) = client.get(f"/v1/admin/requests/{id}").json()["ended"]
+    assert record["failed"]
+    assert record["usage"]["prompt"] > 0
+    assert record["usage"]["output"] > 0
+    assert record["timings"]["first_token"] is not None
+
+
+def test_a_request_that_joined_an_identical_one_can_be_cancelled_alone(
+    client: httpx.Client, server: LiveServer
+) -> None:
+    body = ENDLESS_BODY | {"temperature": 0}
+    with client.stream("POST", "/v1/chat/completions", json=body) as first:
+        lines = first.iter_lines()
+        next(lines)
+        with (
+            httpx.Client(base_url=server.url) as second,
+            second.stream("POST", "/v1/chat/completions", json=body) as joined,
+        ):
+            id = joined.headers["x-request-id"]
+            assert client.post(f"/v1/admin/requests/{id}/cancel").json() == {"id": id, "cancelled": 1}
+            assert '"code":"cancelled"' in joined.read().decode()
+        (live,) = client.get("/v1/admin/requests").json()["live"]
+        client.post(f"/v1/admin/requests/{live['id']}/cancel")
 
 
 def test_a_finished_request_keeps_its_timings_and_usage(client: httpx.Client) -> None:

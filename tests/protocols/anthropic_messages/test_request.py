@@ -11,6 +11,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import (
     Constraint,
+    Document,
     Image,
     Message,
     Part,
@@ -351,10 +352,17 @@ def test_unsupported_blocks_are_dropped_with_a_warning(block: Any, warning: str)
 
 
 def test_the_model_is_told_of_a_document_that_it_cannot_read() -> None:
-    source = {"type": "base64", "media_type": "application/pdf"}
-    parts, warnings = parts_and_warnings({"type": "document", "title": "Terms", "source": source})
+    parts, warnings = parts_and_warnings({"type": "document", "title": "Terms", "source": {"type": "file"}})
     assert parts == (Text("Terms\n\n[document: this model reads text only]"),)
-    assert warnings == ("document_replaced:base64",)
+    assert warnings == ("document_replaced:file",)
+
+
+def test_a_pdf_keeps_its_title_and_context() -> None:
+    source = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
+    block = {"type": "document", "title": "Terms", "context": "of 2026", "source": source}
+    assert parts_and_warnings(block)[0] == (Text("of 2026"), Document("data:application/pdf;base64,AAAA", "Terms"))
+    source = {"type": "url", "url": "https://example.com/a.pdf"}
+    assert parts_and_warnings({"type": "document", "source": source})[0] == (Document("https://example.com/a.pdf"),)
 
 
 # --- thinking -------------------------------------------------------------------------------------------------------

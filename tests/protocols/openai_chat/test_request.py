@@ -8,7 +8,9 @@ from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
+    Audio,
     Constraint,
+    Document,
     Image,
     Message,
     Reasoning,
@@ -288,12 +290,42 @@ def test_a_text_part_without_text_is_refused() -> None:
         messages({"role": "user", "content": [{"type": "text", "text": 5}]})
 
 
-@pytest.mark.parametrize("kind", ["input_audio", "file", "video_url", "x"])
+@pytest.mark.parametrize("kind", ["video_url", "x"])
 @pytest.mark.parametrize("role", ["user", "system", "developer"])
 def test_a_part_that_no_model_reads_is_refused_by_its_path(role: str, kind: str) -> None:
     with pytest.raises(InvalidRequest, match=f"messages\\[0\\].content\\[1\\] is of type '{kind}'") as caught:
         read(messages=[{"role": role, "content": [{"type": "text", "text": "hi"}, {"type": kind, kind: {}}]}])
     assert (caught.value.param, caught.value.code) == ("messages[0].content[1].type", "modality_unsupported")
+
+
+def test_audio_and_files_are_read() -> None:
+    parts = [
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": "data:audio/mpeg;base64,BBBB"}},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,CCCC"}},
+        {"type": "file", "file": {"file_data": "DDDD"}},
+    ]
+    assert read(messages=[{"role": "user", "content": parts}]).messages[0].parts == (
+        Audio("data:audio/wav;base64,AAAA"),
+        Audio("data:audio/mpeg;base64,BBBB"),
+        Document("data:application/pdf;base64,CCCC", "a.pdf"),
+        Document("data:application/pdf;base64,DDDD"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"type": "input_audio", "input_audio": {}}, "input_audio.data"),
+        ({"type": "input_audio", "input_audio": {"data": "AA", "format": "ogg"}}, "input_audio.format"),
+        ({"type": "audio_url", "audio_url": "https://example.com/a.wav"}, "audio_url"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, "file.file_data"),
+    ],
+)
+def test_audio_or_a_file_without_data_is_refused_by_its_field(part: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(messages=[{"role": "user", "content": [part]}])
+    assert caught.value.param == f"messages[0].content[0].{field}"
 
 
 def test_in_a_tools_result_the_model_is_told_of_a_part_that_it_cannot_read() -> None:

@@ -1,4 +1,4 @@
-"""The CPU cores that this process may use."""
+"""The CPU cores that this process may use: by its affinity, and by the quota of its container."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ from functools import cache
 
 import psutil
 
+from modelyard.library.cgroup import cgroup_limits
+
 log = logging.getLogger("modelyard.engines")
 
 
 def logical() -> int:
-    """Hardware threads: two that share a core count twice."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Hardware threads: two that share a core count twice. Of a quota of 2.5 CPUs two are used: a third thread would
+    make the others wait when the quota of a period is spent."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_limits().cpus
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def physical() -> int:
     allowed = logical()
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
+def physical_if_limited() -> int | None:
+    """For programs that know the cores of the machine, but not the limits of this process."""
+    cores = physical()
+    return cores if cores < (psutil.cpu_count(logical=False) or cores) else None
 
 
 def thread_counts() -> tuple[int, ...]:

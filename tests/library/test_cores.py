@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from modelyard.engines import cores
+from modelyard.library import cores
 
 
 @pytest.mark.parametrize(

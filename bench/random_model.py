@@ -1,0 +1,150 @@
+"""Writes a Llama with random weights of Q8_0, dense or with experts: for measurements where no model can be fetched.
+
+    python -m bench.random_model FILE [--size 0.2b|8b|moe]
+
+It has no vocabulary: ids go in and ids come out. The weights are one random page, repeated: speed does not depend on
+them, and eight billion of them take seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct
+
+_F32, _Q8_0, _BLOCK, _ALIGN = 0, 8, 34, 32  # ggml's types; the bytes of 32 weights
+_PAGE = 1 << 20  # blocks
+
+
+class Dimensions(Struct, frozen=True):
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocab: int
+    experts: int = 0
+
+
+SIZES = {
+    "0.2b": Dimensions(12, 1024, 16, 16, 2816, 32_000),
+    "8b": Dimensions(32, 4096, 32, 8, 14_336, 128_256),
+    "moe": Dimensions(24, 2048, 16, 4, 1024, 32_000, experts=64),
+}
+Shapes = dict[str, tuple[int, ...]]  # rows first
+
+
+def tensors(size: Dimensions) -> Shapes:
+    kv = size.width // size.heads * size.kv_heads
+    found: Shapes = {"token_embd.weight": (size.vocab, size.width), "output.weight": (size.vocab, size.width)}
+    found["output_norm.weight"] = (size.width,)
+    for layer in range(size.layers):
+        own: Shapes = {
+            "attn_norm": (size.width,),
+            "ffn_norm": (size.width,),
+            "attn_q": (size.width, size.width),
+            "attn_k": (kv, size.width),
+            "attn_v": (kv, size.width),
+            "attn_output": (size.width, size.width),
+        }
+        for name, shape in {
+            "ffn_gate": (size.inner, size.width),
+            "ffn_up": (size.inner, size.width),
+            "ffn_down": (size.width, size.inner),
+        }.items():
+            own |= {f"{name}_exps": (size.experts, *shape)} if size.experts else {name: shape}
+        if size.experts:
+            own["ffn_gate_inp"] = (size.experts, size.width)
+        found |= {f"blk.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return found
+
+
+def facts(size: Dimensions) -> dict[str, str | int | float]:
+    numbers: dict[str, int | float] = {
+        "context_length": 32_768,
+        "embedding_length": size.width,
+        "block_count": size.layers,
+        "vocab_size": size.vocab,
+        "feed_forward_length": size.inner,
+        "attention.head_count": size.heads,
+        "attention.head_count_kv": size.kv_heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": size.width // size.heads,
+    }
+    if size.experts:
+        numbers |= {"expert_count": size.experts, "expert_used_count": 4, "expert_feed_forward_length": size.inner}
+    names = {"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"}
+    return names | {f"llama.{key}": value for key, value in numbers.items()}
+
+
+def write(file: Path, size: Dimensions) -> None:
+    """As a GGUF file, version 3."""
+    random, shapes, values = np.random.default_rng(1), tensors(size), facts(size)
+    page = np.empty((_PAGE, _BLOCK), np.uint8)
+    page[:, :2] = np.frombuffer(np.float16(2e-4).tobytes(), np.uint8)
+    page[:, 2:] = random.integers(0, 256, (_PAGE, _BLOCK - 2), np.uint8)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(values))
+    head += b"".join(_string(key) + _value(value) for key, value in values.items())
+    offset = 0
+    for name, shape in shapes.items():
+        kind = _kind(shape, name)
+        head += _string(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        head += struct.pack("<IQ", kind, offset)
+        offset += _padded(_bytes(shape, kind))
+    with file.open("wb") as out:
+        out.write(head.ljust(_padded(len(head)), b"\0"))
+        for name, shape in shapes.items():
+            for piece in _pieces(shape, _kind(shape, name), page):
+                out.write(piece)
+
+
+def _pieces(shape: tuple[int, ...], kind: int, page: np.ndarray) -> Iterator[bytes | memoryview]:
+    left = size = _bytes(shape, kind)
+    if kind == _F32:
+        yield np.ones(shape, np.float32).tobytes()
+        left = 0
+    whole = memoryview(page.reshape(-1))
+    while left:
+        yield whole[: min(left, len(whole))]
+        left -= min(left, len(whole))
+    yield bytes(_padded(size) - size)
+
+
+def _kind(shape: tuple[int, ...], name: str) -> int:
+    return _F32 if len(shape) == 1 or "gate_inp" in name else _Q8_0
+
+
+def _bytes(shape: tuple[int, ...], kind: int) -> int:
+    count = int(np.prod(shape))
+    return 4 * count if kind == _F32 else count // 32 * _BLOCK
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _value(value: str | int | float) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    return struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<If", 6, value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="0.2b")
+    options = parser.parse_args()
+    write(options.file, SIZES[options.size])
+    print(f"{options.file}: {options.file.stat().st_size / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
