@@ -46,6 +46,7 @@ import psutil
 from msgspec import Struct
 
 from modelyard.library import default_model
+from modelyard.library.llama_server import fetch_binary
 from modelyard.processes.parent_death import die_with_parent
 from tests.workers.ray_nodes import HEAD, ray_nodes
 
@@ -97,7 +98,10 @@ ENGINES = {
     "fake": EngineUnderTest('backend = "fake"\necho = true\ntoken_delay = 0.004', 60, 4096, 5.0, is_real=False),
     "llama_cpp": EngineUnderTest('backend = "llama_cpp"\npath = "{path}"\nn_threads = 1', 2, 384, 90.0),
     "llama_server": EngineUnderTest(
-        'backend = "llama_server"\npath = "{path}"\nllama_server_n_threads = 1', 2, 384, 90.0
+        'backend = "llama_server"\npath = "{path}"\nllama_server_binary = "{binary}"\nllama_server_n_threads = 1',
+        2,
+        384,
+        90.0,
     ),
 }
 
@@ -558,7 +562,8 @@ def main() -> int:
         return run_on_own_disk()
     engine, disk = ENGINES[options.engine], Path(os.environ[DISK_VARIABLE])
     path = options.model or default_model.fetch() if engine.is_real else ""
-    model = engine.model.format(path=path)
+    binary = fetch_binary() if options.engine == "llama_server" else ""  # before the cache folder is the small disk
+    model = engine.model.format(path=path, binary=binary)
     config = CONFIG.format(model=model, window=engine.window, streams=options.streams + len(PORTS), disk=disk)
     os.environ["MODELYARD_CACHE"] = str(disk)  # measurements of other runs are not used
     chosen = options.only or [name for name, fault in FAULTS.items() if options.engine in fault.engines]

@@ -33,9 +33,8 @@ _MAX_FILES = 8  # more than after the warm-up, once the load is over
 _SAMPLE_S = 5.0
 _TURNS = 6  # of a conversation
 _PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/v1/embeddings")
-# Different conversations. The same ones come again and again: the token cache keeps what clients sent and what the model
-# answered, up to 32 MiB per model, and would fill up for hours. So it is full after the warm-up, and what still grows
-# is a leak.
+# Different conversations. They come again and again: the token cache keeps what clients sent and what the model answered,
+# up to 32 MiB per model, and new texts would fill it for hours. So after the warm-up, what still grows is a leak.
 _TALKS = 60
 _WORDS = ("river", "stone", "seven", "lamp", "green", "quick", "harbour", "letter", "north", "paper")
 

@@ -24,6 +24,9 @@ def setup(
         typer.Option(help="Use the prebuilt library for this device; default: the best one that works here."),
     ] = None,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile it again, without caches.")] = False,
+    media: Annotated[
+        bool, typer.Option("--media", help="Compile what images and audio need (libmtmd), for the library in use.")
+    ] = False,
     background: Annotated[
         bool, typer.Option("--background", help="With --build: return at once; the next start uses the library.")
     ] = False,
@@ -33,12 +36,17 @@ def setup(
     The first serve or run does the same by itself. A GPU is found and used: docs/gpu.md. A library that is compiled
     here can be faster, and CMAKE_ARGS can add a GPU that no prebuilt one supports:
     [bold]CMAKE_ARGS=-DGGML_CUDA=ON modelyard setup --build[/bold]
+
+    For images and audio in the engine: [bold]modelyard setup --media[/bold].
     """
     from modelyard.engines.llama_cpp import setup as engine
 
     if background:
         log = run_or_exit(engine.build_in_background)
         _print(f"llama.cpp is compiled in the background; the log is {log}. The next start uses it.")
+        return
+    if media and not build:
+        _print(f"Images and audio work on this machine: {run_or_exit(partial(engine.set_up_media, fresh=rebuild))}")
         return
     if build or rebuild:
         make = partial(engine.set_up_build, fresh=rebuild)
@@ -48,6 +56,8 @@ def setup(
         make = partial(engine.set_up, make_progress())
     folder: Path = run_or_exit(make)
     _print(f"llama.cpp works on this machine: {folder}")
+    if media:
+        _print(f"Images and audio work on this machine: {run_or_exit(engine.set_up_media)}")
     if hint := engine.build_hint(folder):
         _print(hint)
 

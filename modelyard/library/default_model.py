@@ -129,7 +129,14 @@ _CONNECTION_BROKEN = re.compile(r"(connection broken by '.*'): ")
 
 def pip_download(requirement: str, folder: Path, on_bytes: OnBytes) -> Path:
     version = importlib.metadata.version("pip") if importlib.util.find_spec("pip") is not None else None
-    command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
+    command = [
+        *pip_command(),
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
     command += ["--progress-bar", pip_progress_bar(version), "--dest", str(folder), requirement]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:  # noqa: S603
         reason = parse_pip_output(process.stdout or (), on_bytes)
@@ -165,7 +172,7 @@ def pip_progress_bar(version: str | None) -> str:
     return "raw" if version is None or numbers >= [24, 1] else "off"
 
 
-def _pip() -> list[str]:
+def pip_command() -> list[str]:
     """An environment created by uv has no pip, but uv can run one."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-P", "-m", "pip"]

@@ -8,7 +8,7 @@ A small client of our own on httpx instead of huggingface_hub, for these reasons
 - The files lie under their own names in the library's folder, where a configuration can name them.
 - Every case is tested against a local hub: cut connections, wrong hashes, a full disk, two processes.
 
-The API that is used: `GET /api/models/{repo}/revision/{revision}?blobs=true` (files with sizes and hashes, and the
+The API that is used: `GET /api/models?search=` (repositories), `GET /api/models/{repo}/revision/{revision}?blobs=true` (files with sizes and hashes, and the
 commit), `GET /api/models/{repo}/refs` (branches) and `GET /{repo}/resolve/{commit}/{file}` (with Range; it redirects to
 a CDN). The hub serves every file this way, whatever its storage.
 """
@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import httpx
 import msgspec
@@ -35,6 +35,8 @@ from modelyard import __version__
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, RateLimited, Unavailable
 from modelyard.library.cache_dir import file_lock
 from modelyard.library.progress import OnBytes, ProgressReporter, format_size
+
+T = TypeVar("T")
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
@@ -132,6 +134,16 @@ class HubListing(Struct, frozen=True):
         return {name: file.size for name, file in self.files.items()}
 
 
+class HubModel(Struct, frozen=True):
+    """A repository in the result of a search."""
+
+    repo: str
+    downloads: int = 0
+    likes: int = 0
+    gated: bool = False
+    updated: str = ""
+
+
 class HubClient:
     """A connection to the hub. Every error of the hub or the network is one sentence."""
 
@@ -154,12 +166,19 @@ class HubClient:
         self._http.close()
 
     def list_files(self, repo: str, revision: str | None = None) -> HubListing:
-        about = self._get_json(repo, f"/api/models/{repo}/revision/{quote(revision or 'main', safe='')}?blobs=true")
+        path = f"/api/models/{repo}/revision/{quote(revision or 'main', safe='')}?blobs=true"
+        about = self._get_json(repo, path, dict[str, Any])
         files = [_hub_file(item) for item in about.get("siblings") or []]
         return HubListing(repo, str(about.get("sha") or revision or "main"), {file.name: file for file in files})
 
+    def search(self, text: str, limit: int) -> list[HubModel]:
+        """Repositories with GGUF files whose names contain the words, most downloaded first."""
+        query = urlencode({"search": text, "filter": "gguf", "sort": "downloads", "direction": "-1", "limit": limit})
+        found = self._get_json("the list of models", f"/api/models?{query}", list[dict[str, Any]])
+        return [_hub_model(item) for item in found if _REPO.fullmatch(str(item.get("id", "")))]
+
     def list_branches(self, repo: str) -> list[str]:
-        refs = self._get_json(repo, f"/api/models/{repo}/refs")
+        refs = self._get_json(repo, f"/api/models/{repo}/refs", dict[str, Any])
         return [str(branch["name"]) for branch in refs.get("branches") or [] if isinstance(branch, dict)]
 
     def read_start(self, listing: HubListing, name: str, size: int) -> bytes:
@@ -180,11 +199,11 @@ class HubClient:
     def _file_url(self, listing: HubListing, name: str) -> str:
         return f"/{listing.repo}/resolve/{listing.commit}/{quote(name)}"
 
-    def _get_json(self, repo: str, path: str) -> dict[str, Any]:
+    def _get_json(self, repo: str, path: str, kind: type[T]) -> T:
         for attempt in range(_ATTEMPTS):
             try:
                 with self._request(repo, path, {}) as response:
-                    return msgspec.json.decode(response.read(), type=dict[str, Any])
+                    return msgspec.json.decode(response.read(), type=kind)
             except msgspec.MsgspecError:
                 message = f"{self._url} did not answer as a hub does: is HF_ENDPOINT right?"
                 raise Unavailable(message, code="fetch_failed") from None
@@ -233,6 +252,16 @@ class HubClient:
                 retry_after=float(wait) if wait.isdigit() else 60.0,
             )
         return Unavailable(f"{self._url} answered {status} for {repo}: is HF_ENDPOINT right?", code="fetch_failed")
+
+
+def _hub_model(item: Mapping[str, Any]) -> HubModel:
+    return HubModel(
+        str(item["id"]),
+        int(item.get("downloads") or 0),
+        int(item.get("likes") or 0),
+        bool(item.get("gated")),
+        str(item.get("lastModified") or ""),
+    )
 
 
 def _hub_file(item: Any) -> HubFile:

@@ -236,6 +236,46 @@ def _fetch_gguf(
     )
 
 
+class VariantOffer(Struct, frozen=True):
+    """A variant of a repository: `needed` bytes of memory with the KV of a useful window, and whether it `fits`."""
+
+    label: str
+    size: int
+    needed: int
+    fits: bool
+    chosen: bool = False  # by `pull` without a quantization
+
+
+class RepositoryOffer(Struct, frozen=True):
+    repo: str
+    variants: tuple[VariantOffer, ...]
+    reason: str = ""  # of the choice, or why nothing is chosen
+
+
+def offer(reference: HubReference, budget: MemoryBudget) -> RepositoryOffer:
+    """What a repository has for this machine, without fetching it: smallest first."""
+    with HubClient() as client:
+        listing = client.list_files(reference.repo, reference.revision)
+        found = variants.find_variants(listing.sizes)
+        if not found:
+            raise NotFound(f"{reference.repo} has no GGUF files", code="unknown_format", param="source")
+        projector = variants.choose_projector(listing.sizes, found[0])
+        extra = listing.sizes[projector.file] if projector else 0
+        shape = _read_shape(client, listing, found)
+    chosen, reason = None, ""
+    try:
+        choice = variants.choose_variant(reference.repo, found, budget, shape, extra)
+        chosen, reason = choice.variant, choice.reason
+    except ModelyardError as error:
+        reason = error.message
+    memory = max(budget.ram, budget.ram + budget.gpu)
+    offers = []
+    for variant in sorted(found, key=lambda variant: variant.size):
+        needed = variants.needed_memory(variant.size, shape, extra)
+        offers.append(VariantOffer(variant.label, variant.size, needed, needed <= memory, variant == chosen))
+    return RepositoryOffer(reference.repo, tuple(offers), reason)
+
+
 def _read_shape(client: HubClient, listing: HubListing, found: list[ModelVariant]) -> KvShape | None:
     """From the header of the smallest file; None if the server cannot send a part of a file."""
     smallest = min(found, key=lambda variant: variant.size)

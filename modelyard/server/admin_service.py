@@ -56,7 +56,7 @@ class AdminService:
             aliases=tuple(settings.aliases),
             description=settings.description,
             has_window=self._gateway.has_window(model),
-            overrides=override_schemas(settings),
+            overrides=override_schemas(self._config, model),
             definition=public_settings(settings),
         )
 

@@ -35,6 +35,7 @@ from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import AdminService, ConfigLoader, define_models
 from modelyard.server.engine_factory import model_specs
 from modelyard.server.memory_estimate import available_memory
+from modelyard.server.downloads import Downloads
 from modelyard.server.model_library import ModelLibrary
 from modelyard.store import open_store
 from modelyard.telemetry.history import History
@@ -176,6 +177,7 @@ def _build_http(
         await gateway.close()
         await store.close()
         await chats.close()
+        await downloads.close()
         await workbench.close()
         await peers.close()
         if peer is not None:
@@ -188,13 +190,32 @@ def _build_http(
     captures = memory_captures if disk_captures is None else CombinedCaptureSink(disk_captures, memory_captures)
     peers = PeerGateways(process_socket_path())
     chats = ChatStore(config.store.chats or default_path())
-    admin = AdminContext(scheduler, gateway, memory_captures, service, cache_dir() / "tune", time.time, chats, peers)
+    library = ModelLibrary(service)
+    downloads = Downloads(library)
+    admin = AdminContext(
+        scheduler,
+        gateway,
+        memory_captures,
+        service,
+        cache_dir() / "tune",
+        time.time,
+        chats,
+        downloads,
+        library.remove,
+        peers,
+    )
     workbench = WorkbenchApp(
         host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
     )
     context = front.HttpContext(
-        gateway, config.http, keys, scrape, captures, admin, workbench if config.http.workbench else None,
-        ModelLibrary(service),
+        gateway,
+        config.http,
+        keys,
+        scrape,
+        captures,
+        admin,
+        workbench if config.http.workbench else None,
+        library,
     )
     built = front.build_app(context, lifespan)
     return built

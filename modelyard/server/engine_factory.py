@@ -45,9 +45,24 @@ def allowed_overrides(settings: ModelSettings) -> Mapping[str, Any]:
     return fields
 
 
-def override_schemas(settings: ModelSettings) -> dict[str, Any]:
-    """The allowed overrides as JSON Schemas, for forms."""
-    return {name: TypeAdapter(kind).json_schema() for name, kind in allowed_overrides(settings).items()}
+def override_schemas(config: Config, name: str) -> dict[str, Any]:
+    """What a load of this model may override, as JSON Schemas with descriptions, for forms."""
+    settings, schemas = config.models[name], {}
+    windows_are_fixed = has_own_caches(config, name)
+    for field, kind in allowed_overrides(settings).items():
+        options: type[BaseModel] = plugins.load("engines", settings.backend or "").Options
+        canonical = {**_CANONICAL, **_other_names(options)}.get(field, field)
+        if canonical == "n_ctx" and windows_are_fixed:
+            continue
+        described = options.model_fields.get(canonical) or ModelSettings.model_fields.get(canonical)
+        description = described.description if described is not None else None
+        schemas[field] = TypeAdapter(kind).json_schema() | ({"description": description} if description else {})
+    return schemas
+
+
+def has_own_caches(config: Config, name: str) -> bool:
+    """Whether caches of the configuration set the windows of this model."""
+    return any(cache.model == name for cache in config.caches.values())
 
 
 def with_overrides(config: Config, name: str, overrides: Mapping[str, Any]) -> Config:
@@ -60,7 +75,7 @@ def with_overrides(config: Config, name: str, overrides: Mapping[str, Any]) -> C
         if canonical in checked:
             raise InvalidRequest(f"{field} is given twice, with another name too", param=field)
         checked[canonical] = _checked(field, value, fields, names.get(field, field), name)
-    if "n_ctx" in checked and any(cache.model == name for cache in config.caches.values()):
+    if "n_ctx" in checked and has_own_caches(config, name):
         sent = next(field for field in overrides if _CANONICAL.get(field) == "n_ctx")
         raise InvalidRequest(f"the windows of {name!r} are set by its caches, not by a load", param=sent)
     kept = settings.model_dump(exclude_unset=True)

@@ -81,7 +81,7 @@ class ModelLibrary:
         entry = await asyncio.to_thread(work)
         on_status("verifying sha256 digest", None, None)
         on_status("writing manifest", None, None)
-        await self._apply(entry.name)
+        await self.apply(entry.name)
 
     async def remove(self, model: str) -> None:
         config = self._admin.config
@@ -92,7 +92,7 @@ class ModelLibrary:
                 )
             raise NotFound(f"model {model!r} not found", code="model_not_found", param="model")
         await asyncio.to_thread(models.remove_model, model)
-        await self._apply(None)
+        await self.apply(None)
 
     async def copy(self, source: str, destination: str) -> None:
         await self._register(replace(self._entry(source), name=destination, base=source))
@@ -135,9 +135,9 @@ class ModelLibrary:
                 f"the configuration file defines a model {entry.name!r}: choose another name", code="configured"
             )
         await asyncio.to_thread(models.register, entry)
-        await self._apply(entry.name)
+        await self.apply(entry.name)
 
-    async def _apply(self, name: str | None) -> None:
+    async def apply(self, name: str | None) -> None:
         """Until the server serves the changed library. A reload that runs already may have read the old one."""
         async with asyncio.timeout(_RELOAD_TIMEOUT_S):
             while True:

@@ -222,11 +222,14 @@ class CodePane:
 
 Points = Sequence[tuple[float, float | None]]  # unix time, value
 
+# Two significant digits at least, so that the labels of an axis differ whatever its range.
+_SHORT = "(x => x >= 100 ? Math.round(x) : Number(x.toPrecision(2)))"
 _UNIT_FORMATTERS = {
-    "seconds": "v => v < 1 ? Math.round(v * 1000) + ' ms' : v.toFixed(1) + ' s'",
+    "seconds": f"v => v < 1 ? {_SHORT}(v * 1000) + ' ms' : {_SHORT}(v) + ' s'",
     "share": "v => Math.round(v * 100) + ' %'",
-    "count": "v => v >= 100 ? Math.round(v) : Math.round(v * 10) / 10",
+    "count": f"v => {_SHORT}(v)",
 }
+_CLOCK = "{HH}:{mm}"  # the time of day has one format on all pages
 
 
 def line_chart(names: Sequence[str], unit: str, height: int = 220) -> ui.echart:
@@ -258,7 +261,10 @@ def line_chart(names: Sequence[str], unit: str, height: int = 220) -> ui.echart:
             "renderMode": "richText",
             ":valueFormatter": f"v => v == null ? '–' : ({formatter})(v)",
         },
-        "xAxis": {"type": "time", "axisLabel": {"color": AXIS_COLOUR, "hideOverlap": True}},
+        "xAxis": {
+            "type": "time",
+            "axisLabel": {"color": AXIS_COLOUR, "hideOverlap": True, "formatter": _CLOCK},
+        },
         "yAxis": axis,
         "series": [{**series, "name": name, "data": []} for name in names],
     }

@@ -59,3 +59,16 @@ def test_rows_show_the_effective_configuration(loaded: LoadedConfig) -> None:
         RouteRow("big", "*", "m", "main", 100),
         RouteRow("n", "*", "n", "n", 64),
     ]
+
+
+@pytest.mark.parametrize("backend", ["openai_remote", "litellm"])
+@pytest.mark.parametrize(("settings", "window"), [("", None), ("n_ctx = 9000", 9000)])
+def test_the_window_of_a_remote_model_is_unknown_unless_it_is_set(
+    tmp_path: Path, backend: str, settings: str, window: int | None
+) -> None:
+    fields = {"openai_remote": 'remote_base_url = "http://a/v1"\nremote_model = "x"', "litellm": 'litellm_model = "x"'}
+    text = f'[models.far]\nbackend = "{backend}"\n{fields[backend]}\n{settings}\n'
+    (tmp_path / "c.toml").write_text(text + '[[routes]]\nmatch = "*"\nmodel = "far"\n')
+    rows = describe_config(load_config(Path("c.toml"), env={}, cwd=tmp_path))
+    assert [(row.window, row.tokens) for row in rows.caches] == [(window, window)]
+    assert {row.window for row in rows.routes} == {window}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _LARGE = (".gguf", ".safetensors", ".bin")
@@ -54,13 +54,19 @@ class Hub:
         self.requested.append(path)
         allowed = headers.get("authorization") == f"Bearer {self.token}"
         self.authorized.append((path, headers.get("authorization") is not None))
-        path = unquote(path.partition("?")[0])
+        path, _, query = path.partition("?")
+        path = unquote(path)
         if self.failures:
             return self.failures.pop(0), {}, b""
         if path.startswith("/wheels/"):
             return self._wheel(path.removeprefix("/wheels/"))
         if path.startswith("/cdn/"):
             return self._file(path.removeprefix("/cdn/"), headers.get("range"))
+        if path == "/api/models":
+            words = parse_qs(query).get("search", [""])[0].lower().split()
+            found = [repo for repo in self.repos if "@" not in repo and all(word in repo.lower() for word in words)]
+            rows = [{"id": repo, "downloads": 9, "likes": 2, "gated": repo in self.gated} for repo in found]
+            return 200, {}, json.dumps(rows).encode()
         if path.startswith("/api/models/"):
             repo, _, rest = path.removeprefix("/api/models/").partition("/revision/")
             return self._listing(repo, rest, allowed)

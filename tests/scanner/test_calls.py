@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from modelyard.core.request import Tool
-from modelyard.scanner.calls import accepts, custom_input, tools_by_name
+from modelyard.scanner.calls import accepts, custom_input, cut_input, tools_by_name
 
 ADD = Tool("add", parameters={"properties": {"a": {}, "b": {}}, "required": ["a"]})
 
@@ -34,6 +36,29 @@ def test_the_first_of_two_tools_with_the_same_name_wins() -> None:
 )
 def test_the_input_of_a_custom_tool_is_the_only_string_inside(arguments: str, text: str) -> None:
     assert custom_input(arguments) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "*** Begin', "*** Begin"),
+        ('{"input": "a\\n b\\', "a\n b"),
+        ('{"input": "a\\u00', "a"),
+        ('{"input": "a\\ud83d', "a"),
+        ('{"inp', ""),
+        ("", ""),
+        ('"abc', "abc"),
+        ('{"input": "done"', "done"),
+    ],
+)
+def test_the_input_of_a_custom_tool_that_is_cut_is_its_beginning(arguments: str, text: str) -> None:
+    assert cut_input(arguments) == text
+
+
+def test_every_cut_of_a_custom_tools_input_is_a_beginning_of_it() -> None:
+    text = 'say "hi"\n\\ \u00e9 \U0001f600 end'
+    whole = json.dumps({"input": text})
+    assert all(text.startswith(cut_input(whole[:end])) for end in range(len(whole)))
 
 
 @pytest.mark.parametrize(

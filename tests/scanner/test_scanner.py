@@ -375,3 +375,28 @@ def test_calls_with_which_the_model_ends_its_turn_are_sent_in_their_order() -> N
         blocks = scan(list(raw), "hermes", **options)
         assert text_of(blocks, "thinking") == "Hm."
         assert len(calls_of(blocks)) == (1 if options else 2)
+
+
+@pytest.mark.parametrize("name", ["id", "type", "name", "tool_name", "tool_call_id"])
+def test_an_apertus_tool_may_have_the_name_of_a_usual_key(name: str) -> None:
+    raw = f'<|tools_prefix|>[{{"{name}": {{"a": 1}}}}, {{"now": {{}}}}]<|tools_suffix|><|assistant_end|>'
+    found = scan([raw], "apertus", tools=(Tool(name), Tool("now")))
+    assert [(block.kind, block.name, block.text) for block in found] == [
+        ("tool_call", name, '{"a": 1}'),
+        ("tool_call", "now", "{}"),
+    ]
+
+
+@pytest.mark.parametrize("format", ["hermes", "qwen3_coder", "mistral", "harmony"])
+def test_a_custom_call_that_a_limit_cuts_off_has_the_beginning_of_its_input(format: str) -> None:
+    raw = {
+        "hermes": '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin',
+        "qwen3_coder": "<tool_call>\n<function=patch>\n<parameter=input>\n*** Begin",
+        "mistral": '[TOOL_CALLS]patch[ARGS]{"input": "*** Begin',
+        "harmony": '<|channel|>commentary to=functions.patch <|constrain|>json<|message|>{"input": "*** Begin',
+    }[format]
+    tool = Tool("patch", kind="custom")
+    (cut,) = scan([raw], format, truncated=True, tools=(tool,))
+    assert (cut.kind, cut.complete) == ("tool_call", False)
+    assert "*** Begin".startswith(cut.text)
+    assert cut.text or format == "qwen3_coder"

@@ -13,6 +13,7 @@ from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.pool import ModelSpec
 from modelyard.engines.fake.engine import FakeTextEngine
+from modelyard.router.settings import CacheSettings
 from modelyard.server.engine_factory import allowed_overrides, model_specs, override_schemas, with_overrides
 from modelyard.workers.process_engine import ProcessTextEngine
 from tests.live_server import demo_config
@@ -123,7 +124,7 @@ def test_a_managed_llama_server_has_five_overridable_fields() -> None:
 
 
 def test_overridable_fields_have_types_and_ranges() -> None:
-    shown = override_schemas(config().models["m"])
+    shown = override_schemas(config(), "m")
     assert (shown["llama_server_spec_draft_n_max"]["minimum"], shown["llama_server_spec_draft_n_max"]["maximum"]) == (
         1,
         6,
@@ -133,6 +134,13 @@ def test_overridable_fields_have_types_and_ranges() -> None:
         1,
     )
     assert shown["llama_server_n_ctx"]["type"] == "integer"
+    assert all(schema["description"] for schema in shown.values())
+
+
+def test_a_window_that_a_cache_sets_is_not_offered() -> None:
+    with_cache = config()
+    with_cache.caches["c"] = CacheSettings(model="m", n_ctx=4096)
+    assert "llama_server_n_ctx" not in override_schemas(with_cache, "m")
 
 
 def test_an_override_changes_only_its_field() -> None:

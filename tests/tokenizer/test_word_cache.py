@@ -171,3 +171,23 @@ def test_an_unknown_pattern_is_not_translated(pre_tokenizer: dict[str, Any]) -> 
 
 def test_other_tokenizers_have_no_word_cache() -> None:
     assert HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("first")).words is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "breaks"),
+    [(LLAMA3, True), (QWEN2, True), (GPT4O, False), (r"\s+\p{N}", False), (r"\p{L}+ \p{L}+|\s+", False)],
+)
+def test_text_is_cut_at_spaces_only_for_patterns_that_break_there(pattern: str, breaks: bool) -> None:
+    words = vocabulary(split(pattern)).words
+    assert (words is not None and words._breaks_at_spaces) is breaks
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize(
+    "text", ["one two", "one  two", "one   two", "one\n two", " one two ", "one \t two\n\n one two 12"]
+)
+def test_runs_that_are_cached_do_not_change_how_white_space_is_split(name: str, text: str) -> None:
+    vocab = VOCABULARIES[name]
+    assert vocab.words is not None
+    vocab.words.encode("one two")
+    assert vocab.words.encode(text) == vocab._encode(text) == vocab.words.encode(text)

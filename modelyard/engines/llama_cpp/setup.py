@@ -15,7 +15,7 @@ from modelyard.core.errors import Unavailable
 from modelyard.engines.llama_cpp import gpu_library
 from modelyard.engines.llama_cpp.library import cpu_features
 from modelyard.engines.llama_cpp.selftest import BrokenLibrary, find_fault
-from modelyard.library import llama_cpp_build, llama_cpp_package
+from modelyard.library import llama_cpp_build, llama_cpp_package, media_build
 from modelyard.library.llama_cpp_package import (
     LibraryPackage,
     Variant,
@@ -96,6 +96,11 @@ def set_up_build(*, fresh: bool = False) -> Path:
         raise BrokenLibrary(f"llama.cpp was built, but it does not work on this machine: {fault}")
     llama_cpp_package.use_library(folder)
     return folder
+
+
+def set_up_media(*, fresh: bool = False) -> Path:
+    """Build libmtmd, for images and audio, beside the library in use. Returns its file."""
+    return media_build.build(ensure_library(), fresh=fresh)
 
 
 def build_in_background() -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +47,16 @@ class AdminOperations(Protocol):
     async def reload(self) -> ReloadResult: ...
 
 
+class ModelDownloads(Protocol):
+    """Implemented by `modelyard.server.downloads`. The values are structs for the reply."""
+
+    def list(self) -> Sequence[Any]: ...
+    async def search(self, text: str) -> Sequence[Any]: ...
+    async def offer(self, source: str) -> Any: ...
+    def start(self, source: str, quant: str | None = None) -> Any: ...
+    def cancel(self, id: str) -> Any: ...
+
+
 class AdminContext(Struct, frozen=True):
     pool: Pool
     gateway: Gateway
@@ -55,4 +65,6 @@ class AdminContext(Struct, frozen=True):
     tune: Path  # the folder of the optimizer's results
     clock: Callable[[], float]
     chats: ChatStore
+    downloads: ModelDownloads
+    remove_model: Callable[[str], Awaitable[None]]  # from the library, with its files
     peers: PeerGateways = PeerGateways()

@@ -76,6 +76,12 @@ class AdminRoutes:
             ("GET", "/route", self.route, "Which route, cache and model a name resolves to"),
             ("GET", "/events", self.events, "Changes of the pool as server-sent events"),
             ("GET", "/tune", self.tune, "Results of the optimizer"),
+            ("GET", "/hub", self.search_hub, "Repositories of the hub with GGUF models, by words of their names"),
+            ("GET", "/hub/{source:path}", self.offer, "The variants of a repository, and which fit this machine"),
+            ("GET", "/downloads", self.downloads, "Downloads of models: running ones and the last ones"),
+            ("POST", "/downloads", self.start_download, "Fetch a model of the hub into the library, in the background"),
+            ("POST", "/downloads/{id}/cancel", self.cancel_download, "Cancel a download; its parts stay"),
+            ("DELETE", "/library/{name:path}", self.remove_model, "Remove a model of the library and its files"),
             ("GET", "/chats", self.chats, "The stored chats of this key, newest first; `search` finds a text in them"),
             ("GET", "/chats/{id}", self.chat, "One stored chat"),
             ("PUT", "/chats/{id}", self.store_chat, "Store a chat; refused if it was changed since it was read"),
@@ -262,6 +268,31 @@ class AdminRoutes:
 
     async def reload(self) -> Response:
         return _json(await self._context.service.reload())
+
+    # --- models of the hub and the library ----------------------------------------------------------------------------
+
+    async def search_hub(self, search: Annotated[str, Query(max_length=_MAX_SEARCH)] = "") -> Response:
+        return _json({"object": "list", "data": await self._context.downloads.search(search)})
+
+    async def offer(self, source: str) -> Response:
+        return _json(await self._context.downloads.offer(source))
+
+    async def downloads(self) -> Response:
+        return _json({"object": "list", "data": self._context.downloads.list()})
+
+    async def start_download(self, body: Overrides = None) -> Response:
+        source, quant = (body or {}).get("source"), (body or {}).get("quant")
+        if not isinstance(source, str) or not (quant is None or isinstance(quant, str)):
+            message = 'the body is {"source": "owner/name"}, and "quant" if the server should not choose'
+            raise InvalidRequest(message, param="source")
+        return _json(self._context.downloads.start(source, quant), 202)
+
+    async def cancel_download(self, id: str) -> Response:
+        return _json(self._context.downloads.cancel(id))
+
+    async def remove_model(self, name: str) -> Response:
+        await self._context.remove_model(name)
+        return _json({"id": name, "deleted": True})
 
     # --- chats of the workbench ---------------------------------------------------------------------------------------
 

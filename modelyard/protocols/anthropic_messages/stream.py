@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Finished, Started
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started
 from modelyard.core.request import Request
 from modelyard.protocols.anthropic_messages.errors import error_body
 from modelyard.protocols.anthropic_messages.reply import STOP_REASONS, hides_thinking, write_message, write_usage

@@ -199,13 +199,15 @@ class LoadDialog:
         self._session, self._model = session, model
         self._fields: dict[str, Any] = {}
         self._schemas: Json = {}
-        with ui.dialog() as self._dialog, ui.card().classes("card w-full").style("max-width: 520px"):
+        with ui.dialog() as self._dialog, ui.card().classes("card w-full").style("max-width: 620px"):
             ui.label(f"Load {model}").classes("name")
             ui.label("Empty fields keep the configured value. Overrides apply to this load only.").classes(
                 "muted small"
             )
-            self._form = ui.element("div").classes("fields w-full")
+            self._form = ui.element("div").classes("fields load-form w-full")
             self._fit = ui.label("").classes("small text")
+            self._refusal = ui.label("").classes("error small text").props("role=alert")
+            self._refusal.set_visibility(False)
             with ui.element("div").classes("line self-end"):
                 ui.button("Cancel", on_click=self._dialog.close).props("flat no-caps")
                 ui.button("Load", icon="play_arrow", on_click=self._load).props("unelevated no-caps")
@@ -217,6 +219,7 @@ class LoadDialog:
             self._fields = {name: _field(name, schema) for name, schema in self._schemas.items()}
         for field in self._fields.values():
             field.on_value_change(self._update_fit)
+        show_notice(self._refusal, "")
         self._dialog.open()
         await self._update_fit()
 
@@ -233,15 +236,21 @@ class LoadDialog:
         try:
             estimate = await self._session.client.estimate(self._model, self._overrides())
         except ModelyardError as error:
-            self._fit.set_text(error.message)
+            self._fit.set_text("")
+            show_notice(self._refusal, error.message)
             return
+        show_notice(self._refusal, "")
         self._fit.set_text(fit_text(estimate))
         self._fit.classes(add="text-positive" if estimate["fits"] else "text-negative")
 
     async def _load(self) -> None:
-        load = self._session.client.load(self._model, self._overrides())
-        if await self._session.perform(load, f"{self._model} is loading"):
-            self._dialog.close()
+        """A refusal is shown beside the button; the card of the model shows how the load goes."""
+        try:
+            await self._session.client.load(self._model, self._overrides())
+        except ModelyardError as error:
+            show_notice(self._refusal, error.message)
+            return
+        self._dialog.close()
 
 
 def _field(name: str, schema: Json) -> Any:
@@ -256,7 +265,9 @@ def _field(name: str, schema: Json) -> Any:
         field.props(f"outlined dense debounce=400 step={1 if kind == 'integer' else 'any'}")
     else:
         field = ui.input(name).props("outlined dense debounce=400")
-    return field.classes("w-full")
+    with field.classes("w-full").add_slot("hint"):
+        ui.label(schema.get("description", ""))
+    return field
 
 
 def override_value(schema: Json, value: Any) -> Any:

@@ -288,6 +288,12 @@ def test_an_unreadable_event_is_a_failure_and_ends_the_stream() -> None:
     assert [type(event) for event in back] == [Failed]
 
 
+@pytest.mark.parametrize("body", [b"", b"{nonsense", b"[]", b'{"output": 5}', b"\xff"])
+def test_an_unreadable_reply_is_the_upstreams_fault(body: bytes) -> None:
+    with pytest.raises(Incomplete):
+        openai_responses.read_reply(body)
+
+
 def test_nothing_follows_the_last_event() -> None:
     written = stream(*CASES["text"])
     back = read(written + written)
