@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import ssl
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +16,11 @@ from typing import Any
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG, create_ssl_context
 from httpx._transports import default as transports
+
+# Bytecode is kept, whatever this machine's setting: else pytest rewrites every assertion again in each run, and each of
+# some hundred child processes compiles all modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # trio, a dependency of the browser driver, registers a Hypothesis plugin that warns; warnings are errors.
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")

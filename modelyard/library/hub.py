@@ -8,9 +8,10 @@ A small client of our own on httpx instead of huggingface_hub, for these reasons
 - The files lie under their own names in the library's folder, where a configuration can name them.
 - Every case is tested against a local hub: cut connections, wrong hashes, a full disk, two processes.
 
-The API that is used: `GET /api/models?search=` (repositories), `GET /api/models/{repo}/revision/{revision}?blobs=true` (files with sizes and hashes, and the
-commit), `GET /api/models/{repo}/refs` (branches) and `GET /{repo}/resolve/{commit}/{file}` (with Range; it redirects to
-a CDN). The hub serves every file this way, whatever its storage.
+The API that is used: `GET /api/models?search=` (repositories), `GET /api/models/{repo}/revision/{revision}?blobs=true`
+(files with sizes and hashes, and the commit), `GET /api/models/{repo}/refs` (branches) and
+`GET /{repo}/resolve/{commit}/{file}` (with Range; it redirects to a CDN). The hub serves every file this way, whatever its
+storage.
 """
 
 from __future__ import annotations

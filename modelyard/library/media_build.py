@@ -1,7 +1,7 @@
 """Builds libmtmd, which encodes images and audio, beside a llama.cpp library: `modelyard setup --media`.
 
-No prebuilt package has it. Its source is in the pinned release of llama-cpp-python, the same release of llama.cpp as the
-packages', and it uses libllama and ggml through their C functions only. So it is compiled alone, in a quarter of the
+No prebuilt package has it. Its source is in the pinned release of llama-cpp-python, the same release of llama.cpp as
+the packages', and it uses libllama and ggml through their C functions only. So it is compiled alone, in a third of the
 time of a whole build, and works with the library of any device.
 """
 
@@ -55,7 +55,8 @@ target_link_libraries(mtmd PRIVATE Threads::Threads ${LIBRARIES})
 if(NOT APPLE)
   target_link_options(mtmd PRIVATE -s)
 endif()
-set_target_properties(mtmd PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$<IF:$<BOOL:${APPLE}>,@loader_path,\\$ORIGIN>")
+set(PLACE "$<IF:$<BOOL:${APPLE}>,@loader_path,\\$ORIGIN>")
+set_target_properties(mtmd PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "${PLACE}")
 """
 
 

@@ -56,6 +56,7 @@ class AdminService:
             aliases=tuple(settings.aliases),
             description=settings.description,
             has_window=self._gateway.has_window(model),
+            is_in_library=model in self._config.library_models,
             overrides=override_schemas(self._config, model),
             definition=public_settings(settings),
         )

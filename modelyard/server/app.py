@@ -33,9 +33,9 @@ from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
 from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import AdminService, ConfigLoader, define_models
+from modelyard.server.downloads import Downloads
 from modelyard.server.engine_factory import model_specs
 from modelyard.server.memory_estimate import available_memory
-from modelyard.server.downloads import Downloads
 from modelyard.server.model_library import ModelLibrary
 from modelyard.store import open_store
 from modelyard.telemetry.history import History

@@ -19,6 +19,7 @@ from modelyard.config.library_models import machine_budget
 from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, ModelyardError, NotFound
 from modelyard.library import hub, models
 from modelyard.library.hub import HubClient, HubModel, HubReference
+from modelyard.library.model_files import LibraryEntry
 from modelyard.library.models import ModelSource, RepositoryOffer
 from modelyard.library.progress import OnBytes, ProgressReporter
 from modelyard.server.model_library import ModelLibrary
@@ -50,7 +51,7 @@ class Downloads:
         self._jobs: dict[str, _DownloadJob] = {}
         self._count = 0
 
-    def list(self) -> list[Download]:
+    def all(self) -> list[Download]:
         """The newest first."""
         return [job.download for job in reversed(self._jobs.values())]
 
@@ -116,7 +117,7 @@ class _DownloadJob:
         self.is_cancelled = threading.Event()
         self.task: asyncio.Task[None] | None = None
 
-    def fetch(self) -> models.LibraryEntry:
+    def fetch(self) -> LibraryEntry:
         source = ModelSource(self.download.source, hub=self._reference)
         reporter = _DownloadReporter(self.download, self.is_cancelled)
         return models.pull(source, quant=self._quant, progress=reporter, budget=machine_budget(), update=True)

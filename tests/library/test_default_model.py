@@ -212,7 +212,7 @@ def test_without_an_error_the_last_line_is_the_reason():
 def test_an_environment_without_pip_uses_uv(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("modelyard.library.default_model.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("modelyard.library.default_model.shutil.which", lambda name: f"/bin/{name}")
-    assert default_model._pip() == ["/bin/uv", "tool", "run", "pip"]
+    assert default_model.pip_command() == ["/bin/uv", "tool", "run", "pip"]
 
 
 def test_pip_before_24_1_has_no_raw_progress():

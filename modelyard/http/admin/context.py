@@ -27,6 +27,7 @@ class ModelDetails(Struct, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     description: str = ""
     has_window: bool = True
+    is_in_library: bool = False  # and not in the configuration: it can be removed with its files
     overrides: Mapping[str, Any] = {}
     definition: Mapping[str, Any] = {}
 
@@ -50,7 +51,7 @@ class AdminOperations(Protocol):
 class ModelDownloads(Protocol):
     """Implemented by `modelyard.server.downloads`. The values are structs for the reply."""
 
-    def list(self) -> Sequence[Any]: ...
+    def all(self) -> Sequence[Any]: ...
     async def search(self, text: str) -> Sequence[Any]: ...
     async def offer(self, source: str) -> Any: ...
     def start(self, source: str, quant: str | None = None) -> Any: ...

@@ -278,7 +278,7 @@ class AdminRoutes:
         return _json(await self._context.downloads.offer(source))
 
     async def downloads(self) -> Response:
-        return _json({"object": "list", "data": self._context.downloads.list()})
+        return _json({"object": "list", "data": self._context.downloads.all()})
 
     async def start_download(self, body: Overrides = None) -> Response:
         source, quant = (body or {}).get("source"), (body or {}).get("quant")
