@@ -60,6 +60,27 @@ class ApiClient:
     async def estimate(self, model: str, overrides: Mapping[str, Any]) -> Json:
         return await self._post_model(model, "estimate", dict(overrides))
 
+    # --- models of the hub --------------------------------------------------------------------------------------------
+
+    async def search_hub(self, text: str) -> list[Json]:
+        rows: list[Json] = (await self._admin("GET", "hub", query={"search": text}))["data"]
+        return rows
+
+    async def offer(self, repo: str) -> Json:
+        return await self._admin("GET", f"hub/{quote(repo)}")
+
+    async def downloads(self) -> list[Json]:
+        return await self._list("downloads")
+
+    async def start_download(self, source: str, quant: str | None = None) -> Json:
+        return await self._admin("POST", "downloads", {"source": source, "quant": quant})
+
+    async def cancel_download(self, id: str) -> None:
+        await self._admin("POST", f"downloads/{quote(id, safe='')}/cancel")
+
+    async def remove_model(self, model: str) -> None:
+        await self._admin("DELETE", f"library/{quote(model)}")
+
     # --- state of the server ------------------------------------------------------------------------------------------
 
     async def memory(self) -> Json:

@@ -52,7 +52,7 @@ class User:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=DEADLINE,
+            timeout=3 * DEADLINE,  # a real model reads an agent's prompt
         )
 
 

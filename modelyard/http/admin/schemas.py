@@ -46,6 +46,7 @@ def model(seen: ModelSnapshot, about: ModelDetails, can: Capabilities, log: Iter
         "overrides": plain["overrides"],
         "memory": {"estimate": _memory(seen.estimate), "measured": seen.measured},
         "enabled": about.enabled,
+        "in_library": about.is_in_library,
         "autoload": seen.autoload,
         "loads_on_request": seen.loads_on_request,
         "loads": seen.loads,

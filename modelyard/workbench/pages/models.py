@@ -12,6 +12,7 @@ from modelyard.core.errors import ModelyardError
 from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import Json
 from modelyard.workbench.components import Stat, StateBadge, card, empty_notice, page_heading, show_notice, tags
+from modelyard.workbench.pages.get_models import GetModelsPanel
 from modelyard.workbench.session import PageSession
 
 _INTERVAL_S = 1.0
@@ -21,7 +22,8 @@ _MAX_DEFINITION_CHARACTERS = 4000
 
 def page(session: PageSession) -> None:
     page_heading("Models", "Every model that this server can run, with its present state.")
-    empty = empty_notice("No models are configured.")
+    GetModelsPanel(session, lambda model: open_chat(session, model))
+    empty = empty_notice("No models yet: get one above. It is ready as soon as it is here.")
     empty.set_visibility(False)
     grid = ui.element("div").classes("grid-cards")
     panels: dict[str, ModelPanel] = {}
@@ -90,7 +92,9 @@ class ModelPanel:
                 'aria-label="Remove a replica" dense'
             )
             self._add_button = _button("", "add", lambda: self._scale(1)).props('aria-label="Add a replica" dense')
-            self._chat_button = _button("Chat", "forum", self._open_chat)
+            self._chat_button = _button("Chat", "forum", lambda: open_chat(self._session, self._name))
+            if self._record["in_library"]:
+                _button("Remove", "delete", self._remove)
 
     def _build_details(self, record: Json) -> None:
         definition = "\n".join(f"{name} = {value}" for name, value in record["definition"].items())
@@ -152,9 +156,24 @@ class ModelPanel:
         text = f"{self._name}: {fmt.plural(replicas, 'replica')}"
         await self._session.perform(self._session.client.scale(self._name, replicas), text)
 
-    def _open_chat(self) -> None:
-        self._session.chat.settings.models = [self._name]
-        ui.navigate.to("/chat")
+    def _remove(self) -> None:
+        with ui.dialog() as dialog, ui.card().classes("card w-96"):
+            ui.label(f"Remove {self._name}?").classes("name")
+            ui.label("Its files are deleted from this machine.").classes("muted small")
+
+            async def confirm() -> None:
+                dialog.close()
+                await self._session.perform(self._session.client.remove_model(self._name), f"{self._name} was removed")
+
+            with ui.element("div").classes("line self-end"):
+                ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
+                ui.button("Remove", on_click=confirm).props("unelevated no-caps color=negative")
+        dialog.open()
+
+
+def open_chat(session: PageSession, model: str) -> None:
+    session.chat.settings.models = [model]
+    ui.navigate.to("/chat")
 
 
 def _button(text: str, icon: str, on_click: Any, style: str = "outline") -> ui.button:
