@@ -336,10 +336,10 @@ class Gateway:
                 return _encode_raw(request, model, window)
             return await work.run(_encode_raw, request, model, window, partial(work.watch_window, window=window))
         is_large = work.size > INLINE_BYTES
-        if is_large or len(request.messages) + len(request.tools) > _INLINE_MESSAGES or renderer.is_costly:
+        is_long = is_large or len(request.messages) + len(request.tools) > _INLINE_MESSAGES
+        text = None if is_long else renderer.quick_text(request)
+        if text is None:
             text = await work.run(renderer.text, request)
-        else:
-            text = renderer.text(request)
         if is_large or (len(text) > _INLINE_CHARS and renderer.fresh(text) > _INLINE_CHARS):
             return [(await work.run(renderer.tokens, text, work.watch_window(len(text), window)), text)]
         return [(renderer.tokens(text), text)]

@@ -34,7 +34,7 @@ from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.media import joined, mark, media_parts, require_all_marks, split_at_marks
 from modelyard.prompt.template import ChatTemplate, TemplateFailed, TemplateMessage, tojson, with_json
 from modelyard.prompt.template_adapter import AdaptedTemplate, tools_as_text, used_tool
-from modelyard.prompt.template_budget import Frozen
+from modelyard.prompt.template_budget import INLINE_SECONDS, Frozen, max_seconds
 from modelyard.prompt.translation import SOURCE, TARGET, translated
 from modelyard.tokenizer.prefix_cache import SplittableTokenizer, TokenCache
 from modelyard.tokenizer.shield import Shield, unshield
@@ -321,10 +321,18 @@ class Renderer:
     def template_text(self) -> str:
         return self._plain.template.source
 
-    @property
-    def is_costly(self) -> bool:
-        """Whether a render took too long: call `text` in a thread."""
-        return self._plain.template.is_costly or self._with_tools.template.is_costly
+    def quick_text(self, request: Request) -> str | None:
+        """`text` for a caller that cannot wait. None if the template takes long, now or in an earlier render: then call
+        `text` in a thread."""
+        if self._plain.template.is_costly or self._with_tools.template.is_costly:
+            return None
+        before = max_seconds.set(INLINE_SECONDS)
+        try:
+            return self.text(request)
+        except TemplateTooCostly:
+            return None
+        finally:
+            max_seconds.reset(before)
 
     def text(self, request: Request) -> str:
         """The prompt with the shield's marks, for `tokens` and `fresh`. Use `unshield(text)` to show it."""

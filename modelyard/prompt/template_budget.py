@@ -1,6 +1,6 @@
 """The budget of a render: how much work and how much text a chat template may cost.
 
-A template comes with a model, so it is untrusted code, and it runs on the server's event loop. Counting each operation
+A template comes with a model, so it is untrusted code, and at first it runs on the server's event loop. Counting each operation
 would double the time of ordinary templates. So `with_budget` adds the counting to the template's syntax tree, only
 where work or text can multiply:
 
@@ -20,6 +20,7 @@ text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from itertools import chain, islice
 from time import monotonic, thread_time
 from typing import Any
@@ -32,6 +33,7 @@ from jinja2.runtime import Context, markup_join
 
 MAX_WORK = 100_000_000  # operations; agents with thousands of messages meet templates that search them all for each
 MAX_SECONDS = 2.0
+INLINE_SECONDS = 0.05  # on the event loop; a template that takes longer is rendered in a thread
 MAX_TEXT = 8_000_000  # characters of one value: more than fit in any window
 MAX_ITEMS = 1_000_000  # of a range
 MAX_BUILT = 100_000  # items that a template adds to a collection one by one
@@ -44,6 +46,9 @@ _MAX_EXPRESSION = 500
 _MAX_OPERANDS = 8  # of `+` and `~` in a row
 _MAX_FIELDS = 4  # of a collection that is used at once
 BUILDING_METHODS = frozenset({"append", "extend", "insert", "pop", "remove", "setdefault", "update"})
+
+
+max_seconds: ContextVar[float] = ContextVar("max_seconds", default=MAX_SECONDS)  # of the next render
 
 
 class BudgetExceeded(SecurityError):
@@ -59,7 +64,8 @@ class BudgetContext(Context):
         self.eval_ctx = EvalContext(environment)
         self.exported_vars, self.globals_keys, self.blocks = set(), set(), {}
         self.left = MAX_WORK
-        self.end = monotonic() + MAX_SECONDS
+        self._seconds = max_seconds.get()
+        self.end = monotonic() + self._seconds
         self._cpu_end = 0.0
 
     def pay(self, work: int) -> None:
@@ -77,9 +83,9 @@ class BudgetContext(Context):
     def check_time(self) -> None:
         """On a busy machine a thread waits; from here on only its own time counts, which takes longer to read."""
         used = thread_time()
-        self._cpu_end = self._cpu_end or used + MAX_SECONDS / 2
+        self._cpu_end = self._cpu_end or used + self._seconds / 2
         if used > self._cpu_end:
-            raise BudgetExceeded(f"it takes more than {MAX_SECONDS:.0f} s")
+            raise BudgetExceeded(f"it takes more than {self._seconds:g} s")
         self.end = monotonic() + _MAX_WAIT
 
 

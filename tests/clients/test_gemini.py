@@ -32,10 +32,10 @@ def bench(tmp_path: Path) -> AgentBench:
 def test_it_writes_and_reads_a_file_with_its_tools_and_returns_reasoning(bench: AgentBench) -> None:
     note = bench.work / "note.txt"
     script = [
+        rule({"think": "It is there."}, text_step("The note says: forty-two."), result="^forty-two"),
         rule(
             {"think": "Now read it."}, call_step("read_file", file_path=str(note)), result="(?i)created|wrote|success"
         ),
-        rule({"think": "It is there."}, text_step("The note says: forty-two."), result="forty-two"),
         rule(
             {"think": "Write it first."},
             call_step("write_file", file_path=str(note), content="forty-two\n"),

@@ -16,6 +16,7 @@ from selenium.webdriver.common.keys import Keys
 
 from modelyard.library import default_model
 from tests.cli_process import ServerProcess, serve
+from tests.library.web import serve_hub
 from tests.workbench.browser import BrowserPage, chrome
 from tests.workbench.pages.test_plots import optimizer_run
 
@@ -599,3 +600,34 @@ def test_the_api_documentation_works_and_loads_nothing_from_outside(page: Browse
         assert page.errors() == []
     finally:
         page.driver.execute_cdp_cmd("Network.setExtraHTTPHeaders", {"headers": {}})
+
+
+# --- the first model --------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_server_leads_to_its_first_running_model_in_three_clicks(locked: BrowserPage, tmp_path: Path) -> None:
+    model = default_model.fetch().read_bytes()
+    with serve_hub() as hub:
+        hub.repos["unsloth/Qwen3-1.7B-GGUF"] = {"m-Q4_1.gguf": model, "m-F16.gguf": model}
+        hub.held.add("m-Q4_1.gguf")
+        environment = {"MODELYARD_CACHE": str(tmp_path), "MODELYARD_LIBRARY": "true", "HF_ENDPOINT": hub.url}
+        with serve(tmp_path, config="[http]\n", **environment) as running:
+            page = BrowserPage(locked.driver, running.url)
+            page.open("")
+            page.find(".muted", "No models yet")
+            page.click("button", "Small and quick")
+            page.find(".result-row", "fits")
+            page.click(".result-row button", "Get")
+            page.find(".download", "MiB of")
+            page.click(".download button", "Cancel")
+            page.find(".download", "cancelled at")
+            hub.held.clear()
+            hub.gate.set()
+            page.click(".download button", "Resume")
+            page.find(".download", "in the library as")
+            page.click(".download button", "Chat")
+            page.find(".model .q-chip", "Qwen3-1.7B")
+            send(page, "Hello")
+            page.find(".turn.assistant", "tok/s")
+            page.driver.get("about:blank")
+        assert [range for range in hub.ranges if range and not range.startswith("bytes=0-")], "it was continued"

@@ -13,10 +13,12 @@ FREE_TEXT = "input"  # the field that holds arguments which are no JSON object
 
 
 def write_arguments(text: str) -> Any:
-    """The text itself where it is an object: to write it again would change the form of its numbers."""
+    """The text itself where it is an object: to write it again would change the form of its numbers. It gets one line,
+    as streams of lines need it."""
     stripped = text.strip()
     if is_json_object(stripped):
-        return Raw(stripped.encode())
+        whole = stripped.encode()
+        return Raw(msgspec.json.format(whole, indent=-1) if b"\n" in whole or b"\r" in whole else whole)
     return {FREE_TEXT: text} if stripped else {}
 
 

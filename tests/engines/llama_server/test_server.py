@@ -139,9 +139,9 @@ def test_each_field_has_its_flag(fields: dict[str, Any], flags: list[str], monke
 
 
 def test_a_server_gets_the_threads_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "physical_if_limited", lambda: 3)
+    monkeypatch.setattr(cores, "physical_if_limited", lambda: 1)
     argv = line()
-    assert argv[argv.index("--threads") :][:2] == ["--threads", "3"]
+    assert argv[argv.index("--threads") :][:2] == ["--threads", "1"]
 
 
 def test_fields_of_the_cache_override_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
