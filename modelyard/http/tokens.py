@@ -177,6 +177,8 @@ class TokenEndpoint(JsonEndpoint):
         parsed = await _run(work, 1, decode, _body_decoder, body)
         target, model = await self._gateway.defined_model(parsed.model or DEFAULT_MODEL, context.caller())
         request = TokenRequest(parsed, model, target.window, body, context.headers, work)
+        if parsed.messages is not None:  # a template may take long, whatever the size of the request
+            return encode(await work.run(self.compute, request))
         return encode(await _run(work, _TOKENIZE_COST, self.compute, request))
 
     def compute(self, request: TokenRequest) -> dict[str, Any]:

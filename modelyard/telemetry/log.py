@@ -134,7 +134,7 @@ class CoalescingHandler(logging.StreamHandler[TextIO]):
 
 
 class LogEntry(msgspec.Struct, gc=False):
-    """What is kept of a record, by the names that a LogRecord has. A tenth of its size, and it holds no other objects."""
+    """What is kept of a record, under the names that a LogRecord has, in a tenth of its memory."""
 
     created: float
     levelno: int

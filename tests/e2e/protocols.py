@@ -374,3 +374,75 @@ def send(client: httpx.Client, protocol: Protocol, stream: bool, text: str, **fi
         return protocol.parse_reply(reply.json())
     assert reply.headers["content-type"].startswith("text/event-stream")
     return protocol.parse_stream(parse_events(reply.text))
+
+
+# --- Ollama and Gemini: other paths, other streams, the same answers --------------------------------------------------
+
+
+class Ollama:
+    stops = {"end": "stop", "tools": "stop", "limit": "length", "string": "stop"}
+
+    def path(self, stream: bool) -> str:
+        return "/api/chat"
+
+    def body(
+        self, text: str, *, stream: bool, tools: bool = False, limit: int = 200, stop: str = "", **more: Any
+    ) -> dict[str, Any]:
+        options = {"num_predict": limit} | ({"stop": [stop]} if stop else {})
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}], "options": options, "stream": stream}
+        functions = [{"type": "function", "function": {"name": n, "parameters": schema}} for n, schema in TOOLS.items()]
+        return body | more | ({"tools": functions} if tools else {})
+
+    def parse(self, reply: httpx.Response, stream: bool) -> ParsedReply:
+        kind = "application/x-ndjson" if stream else "application/json"
+        assert reply.headers["content-type"] == kind
+        lines = [json.loads(line) for line in reply.text.splitlines()]
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        parsed, last = ParsedReply(stop=lines[-1]["done_reason"]), lines[-1]
+        for message in (line["message"] for line in lines):
+            parsed.text += message["content"]
+            parsed.thinking += message.get("thinking", "")
+            parsed.calls += [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ())]
+        parsed.usage = Usage(last["prompt_eval_count"], 0, last["eval_count"], 0)
+        assert last["total_duration"] >= last["eval_duration"] >= 0
+        return parsed
+
+
+class Gemini:
+    stops = {"end": "STOP", "tools": "STOP", "limit": "MAX_TOKENS", "string": "STOP"}
+
+    def path(self, stream: bool) -> str:
+        return f"/v1beta/models/demo:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}"
+
+    def body(
+        self, text: str, *, stream: bool, tools: bool = False, limit: int = 200, stop: str = "", **more: Any
+    ) -> dict[str, Any]:
+        del stream  # the path says it
+        settings = {"maxOutputTokens": limit, "thinkingConfig": {"includeThoughts": True}}
+        settings |= {"stopSequences": [stop]} if stop else {}
+        body = {"contents": [{"role": "user", "parts": [{"text": text}]}], "generationConfig": settings} | more
+        functions = [{"name": name, "parametersJsonSchema": schema} for name, schema in TOOLS.items()]
+        return body | ({"tools": [{"functionDeclarations": functions}]} if tools else {})
+
+    def parse(self, reply: httpx.Response, stream: bool) -> ParsedReply:
+        assert reply.headers["content-type"].startswith("text/event-stream" if stream else "application/json")
+        chunks = [event.data for event in parse_events(reply.text)] if stream else [reply.json()]
+        parsed = ParsedReply()
+        for candidate in (chunk["candidates"][0] for chunk in chunks):
+            for part in candidate["content"]["parts"]:
+                if call := part.get("functionCall"):
+                    parsed.calls.append((call["name"], call["args"]))
+                elif part.get("thought"):
+                    parsed.thinking += part["text"]
+                else:
+                    parsed.text += part["text"]
+        parsed.stop, usage = candidate["finishReason"], chunks[-1]["usageMetadata"]
+        thoughts = usage.get("thoughtsTokenCount", 0)
+        output = usage["candidatesTokenCount"] + thoughts
+        assert usage["totalTokenCount"] == usage["promptTokenCount"] + output
+        parsed.usage = Usage(usage["promptTokenCount"], usage.get("cachedContentTokenCount", 0), output, thoughts)
+        return parsed
+
+
+OtherWire = Ollama | Gemini
+OTHER_WIRES: dict[str, OtherWire] = {"ollama": Ollama(), "gemini": Gemini()}

@@ -471,3 +471,20 @@ def test_a_file_that_begins_prompts_with_a_token_gets_it_once(
     monkeypatch.setattr(vocab, "bos_token", "<s>")
     text = Renderer(ChatTemplate(template, bos_token="<s>"), vocab).text(make_request(make_message("user", "hi")))
     assert (text.count("<s>"), text.startswith("<s>")) == (count, True)
+
+
+def test_a_template_that_takes_long_is_left_to_a_thread() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if messages[-1].content == 'slow' %}"
+        "{% for a in range(2000) %}{% for b in range(1000) %}{% set c = b %}{% endfor %}{% endfor %}{% endif %}"
+    )
+    renderer, quick, slow = (
+        echo(source),
+        make_request(make_message("user", "Hi")),
+        make_request(make_message("user", "slow")),
+    )
+    assert renderer.quick_text(quick) == renderer.text(quick)
+    assert renderer.quick_text(slow) is None
+    assert "slow" in renderer.text(slow)  # its own budget is larger
+    assert renderer.quick_text(quick) is None  # known to be costly now

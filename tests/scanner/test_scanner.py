@@ -399,4 +399,4 @@ def test_a_custom_call_that_a_limit_cuts_off_has_the_beginning_of_its_input(form
     (cut,) = scan([raw], format, truncated=True, tools=(tool,))
     assert (cut.kind, cut.complete) == ("tool_call", False)
     assert "*** Begin".startswith(cut.text)
-    assert cut.text or format == "qwen3_coder"
+    assert cut.text or format in ("qwen3_coder", "harmony")  # these wait for the end of the value

@@ -326,7 +326,7 @@ def test_the_bytes_of_a_token_default_to_its_text_and_must_be_bytes() -> None:
         return msgspec.json.encode({"output": [{"type": "message", "content": [part]}]})
 
     assert openai_responses.read_reply(reply()).blocks[0].logprobs == (TokenLogprob("é", -1.0, "é".encode()),)
-    with pytest.raises(InvalidRequest, match="bytes"):
+    with pytest.raises(Incomplete, match="bytes"):
         openai_responses.read_reply(reply(bytes=[300]))
 
 
