@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
 
+from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.http.server import make_server
+from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import ServerApp, compose
 
 
@@ -41,13 +44,19 @@ def demo_config(script: list[dict[str, Any]] | None = None, **model: Any) -> dic
 
 @contextmanager
 def live_server(
-    config: dict[str, Any], env: dict[str, str] | None = None, *, ready: bool = True
+    config: dict[str, Any], env: dict[str, str] | None = None, *, ready: bool = True, library: bool = False
 ) -> Iterator[LiveServer]:
-    """Serve `config` on a free port until the block ends. `ready` waits until all models are loaded."""
-    loaded = load_config(env=env or {}, overrides={**config, "http": {**config.get("http", {}), "port": 0}})
+    """Serve `config` on a free port until the block ends. `ready` waits until all models are loaded. `library`: also
+    serve the models of the library, and read it again when it changes through the API."""
+    overrides = {**config, "http": {**config.get("http", {}), "port": 0}}
+    reload = partial(load_config, env=env or {}, overrides=overrides, library=read_library_models if library else None)
+    loaded = reload()
     started = threading.Event()
     result: list[Any] = []
-    thread = threading.Thread(target=lambda: asyncio.run(_run(loaded.config, env or {}, result, started)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(_run(loaded.config, env or {}, result, started, reload if library else None)),
+        daemon=True,
+    )
     thread.start()
     if not started.wait(180) or isinstance(result[0], BaseException):
         raise result[0] if result else TimeoutError("the server did not start")
@@ -63,9 +72,11 @@ def live_server(
         assert not thread.is_alive(), "the server did not stop"
 
 
-async def _run(config: Any, env: dict[str, str], result: list[Any], started: threading.Event) -> None:
+async def _run(
+    config: Any, env: dict[str, str], result: list[Any], started: threading.Event, reload: ConfigLoader | None = None
+) -> None:
     try:
-        app = compose(config, env)
+        app = compose(config, env, reload)
         server = make_server(app.app, config.http)
         server.install_signal_handlers = lambda: None
         task = asyncio.create_task(server._serve())

@@ -84,7 +84,9 @@ class Downloads:
         job = self._jobs.get(id)
         if job is None:
             raise NotFound(f"there is no download {id!r}", code="unknown_download")
-        job.is_cancelled.set()
+        if job.download.state == "running":
+            job.is_cancelled.set()
+            job.download.state = "cancelled"  # its thread ends with the next piece of data
         return job.download
 
     async def close(self) -> None:
@@ -96,7 +98,7 @@ class Downloads:
         download = job.download
         try:
             entry = await asyncio.to_thread(job.fetch)
-            await self._library.apply(entry.name)
+            await self._library.apply(entry.name)  # also if it was cancelled too late
             download.model, download.state = entry.name, "finished"
             log.info("%s is in the library as %s", download.source, entry.name)
         except Cancelled:

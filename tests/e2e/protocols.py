@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import httpx
 
@@ -380,7 +380,7 @@ def send(client: httpx.Client, protocol: Protocol, stream: bool, text: str, **fi
 
 
 class Ollama:
-    stops = {"end": "stop", "tools": "stop", "limit": "length", "string": "stop"}
+    stops: ClassVar = {"end": "stop", "tools": "stop", "limit": "length", "string": "stop"}
 
     def path(self, stream: bool) -> str:
         return "/api/chat"
@@ -409,7 +409,7 @@ class Ollama:
 
 
 class Gemini:
-    stops = {"end": "STOP", "tools": "STOP", "limit": "MAX_TOKENS", "string": "STOP"}
+    stops: ClassVar = {"end": "STOP", "tools": "STOP", "limit": "MAX_TOKENS", "string": "STOP"}
 
     def path(self, stream: bool) -> str:
         return f"/v1beta/models/demo:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}"

@@ -1,4 +1,4 @@
-"""Two real models that do not fit into memory together, behind a complete gateway.
+"""Two models of llama.cpp that do not fit into memory together, behind a complete gateway.
 
 Both are the same file under two names, in windows and on one thread small enough for a busy machine.
 """
@@ -24,7 +24,7 @@ from modelyard.core.request import Caller, Message, Request, Sampling, Text
 from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.gateway import ChoiceStream
 from modelyard.server.app import ServerApp, compose
-from tests.engines.llama_cpp.helpers import model_file
+from tests.engines.llama_cpp.short_model import short_model_file
 
 CALLER = Caller(trace="t", endpoint="/v1/chat/completions")
 SAMPLING = Sampling(temperature=0.0)
@@ -33,7 +33,7 @@ SAMPLING = Sampling(temperature=0.0)
 def settings(limit: int | None, n_ctx: int = 256) -> dict[str, Any]:
     model = {
         "backend": "llama_cpp",
-        "path": str(model_file()),
+        "path": str(short_model_file()),
         "n_ctx": n_ctx,
         "parallel": 2,
         "n_threads": 1,

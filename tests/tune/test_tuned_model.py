@@ -11,8 +11,8 @@ from modelyard.config.settings import Config, engine_spec
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Knob
-from modelyard.library import cores
 from modelyard.engines.llama_cpp import library
+from modelyard.library import cores
 from modelyard.tune.tuned_model import (
     TunedModel,
     config_changes,

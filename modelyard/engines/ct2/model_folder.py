@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -93,33 +93,50 @@ def _unpack(file: IO[bytes], form: str) -> tuple[Any, ...]:
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
+_FIXED = 140 << 20  # the library's own buffers and the texts of the tokens, as measured with a small model
 _BYTES = {"int8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "float32": 4}
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     """From the header of the model's file, before it is loaded.
 
-    weights   the matrices in the number format of the computation
+    weights   the matrices in the number format of the computation, an output matrix that is that of the embeddings
+              twice, and what is converted also in its old format
     KV        layers × window × parallel × keys and values of every query head: CTranslate2 copies what heads share
-    compute   the attention of one layer while a prompt is read: every token to every other
+    compute   the attention of one layer while a prompt is read: every token to every other; for each conversation,
+              since prompts that arrive together are read together
+
+    Nothing but the weights is allocated before it is used: a model that was just loaded takes much less.
     """
     options: Ct2Options = spec.options
     variables = read_variables(find_folder(options.path))
     on_gpu = options.device != "cpu" and bool(machine.gpus)
     activation = _activation_bytes(options.compute_type, on_gpu=on_gpu)
     tokens = sum(info.window * info.parallel for info in spec.caches.values())
-    window = max((info.window for info in spec.caches.values()), default=0)
     # The input width of each layer's output projection is the width of all its query heads.
     query_widths = [v.shape[-1] for name, v in variables.items() if name.endswith("self_attention/linear_1/weight")]
     # The file has the number of heads as a value, not as a shape; a head is usually 64 wide.
     heads = max((width // 64 for width in query_widths), default=0)
     matrices = [v.shape[0] for name, v in variables.items() if len(v.shape) == 2 and "/layer_" in name]
+    inner = 3 * max(matrices, default=0)
+    scores = sum(info.parallel * info.window * (1.2 * info.window * heads + inner) for info in spec.caches.values())
     return MemoryEstimate(
-        sum(_loaded_bytes(variable, options.compute_type) for variable in variables.values()),
+        _weights_bytes(variables, options.compute_type),
         2 * activation * tokens * sum(query_widths),
-        activation * (window * window * heads + window * max(matrices, default=0)),
+        _FIXED + int(activation * scores),
         "gpu" if on_gpu else "cpu",
     )
+
+
+def _weights_bytes(variables: Mapping[str, Ct2Variable], compute_type: str) -> int:
+    total = 0
+    for name, variable in variables.items():
+        loaded = _loaded_bytes(variable, compute_type)
+        is_tied = name.endswith("embeddings/weight") and not any(
+            other.endswith("projection/weight") for other in variables
+        )
+        total += (2 if is_tied else 1) * loaded + (variable.bytes if loaded != variable.bytes else 0)
+    return total
 
 
 def _loaded_bytes(variable: Ct2Variable, compute_type: str) -> int:

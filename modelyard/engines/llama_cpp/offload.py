@@ -96,6 +96,8 @@ def _choices(
                 yield choice
         if machine.gpus:
             choice = small or start
+            if (experts := _layers_with_experts(model)) and not start.options.n_cpu_moe:
+                choice = _change(choice, {"n_cpu_moe": experts}, "all experts in RAM")
             free = tuple(machine.gpus.values())
             layers = layers_that_fit(model, choice.options, choice.caches, free, draft)
             yield _change(choice, {"n_gpu_layers": layers}, f"{layers} of {model.layers + 1} layers on the GPU")

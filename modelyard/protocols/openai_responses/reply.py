@@ -97,7 +97,10 @@ class ResponseObject:
 def _echo(request: Request) -> JsonObject:
     """The fields of the request. A sampling field that is set nowhere has the default of the engines."""
     sampling, reasoning, repeated = request.sampling, request.reasoning, request.repeated or {}
-    text_format: JsonObject = {"format": write_text_format(request.constraint)}
+    written = write_text_format(request.constraint)
+    text_format: JsonObject = {
+        "format": written | {"strict": bool(written["strict"])} if "strict" in written else written
+    }
     if verbosity := repeated.get("verbosity"):
         text_format["verbosity"] = verbosity
     return {

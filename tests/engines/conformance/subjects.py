@@ -22,6 +22,7 @@ from tests.engines.exllamav3 import helpers as exllama_helpers
 from tests.engines.fake import helpers as fake_helpers
 from tests.engines.llama_cpp import helpers as llama_helpers
 from tests.engines.llama_cpp.lora_files import write_lora
+from tests.engines.llama_cpp.short_model import LAYERS, short_model_file
 from tests.engines.reading import ROUNDED, TOLERANCE
 from tests.engines.vllm import helpers as vllm_helpers
 from tests.engines.vllm import real_vllm
@@ -86,18 +87,21 @@ class Fake(Subject):
 
 
 class LlamaCpp(Subject):
+    """On a model of two layers, which is fast; the whole one is slow enough to be cancelled."""
+
     backend = "llama_cpp"
     tolerance = ROUNDED
     reports_progress = True
     tokenizer = property(lambda self: llama_helpers.vocabulary())
-    file = property(lambda self: llama_helpers.model_file())
+    file = property(lambda self: short_model_file())
+    fluent_file = property(lambda self: llama_helpers.model_file())
 
     def spec(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> EngineSpec:
-        del slow  # it is slow enough
-        return llama_helpers.spec(caches, **({"path": str(file)} if file is not None else {}))
+        usual = llama_helpers.model_file() if slow else short_model_file()
+        return llama_helpers.spec(caches, path=str(file or usual))
 
     def write_adapter(self, folder: Path) -> Path | None:
-        return write_lora(folder / "adapter.gguf", width=576, layers=30, seed=1, strength=0.1)
+        return write_lora(folder / "adapter.gguf", width=576, layers=LAYERS, seed=1, strength=0.1)
 
 
 class Ct2(Subject):

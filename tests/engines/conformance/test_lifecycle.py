@@ -29,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 CACHES = {"main": CacheInfo(256, 2)}
 LONG = "A long walk along the river. " * 20
-CYCLES = 8
+CYCLES = 4
 MAX_GROWTH = 64 << 20  # bytes; a leaked context or model would add several times as much
 
 

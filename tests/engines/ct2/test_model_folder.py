@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,8 +82,48 @@ def test_estimated_weights_follow_the_compute_type() -> None:
         options = ct2.Options(path=str(model_folder()), compute_type=compute_type)
         return ct2.estimate(EngineSpec("m", options, {}), AvailableMemory(1 << 34)).weights
 
+    file = (model_folder() / "model.bin").stat().st_size  # int8: it is kept when it is converted
     for compute_type, factor in (("float16", 2), ("float32", 4)):
-        assert weights(compute_type) == pytest.approx(factor * weights("int8"), rel=0.02)
+        assert weights(compute_type) == pytest.approx(factor * weights("int8") + file, rel=0.02)
+
+
+_MEASURE = """
+import asyncio, sys
+from pathlib import Path
+from modelyard.core.engine import AvailableMemory
+from modelyard.engines import ct2
+from tests.engines.ct2.helpers import CacheInfo, EngineSpec, GREEDY, Prompt, TokenRun
+from tests.engines.reading import read
+
+def resident(name):
+    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").open() if line.startswith(name))
+
+async def main():
+    window, parallel = 512, 2
+    spec = EngineSpec("m", ct2.Options(path=sys.argv[1], device="cpu"), {"main": CacheInfo(window, parallel)})
+    before = resident("VmRSS")
+    engine = ct2.create(spec)
+    await engine.open(lambda *_: None)
+    prompts = [
+        Prompt(parts=(TokenRun([100 + n] * (window - 8)),), sampling=GREEDY, max_tokens=4, cache="main")
+        for n in range(parallel)
+    ]
+    await asyncio.gather(*(read(engine.generate(prompt)) for prompt in prompts))
+    print(resident("VmHWM") - before, ct2.estimate(spec, AvailableMemory(1 << 34)).total)
+    await engine.close()
+
+asyncio.run(main())
+"""
+
+
+def test_the_estimate_is_near_what_two_full_conversations_take() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(model_folder())], capture_output=True, text=True, check=True
+    )
+    measured, estimated = map(int, run.stdout.split())
+    assert estimated == pytest.approx(
+        measured, rel=0.2
+    )  # 0.91 to 1.0 from 512 to 4096 tokens, one to four conversations
 
 
 def test_estimate_uses_a_gpu_if_there_is_one_with_keys_of_half_the_size() -> None:

@@ -51,10 +51,12 @@ def fitted(model: ModelShape, gpu: int, window: int = 32_768, ram: int = RAM, **
     ("gpu", "layers", "experts", "type_k", "changes"),
     [
         pytest.param(80 * GIB, -1, 0, "f16", "as configured", id="all on the GPU"),
-        pytest.param(40 * GIB, -1, 20, "f16", "the experts of 20 of 40 layers in RAM", id="some experts in RAM"),
-        pytest.param(20 * GIB, -1, 40, "f16", "the experts of 40 of 40 layers in RAM", id="all experts in RAM"),
-        pytest.param(17 * GIB, -1, 39, "q8_0", "KV of q8_0, the experts of 39 of 40 layers in RAM", id="smaller KV"),
-        pytest.param(8 * GIB, 4, 0, "q8_0", "KV of q8_0, 4 of 41 layers on the GPU", id="few layers"),
+        pytest.param(40 * GIB, -1, 18, "f16", "the experts of 18 of 40 layers in RAM", id="some experts in RAM"),
+        pytest.param(20 * GIB, -1, 38, "f16", "the experts of 38 of 40 layers in RAM", id="most experts in RAM"),
+        pytest.param(17 * GIB, -1, 38, "q8_0", "KV of q8_0, the experts of 38 of 40 layers in RAM", id="smaller KV"),
+        pytest.param(
+            8 * GIB, 18, 40, "q8_0", "KV of q8_0, all experts in RAM, 18 of 41 layers on the GPU", id="few layers"
+        ),
     ],
 )
 def test_a_mixture_of_experts_leaves_experts_in_ram_first(

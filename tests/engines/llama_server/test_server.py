@@ -11,10 +11,10 @@ import pytest
 from modelyard.config.load import load_config
 from modelyard.config.settings import engine_options, engine_spec
 from modelyard.core.engine import CacheInfo
-from modelyard.library import cores
 from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.server import combined_cache, command_line, environment, failure_reason
 from modelyard.engines.managed import ListenAddress
+from modelyard.library import cores
 from modelyard.prompt.template_source import builtin
 from tests.library.files import write_gguf
 
