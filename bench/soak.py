@@ -31,6 +31,7 @@ _WARMUP = 0.2  # the first part of the run, in which caches fill; slopes are of 
 _MAX_SLOPE_MB = 12.0  # per hour
 _MAX_FILES = 8  # more than after the warm-up, once the load is over
 _SAMPLE_S = 5.0
+_TIMEOUT_S = 180.0  # of a request: on cores that others keep busy, the real model takes its time
 _TURNS = 6  # of a conversation
 _PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/v1/embeddings")
 # Different conversations. They come again and again: the token cache keeps what clients sent and what the model answered,
@@ -88,7 +89,7 @@ class Talk:
 
 async def run_client(server: Server, number: int, pause_s: float, until: float, outcomes: Counter[str]) -> None:
     rng = random.Random(number)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=_TIMEOUT_S) as http:
         while time.monotonic() < until:
             talk = Talk(rng.randrange(_TALKS), "real" if number % 4 == 0 else "fake")
             for _ in range(rng.randint(1, _TURNS)):
@@ -102,7 +103,7 @@ async def run_client(server: Server, number: int, pause_s: float, until: float, 
 async def _send(http: httpx.AsyncClient, talk: Talk, kind: str, rng: random.Random) -> str:
     """One request. Its outcome: a status, "disconnected", "cancelled", or the name of a failure."""
     body = talk.body(stream=kind == "stream" or (kind != "whole" and rng.random() < 0.5))
-    request = asyncio.ensure_future(http.post(talk.path, json=body))
+    request, began = asyncio.ensure_future(http.post(talk.path, json=body)), time.monotonic()
     try:
         if kind in ("disconnect", "cancel"):
             done, _ = await asyncio.wait({request}, timeout=rng.uniform(0, 0.6))
@@ -116,6 +117,11 @@ async def _send(http: httpx.AsyncClient, talk: Talk, kind: str, rng: random.Rand
         talk.answered()
         return "cancelled" if kind == "cancel" and reply.status_code != 200 else str(reply.status_code)
     except httpx.HTTPError as error:
+        live = (await http.get("/v1/admin/requests", params={"limit": 0})).json()["live"]
+        print(
+            f"{error!r} after {time.monotonic() - began:.0f} s: {talk.path} {kind} {body}; live: {live}",
+            file=sys.stderr,
+        )
         return type(error).__name__
 
 

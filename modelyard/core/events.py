@@ -136,15 +136,15 @@ class Reply(Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        return "".join(b.part.text for b in self.blocks if isinstance(b.part, Text))
+        return "".join([b.part.text for b in self.blocks if isinstance(b.part, Text)])
 
     @property
     def thinking(self) -> str:
-        return "".join(b.part.text for b in self.blocks if isinstance(b.part, Thinking))
+        return "".join([b.part.text for b in self.blocks if isinstance(b.part, Thinking)])
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        return tuple(b.part for b in self.blocks if isinstance(b.part, ToolCall) and b.complete)
+        return tuple([b.part for b in self.blocks if isinstance(b.part, ToolCall) and b.complete])
 
 
 class ReplyBuilder:

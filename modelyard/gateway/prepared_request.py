@@ -87,7 +87,8 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
 
     def is_shareable(self) -> bool:
         """Whether an identical request may read the same stream. A deadline belongs to one client only."""
-        return self.caller.deadline is None and (self.is_deterministic() or self.caller.idempotency is not None)
+        caller = self.caller
+        return caller.deadline is None and (caller.idempotency is not None or self.is_deterministic())
 
     def dedup_key(self, choice: int) -> str | None:
         """Under which key a worker may merge this prompt with the same one of another gateway; None: never.

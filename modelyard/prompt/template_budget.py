@@ -1,8 +1,8 @@
 """The budget of a render: how much work and how much text a chat template may cost.
 
-A template comes with a model, so it is untrusted code, and at first it runs on the server's event loop. Counting each operation
-would double the time of ordinary templates. So `with_budget` adds the counting to the template's syntax tree, only
-where work or text can multiply:
+A template comes with a model, so it is untrusted code, and it is tried on the server's event loop first. Counting each
+operation would double the time of ordinary templates. So `with_budget` adds the counting to the template's syntax tree,
+only where work or text can multiply:
 
 - a loop pays for all its iterations when it starts, by the size of its body, and looks at the clock now and then;
 - a macro, a call block, an iteration of a recursive loop and each run of many statements pay and look at the clock;

@@ -61,6 +61,21 @@ class AdminService:
             definition=public_settings(settings),
         )
 
+    def routes(self) -> list[dict[str, Any]]:
+        """The rules that decide where a model name leads, in their order: routes, aliases, then the default."""
+        config = self._config
+        rows: list[dict[str, Any]] = [{"kind": "route", **route.model_dump()} for route in config.routes]
+        rows += [
+            {"kind": "alias", "match": [alias], "endpoint": None, "model": name, "cache": None}
+            for name, model in config.models.items()
+            for alias in model.aliases
+        ]
+        if config.default_model:
+            rows.append(
+                {"kind": "default", "match": ["*"], "endpoint": None, "model": config.default_model, "cache": None}
+            )
+        return rows
+
     async def memory(self) -> MachineMemory:
         return await asyncio.to_thread(read_memory)
 

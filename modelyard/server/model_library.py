@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from modelyard.config.library_models import machine_budget
+from modelyard.config.library_models import machine_budget, read_library_models
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, Unavailable
 from modelyard.http.ollama import ModelFile, OnStatus
 from modelyard.library import gguf, hub, model_files, models
@@ -148,11 +148,17 @@ class ModelLibrary:
                     if error.code != "reload_running":
                         raise
                 await asyncio.sleep(_RELOAD_POLL_S)
-        config = self._admin.config
-        held = None if name is None else config.library_models.get(name)
-        if name is not None and name not in config.models:
-            why = held.reason if held is not None else "library is off in the configuration"
+        if name is not None and name not in self._admin.config.models:
+            why = await asyncio.to_thread(_reason, name)
             raise Unavailable(f"the model {name!r} is in the library, but cannot be served: {why}", code="model_failed")
+
+
+def _reason(name: str) -> str:
+    """Why a model of the library is not served."""
+    held = next((model for model in read_library_models() if model.entry.name == name), None)
+    if held is not None and held.table is None:
+        return held.reason
+    return "the configuration has library = false, or a route or alias that takes its name"
 
 
 def _settings(before: Mapping[str, Any], model: NewModel) -> dict[str, Any]:

@@ -268,17 +268,19 @@ class _Counter:
 
 
 class _Histogram:
-    __slots__ = ("_buckets", "_rows")
+    __slots__ = ("_buckets", "_rows", "_series")
 
     def __init__(self, name: str, snapshot: MetricsSnapshot) -> None:
         self._buckets = METRICS[name].buckets
-        self._rows: dict[Labels, HistogramData] = snapshot.histograms.setdefault(name, {})
+        self._series: dict[Labels, HistogramData] = snapshot.histograms.setdefault(name, {})
+        self._rows: dict[str, HistogramData] = {}  # the same by their only label, for `observe`
 
     def observe(self, label: str, value: float, times: int = 1) -> None:
-        row = self._rows.get((label,))
+        row = self._rows.get(label)
         if row is None:
-            labels = _bounded(self._rows, (label,))
-            row = self._rows.setdefault(labels, HistogramData([0] * (len(self._buckets) + 1)))
+            labels = _bounded(self._series, (label,))
+            row = self._series.setdefault(labels, HistogramData([0] * (len(self._buckets) + 1)))
+            self._rows[labels[0]] = row
         row.counts[bisect_left(self._buckets, value)] += times
         row.sum += value * times
 

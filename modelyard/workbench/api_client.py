@@ -101,6 +101,14 @@ class ApiClient:
     async def route(self, model: str, endpoint: str) -> Json:
         return await self._admin("GET", "route", query={"model": model, "endpoint": endpoint})
 
+    async def routes(self) -> list[Json]:
+        return await self._list("routes")
+
+    async def logs(self, limit: int, since: float, level: str, id: str = "") -> list[Json]:
+        query = {"limit": str(limit), "since": repr(since), "level": level, "id": id}
+        lines: list[Json] = (await self._admin("GET", "logs", query=query))["lines"]
+        return lines
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def requests(self, limit: int, since: float) -> Json:

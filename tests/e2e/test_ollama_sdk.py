@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import ollama
 import pytest
 from pydantic import BaseModel
 
+from modelyard.engines.llama_cpp.selftest import write_tiny_model
 from tests.clients.agent_bench import red_png
 from tests.e2e.helpers import config
-from tests.library.files import write_gguf
 from tests.live_server import LiveServer, live_server
 
 TEXT = "Hello there, friend."
@@ -39,8 +38,9 @@ def user(text: str, **more: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def sdk(server: LiveServer) -> ollama.Client:
-    return ollama.Client(host=server.url)
+def sdk(server: LiveServer) -> Iterator[ollama.Client]:
+    with ollama.Client(host=server.url) as client:
+        yield client
 
 
 def test_chat(sdk: ollama.Client) -> None:
@@ -66,7 +66,7 @@ def test_thinking_can_be_switched_off(sdk: ollama.Client) -> None:
 def test_a_tool_is_called_and_its_result_used(sdk: ollama.Client, stream: bool) -> None:
     messages: list[Any] = user("one tool")
     reply: Any = sdk.chat("demo", messages, tools=[get_weather], stream=stream)
-    found = [part.message for part in reply if part.message.tool_calls][0] if stream else reply.message
+    found = next(part.message for part in reply if part.message.tool_calls) if stream else reply.message
     (called,) = found.tool_calls
     assert (called.function.name, called.function.arguments) == ("get_weather", {"city": "Rome"})
     messages += [found, {"role": "tool", "tool_name": "get_weather", "content": get_weather("Rome")}]
@@ -118,8 +118,7 @@ def test_lists_and_descriptions(sdk: ollama.Client) -> None:
 def test_images_reach_a_model_that_sees() -> None:
     settings = config()
     settings["models"]["demo"]["modalities"] = ["text", "image"]
-    with live_server(settings) as server:
-        sdk = ollama.Client(host=server.url)
+    with live_server(settings) as server, ollama.Client(host=server.url) as sdk:
         assert "vision" in (sdk.show("demo").capabilities or ())
         assert sdk.chat("demo", user("text", images=[red_png()])).message.content == TEXT
         assert sdk.generate("demo", "text", images=[red_png()]).response == TEXT
@@ -145,12 +144,12 @@ def test_an_error_within_a_stream_is_raised(sdk: ollama.Client) -> None:
 
 
 async def test_the_async_client(server: LiveServer) -> None:
-    sdk = ollama.AsyncClient(host=server.url)
-    assert (await sdk.chat("demo", user("text"))).message.content == TEXT
-    assert (
-        "".join([part.message.content or "" async for part in await sdk.chat("demo", user("text"), stream=True)])
-        == TEXT
-    )
+    async with ollama.AsyncClient(host=server.url) as sdk:
+        assert (await sdk.chat("demo", user("text"))).message.content == TEXT
+        assert (
+            "".join([part.message.content or "" async for part in await sdk.chat("demo", user("text"), stream=True)])
+            == TEXT
+        )
 
 
 # --- changes of the library -------------------------------------------------------------------------------------------
@@ -162,13 +161,23 @@ def library_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSer
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODELYARD_CACHE", str(folder))
-        with live_server(config(), {**os.environ, "MODELYARD_CACHE": str(folder)}, library=True) as running:
+        settings = {name: value for name, value in config().items() if name != "routes"}  # one takes every name
+        with live_server(settings, {"MODELYARD_CACHE": str(folder)}, library=True) as running:
             yield running
 
 
-def test_a_model_is_uploaded_created_copied_and_deleted(library_server: LiveServer, tmp_path: Path) -> None:
-    sdk = ollama.Client(host=library_server.url, timeout=120)
-    digest = sdk.create_blob(write_gguf(tmp_path / "tiny.gguf"))
+@pytest.fixture
+def librarian(library_server: LiveServer) -> Iterator[ollama.Client]:
+    with ollama.Client(host=library_server.url, timeout=120) as client:
+        yield client
+
+
+def test_a_model_is_uploaded_created_copied_and_deleted(
+    library_server: LiveServer, librarian: ollama.Client, tmp_path: Path
+) -> None:
+    sdk = librarian
+    write_tiny_model(tmp_path / "tiny.gguf")
+    digest = sdk.create_blob(tmp_path / "tiny.gguf")
     assert httpx.head(f"{library_server.url}/api/blobs/{digest}").status_code == 200
     statuses = [part.status for part in sdk.create("base", files={"tiny.gguf": digest}, stream=True)]
     assert statuses[-1] == "success"
@@ -178,6 +187,9 @@ def test_a_model_is_uploaded_created_copied_and_deleted(library_server: LiveServ
     shown = sdk.show("brief")
     assert "Be brief." in (shown.modelfile or "")
     assert "temperature" in (shown.parameters or "")
+    spoken = sdk.chat("brief", user("Hello"), options={"num_predict": 3})
+    plain = sdk.chat("base", user("Hello"), options={"num_predict": 3})
+    assert (spoken.prompt_eval_count or 0) > (plain.prompt_eval_count or 0)  # it has the system prompt
     sdk.copy("brief", "short")
     names = {model.model for model in sdk.list().models}
     assert {"base:latest", "brief:latest", "short:latest"} <= names
@@ -189,8 +201,8 @@ def test_a_model_is_uploaded_created_copied_and_deleted(library_server: LiveServ
     assert raised.value.status_code == 404
 
 
-def test_what_cannot_be_changed_is_said(library_server: LiveServer) -> None:
-    sdk = ollama.Client(host=library_server.url, timeout=60)
+def test_what_cannot_be_changed_is_said(librarian: ollama.Client) -> None:
+    sdk = librarian
     for call, status in (
         (lambda: sdk.delete("demo"), 409),
         (lambda: sdk.copy("none", "other"), 404),

@@ -32,8 +32,24 @@ def test_what_closes_the_reasoning_begins_the_answer(output_format: OutputFormat
     assert shown == [("thinking", "Hm,"), ("text", "It rains.")]
 
 
-def test_every_format_with_reasoning_can_close_it_except_three() -> None:
-    """Nobody has said how an answer begins behind the reasoning of these."""
+def test_every_format_with_reasoning_can_close_it() -> None:
     loaded = map(formats.load, formats.names())
     reasoning = [f for f in loaded if any(region.kind == "thinking" for region in f.regions.values())]
-    assert {f.name for f in reasoning if not f.reasoning_blocks} == {"inkling", "kimi_k3", "muse_glimmer"}
+    assert {f.name for f in reasoning if not f.reasoning_blocks} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        ("inkling", "<|message_model|><|content_thinking|>"),
+        ("kimi_k3", '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'),
+        ("muse_glimmer", "<|start|>assistant to=self<|message|>"),
+        ("harmony", "<|start|>assistant<|channel|>analysis<|message|>"),
+        ("think", "<think>\n"),
+    ],
+)
+def test_reasoning_that_the_prompt_opens_is_known(name: str, prompt: str) -> None:
+    output_format = formats.load(name)
+    begin = Scanner(output_format, prefill=prompt, new_id=str)
+    assert begin.is_thinking
+    assert any(begin.reasoning_end in block.ends for block in output_format.reasoning_blocks)

@@ -57,6 +57,10 @@ script = [
     { when = "^fail", steps = [{ text = "so far" }, { fail = "out of memory" }] },
 ]
 
+[[routes]]
+match = "claude-*"
+model = "demo"
+
 [models.second]
 backend = "fake"
 script = [{ steps = [{ text = "From the second." }] }]
@@ -82,6 +86,7 @@ PAGES = {
     "/caches": "Caches",
     "/plots": "Plots",
     "/routes": "Routes",
+    "/logs": "Logs",
 }
 HTML = '<img src=x onerror="window.hacked = 1"><b>bold</b>{{7 * 7}}'
 IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -528,6 +533,17 @@ def test_the_routes_page_resolves_a_name(page: BrowserPage) -> None:
     page.find(".stats", "smollm2")
     page.type("input[aria-label='Model name']", "no-such-model")
     page.find(".error", "no-such-model")
+    page.find(".q-table", "claude-*")
+
+
+def test_log_lines_are_filtered_by_level_and_text(page: BrowserPage, server: RestartableServer) -> None:
+    server.api("GET", "/v1/models")
+    page.open("/logs")
+    page.find(".log-lines div", "path=/v1/models")
+    page.type("input[aria-label=Contains]", "no such text")
+    page.wait_gone(".log-lines div")
+    page.type("input[aria-label=Contains]", "/v1/models")
+    page.find(".log-lines div", "path=/v1/models")
 
 
 def test_the_theme_is_remembered(page: BrowserPage) -> None:

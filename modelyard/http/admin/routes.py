@@ -74,6 +74,7 @@ class AdminRoutes:
             ("GET", "/history", self.history, "The last hour in slices of ten seconds"),
             ("POST", "/history", self.keep, "Whether the texts of requests are kept in memory"),
             ("GET", "/route", self.route, "Which route, cache and model a name resolves to"),
+            ("GET", "/routes", self.routes, "The rules that decide where a model name leads, in their order"),
             ("GET", "/events", self.events, "Changes of the pool as server-sent events"),
             ("GET", "/tune", self.tune, "Results of the optimizer"),
             ("GET", "/hub", self.search_hub, "Repositories of the hub with GGUF models, by words of their names"),
@@ -258,6 +259,9 @@ class AdminRoutes:
         gateway = self._context.gateway
         target, found = gateway.model_for(model, Caller(trace="", endpoint=endpoint, allow_remote=True))
         return _json(schemas.route(model, endpoint, target, self._context.service.details(found.name).backend))
+
+    async def routes(self) -> Response:
+        return _json({"object": "list", "data": self._context.service.routes()})
 
     async def events(self) -> Response:
         stream = pool_events(self._context.pool, self._list(), self._settings.keepalive_s)

@@ -193,6 +193,15 @@ def read_priority(body: ExtensionFields) -> Priority | None:
     return "background" if body.priority in ("background", "low", "batch") else "main"
 
 
+def read_whole(name: str, value: Any) -> int | None:
+    """A whole number that a client may write with a fraction of zero, as JavaScript and protocol buffers do."""
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise InvalidRequest(f"{name} must be a whole number, got {str(value)[:40]}", param=name)
+
+
 def check_positive(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise InvalidRequest(f"{name} must be at least 1, got {value}", param=name)

@@ -39,6 +39,7 @@ from modelyard.protocols.common.extensions import (
     read_constraint,
     read_priority,
     read_sampling,
+    read_whole,
 )
 from modelyard.protocols.common.json import dumps
 from modelyard.protocols.common.openai_fields import MAX_N, check_range, read_session, read_stop
@@ -131,7 +132,7 @@ class GeminiGenerationConfig(ExtensionFields, rename="camel"):
     """The first four are in ExtensionFields too; here they get Google's names."""
 
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Any = None  # a whole number, which its SDKs write as 5.0
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     max_output_tokens: int | None = None
@@ -195,6 +196,7 @@ def _read_body(body: GeminiBody, model: str, headers: Mapping[str, str]) -> Requ
     config, warnings = body.generation_config or _NO_CONFIG, list[str]()
     if not body.contents:
         raise InvalidRequest("contents: at least one content is required", param="contents")
+    config.top_k = read_whole("generationConfig.topK", config.top_k)
     check_positive("maxOutputTokens", config.max_output_tokens)
     check_range("candidateCount", config.candidate_count, 1, MAX_N)
     modalities = [modality.lower() for modality in config.response_modalities or ()]

@@ -45,8 +45,8 @@ class _Candidate:
 class GeminiStreamWriter:
     """A call is written when it is complete, and an incomplete one never.
 
-    Google's Python SDK reads a line that is no `data:` as JSON, so an SSE comment ends its stream with an error. Blank
-    lines keep a connection alive; and after an error, of which that SDK takes no notice, a comment makes it stop.
+    Google's Python SDK reads a line that is no `data:` as JSON, so an SSE comment would end its stream with an error.
+    Blank lines keep a connection alive.
     """
 
     def __init__(self, request: Request, trace: str) -> None:
@@ -150,6 +150,5 @@ class GeminiStreamWriter:
         self._failed = True
         body = error_body(error)
         if self._is_sse:
-            line = " ".join(error.message.split())
-            return b"data: " + body + b"\n\n: the answer failed: " + line.encode("utf-8", "replace") + b"\n\n"
+            return b"data: " + body + b"\n\n"
         return self._framed(body) + b"]"

@@ -14,7 +14,7 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Finished, StopReason, TokenLogprob
 from modelyard.core.request import Constraint, Image, Reasoning, Sampling
-from modelyard.protocols.common.extensions import ExtensionFields, read_sampling
+from modelyard.protocols.common.extensions import ExtensionFields, read_sampling, read_whole
 from modelyard.protocols.common.openai_fields import MIN_LOGPROB, check_range
 
 NDJSON = b"application/x-ndjson"
@@ -31,10 +31,14 @@ KeepAlive = float | limits.Word | None
 
 
 class OllamaOptions(ExtensionFields):
-    """Sampling under Ollama's names, and under ours. Options of a load are the configuration's here."""
+    """Sampling under Ollama's names, and under ours. Options of a load are the configuration's here. Ollama reads whole
+    numbers that are written with a fraction."""
 
-    num_predict: int | None = None
-    num_ctx: int | None = None
+    num_predict: Any = None
+    num_ctx: Any = None
+    top_k: Any = None
+    seed: Any = None
+    mirostat: Any = None
     repeat_penalty: float | None = None
     stop: limits.StopString | limits.StopStrings | None = None
 
@@ -53,12 +57,15 @@ class OllamaBody(ExtensionFields):
 
 
 _NO_OPTIONS = OllamaOptions()
+_WHOLE = ("num_predict", "num_ctx", "top_k", "seed", "mirostat")
 _MAX_TOP_LOGPROBS = 20
 
 
 def read_options(body: OllamaBody, warnings: list[str]) -> tuple[Sampling, int | None, OllamaOptions]:
     """Sampling, the limit of the reply, and the options for what else is in them. -1, -2 and 0 are no limit."""
     options = body.options or _NO_OPTIONS
+    for name in _WHOLE if options is not _NO_OPTIONS else ():
+        setattr(options, name, read_whole(f"options.{name}", getattr(options, name)))
     sampling = read_sampling(options).over(read_sampling(body))
     if options.repeat_penalty is not None:
         if not 0 <= options.repeat_penalty <= 100:

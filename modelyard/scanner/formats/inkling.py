@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
@@ -44,6 +44,7 @@ FORMATS = (
         name="inkling",
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
         has_messages=True,
+        messages_of_reasoning=(ReasoningBlock(_THINKING, (_END, *_TEXT, _STOP), f"{_END}{_MODEL}{_TEXT[0]}"),),
         stop_tokens=(_STOP,),
         turn_starts=(_END, _STOP),
         template_hints=((_MODEL,), (_MODEL, _END)),

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
@@ -203,6 +203,13 @@ _K3 = OutputFormat(
     regions={"text": Region("text", _K3_MARKERS), "thinking": Region("thinking", _K3_MARKERS)},
     hidden_markers=(_SEP,),
     has_messages=True,
+    messages_of_reasoning=(
+        ReasoningBlock(
+            f"{_OPEN}think{_SEP}",
+            (f"{_CLOSE}think", _END),
+            f"{_CLOSE}think{_SEP}{_OPEN}response{_SEP}",
+        ),
+    ),
     stop_tokens=(_END,),
     turn_starts=(_END, '<|open|>message role="assistant"<|sep|>'),
     template_hints=((_OPEN, _CLOSE, _END),),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._invoke import InvokeTags
@@ -112,6 +112,9 @@ FORMATS = (
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
         hidden_markers=(_MESSAGE, _TAGS.parameters.opening, _TAGS.parameters.closing, *_TAGS.parameters.ends),
         has_messages=True,
+        messages_of_reasoning=(
+            ReasoningBlock(f"{_TO}self{_MESSAGE}", _ENDS, f"{_ENDS[0]}{_START}assistant {_TO}user{_MESSAGE}"),
+        ),
         stop_tokens=("<|eot|>",),
         turn_starts=_ENDS,
         template_hints=(("<atem:function_calls>",), ("<atem:function_calls>", "<|eom|>")),

@@ -1,4 +1,4 @@
-"""The routes page: enter a model name as a client would send it, and see which model and cache it selects."""
+"""The routes page: where a model name leads, as a client would send it, and the rules that decide it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from nicegui import ui
 
 from modelyard.core.errors import ModelyardError
 from modelyard.workbench import formatting as fmt
+from modelyard.workbench.api_client import Json
 from modelyard.workbench.components import Stat, card, page_heading, show_notice
 from modelyard.workbench.session import PageSession
 
@@ -53,3 +54,29 @@ def page(session: PageSession) -> None:
 
     name.on_value_change(resolve)
     endpoint.on_value_change(resolve)
+    with card():
+        ui.label("Rules").classes("name").props("role=heading aria-level=2")
+        ui.label("The first one that matches applies. A name of a model or cache always leads there.").classes("muted")
+        table = ui.table(rows=[], columns=_COLUMNS, row_key="number").props("flat dense").classes("w-full")
+
+    async def list_rules() -> None:
+        table.rows = [rule_row(number, rule) for number, rule in enumerate(await session.client.routes(), 1)]
+
+    ui.timer(0, lambda: session.perform(list_rules()), once=True)
+
+
+_COLUMNS = [
+    {"name": name, "label": label, "field": name, "align": "left"}
+    for name, label in (("kind", "Kind"), ("match", "Model name"), ("endpoint", "Endpoint"), ("target", "Leads to"))
+]
+
+
+def rule_row(number: int, rule: Json) -> Json:
+    target = " · ".join(str(rule[part]) for part in ("model", "cache") if rule.get(part))
+    return {
+        "number": number,
+        "kind": rule["kind"],
+        "match": ", ".join(rule["match"]),
+        "endpoint": rule["endpoint"] or "any",
+        "target": target or fmt.MISSING,
+    }

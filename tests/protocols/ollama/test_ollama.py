@@ -93,6 +93,9 @@ def test_options_are_sampling_and_the_limit() -> None:
     )  # fmt: skip
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.repetition_penalty) == (0, 5, 1.5)
     assert (request.max_tokens, request.stop, request.sampling.seed) == (7, ("X",), None)
+    assert read(options={"num_predict": 7.0}).max_tokens == 7
+    with pytest.raises(InvalidRequest, match=r"options.top_k must be a whole number"):
+        read(options={"top_k": "many"})
     assert [read(options={"num_predict": limit}).max_tokens for limit in (-2, -1, 0)] == [None] * 3
 
 
