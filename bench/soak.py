@@ -34,7 +34,7 @@ _SAMPLE_S = 5.0
 _TIMEOUT_S = 180.0  # of a request: on cores that others keep busy, the real model takes its time
 _TURNS = 6  # of a conversation
 _PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/v1/embeddings")
-# Different conversations. They come again and again: the token cache keeps what clients sent and what the model answered,
+# Different conversations, which come again and again: the token cache keeps what clients sent and the model answered,
 # up to 32 MiB per model, and new texts would fill it for hours. So after the warm-up, what still grows is a leak.
 _TALKS = 60
 _WORDS = ("river", "stone", "seven", "lamp", "green", "quick", "harbour", "letter", "north", "paper")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -37,6 +37,7 @@ _SET_OPERATION = re.compile(r"\A\[\^?\[|--|&&|~~|\|\|")
 # Without the second step of `re.compile`, which takes 10 ms for every class of many characters.
 _parse_pattern: Callable[[str], object] = importlib.import_module("re._parser").parse
 _MAX_DEPTH = 64
+_MAX_VISITS = 10_000  # of references; beyond that the engine decides
 _DROP = object()
 
 
@@ -83,6 +84,7 @@ class SchemaReducer:
     def __init__(self, name: str, schema: Mapping[str, Any], warnings: list[str]) -> None:
         self._name, self._root, self._warnings = name, schema, warnings
         self.loop: str | None = None  # a reference that leads back to itself
+        self._open, self._ending, self._visits = set[str](), set[str](), 0
 
     def reduced(self) -> Any:
         return self._schema(self._root, "", 0)
@@ -162,7 +164,7 @@ class SchemaReducer:
         pointer = self._pointer(ref)
         if pointer is None:
             return self._warn(path)
-        if self._leads_back(pointer):
+        if not self._ends(pointer):
             self.loop = str(ref)
             return self._warn(path)
         return pointer
@@ -181,26 +183,64 @@ class SchemaReducer:
         found: Any = self._root
         for step in pointer.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, Mapping) or key not in found:
+            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, Mapping) and key in found:
+                found = found[key]
+            else:
                 return None
-            found = found[key]
         return found
 
-    def _leads_back(self, pointer: str) -> bool:
-        """Whether its target is only a reference, and that one's too, and so on in a circle."""
-        seen: set[str] = set()
-        while pointer not in seen:
-            seen.add(pointer)
-            target = self._at(pointer)
-            following = self._pointer(target["$ref"]) if isinstance(target, Mapping) and "$ref" in target else None
-            if following is None:
-                return False
-            pointer = following
-        return True
+    # --- references in a circle ---------------------------------------------------------------------------------------
+
+    def _ends(self, pointer: str) -> bool:
+        """Whether some value matches the target, so that following references comes to an end."""
+        if pointer in self._open or self._visits > _MAX_VISITS:
+            return pointer not in self._open
+        if pointer not in self._ending:
+            self._visits += 1
+            self._open.add(pointer)
+            if self._has_value(self._at(pointer), 0):
+                self._ending.add(pointer)
+            self._open.discard(pointer)
+        return pointer in self._ending
+
+    def _has_value(self, schema: Any, depth: int) -> bool:
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return schema is not False
+        if "$ref" in schema and (pointer := self._pointer(schema["$ref"])) is not None and not self._ends(pointer):
+            return False
+        return (
+            all(self._has_value(one, depth + 1) for one in _schemas_in(schema, "allOf"))
+            and all(
+                any(self._has_value(one, depth + 1) for one in schemas)
+                for word in ("anyOf", "oneOf")
+                if (schemas := _schemas_in(schema, word))
+            )
+            and all(self._has_value(one, depth + 1) for one in _needed_parts(schema))
+        )
 
     def _warn(self, path: str) -> Any:
         self._warnings.append(f"schema keyword not enforced: {self._name}{path}")
         return _DROP
+
+
+def _schemas_in(schema: Mapping[str, Any], word: str) -> list[Any]:
+    value = schema.get(word)
+    return value if isinstance(value, list) else []
+
+
+def _needed_parts(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The schemas that a part of every value must match."""
+    if schema.get("type") == "object":
+        properties, required = schema.get("properties"), schema.get("required")
+        if isinstance(properties, Mapping) and isinstance(required, list):
+            yield from (properties[name] for name in required if isinstance(name, str) and name in properties)
+    if schema.get("type") == "array" and isinstance(least := schema.get("minItems"), int) and least > 0:
+        leading = _schemas_in(schema, "prefixItems")
+        yield from leading[:least]
+        if least > len(leading) and isinstance(schema.get("items"), Mapping):
+            yield schema["items"]
 
 
 def _find_anchor(schema: Any, name: str, pointer: str, depth: int) -> str | None:

@@ -11,9 +11,9 @@ import ollama
 import pytest
 from pydantic import BaseModel
 
-from modelyard.engines.llama_cpp.selftest import write_tiny_model
 from tests.clients.agent_bench import red_png
 from tests.e2e.helpers import config
+from tests.library.convert.tiny_models import write_model
 from tests.live_server import LiveServer, live_server
 
 TEXT = "Hello there, friend."
@@ -176,7 +176,7 @@ def test_a_model_is_uploaded_created_copied_and_deleted(
     library_server: LiveServer, librarian: ollama.Client, tmp_path: Path
 ) -> None:
     sdk = librarian
-    write_tiny_model(tmp_path / "tiny.gguf")
+    write_model(tmp_path / "tiny.gguf")
     digest = sdk.create_blob(tmp_path / "tiny.gguf")
     assert httpx.head(f"{library_server.url}/api/blobs/{digest}").status_code == 200
     statuses = [part.status for part in sdk.create("base", files={"tiny.gguf": digest}, stream=True)]

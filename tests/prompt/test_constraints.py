@@ -188,6 +188,16 @@ def test_anchors_and_escapes_of_references_become_paths(ref: str, pointer: str) 
         {"$ref": "#"},
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
         {"type": "object", "properties": {"x": {"$ref": "#me"}}, "$defs": {"m": {"$anchor": "me", "$ref": "#me"}}},
+        {"allOf": [{"$ref": "#"}]},
+        {"anyOf": [{"$ref": "#"}]},
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"oneOf": [{"$ref": "#/$defs/a"}]}},
+        },
+        {"$ref": "#a", "$defs": {"x": {"$anchor": "a", "anyOf": [{"$ref": "#a"}, {"$ref": "#/$defs/x"}]}}},
+        {"anyOf": [{"allOf": [{"$ref": "#/anyOf/0"}]}]},
+        {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
     ],
 )
 def test_a_reference_that_leads_back_to_itself_is_refused_in_one_sentence(schema: dict[str, Any]) -> None:
@@ -195,7 +205,19 @@ def test_a_reference_that_leads_back_to_itself_is_refused_in_one_sentence(schema
         enforceable_format(Constraint("json_schema", json.dumps(schema)))
 
 
-def test_a_tree_may_refer_to_itself() -> None:
-    schema = {"type": "object", "properties": {"child": {"$ref": "#"}}}
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"child": {"$ref": "#"}}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"anyOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"type": "null"}]},
+        {
+            "type": "object",
+            "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+            "required": ["next"],
+        },
+    ],
+)
+def test_a_tree_may_refer_to_itself(schema: dict[str, Any]) -> None:
     constraint, warnings = enforceable_format(Constraint("json_schema", json.dumps(schema)))
     assert (json.loads(constraint.text), warnings) == (schema, [])
