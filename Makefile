@@ -75,8 +75,9 @@ test-clients: install ## install the real coding agents (about 2 GB, once) and r
 	$(BIN)/python setup/clients.py
 	$(BIN)/pytest -m clients tests/clients
 
-test-compliance: install ## check the published specifications of the protocols only; `make test` does it too
-	$(BIN)/pytest -m compliance
+test-compliance: install ## check the published specifications of the protocols, with public programs (0.5 GiB, once)
+	$(BIN)/python -m setup.compliance
+	$(BIN)/pytest -m 'compliance or harness'
 
 test-recipes: install ## install the frameworks of docs/clients.md (4 GiB, once) and run the page's programs
 	$(BIN)/python setup/recipes.py
@@ -123,4 +124,4 @@ soak: install ## an hour of moderate load, and what the server holds meanwhile; 
 bench-reuse: install ## run real agents and count the tokens that are evaluated again
 	$(BIN)/python -m bench.reuse $(ARGS)
 
-.PHONY: help install rebuild-engine serve test check test-clients test-recipes test-cluster test-litellm vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak
+.PHONY: help install rebuild-engine serve test check test-clients test-compliance test-recipes test-cluster test-litellm vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak

@@ -284,7 +284,7 @@ def _target(one: TargetOptions, options: BenchOptions, workload: Workload, load_
         return url_target(one.url, one.model, access)
     loaded = load_config(one.config)
     config, name = loaded.config, ", ".join(map(str, loaded.sources))
-    cache = find_cache(config, one.model, options.cache)
+    cache = find_cache(config, one.model or loaded.first_model, options.cache)
     if options.http:
         return server_target(config, one.config, name, cache, access)
     return engine_target(config, name, cache, workload, limit_s)

@@ -64,6 +64,8 @@ def build(folder: Path, *, fresh: bool = False, env: Mapping[str, str] = os.envi
     """libmtmd in the folder of a llama.cpp library; it is compiled if it is missing, or `fresh`. Other processes wait
     for the first."""
     target = folder / ("libmtmd.dylib" if sys.platform == "darwin" else "libmtmd.so")
+    if target.is_file() and not fresh:
+        return target
     try:
         with file_lock(folder / ".media.lock", lambda: print_status("another process is building it: waiting for it")):
             if fresh or not target.is_file():

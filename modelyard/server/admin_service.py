@@ -170,8 +170,9 @@ class AdminService:
         finally:
             self._busy = False
 
-    async def reload_library(self) -> None:
-        """A model was pulled, added or removed."""
+    async def reload_library(self, *, has_peers: bool = False) -> None:
+        """A model was pulled, added or removed. `has_peers`: other gateways behind this port, each with its own
+        engines."""
         done = await self.reload(keep_unchanged=True)
         for word, names in (("added", done.added), ("removed", done.removed), ("changed", done.changed)):
             if names:
@@ -179,6 +180,8 @@ class AdminService:
         for name in done.added:
             if (model := self._config.library_models.get(name)) is not None:
                 log.info("%s: %s", name, model.reason)
+        if has_peers and done.added:
+            log.warning("until the server is restarted, each of its gateways loads its own copy of a new model")
 
     def _check_models_in_use(self, faults: Mapping[str, ModelyardError]) -> None:
         """A model that serves requests keeps its working definition. Files that only its worker has are no fault."""

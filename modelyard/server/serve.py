@@ -116,8 +116,9 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
     )
     with note, on_hangup(built.admin.reload):
         watching = [asyncio.create_task(watch(watched_files(path), built.admin.reload))] if config.watch else []
-        if config.library and pool is None and is_alone:  # with a scheduler in another process, that one tells us
-            watching.append(asyncio.create_task(watch_library(built.admin.reload_library)))
+        if config.library and pool is None:  # a scheduler in another process tells us
+            reload = built.admin.reload_library if is_alone else partial(built.admin.reload_library, has_peers=True)
+            watching.append(asyncio.create_task(watch_library(reload)))
         await server.serve(sockets=[listener, *_second_listener(config, shared=not is_alone)])
         for task in watching:
             task.cancel()

@@ -117,10 +117,8 @@ def parse_share(text: str) -> float:
 
 def _model_name(loaded: LoadedConfig, name: str | None) -> str:
     models = loaded.config.models
-    if not models:
+    if (name := name or loaded.first_model) is None:
         raise NotFound("the configuration has no models")
-    if name is None:
-        return next(iter(models))
     found = loaded.config.router().catalog.find(name)
     if found is None:
         raise NotFound(f"there is no model {name!r}; there are {', '.join(models)}")

@@ -20,13 +20,13 @@ from modelyard.workbench.markdown import split_blocks, to_html
 CSS = Path(__file__).with_name("theme.css")
 SCRIPT = Path(__file__).with_name("page.js")
 BRAND_COLOURS = {
-    "primary": "#3f6df6",
+    "primary": "#2f5bdc",
     "secondary": "#0f766e",
     "accent": "#8b5cf6",
-    "positive": "#16a34a",
+    "positive": "#15803d",
     "negative": "#dc2626",
-    "warning": "#d97706",
-    "info": "#0284c7",
+    "warning": "#b45309",
+    "info": "#0369a1",
     "dark": "#151a21",
     "dark_page": "#0d1117",
 }
@@ -51,6 +51,7 @@ _RENDER_PAUSE = 10  # times what the last rendering of Markdown took: the loop h
 
 
 def page_heading(title: str, subtitle: str = "") -> None:
+    ui.page_title(f"{title} · Modelyard")
     with ui.column().classes("gap-0"):
         ui.label(title).classes("title").props("role=heading aria-level=1")
         if subtitle:
@@ -209,7 +210,7 @@ class CodePane:
     def __init__(self, text: str = "") -> None:
         self.text = text
         with ui.element("div").classes("w-full").style("position: relative"):
-            with ui.element("div").classes("code-block mono"):
+            with ui.element("div").classes("code-block mono").props("tabindex=0"):
                 self._label = ui.label(text).classes("text")
             copy_button(lambda: self.text, "Copy").style("position: absolute; top: 6px; right: 6px")
 

@@ -1,4 +1,5 @@
 // Helpers of the pages. Everything else is NiceGUI's.
+document.documentElement.lang = 'en';
 window.modelyard = {
   // Keep the end of a growing element in view, unless the user has scrolled up to read.
   follow(element) {

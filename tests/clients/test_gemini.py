@@ -82,7 +82,7 @@ def test_an_image_in_a_tool_result_reaches_the_model(bench: AgentBench) -> None:
 def test_an_interrupted_reply_frees_its_slot(bench: AgentBench) -> None:
     script = [rule(text_step("So far "), {"hang": True}, when="wait for ever"), rule(text_step("ok"))]
     with bench.serve(script) as server:
-        process = bench.start(*RUN, "wait for ever")
+        process = bench.start(*RUN, "wait for ever", GEMINI_CLI_NO_RELAUNCH="true")  # else its child gets no signal
         bench.wait_for_request()
         bench.interrupt(process)
         wait_until_idle(server)

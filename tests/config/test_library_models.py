@@ -318,6 +318,15 @@ def test_a_setting_switches_it_off():
 # --- names that no model has ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("text", "first"), [('[models.mine]\nbackend = "fake"\n', "mine"), ("", "pulled")])
+def test_a_command_that_names_no_model_means_one_of_the_file_before_those_of_the_library(text: str, first: str):
+    add("pulled", owned=True)
+    Path("modelyard.toml").write_text(text)
+    loaded = load_config(env={}, cwd=Path.cwd(), library=lambda: read_library_models(BUDGET))
+    assert list(loaded.config.models)[0] == "pulled"
+    assert loaded.first_model == first
+
+
 def test_without_a_configuration_the_model_pulled_last_answers_to_unknown_names():
     add("first")
     add("second", owned=True, commit="c")

@@ -244,6 +244,13 @@ VALID_BODIES: dict[str, dict[str, Any]] = {
     "/completion": {"model": "demo", "prompt": "hi", "n_predict": 4},
     "/embedding": {"model": "demo", "content": "hi"},
     "/v1/score": {"model": "demo", "text_1": "hi", "text_2": "ho"},
+    "/api/chat": {"model": "demo", "messages": _HI, "stream": False},
+    "/api/generate": {"model": "demo", "prompt": "hi", "stream": False},
+    "/api/embed": {"model": "demo", "input": "hi"},
+    "/v1beta/models/demo:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
+    "/v1beta/models/demo:streamGenerateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
+    "/v1beta/models/demo:countTokens": {"contents": [{"parts": [{"text": "hi"}]}]},
+    "/v1beta/models/demo:embedContent": {"content": {"parts": [{"text": "hi"}]}},
     "/tokenize": {"model": "demo", "content": "hi"},
     "/detokenize": {"model": "demo", "tokens": [1, 2]},
     "/apply-template": {"model": "demo", "messages": _HI},
@@ -337,9 +344,51 @@ FULL_BODIES: dict[str, dict[str, Any]] = {
     },
     "/embedding": {"model": "demo", "content": ["one", "two"]},
     "/v1/score": {"model": "demo", "text_1": ["one"], "text_2": ["two"]},
+    "/api/chat": {
+        "model": "demo", "stream": False, "keep_alive": "5m", "think": True, "format": _SCHEMA, "logprobs": True,
+        "top_logprobs": 2, "options": {"temperature": 0.5, "top_k": 5, "num_predict": 9, "stop": ["STOP"], "seed": 3},
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [
+                {"id": "c1", "function": {"name": "weather", "arguments": {"city": "Rome"}}},
+            ]},
+            {"role": "tool", "tool_name": "weather", "content": "sunny"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": _SCHEMA}}],
+    },
+    "/api/generate": {
+        "model": "demo", "prompt": "hi", "stream": False, "system": "Be brief.", "suffix": "", "raw": False,
+        "format": "json", "think": "low", "keep_alive": 60, "options": {"num_predict": 9}, "context": [1, 2],
+    },
+    "/api/embed": {"model": "demo", "input": ["one", "two"], "truncate": True, "dimensions": 8, "keep_alive": -1},
+    "/v1beta/models/demo:generateContent": {
+        "systemInstruction": {"parts": [{"text": "Be brief."}]},
+        "contents": [
+            {"role": "user", "parts": [{"text": "Weather?"}]},
+            {"role": "model", "parts": [
+                {"text": "hm", "thought": True},
+                {"functionCall": {"id": "c1", "name": "weather", "args": {"city": "Rome"}}, "thoughtSignature": "AA=="},
+            ]},
+            {"role": "user", "parts": [{"functionResponse": {"name": "weather", "response": {"output": "sunny"}}}]},
+        ],
+        "tools": [{"functionDeclarations": [{"name": "weather", "description": "d", "parameters": _SCHEMA}]}],
+        "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["weather"]}},
+        "generationConfig": {
+            "temperature": 0.5, "topP": 0.9, "topK": 5, "maxOutputTokens": 9, "stopSequences": ["STOP"], "seed": 3,
+            "candidateCount": 2, "responseMimeType": "application/json", "responseSchema": _SCHEMA,
+            "responseLogprobs": True, "logprobs": 2, "thinkingConfig": {"includeThoughts": True, "thinkingBudget": 5},
+        },
+        "safetySettings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
+    },
+    "/v1beta/models/demo:embedContent": {
+        "content": {"parts": [{"text": "one"}, {"text": "two"}]}, "outputDimensionality": 8, "taskType": "CLUSTERING",
+    },
     "/tokenize": {"model": "demo", "content": "one", "with_pieces": True, "add_special": True},
     "/detokenize": {"model": "demo", "tokens": [1, 2, 3]},
 }  # fmt: skip
+for _method in ("streamGenerateContent", "countTokens"):
+    FULL_BODIES[f"/v1beta/models/demo:{_method}"] = FULL_BODIES["/v1beta/models/demo:generateContent"]
 FULL_BODIES["/v1/messages/count_tokens"] = FULL_BODIES["/v1/messages"]
 FULL_BODIES["/v1/responses/input_tokens"] = FULL_BODIES["/v1/responses"]
 FULL_BODIES["/v1/chat/completions/input_tokens"] = FULL_BODIES["/v1/chat/completions"]
@@ -353,7 +402,21 @@ def check_error(reply: httpx.Response, path: str, status: int) -> dict[str, Any]
     assert reply.headers["x-request-id"] == reply.headers["request-id"]
     data = reply.json()
     error = data["error"]
+    if path.startswith("/api/"):
+        assert isinstance(error, str)
+        assert set(data) == {"error"}
+        assert error
+        code = "invalid_json" if "JSON" in error or "levels deep" in error else None  # the wire has only the sentence
+        return {"code": code, "param": None, "message": error}
     assert isinstance(error["message"], str)
+    if path.startswith("/v1beta/"):
+        assert (error["code"], set(data)) == (status, {"error"})
+        info = next((one for one in error.get("details", ()) if "reason" in one), {})
+        return {
+            "code": info.get("reason", "").lower() or None,
+            "param": info.get("metadata", {}).get("field"),
+            "message": error["message"],
+        }
     assert error["message"]
     assert isinstance(error["type"], str)
     if path.startswith("/v1/messages"):

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from tests.clients.agent_bench import red_png
 from tests.e2e.helpers import config
 from tests.library.convert.tiny_models import write_model
+from tests.library.web import serve_hub
 from tests.live_server import LiveServer, live_server
 
 TEXT = "Hello there, friend."
@@ -199,6 +200,21 @@ def test_a_model_is_uploaded_created_copied_and_deleted(
     with pytest.raises(ollama.ResponseError) as raised:
         sdk.delete("base")
     assert raised.value.status_code == 404
+
+
+def test_a_model_is_pulled_with_progress(
+    librarian: ollama.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_model(tmp_path / "tiny.gguf").read_bytes()
+    with serve_hub() as hub:
+        hub.repos["maker/Small-GGUF"] = {"Small-Q4_1.gguf": data}
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        parts = [*librarian.pull("hf.co/maker/Small-GGUF:Q4_1", stream=True)]
+        assert librarian.pull("Small").status == "success"  # it is here already
+    assert [parts[0].status, parts[-1].status] == ["pulling manifest", "success"]
+    assert [(part.completed, part.total) for part in parts if part.total][-1] == (len(data), len(data))
+    assert "Small:latest" in {model.model for model in librarian.list().models}
+    librarian.delete("Small")
 
 
 def test_what_cannot_be_changed_is_said(librarian: ollama.Client) -> None:

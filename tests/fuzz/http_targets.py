@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 import modelyard
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
-from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
+from modelyard.protocols import anthropic_messages, gemini, ollama, openai_chat, openai_responses
 from tests import strategies
 from tests.e2e.protocols import DONE, FULL_BODIES, VALID_BODIES, ServerSentEvent, check_error, parse_events
 from tests.fuzz.explore import DEADLINE_S, Finding, Target
@@ -39,6 +39,9 @@ _WRITERS: dict[str, Any] = {
     "/v1/messages/count_tokens": anthropic_messages,
     "/v1/chat/completions": openai_chat,
     "/apply-template": openai_chat,
+    "/api/chat": ollama,
+    "/v1beta/models/{id}:generateContent": gemini,
+    "/v1beta/models/{id}:streamGenerateContent": gemini,
     "/v1/responses": openai_responses,
     "/v1/responses/input_tokens": openai_responses,
 }
@@ -54,8 +57,9 @@ _POOL_BODY: Json = {
     "thinking": "default",
     "decoding": {"max_tokens": 9, "temperature": 0.5, "stop": ["x"]},
 }
+_LIBRARY = ("/api/pull", "/api/copy", "/api/create", "/api/delete")  # they change the library of the user
 _OPEN_ENDED = ("/v1/admin/events",)  # a stream without an end: the first event is enough
-_ARRAYS = ("/embedding",)  # llama-server's replies
+_ARRAYS = ("/embedding", ":streamGenerateContent")  # llama-server's replies, and Google's streams
 _OMITTED = ("content-length", "content-encoding", "transfer-encoding", "connection", "host", "upgrade", "expect")
 _SLOW_SHARE = 0.15
 _MAX_REMEMBERED, _MAX_ACCEPTED = 4000, 400  # bytes of a body, bodies of a path
@@ -88,21 +92,34 @@ class HttpCall(NamedTuple):
 
 class HttpTargets:
     """`read_log` returns what the server has logged since the last call. `models` are names that it serves; `slow` is
-    one whose answers must be kept short, or they would look like hangs."""
+    one whose answers must be kept short, or they would look like hangs. `library`: the endpoints that change the
+    library are targets too."""
 
-    def __init__(self, client: httpx.Client, read_log: Callable[[], str], models: list[str], slow: str = "") -> None:
-        self._client, self._read_log, self._models, self._slow = client, read_log, models, slow
+    def __init__(
+        self,
+        client: httpx.Client,
+        read_log: Callable[[], str],
+        models: list[str],
+        slow: str = "",
+        *,
+        library: bool = False,
+    ) -> None:
+        self._client, self._read_log, self._models, self._slow, self._library = client, read_log, models, slow, library
         self._document: dict[str, Any] = client.get("/openapi.json").json()
         components = self._document["components"]["schemas"]
         self._values = Values([*code_words(*_READERS), *models], components)
         admin = [*code_words(_PACKAGE / "http/admin/routes.py"), *_override_names(client), *models]
         self._admin_values = Values(admin, components)
-        names = {word for word in code_words(*_EDGE) if word.startswith(("x-", "anthropic-")) or word == "session_id"}
+        names = {
+            word for word in code_words(*_EDGE) if word.startswith(("x-m", "x-s", "anthropic-")) or word == "session_id"
+        }
         self._header_names = sorted(names - set(_OMITTED))
         self._accepted: dict[str, list[Json]] = {path: [body] for path, body in _ADMIN_BODIES.items()}
         self._has_valid: set[str] = set()
         self._ids: deque[str] = deque(maxlen=20)  # of stored responses
-        self._accepted |= {path: [body, FULL_BODIES[path]] for path, body in VALID_BODIES.items()}
+        self._accepted |= {
+            path.replace("/demo:", "/{id}:"): [body, FULL_BODIES[path]] for path, body in VALID_BODIES.items()
+        }
         self._accepted["/v1/responses"].append(_POOL_BODY)
 
     def targets(self, *, admin: bool) -> list[Target[HttpCall]]:
@@ -116,7 +133,7 @@ class HttpTargets:
             )
             for path, operations in self._document["paths"].items()
             for method, operation in operations.items()
-            if path.startswith("/v1/admin") == admin
+            if path.startswith("/v1/admin") == admin and (self._library or path not in _LIBRARY)
         ]
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -159,6 +176,10 @@ class HttpTargets:
                     {"n": 2} if "n" in body else {}
                 )
                 body.pop("max_completion_tokens", None)
+                if path.startswith("/api/"):
+                    body["options"] = {"num_predict": 4}
+            if self._slow and path.startswith("/v1beta/"):  # its path may name the slow model
+                body["generationConfig"] = {"maxOutputTokens": 4}
         data = json.dumps(body).encode()
         is_slow = isinstance(body, dict) and body.get("model") == self._slow
         return damaged(data, rng) if rng.random() < 0.1 and not is_slow else data
@@ -208,11 +229,16 @@ class HttpTargets:
             raise Finding("5xx", "", f"{whole.status_code} {whole.text[:300]}")
         if whole.status_code >= 400:
             check_error(whole, _shape(call), whole.status_code)
+        elif not whole.content:
+            assert call.path.startswith(_LIBRARY), "an empty reply"
+        elif whole.headers["content-type"].startswith("application/x-ndjson"):
+            last = json.loads(whole.text.splitlines()[-1])
+            assert last.get("done") or "error" in last or last.get("status") == "success", "a stream without an end"
         elif whole.headers["content-type"].startswith("text/event-stream"):
             _check_stream(parse_events(whole.text))
         elif whole.headers["content-type"].startswith("application/json"):
             data = whole.json()
-            if call.path.partition("?")[0] in _ARRAYS:
+            if call.path.partition("?")[0].endswith(_ARRAYS):
                 assert isinstance(data, list), "a reply that is not an array"
                 return str(whole.status_code)
             assert isinstance(data, dict), "a reply that is not an object"
@@ -255,6 +281,8 @@ def _as_text(value: Json) -> str:
 def _shape(call: HttpCall) -> str:
     """The path whose protocol the error must be in; a header chooses for paths that belong to no protocol."""
     path = call.path.partition("?")[0]
+    if path.startswith(("/api/", "/v1beta/")):
+        return path
     if path not in VALID_BODIES and not path.startswith("/v1/responses") and "anthropic-version" in call.headers:
         return "/v1/messages"
     return path
@@ -265,7 +293,12 @@ def _check_stream(events: list[ServerSentEvent]) -> None:
     assert events, "an empty stream"
     last = events[-1]
     data = last.data if isinstance(last.data, dict) else {}
-    is_end = last.data == DONE or (last.event or data.get("type")) in _ENDS or "error" in data
+    is_end = (
+        "finishReason" in (data.get("candidates") or [{}])[0]
+        or last.data == DONE
+        or (last.event or data.get("type")) in _ENDS
+        or "error" in data
+    )
     assert is_end, f"a stream that ends with {str(last)[:200]}"
 
 
@@ -274,9 +307,14 @@ def _template(path: str, known: Mapping[str, Any]) -> str:
     steps = path.partition("?")[0].split("/")
     for one in known:
         pattern = one.split("/")
-        if len(pattern) == len(steps) and all(p.startswith("{") or p == s for p, s in zip(pattern, steps, strict=True)):
+        if len(pattern) == len(steps) and all(map(_fits, pattern, steps)):
             return str(one)
     return path[:60]
+
+
+def _fits(pattern: str, step: str) -> bool:
+    """A parameter may have a method behind it: `{id}:countTokens`."""
+    return step.endswith(pattern.partition("}")[2]) if pattern.startswith("{") else pattern == step
 
 
 def _last_line(log: str) -> str:

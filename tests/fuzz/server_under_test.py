@@ -76,7 +76,7 @@ def server_in_thread() -> Iterator[HttpTargets]:
         live_server(configuration()) as server,
         httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
     ):
-        yield HttpTargets(client, read_log, MODELS)
+        yield HttpTargets(client, read_log, MODELS, library=True)
 
 
 @contextmanager

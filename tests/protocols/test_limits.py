@@ -14,13 +14,20 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.http.tokens import TokenBody
 from modelyard.protocols import (
     anthropic_messages,
+    gemini,
+    ollama,
     openai_chat,
     openai_completions,
     openai_embeddings,
     openai_responses,
 )
 from modelyard.protocols.anthropic_messages.request import MessagesBody, ServerToolFields, Source
+from modelyard.protocols.gemini.embeddings import GeminiBatchEmbedBody
+from modelyard.protocols.gemini.request import GeminiBody, GeminiCountBody
 from modelyard.protocols.llama_completion import LlamaCompletionBody
+from modelyard.protocols.ollama.generate import OllamaGenerateBody
+from modelyard.protocols.ollama.models import OllamaCopyBody, OllamaCreateBody, OllamaEmbedBody, OllamaModelBody
+from modelyard.protocols.ollama.request import OllamaChatBody
 from modelyard.protocols.openai_chat.request import ChatCompletionBody
 from modelyard.protocols.openai_completions import CompletionBody
 from modelyard.protocols.openai_embeddings import EmbeddingBody, LlamaEmbeddingBody
@@ -32,9 +39,18 @@ _BODIES = (
     ChatCompletionBody,
     CompletionBody,
     EmbeddingBody,
+    GeminiBatchEmbedBody,
+    GeminiBody,
+    GeminiCountBody,
     LlamaCompletionBody,
     LlamaEmbeddingBody,
     MessagesBody,
+    OllamaChatBody,
+    OllamaCopyBody,
+    OllamaCreateBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+    OllamaModelBody,
     PoolResponsesBody,
     ResponsesBody,
     ScoreBody,
@@ -71,6 +87,7 @@ def test_every_string_and_list_of_a_body_has_a_limit(body: type[msgspec.Struct])
 
 
 _CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+_CONTENTS: dict[str, Any] = {"contents": [{"parts": [{"text": "hi"}]}]}
 _TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 _RESPONSES: dict[str, Any] = {"model": "m", "input": "hi"}
 
@@ -92,6 +109,14 @@ _RESPONSES: dict[str, Any] = {"model": "m", "input": "hi"}
         (openai_responses, _RESPONSES | {"stop": ["x" * 1000] * 9}, "stop", "8192 characters"),
         (openai_responses, _RESPONSES | {"tools": [{"name": "x" * 2000}]}, "tools[0].name", "1024 characters"),
         (openai_responses, _RESPONSES | {"decoding": {"stop": "x" * 1025}}, "decoding.stop", "1024 characters"),
+        (ollama, _CHAT | {"options": {"stop": ["x"] * 129}}, "options.stop", "128 entries"),
+        (ollama, _CHAT | {"format": {"x": "x" * 300_000}}, "format", "262144 characters"),
+        (
+            gemini,
+            _CONTENTS | {"generationConfig": {"stopSequences": ["x"] * 129}},
+            "generationConfig.stopSequences",
+            "128 entries",
+        ),
         (openai_embeddings, {"model": "x" * 2000, "input": "a"}, "model", "1024 characters"),
     ],
 )
@@ -99,7 +124,7 @@ def test_a_field_over_its_limit_is_refused_with_its_name_and_the_limit(
     protocol: Any, body: dict[str, Any], field: str, limit: str
 ) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        protocol.read_request(json.dumps(body).encode(), {})
+        protocol.read_request(json.dumps(body).encode(), {":path": "/v1beta/models/m:generateContent"})
     assert raised.value.param == field
     assert raised.value.message == f"{field} is too long: at most {limit}; shorten it"
     assert raised.value.code in ("string_above_max_length", "array_above_max_length")

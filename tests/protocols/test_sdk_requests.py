@@ -1,5 +1,5 @@
-"""Requests made from the vendors' own types: whatever the SDKs can express is read, or refused with a reason. The nested
-fields of what is read are those of our bodies, or listed here as without effect."""
+"""Requests made from the vendors' own types: whatever the SDKs can express is read, or refused with a reason. The
+nested fields of what is read are those of our bodies, or listed here as without effect."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_the_sdk_can_express_is_read_or_refused_with_a_reason(protocol: str
 # --- nested fields ----------------------------------------------------------------------------------------------------
 
 CACHING = {"cache_control", "prompt_cache_breakpoint"}  # what a client wants cached: the prefix of a prompt always is
-ORIGIN = {"id", "status", "phase", "caller", "agent"}  # how the vendor's service made an item
+ORIGIN = {"id", "status", "phase", "caller", "agent", "async", "toolset_name"}  # how the vendor's service made an item
 # Our struct, the vendor's types that it reads, and their fields without effect.
 NESTED: dict[str, tuple[type[msgspec.Struct], list[Any], set[str]]] = {
     "chat messages": (
@@ -186,7 +186,7 @@ NESTED: dict[str, tuple[type[msgspec.Struct], list[Any], set[str]]] = {
         ],
         CACHING | {"annotations", "logprobs", "file_id", "file_data", "file_url", "filename"},
     ),
-    "responses reasoning": (responses_body.ReasoningSettings, [shared_types.Reasoning], set()),
+    "responses reasoning": (responses_body.ReasoningSettings, [shared_types.Reasoning], {"context", "mode"}),
     "responses text": (responses_body.TextSettings, [responses_types.ResponseTextConfigParam], set()),
     "responses format": (
         responses_body.TextFormat,

@@ -21,6 +21,7 @@ from modelyard.protocols.gemini.schema import decode_proto
 class GeminiEmbedBody(Struct, rename="camel"):
     """Task types and titles are prompts of Google's models: they are ignored."""
 
+    model: limits.Name | None = None
     content: GeminiContent | None = None
     output_dimensionality: int | None = None
 

@@ -148,6 +148,9 @@ class GeminiGenerationConfig(ExtensionFields, rename="camel"):
 
 
 class GeminiBody(Struct, rename="camel"):
+    """The path names the model; `model` repeats it."""
+
+    model: limits.Name | None = None
     contents: Annotated[list[GeminiContent], limits.Messages] | None = None
     system_instruction: GeminiContent | limits.Text | None = None
     tools: Annotated[list[GeminiTool], limits.Tools] | None = None

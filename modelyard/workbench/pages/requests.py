@@ -113,7 +113,7 @@ def _grid_options() -> dict[str, Any]:
             _number_column("output", "Output", _FORMAT_COUNT),
             _number_column("total", "Total", _FORMAT_SECONDS),
             _column("at", "Time", 94, **{":valueFormatter": _FORMAT_TIME, "sort": "desc"}),
-            _column("act", "", 66, sortable=False),
+            _column("act", "Action", 72, sortable=False),
         ],
         "rowData": [],
         ":getRowId": "p => p.data.id",
@@ -203,7 +203,7 @@ class LiveRequestView:
                 self._prompt = CodePane("")
             with card():
                 self._output_caption = caption("Raw output")
-                with ui.element("div").classes("code-block mono live-output"):
+                with ui.element("div").classes("code-block mono live-output").props("tabindex=0"):
                     self._output = StreamingText()
 
     async def _cancel(self) -> None:

@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from modelyard.http.admin.peers import PeerGateways, merge_requests
+from modelyard.library.models import add_model
 from tests import cli_process
 from tests.e2e.helpers import wait_until
+from tests.library.files import write_gguf
 
 KEY = "the-key-of-the-house"
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -64,7 +66,14 @@ async def test_without_peers_nothing_is_requested(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with cli_process.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
+    folder = tmp_path_factory.mktemp("fleet")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        cli_process.serve(
+            folder, "--workers", "2", config=CONFIG, MODELYARD_LIBRARY="true", MODELYARD_CACHE=str(folder / "cache")
+        ) as server,
+    ):
+        patch.setenv("MODELYARD_CACHE", str(folder / "cache"))
         server.until_count("listening on", 2)  # a broadcast must reach the last process, too
         wait_until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are ready", cli_process.DEADLINE)
         yield server.url
@@ -135,3 +144,14 @@ def test_each_gateway_cancels_the_requests_of_all(gateways: str) -> None:
 
 def test_peers_refuse_requests_without_a_key(gateways: str) -> None:
     assert httpx.get(f"{gateways}/v1/admin/requests", timeout=cli_process.DEADLINE).status_code == 401
+
+
+def test_every_gateway_offers_a_new_model_of_the_library(gateways: str, tmp_path: Path) -> None:
+    add_model(str(write_gguf(tmp_path / "new.gguf")), name="new-one")
+    wait_until(lambda: all("new-one" in _names(gateways) for _ in range(12)), "all offer it", cli_process.DEADLINE)
+
+
+def _names(url: str) -> set[str]:
+    """Uses a new connection, as `get` does."""
+    models = httpx.get(f"{url}/v1/models", headers=HEADERS, timeout=cli_process.DEADLINE).json()["data"]
+    return {model["id"] for model in models}
