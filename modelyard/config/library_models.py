@@ -50,6 +50,7 @@ from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSett
 from modelyard.telemetry import system
 
 LIBRARY_SOURCE: Final = "library"
+EMBEDDED_SOURCE: Final = "embedded default"
 DEFAULT_SHAPE: Final = ModelShape(DEFAULT_MODEL.size, 8192, 30, 576, 9, 49_152, 5760, 5760, head_size=64)
 
 log = logging.getLogger(__name__)

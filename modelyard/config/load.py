@@ -17,7 +17,13 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from modelyard.config.checks import check_config
-from modelyard.config.library_models import LIBRARY_SOURCE, LibraryModel, default_for_any_name, resolve_parallel
+from modelyard.config.library_models import (
+    EMBEDDED_SOURCE,
+    LIBRARY_SOURCE,
+    LibraryModel,
+    default_for_any_name,
+    resolve_parallel,
+)
 from modelyard.config.normalize import normalize_layer, resolve_defaults
 from modelyard.config.problems import (
     ConfigError,
@@ -61,7 +67,6 @@ EMBEDDED_DEFAULTS: Final[dict[str, Any]] = {
     "routes": [{"match": "*haiku*", "cache": "fast"}],
     "default_model": "smollm2",
 }
-EMBEDDED_SOURCE = "embedded default"
 ReadLibrary = Callable[[], Sequence[LibraryModel]]
 COMMAND_LINE = "command line"
 _VALIDATION_ROUNDS = 3  # removing an invalid value may leave its table without a required one

@@ -11,7 +11,7 @@ from msgspec import Struct
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from modelyard import plugins
-from modelyard.config.library_models import LIBRARY_SOURCE, LibraryModel, folder_backend
+from modelyard.config.library_models import EMBEDDED_SOURCE, LIBRARY_SOURCE, LibraryModel, folder_backend
 from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import ModelyardError
@@ -116,7 +116,7 @@ class LoadedConfig(Struct):
     @property
     def first_model(self) -> str | None:
         """The model that a command means which names none: of the user's own files, else of the library."""
-        own = [layer for layer in self.layers if layer.source != LIBRARY_SOURCE]
+        own = [layer for layer in self.layers if layer.source not in (LIBRARY_SOURCE, EMBEDDED_SOURCE)]
         written = (name for layer in own for name in layer.data.get("models", {}))
         return next((name for name in (*written, *self.config.models) if name in self.config.models), None)
 

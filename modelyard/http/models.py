@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -12,7 +13,7 @@ from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.lease import ModelStatus
 from modelyard.core.protocol import ModelCard
 from modelyard.gateway.gateway import Gateway
-from modelyard.http.request_context import RequestContext, is_gemini
+from modelyard.http.request_context import GEMINI_METHODS, RequestContext, is_gemini
 from modelyard.protocols import anthropic_messages, gemini, openai_chat
 from modelyard.router.router import ModelEntry
 
@@ -46,6 +47,8 @@ class ModelEndpoints:
         """Any name that a request may use: a model, an alias, or a name that matches a route."""
         name = request.path_params["id"]
         context = RequestContext.of(request.scope)
+        if is_gemini(request.url.path) and name.rpartition(":")[2] in GEMINI_METHODS:
+            raise HTTPException(405, headers={"allow": "POST"})
         known = [name] if name in self._gateway.router.names() else []
         card = next(iter(self._cards(known)), None) or self._routed(name, context)
         if is_gemini(request.url.path, request.headers):

@@ -323,7 +323,7 @@ def test_a_command_that_names_no_model_means_one_of_the_file_before_those_of_the
     add("pulled", owned=True)
     Path("modelyard.toml").write_text(text)
     loaded = load_config(env={}, cwd=Path.cwd(), library=lambda: read_library_models(BUDGET))
-    assert list(loaded.config.models)[0] == "pulled"
+    assert next(iter(loaded.config.models)) == "pulled"
     assert loaded.first_model == first
 
 
