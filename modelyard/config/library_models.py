@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from modelyard import plugins
+from modelyard import libmtmd, plugins
 from modelyard.config.problems import Table
 from modelyard.core.engine import AvailableMemory, CacheInfo
 from modelyard.core.errors import InvalidRequest, ModelyardError
@@ -392,16 +392,18 @@ def _library_model(
 
 
 def entry_backend(entry: LibraryEntry) -> Table:
-    """The engine for the format of a model, and its options. llama.cpp in process has no images: a model with a
-    projector runs in a llama-server, if there is one."""
+    """The engine for the format of a model, and its options. A model with a projector runs in process if libmtmd is
+    there (`modelyard setup --media`), else in a llama-server, if there is one."""
     path = Path(entry.path)
     if path.is_dir():
         return folder_backend(path)
+    if entry.projector and libmtmd.find_library() is not None:
+        return {"backend": "llama_cpp", "mmproj": entry.projector}
     program = shutil.which(llama_server.PROGRAM) or (
         path_of if (path_of := llama_server.binary_path()).is_file() else ""
     )
     if entry.projector and program:
-        images = {"llama_server_mmproj_path": entry.projector, "modalities": ["text", "image"]}
+        images = {"llama_server_mmproj_path": entry.projector}
         return {"backend": "llama_server", **images}
     return {"backend": "llama_cpp"}
 

@@ -27,7 +27,7 @@ from modelyard.core.engine import (
 from modelyard.core.errors import ENGINE_DIED, Incomplete, ModelyardError, NotFound, Timeout, Unavailable
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.protocol import WireProtocol
-from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
+from modelyard.core.request import Audio, EmbeddingRequest, Image, Request, RerankRequest, ToolResult
 from modelyard.engines.upstream import (
     UPSTREAM_LOST,
     UPSTREAM_UNREACHABLE,
@@ -198,6 +198,16 @@ def server_request(request: Request, *, enable_thinking: bool | None) -> Request
     )
 
 
+
+def has_media(request: Request) -> bool:
+    for message in request.messages:
+        for part in message.parts:
+            inner = part.content if isinstance(part, ToolResult) else (part,)
+            if any(isinstance(each, Image | Audio) for each in inner):
+                return True
+    return False
+
+
 class ManagedEngine(ABC):
     """Create it on its event loop. `exit_grace_s`: how long a failed answer waits for the exit of the server."""
 
@@ -227,6 +237,16 @@ class ManagedEngine(ABC):
 
     @abstractmethod
     async def count(self, request: Request) -> int | None: ...
+
+    async def _count_by_answering(self, request: Request) -> int | None:
+        """Of a prompt with images, whose tokens the server tells only with an answer. Its cache has the prompt then."""
+        events: list[Event] = []
+        async for batch in self.chat(replace(request, max_tokens=1, n=1, constraint=None)):
+            events += batch
+        last = events[-1] if events else None
+        if isinstance(last, Failed):
+            raise last.error
+        return last.usage.prompt if isinstance(last, Finished) else None
 
     def _endpoint(self, request: Request) -> Endpoint:
         return COMPLETIONS if request.prompts else CHAT

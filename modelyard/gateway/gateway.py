@@ -38,8 +38,10 @@ from modelyard.core.engine import (
     Generation,
     MediaEngine,
     Progress,
+    Prompt,
     Ranking,
     TextEngine,
+    TokenRun,
     Tokens,
 )
 from modelyard.core.errors import (
@@ -324,12 +326,15 @@ class Gateway:
         return request
 
     async def _render(
-        self, request: Request, model: Model, window: int | None, work: RequestWork
+        self, request: Request, model: Model, window: int | None, work: RequestWork, *, counts_media: bool = False
     ) -> Sequence[tuple[list[int], str]]:
         """Each prompt's token ids and text. Empty for an engine that renders by itself, unless its tokenizer is known
-        and the prompt is text only. A long prompt is given up once it exceeds the window."""
-        if model.kind != "text" and (model.text is None or request.prompts or media_kinds(request)):
-            return ()
+        and the prompt is text only, or its media are counted, too. A long prompt is given up once it exceeds the
+        window."""
+        if model.kind != "text":
+            is_unknown = model.text is None or bool(request.prompts)
+            if is_unknown or (not counts_media and media_kinds(request)):
+                return ()
         renderer = model.pipeline.renderer
         if request.prompts:
             if sum(map(len, request.prompts)) + _infill_chars(request.infill) <= _INLINE_CHARS:
@@ -402,22 +407,33 @@ class Gateway:
         if model.define is not None:
             model = await self._defined(model)
         request, _ = await self._adapt(request, caller, model, engine)
-        if rendered := await self._render(request, model, None, work or RequestWork(0, caller.deadline)):
+        work = work or RequestWork(0, caller.deadline)
+        counts_media = model.count_media is not None and engine is None
+        if rendered := await self._render(request, model, None, work, counts_media=counts_media):
             count = sum(len(ids) for ids, _ in rendered)
-            return count + await self._count_media(request, model, engine) if media_kinds(request) else count
+            has_media = bool(media_kinds(request))
+            return count + await self._count_media(request, rendered[0][0], model, engine) if has_media else count
         counted = None if engine is None or isinstance(engine, TextEngine) else await engine.count(request)
         if counted is None:
             raise Unimplemented(f"the engine of {model.name!r} cannot count tokens")
         return counted
 
-    async def _count_media(self, request: Request, model: Model, engine: Engine | None) -> int:
-        """The tokens of a request's images and audio, by its engine if it is loaded, else by its files."""
+    async def _count_media(self, request: Request, ids: list[int], model: Model, engine: Engine | None) -> int:
+        """The tokens of a request's images and audio, by its engine if it is loaded, else by its files. Some engines
+        tell only with an answer; the prompt is in their cache then."""
         media = request_media(request)
         if isinstance(engine, MediaEngine):
             return sum(await engine.count_media(media))
-        if model.count_media is None:
+        if model.count_media is not None:
+            return sum(await asyncio.to_thread(model.count_media, media))
+        if not isinstance(engine, TextEngine):
             raise Unimplemented(f"the tokens of images can be counted once {model.name!r} is loaded")
-        return sum(await asyncio.to_thread(model.count_media, media))
+        async for chunks in engine.generate(Prompt(parts=(TokenRun(ids), *media))):
+            if isinstance(last := chunks[-1], End):
+                if last.error is not None:
+                    raise last.error
+                return last.usage.prompt - len(ids)
+        raise Internal("the engine ended without a result")
 
     async def embed(self, request: EmbeddingRequest, caller: Caller, work: RequestWork | None = None) -> Embeddings:
         target, model, can = await self._resolve_reader(request.model, caller)

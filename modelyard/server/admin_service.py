@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _FILES_ELSEWHERE = ("model_file_missing", "tokenizer_missing")  # faults of a model whose files only its worker has
 _IN_USE = ("loading", "ready", "draining")  # states in which a reload must not break a model
+_LOG_WAIT_S = 2.0
 # Sections that take effect at the start only.
 _NEEDS_RESTART = ("http", "keys", "log", "store", "images", "scheduler")
 
@@ -169,6 +170,16 @@ class AdminService:
             return self._replace(loaded, models)
         finally:
             self._busy = False
+
+    async def scheduler_log(self, since: float, level: int, request: str, limit: int) -> list[dict[str, Any]]:
+        """The newest log lines of a scheduler in another process; none if it does not answer."""
+        if not isinstance(self._pool, RemotePool):
+            return []
+        try:
+            async with asyncio.timeout(_LOG_WAIT_S):
+                return await self._pool.log_lines(since, level, request, limit)
+        except (ModelyardError, TimeoutError):
+            return []
 
     async def reload_library(self, *, has_peers: bool = False) -> None:
         """A model was pulled, added or removed. `has_peers`: other gateways behind this port, each with its own

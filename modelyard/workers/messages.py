@@ -22,7 +22,7 @@ only ever added at the end, and nothing is ever unpickled. Another protocol vers
                                ←──  LeaseQueued? · (LeaseGranted | LeaseDenied)
     ReleaseLease(ticket)       ──→                                          returned, or no longer wanted
                                ←──  LeaseRevoked(ticket)
-    PoolCommand, GetSnapshot, StoreOperation ──→
+    PoolCommand, GetSnapshot, GetLog, StoreOperation ──→
                                ←──  SchedulerReply(id)
 
 Tokens do not pass the scheduler: a grant names the worker and the engine, and the gateway talks to the worker directly.
@@ -63,7 +63,7 @@ from modelyard.core.request import Constraint, EmbeddingRequest, Priority, Reque
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.workers.definitions import define, message_options
 
-VERSION = 3  # 3: a prompt may have a budget of reasoning and ask for the log probabilities of its own tokens
+VERSION = 4  # 4: gateways ask the scheduler for its log
 TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
 FORWARD_FEATURE = "forward"  # the worker understands `EmbedInputs` and `RerankDocuments`
 _AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
@@ -558,6 +558,16 @@ class PoolCommand(ToScheduler, frozen=True, tag="command"):
 class GetSnapshot(ToScheduler, frozen=True, tag="look"):
     id: int
     what: Literal["snapshot", "requests"]
+
+
+class GetLog(ToScheduler, frozen=True, tag="log"):
+    """The scheduler's own newest log lines, as `LogHistory.read` selects them."""
+
+    id: int
+    since: float
+    level: int
+    request: str
+    limit: int
 
 
 class StoreOperation(ToScheduler, frozen=True, tag="keep"):

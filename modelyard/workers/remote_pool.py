@@ -406,6 +406,11 @@ class RemotePool:
         self._snapshot = msgspec.msgpack.decode(snapshot or b"", type=PoolSnapshot)
         self._requests = msgspec.msgpack.decode(requests or b"", type=tuple[RequestSnapshot, ...])
 
+    async def log_lines(self, since: float, level: int, request: str, limit: int) -> list[dict[str, Any]]:
+        """Of the scheduler's process."""
+        lines = await self.call(lambda id: msg.GetLog(id, since, level, request, limit))
+        return msgspec.msgpack.decode(lines or b"", type=list[dict[str, Any]])
+
     def subscribe(self) -> AsyncIterator[ModelStateChange]:
         return self._changes.subscribe()
 

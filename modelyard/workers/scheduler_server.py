@@ -21,6 +21,7 @@ from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.lease import Lease, LeaseProvider, Ticket
 from modelyard.core.pool import Pool
 from modelyard.core.store import Store
+from modelyard.telemetry.log import recent_records
 from modelyard.workers import messages as msg
 from modelyard.workers.peer_server import Peer, PeerServer
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
@@ -85,6 +86,7 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             msg.ReleaseLease: self._on_release_lease,
             msg.PoolCommand: self._on_command,
             msg.GetSnapshot: self._on_get_snapshot,
+            msg.GetLog: self._on_get_log,
             msg.StoreOperation: self._on_store_operation,
             msg.RegisterWorker: self._on_register_worker,
             msg.Heartbeat: lambda peer, heartbeat: self._send(peer, msg.Heartbeat(heartbeat.number)),
@@ -334,6 +336,10 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
     def _on_get_snapshot(self, peer: SchedulerPeer, message: msg.GetSnapshot) -> None:
         found: Any = self._backend.snapshot() if message.what == "snapshot" else self._backend.requests()
         self._send(peer, msg.SchedulerReply(message.id, value=msgspec.msgpack.encode(found)))
+
+    def _on_get_log(self, peer: SchedulerPeer, query: msg.GetLog) -> None:
+        lines = recent_records.read(query.since, query.level, query.request, query.limit)
+        self._send(peer, msg.SchedulerReply(query.id, value=msgspec.msgpack.encode(lines)))
 
     def _on_store_operation(self, peer: SchedulerPeer, operation: msg.StoreOperation) -> None:
         self._reply_value(peer, operation.id, run_store_operation(self._store, operation))

@@ -48,18 +48,21 @@ def config() -> dict[str, Any]:
         "rank": (tiny_models.bert("rank"), 512, {}, []),
         "judge": (tiny_models.last_token_ranker(), 512, {}, []),
         "code": (tiny_models.coder(), 1024, {}, []),
+        "greeter": (tiny_models.greeter(), 512, {}, []),
     }
     models: dict[str, Any] = {"plain": {"path": str(tiny_models.coder(False)), "n_threads": 1, "n_ctx": 512}}
     for name, (file, _, settings, flags) in files.items():
         models[name] = {"path": str(file), "n_threads": 1, "speculation": "off", "decoding": {"temperature": 0}}
         models[name] |= settings
+        if name == "greeter":  # its file has sampling values
+            del models[name]["decoding"]
         models[f"{name}-server"] = {
             "backend": "llama_server",
             "path": str(file),
             "llama_server_binary": program(),
             "llama_server_n_threads": 1,
             "llama_server_extra_args": flags,
-            "decoding": {"temperature": 0},
+            **({} if name == "greeter" else {"decoding": {"temperature": 0}}),
         }
     windows = {
         name: {"model": name, "n_ctx": 1024 if name == "plain" else files[name.removesuffix("-server")][1]}
@@ -211,6 +214,24 @@ def test_a_suffix_of_a_completion_makes_a_gap(client: httpx.Client) -> None:
     assert "".join(deltas) == filled["choices"][0]["text"]
     bare = post(client, "/v1/completions", **body | {"suffix": ""})
     assert bare["usage"]["prompt_tokens"] < filled["usage"]["prompt_tokens"]
+
+
+def test_the_files_first_token_and_sampling_values_apply_as_in_llama_server(client: httpx.Client) -> None:
+    """The file's top_k of 1 makes its temperature of 1.5 greedy: two runs, and both engines, answer alike."""
+    replies = [
+        client.post("/v1/chat/completions", json={"model": name, "messages": HELLO, "max_tokens": 8}).json()
+        for name in ("greeter", "greeter", "greeter-server")
+    ]
+    assert len({reply["choices"][0]["message"]["content"] for reply in replies}) == 1
+    ours, _, theirs = (reply["usage"]["prompt_tokens"] for reply in replies)
+    plain = client.post("/v1/chat/completions", json={"model": "plain", "messages": HELLO, "max_tokens": 8}).json()
+    assert ours == theirs == plain["usage"]["prompt_tokens"] + 1  # the template writes none
+    text = [
+        client.post("/v1/completions", json={"model": name, "prompt": "Hello", "max_tokens": 8}).json()
+        for name in ("greeter", "greeter-server")
+    ]
+    assert text[0]["choices"][0]["text"] == text[1]["choices"][0]["text"]
+    assert text[0]["usage"]["prompt_tokens"] == text[1]["usage"]["prompt_tokens"] == 2
 
 
 def test_llama_server_takes_bare_prompts_and_suffixes(client: httpx.Client) -> None:

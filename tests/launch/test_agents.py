@@ -110,7 +110,8 @@ def test_files_are_written_only_in_the_agents_private_folder(name: str) -> None:
 def test_address_key_model_and_window_reach_the_agent(name: str) -> None:
     made = plan(name)
     text = " ".join([*made.arguments, *made.env.values(), *made.files.values()])
-    for value in (TARGET.url, TARGET.key, TARGET.model, str(TARGET.window)):
+    window = "compressionThreshold" if name == "gemini" else str(TARGET.window)  # it takes a share of its own number
+    for value in (TARGET.url, TARGET.key, TARGET.model, window):
         assert value in text
 
 
@@ -121,7 +122,7 @@ def test_side_requests_use_the_background_model(name: str) -> None:
     assert "local-haiku" not in " ".join(plan(name, background="").env.values())
 
 
-@pytest.mark.parametrize("name", ["codex", "opencode"])
+@pytest.mark.parametrize("name", ["codex", "gemini", "opencode"])
 def test_too_small_a_window_is_noted(name: str) -> None:
     (note,) = plan(name, window=4096).notes
     assert "window of 4096 tokens" in note
@@ -189,6 +190,15 @@ def test_codex_truncates_tool_results_that_could_overflow_a_small_window() -> No
     for window, limit in ((None, None), (65_536, None), (20_000, 1250), (4096, 500)):
         settings = tomllib.loads("\n".join(plan("codex", window=window).arguments[1::2]))
         assert settings.get("tool_output_token_limit") == limit
+
+
+def test_gemini_leads_its_side_requests_to_the_server_and_compresses_in_time() -> None:
+    made = plan("gemini", window=100_000)
+    (settings,) = (json.loads(text) for text in made.files.values())
+    assert settings["model"]["compressionThreshold"] * 1_048_576 == pytest.approx(70_000, rel=1e-3)
+    rules = settings["modelConfigs"]["customOverrides"]
+    assert [rule["modelConfig"]["model"] for rule in rules] == ["local-haiku", TARGET.model]
+    assert "GOOGLE_GENAI_USE_VERTEXAI" in made.unset
 
 
 def test_opencode() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -23,6 +25,7 @@ from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.app import compose
 from modelyard.store import MemoryStore
+from modelyard.telemetry.log import recent_records
 from modelyard.workers.definitions import define
 from modelyard.workers.messages import (
     VERSION,
@@ -202,6 +205,16 @@ async def test_a_gateway_gets_the_errors_of_the_scheduler(tmp_path: Path) -> Non
         await pool.unload("demo")
         with pytest.raises(Conflict):
             await lease_from(pool)
+
+
+async def test_a_gateway_reads_the_log_of_the_scheduler(tmp_path: Path) -> None:
+    line = {"name": "modelyard.scheduler", "levelno": logging.ERROR, "levelname": "ERROR", "msg": "no room for demo"}
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        before = time.time() - 1
+        recent_records.add(logging.makeLogRecord(line))
+        lines = await pool.log_lines(before, logging.WARNING, "", 10)
+        assert "no room for demo" in [found["message"] for found in lines]
+        assert await pool.log_lines(before, logging.CRITICAL, "", 10) == []
 
 
 async def test_a_cancelled_request_leaves_the_queue(tmp_path: Path) -> None:

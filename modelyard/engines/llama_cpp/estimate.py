@@ -32,10 +32,10 @@ from modelyard.engines.llama_cpp.options import (
     flash_attention_mode,
     kv_type_bytes,
 )
-from modelyard.library import architectures
+from modelyard.library import architectures, projector_file
 from modelyard.library.gguf import TensorInfo
 from modelyard.library.llama_cpp_package import library_folder
-from modelyard.library.model_files import locate_model_file
+from modelyard.library.model_files import find_model_file, locate_model_file
 from modelyard.plugins import MissingLibrary
 
 _WINDOW_MULTIPLE = 256  # llama.cpp rounds windows up to it
@@ -81,7 +81,7 @@ def estimate_memory(
     ]
     gpu_layers = offloaded_layers(model, options, caches, machine, draft)
     return MemoryEstimate(
-        sum(each.needed for each in weights),
+        sum(each.needed for each in weights) + projector_bytes(options),
         sum(kv_bytes(each, info, options.for_cache(info)) for each in models for info in caches.values()),
         sum(contexts_bytes(each, caches, options) for each in models),
         "gpu" if gpu_layers else "cpu",
@@ -90,6 +90,13 @@ def estimate_memory(
         model.layers + 1,
         sum(layer_weights(model, Options(path=""))) - sum(layer_weights(model, options)) if gpu_layers else 0,
     )
+
+
+def projector_bytes(options: Options) -> int:
+    """The encoder of images and audio: its file, and a quarter of it to compute with."""
+    model = find_model_file(options.path) if options.path and options.mmproj is not False else None
+    projector = projector_file.locate(options.mmproj, model) if model is not None else None
+    return 5 * projector.stat().st_size // 4 if projector is not None else 0
 
 
 def embedding_cache(model: ModelShape, options: Options, caches: Mapping[str, CacheInfo]) -> CacheInfo:

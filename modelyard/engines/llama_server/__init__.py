@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
+from modelyard.core.engine import AvailableMemory, EngineSpec, Media, MemoryEstimate
+from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import Options as LlamaCppOptions
 from modelyard.engines.llama_cpp import prepare as prepare  # the vocabulary is read through the library
 from modelyard.engines.llama_cpp import selftest
@@ -32,6 +33,7 @@ KIND = "chat"
 create = LlamaServerEngine
 HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True
+MARKS_MEDIA = True  # where tokens are counted here
 capabilities = model_capabilities
 
 
@@ -39,6 +41,16 @@ def tokenizer_path(options: Options) -> Path:
     """The model file: its vocabulary counts tokens, which needs the llama.cpp library."""
     selftest.require_working_library()
     return locate_model_file(options.path)
+
+
+def count_media(options: Options, media: Sequence[Media]) -> list[int]:
+    """The tokens of each image, as llama.cpp in process counts them."""
+    counting = LlamaCppOptions(
+        path=options.path,
+        mmproj=options.llama_server_mmproj_path or False,
+        image_max_tokens=options.llama_server_image_max_tokens,
+    )
+    return llama_cpp.count_media(counting, media)
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
@@ -70,6 +82,7 @@ def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
 def _estimate_file(path: str, layers: str | None, spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     options = LlamaCppOptions(
         path=path,
+        mmproj=False,
         n_gpu_layers=-1 if layers in (None, "auto", "all") else int(layers),
         flash_attn=spec.options.llama_server_flash_attn or "auto",
     )

@@ -17,12 +17,13 @@ from modelyard.core.request import Request
 from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.engines.llama_server.server import combined_cache, server_command, server_task
 from modelyard.engines.llama_server.slots import ScopedSlots
-from modelyard.engines.managed import Endpoint, ManagedEngine, ManagedServer, server_request
+from modelyard.engines.managed import Endpoint, ManagedEngine, ManagedServer, has_media, server_request
 from modelyard.engines.upstream import append_fields
+from modelyard.library.projector_file import encoded_kinds
 from modelyard.protocols import llama_infill, openai_chat, openai_completions
 
 CAPABILITIES = Capabilities(
-    modalities=("text", "image"),
+    modalities=("text", "image", "audio"),
     structured=True,
     logprobs=True,
     reasoning_budget=True,
@@ -39,7 +40,9 @@ class LlamaServerEngine(ManagedEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         self._options = cast(LlamaServerOptions, spec.options)
-        capabilities = replace(model_capabilities(self._options), modalities=spec.modalities)
+        capabilities = model_capabilities(self._options)
+        if len(spec.modalities) > 1:
+            capabilities = replace(capabilities, modalities=spec.modalities)
         info = EngineInfo("llama_server", dict(spec.caches), capabilities)
         super().__init__(spec, info, self._options.llama_server_start_timeout_s)
         is_known = not {"--parallel", "-np"} & set(self._options.llama_server_extra_args)
@@ -74,6 +77,8 @@ class LlamaServerEngine(ManagedEngine):
 
     async def count(self, request: Request) -> int | None:
         """Counts the prompt as the server renders it; None if the server does not answer."""
+        if has_media(request):
+            return await self._count_by_answering(request)
         upstream = self.server.upstream
         body = openai_chat.write_request(_llama_request(request, self._options))
         status, reply = await upstream.request_json("POST", "/apply-template", body)
@@ -90,13 +95,14 @@ INFILL: Endpoint = ("/infill", cast(WireProtocol, llama_infill))
 
 def model_capabilities(options: LlamaServerOptions, header: Path | None = None) -> Capabilities:
     """llama-server embeds or ranks if it is started for that, and then does nothing else."""
-    task = server_task(options, header)
+    task, projector = server_task(options, header), options.llama_server_mmproj_path
     return replace(
         CAPABILITIES,
         chat=task == "chat",
         embeddings=task == "embedding",
         rerank=task == "reranking",
         infill=task == "chat",
+        modalities=("text", *encoded_kinds(Path(projector).expanduser())) if projector else ("text",),
     )
 
 

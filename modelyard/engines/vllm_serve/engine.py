@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgress
 from modelyard.core.errors import ContextOverflow, ModelyardError, NotFound
 from modelyard.core.request import Request
-from modelyard.engines.managed import ManagedEngine, ManagedServer, server_request
+from modelyard.engines.managed import ManagedEngine, ManagedServer, has_media, server_request
 from modelyard.engines.upstream import append_fields
 from modelyard.engines.vllm.log_parser import startup_stage
 from modelyard.engines.vllm.options import max_model_len
@@ -109,7 +109,7 @@ class VllmServeEngine(ManagedEngine):
 
     async def _diagnose(self, error: ModelyardError, server: ManagedServer, request: Request | None) -> ModelyardError:
         """vLLM stops counting at the end of the window; its tokenizer endpoint knows the true length of the prompt."""
-        has_messages = request is not None and bool(request.messages)
+        has_messages = request is not None and bool(request.messages) and not has_media(request)
         if (
             isinstance(error, ContextOverflow)
             and request
@@ -121,6 +121,8 @@ class VllmServeEngine(ManagedEngine):
 
     async def count(self, request: Request) -> int | None:
         """Counts the prompt as the server renders it; None if the server does not answer."""
+        if has_media(request):
+            return await self._count_by_answering(request)
         body = tokenize_body(request, self._options, self._spec.model)
         status, reply = await self.server.upstream.request_json("POST", "/tokenize", body)
         count: Any = reply.get("count") if status == 200 and isinstance(reply, dict) else None

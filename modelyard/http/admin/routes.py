@@ -231,9 +231,10 @@ class AdminRoutes:
         own: bool = False,
     ) -> Response:
         """`since` (unix time): lines after it. `id`: of a request, or its end. A line has `at`, its unix time."""
-        lines = recent_records.read(
-            since, logging.getLevelNamesMapping()[level.upper()], id.removeprefix("req_"), limit
-        )
+        query = since, logging.getLevelNamesMapping()[level.upper()], id.removeprefix("req_"), limit
+        lines = recent_records.read(*query)
+        if not own:
+            lines += await self._context.service.scheduler_log(*query)
         path = f"logs?limit={limit}&since={since!r}&level={level}&id={quote(id, safe='')}"
         others = [] if own else await self._context.peers.request("GET", path, request.headers)
         lines += [line for other in others for line in other["lines"]]

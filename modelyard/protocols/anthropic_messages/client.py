@@ -48,6 +48,7 @@ from modelyard.protocols.anthropic_messages.request import (
 )
 from modelyard.protocols.common.extensions import present, write_extensions
 from modelyard.protocols.common.json import decode, encode, is_json_object
+from modelyard.protocols.common.media_parts import refuse_audio
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.common.sse import SseEvent, SseParser
 
@@ -99,6 +100,7 @@ def _write_content(parts: Iterable[Part]) -> str | list[dict[str, Any]]:
 
 
 def _write_part(part: Part) -> dict[str, Any]:
+    refuse_audio((part,), "Anthropic's API")
     if isinstance(part, Image):
         return {"type": "image", "source": _write_source(part.url)}
     if isinstance(part, ToolReference):

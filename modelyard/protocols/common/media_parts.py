@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Audio, Document
+from modelyard.core.errors import InvalidRequest, Unsupported
+from modelyard.core.request import Audio, Document, Part
 
 _AUDIO_TYPES = {"mp3": "audio/mpeg", "wav": "audio/wav", "flac": "audio/flac"}
 
@@ -41,3 +42,15 @@ def read_file(part: Any, path: str) -> Document:
         param=f"{path}.file_data",
         code="invalid_document",
     )
+
+
+def write_audio(audio: Audio) -> dict[str, Any]:
+    """OpenAI's part for a sound."""
+    kind, _, data = audio.url.removeprefix("data:").partition(";base64,")
+    format = next((name for name, known in _AUDIO_TYPES.items() if known == kind), kind.partition("/")[2])
+    return {"type": "input_audio", "input_audio": {"data": data, "format": format}}
+
+
+def refuse_audio(parts: Iterable[Part], service: str) -> None:
+    if any(isinstance(part, Audio) for part in parts):
+        raise Unsupported(f"{service} takes no audio", code="modality_unsupported", param="messages")

@@ -24,6 +24,7 @@ from modelyard.core.events import (
     collect_reply,
 )
 from modelyard.core.request import (
+    Audio,
     Constraint,
     Image,
     Message,
@@ -133,7 +134,7 @@ def _write_parts(message: Message, names: dict[str, str]) -> list[dict[str, Any]
         written: dict[str, Any] | None = None
         if isinstance(part, Text):
             written = {"text": part.text}
-        elif isinstance(part, Image):
+        elif isinstance(part, Image | Audio):
             written = _write_image(part)
         elif isinstance(part, ToolCall):
             call = {"id": part.id, "name": part.name, "args": write_arguments(part.arguments)}
@@ -146,7 +147,7 @@ def _write_parts(message: Message, names: dict[str, str]) -> list[dict[str, Any]
     return out
 
 
-def _write_image(image: Image) -> dict[str, Any]:
+def _write_image(image: Image | Audio) -> dict[str, Any]:
     if image.url.startswith("data:") and ";base64," in image.url:
         kind, _, data = image.url.removeprefix("data:").partition(";base64,")
         return {"inlineData": {"mimeType": kind, "data": data}}

@@ -30,6 +30,7 @@ from modelyard.core.request import Constraint, Image, Message, Request, Text, Th
 from modelyard.protocols.common.call_arguments import read_arguments, write_arguments
 from modelyard.protocols.common.extensions import present, write_extensions
 from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.media_parts import refuse_audio
 from modelyard.protocols.common.openai_fields import MIN_LOGPROB
 from modelyard.protocols.ollama.errors import read_line_error
 from modelyard.protocols.ollama.fields import write_image, write_keep_alive, write_think
@@ -94,6 +95,7 @@ def _write_messages(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
 
 def _write_message(message: Message) -> dict[str, Any]:
     parts = message.parts
+    refuse_audio(parts, "Ollama")
     calls = [_write_call(part) for part in parts if isinstance(part, ToolCall)]
     thinking = "".join(part.text for part in parts if isinstance(part, Thinking) and not part.redacted)
     images = [write_image(part) for part in parts if isinstance(part, Image)]

@@ -25,6 +25,7 @@ from modelyard.core.events import (
     Usage,
 )
 from modelyard.core.request import (
+    Audio,
     Constraint,
     Image,
     Message,
@@ -41,6 +42,7 @@ from modelyard.core.request import (
 from modelyard.protocols.common.extensions import present, write_extensions
 from modelyard.protocols.common.json import encode, is_json_object
 from modelyard.protocols.common.llama_reply import UpstreamProgress, UpstreamTimings
+from modelyard.protocols.common.media_parts import write_audio
 from modelyard.protocols.common.openai_errors import read_error_field
 from modelyard.protocols.common.openai_fields import (
     MIN_LOGPROB,
@@ -118,9 +120,9 @@ def _write_assistant(message: Message) -> dict[str, Any]:
 
 def _write_content(parts: tuple[Part, ...]) -> str | list[dict[str, Any]]:
     """A string where one text is all there is: many servers accept nothing else."""
-    shown: list[Text | Image] = []
+    shown: list[Text | Image | Audio] = []
     for part in parts:
-        if isinstance(part, Text | Image):
+        if isinstance(part, Text | Image | Audio):
             shown.append(part)
         elif isinstance(part, ToolReference):
             # Chat cannot add a tool in mid-conversation: its definition goes into `tools`, and this takes its place.
@@ -132,7 +134,9 @@ def _write_content(parts: tuple[Part, ...]) -> str | list[dict[str, Any]]:
     return [_write_part(part) for part in shown]
 
 
-def _write_part(part: Text | Image) -> dict[str, Any]:
+def _write_part(part: Text | Image | Audio) -> dict[str, Any]:
+    if isinstance(part, Audio):
+        return write_audio(part)
     if isinstance(part, Text):
         return {"type": "text", "text": part.text}
     return {"type": "image_url", "image_url": {"url": part.url} | present(detail=part.detail)}

@@ -221,29 +221,35 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     if parsed.modalities and "audio" in parsed.modalities:
         raise Unsupported('modalities: no model speaks here; send ["text"]', param="modalities")
     warnings: list[str] = []
-    messages = _read_messages(parsed.messages, warnings)
+    messages, kwargs, form = _read_messages(parsed.messages, warnings), parsed.chat_template_kwargs, None
+    if parsed.response_format is not None:
+        form = _read_response_format(parsed.response_format)
+    chooses = parsed.tool_choice is not None or parsed.function_call is not None
+    # A client sends few of the fields: what reads the others is not called.
     return Request(
         model=model,
         messages=messages,
-        tools=_read_tools(parsed),
-        tool_choice=_read_tool_choice(parsed, warnings),
+        tools=_read_tools(parsed) if parsed.tools or parsed.functions else (),
+        tool_choice=_read_tool_choice(parsed, warnings) if chooses else _TOOL_CHOICES["auto"],
         parallel_tool_calls=parsed.parallel_tool_calls,
         sampling=read_sampling(parsed, MAX_TEMPERATURE),
         max_tokens=_read_max_tokens(parsed),
-        stop=read_stop(parsed.stop, warnings),
+        stop=read_stop(parsed.stop, warnings) if parsed.stop else (),
         n=1 if parsed.n is None else parsed.n,
-        logprobs=_read_logprobs(parsed),
-        prompt_logprobs=read_prompt_logprobs(parsed, parsed.stream is True),
-        constraint=read_constraint(parsed, ("response_format", _read_response_format(parsed.response_format))),
+        logprobs=None if parsed.logprobs is None and parsed.top_logprobs is None else _read_logprobs(parsed),
+        prompt_logprobs=None if parsed.prompt_logprobs is None else read_prompt_logprobs(parsed, parsed.stream is True),
+        constraint=read_constraint(parsed, ("response_format", form)),
         reasoning=_read_reasoning(parsed),
         stream=parsed.stream is True,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
         progress=parsed.return_progress is True and parsed.stream is True,
         timings=read_timings(parsed),
         lora_adapter=parsed.lora_adapter,
-        chat_template_kwargs=_read_template_kwargs(parsed.chat_template_kwargs),
-        add_generation_prompt=_prompt_end(parsed, "add_generation_prompt"),
-        continue_final_message=_read_continuation(parsed, messages),
+        chat_template_kwargs=_read_template_kwargs(kwargs) if kwargs else {},
+        add_generation_prompt=_prompt_end(parsed, "add_generation_prompt") if kwargs else parsed.add_generation_prompt,
+        continue_final_message=_read_continuation(parsed, messages)
+        if kwargs or parsed.continue_final_message is not None
+        else None,
         documents=parsed.documents or (),
         priority=read_priority(parsed),
         session=read_session(headers, parsed.prompt_cache_key),
@@ -273,8 +279,8 @@ def _read_logprobs(body: ChatCompletionBody) -> int | None:
     return flag
 
 
-def _read_response_format(response_format: ResponseFormat | None) -> Constraint | None:
-    if response_format is None or response_format.type == "text":
+def _read_response_format(response_format: ResponseFormat) -> Constraint | None:
+    if response_format.type == "text":
         return None
     check_option("response_format.type", response_format.type, _RESPONSE_FORMATS)
     if response_format.type == "json_schema":
@@ -472,47 +478,37 @@ _TOOL_ROLES = ("tool", "function")
 
 
 def _read_messages(messages: list[ChatMessage], warnings: list[str]) -> tuple[Message, ...]:
-    reader = _MessageReader(warnings)
-    for index, message in enumerate(messages):
-        reader.add(message, index)
-    return reader.finish()
-
-
-class _MessageReader:
     """One pass over the messages. Neighbouring tool results become one message."""
-
-    def __init__(self, warnings: list[str]) -> None:
-        self._warnings = warnings
-        self._messages: list[Message] = []
-        self._results: list[ToolResult] = []
-        self._custom_ids: set[str] = set()  # ids of custom calls: results do not say which kind they answer
-        self._legacy_ids: dict[str, str] = {}  # function name → the id given to its last `function_call`
-
-    def finish(self) -> tuple[Message, ...]:
-        self._flush_results()
-        return tuple(self._messages)
-
-    def add(self, message: ChatMessage, index: int) -> None:
+    reader, read, results = _MessageReader(warnings), list[Message](), list[ToolResult]()
+    for index, message in enumerate(messages):
         role = message.role
-        if role == "tool" or role == "function":
-            self._results.append(self._read_result(message, index))
-            return
-        if self._results:
-            self._flush_results()
+        if role in _TOOL_ROLES:
+            results.append(reader.read_result(message, index))
+            continue
+        if results:
+            read.append(Message("tool", tuple(results)))
+            results = []
         if content_role := _CONTENT_ROLES.get(role):
-            self._messages.append(Message(content_role, self._read_content(message, index), message.name))
+            read.append(Message(content_role, reader.read_content(message, index), message.name))
         elif role == "assistant":
-            self._messages.append(Message("assistant", self._read_assistant(message, index), message.name))
+            read.append(Message("assistant", reader.read_assistant(message, index), message.name))
         else:
             path = f"messages[{index}].role"
             raise InvalidRequest(f"{path}: unknown role {role!r}; the roles are {_ROLES}", param=path)
+    if results:
+        read.append(Message("tool", tuple(results)))
+    return tuple(read)
 
-    def _flush_results(self) -> None:
-        if self._results:
-            self._messages.append(Message("tool", tuple(self._results)))
-            self._results = []
 
-    def _read_content(self, message: ChatMessage, index: int) -> tuple[ResultPart, ...]:
+class _MessageReader:
+    """Reads the parts of each message, and remembers what a later one refers to."""
+
+    def __init__(self, warnings: list[str]) -> None:
+        self._warnings = warnings
+        self._custom_ids: set[str] = set()  # ids of custom calls: results do not say which kind they answer
+        self._legacy_ids: dict[str, str] = {}  # function name → the id given to its last `function_call`
+
+    def read_content(self, message: ChatMessage, index: int) -> tuple[ResultPart, ...]:
         content = message.content
         if not content:
             return ()
@@ -549,7 +545,7 @@ class _MessageReader:
             code="modality_unsupported",
         )
 
-    def _read_result(self, message: ChatMessage, index: int) -> ToolResult:
+    def read_result(self, message: ChatMessage, index: int) -> ToolResult:
         call_id = message.tool_call_id
         if message.role == "function":
             name = message.name or ""
@@ -557,10 +553,10 @@ class _MessageReader:
         if not call_id:
             path = f"messages[{index}].tool_call_id"
             raise InvalidRequest(f"{path} is required: it names the call that this message answers", param=path)
-        return ToolResult(call_id, self._read_content(message, index), custom=call_id in self._custom_ids)
+        return ToolResult(call_id, self.read_content(message, index), custom=call_id in self._custom_ids)
 
-    def _read_assistant(self, message: ChatMessage, index: int) -> tuple[Part, ...]:
-        parts: tuple[Part, ...] = self._read_content(message, index)
+    def read_assistant(self, message: ChatMessage, index: int) -> tuple[Part, ...]:
+        parts: tuple[Part, ...] = self.read_content(message, index)
         if message.refusal and not parts:
             parts = (Text(message.refusal),)
         reasoning = message.reasoning_content or message.reasoning

@@ -25,6 +25,7 @@ from modelyard.core.events import (
     collect_reply,
 )
 from modelyard.core.request import (
+    Audio,
     Image,
     Message,
     Part,
@@ -37,6 +38,7 @@ from modelyard.core.request import (
 )
 from modelyard.protocols.common.extensions import present, write_extensions
 from modelyard.protocols.common.json import JsonObject, encode
+from modelyard.protocols.common.media_parts import write_audio
 from modelyard.protocols.common.response_metrics import read_metrics
 from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.openai_responses.errors import read_failure
@@ -89,7 +91,7 @@ def write_items(messages: tuple[Message, ...]) -> Iterator[JsonObject]:
     for message in join_turns((message.role, message.parts) for message in messages):
         if not message.parts:
             yield _write_message(message.role, ())
-        for is_content, parts in groupby(message.parts, key=lambda p: isinstance(p, Text | Image | ToolReference)):
+        for is_content, parts in groupby(message.parts, key=lambda p: isinstance(p, Text | Image | Audio | ToolReference)):
             if is_content:
                 yield _write_message(message.role, tuple(parts))
             else:
@@ -103,6 +105,8 @@ def _write_message(role: str, parts: tuple[Part, ...]) -> JsonObject:
 
 
 def _write_content(part: Part, text_type: str) -> JsonObject:
+    if isinstance(part, Audio):
+        return write_audio(part)
     if isinstance(part, Image):
         return {"type": "input_image", "image_url": part.url} | present(detail=part.detail)
     if isinstance(part, ToolReference):

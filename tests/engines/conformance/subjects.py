@@ -204,6 +204,7 @@ class InProcess(Subject):
 
     tokenizer = property(lambda self: self._inner.tokenizer)
     file = property(lambda self: self._inner.file)
+    fluent_file = property(lambda self: self._inner.fluent_file)
 
     def create(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> TextEngine:
         spec = self.spec(caches, slow=slow, file=file)

@@ -12,7 +12,7 @@ from pathlib import Path
 import gguf
 
 from modelyard.library.cache_dir import cache_dir, file_lock
-from tests.engines.llama_cpp.helpers import model_file
+from modelyard.library.default_model import fetch
 
 LAYERS = 2
 
@@ -32,7 +32,7 @@ def short_model_file() -> Path:
 
 
 def _write(path: Path) -> None:
-    source = gguf.GGUFReader(model_file())
+    source = gguf.GGUFReader(fetch())
     writer = gguf.GGUFWriter(path, architecture := source.fields["general.architecture"].contents())
     for field in source.fields.values():
         if field.name == "general.architecture" or field.name.startswith("GGUF."):

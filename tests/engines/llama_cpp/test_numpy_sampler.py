@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from modelyard.core.request import Sampling
+from modelyard.engines.llama_cpp import numpy_sampler
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.numpy_sampler import BatchSampler, NumpySampler, Row, nucleus, top_tokens
 
@@ -201,3 +202,40 @@ def test_a_row_that_is_not_finite_does_not_affect_others(broken: float) -> None:
     found = BatchSampler([NumpySampler(sampling, 1) for sampling in ALL]).sample(held)
     assert found[:2] + found[3:] == expected[:2] + expected[3:]
     assert 0 <= found[2] < held.shape[1]
+
+
+# --- rows of logits together ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [257, 9_000, 32_000, 128_256])
+def test_the_top_of_several_rows_is_that_of_each(vocab: int) -> None:
+    rows = np.random.default_rng(vocab).normal(0, 3, (5, vocab)).astype(np.float32)
+    rows[1, : vocab // 2] = -np.inf
+    rows[2, 7::16] = rows[2].max()  # ties
+    lines, ids, logits = numpy_sampler.top_of_rows(rows, 40)
+    assert (rows[lines, ids] == logits).all()
+    for line, row in enumerate(rows):
+        best = np.sort(row)[-40]
+        assert set(np.flatnonzero(row > best)) <= set(ids[lines == line])
+        assert (row[ids[lines == line]] >= best).sum() >= 40
+
+
+def test_threads_that_share_the_rows_find_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.random.default_rng(1).normal(0, 3, (7, 32_000)).astype(np.float32)
+
+    def sampled() -> list[int]:
+        return BatchSampler([NumpySampler(Sampling(top_k=40, top_p=0.95), seed) for seed in range(7)]).sample(rows)
+
+    monkeypatch.setattr(numpy_sampler, "_MAX_SCANNERS", 1)
+    alone = sampled()
+    monkeypatch.setattr(numpy_sampler, "_MAX_SCANNERS", 3)
+    monkeypatch.setattr(numpy_sampler, "_PART", 1 << 15)
+    assert sampled() == alone
+    assert alone == [NumpySampler(Sampling(top_k=40, top_p=0.95), n).sample(row) for n, row in enumerate(rows)]
+
+
+def test_tokens_that_a_mask_forbids_are_never_drawn() -> None:
+    rows = np.full((2, 32_000), -np.inf, np.float32)
+    rows[:, [5, 31_999]] = 1.0
+    sampler = BatchSampler([NumpySampler(Sampling(top_k=40), seed) for seed in range(2)])
+    assert all(token in (5, 31_999) for _ in range(20) for token in sampler.sample(rows))

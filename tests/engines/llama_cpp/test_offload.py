@@ -55,7 +55,7 @@ def fitted(model: ModelShape, gpu: int, window: int = 32_768, ram: int = RAM, **
         pytest.param(20 * GIB, -1, 38, "f16", "the experts of 38 of 40 layers in RAM", id="most experts in RAM"),
         pytest.param(17 * GIB, -1, 38, "q8_0", "KV of q8_0, the experts of 38 of 40 layers in RAM", id="smaller KV"),
         pytest.param(
-            8 * GIB, 18, 40, "q8_0", "KV of q8_0, all experts in RAM, 18 of 41 layers on the GPU", id="few layers"
+            8 * GIB, 19, 40, "q8_0", "KV of q8_0, all experts in RAM, 19 of 41 layers on the GPU", id="few layers"
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 from math import inf
@@ -23,9 +24,11 @@ from modelyard.engines.llama_cpp.sampler import (
     Row,
     token_logprob,
 )
+from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.exact_models import VOCAB, exact_model
 from tests.engines.llama_cpp.helpers import answer, id_prompt, running, shared_loop, vocabulary
+from tests.engines.llama_cpp.tiny_models import coder
 from tests.engines.reading import end, ids, read
 
 TEXT = "Name some animals."
@@ -45,6 +48,22 @@ async def test_a_seed_reproduces_an_answer(engine: LlamaCppEngine) -> None:
     assert runs[1][0] == runs[1][1]
     assert runs[2][0] == runs[2][1]
     assert runs[1][0] != runs[2][0]
+
+
+@shared_loop
+async def test_choices_with_seeds_are_the_same_beside_other_streams(engine: LlamaCppEngine) -> None:
+    async def choices() -> list[list[int]]:
+        return list(
+            await asyncio.gather(*(sampled(engine, temperature=0.9, seed=seed, max_tokens=24) for seed in (1, 2)))
+        )
+
+    alone = await choices()
+    others = [asyncio.create_task(sampled(engine, f"Tell me of {n}.", temperature=1.0, max_tokens=40)) for n in (1, 2)]
+    await asyncio.sleep(0)  # they are in the queue before
+    beside = await choices()
+    assert beside == alone
+    assert alone[0] != alone[1]
+    await asyncio.gather(*others)
 
 
 @shared_loop
@@ -273,7 +292,8 @@ def test_a_sampled_token_counts_within_the_penalty_window() -> None:
 
 
 def test_a_dry_sampler_is_created_once_and_copied() -> None:
-    dry = DrySamplers(vocabulary()._vocab)
+    words = GgufTokenizer(coder())  # few: a sampler looks through all of them for its breakers
+    dry = DrySamplers(words._vocab)
     sampling = Sampling(dry_multiplier=0.8, dry_sequence_breakers=("\n", "stop"))
     for _ in range(3):
         short.sampler_free(dry.copy(sampling, 64))

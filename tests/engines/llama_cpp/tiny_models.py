@@ -83,6 +83,12 @@ def seeing(kind: str) -> tuple[Path, Path]:
     return model, _made(f"clip-{kind}", lambda writer: _PROJECTORS[kind](writer))
 
 
+@cache
+def greeter() -> Path:
+    """A causal model that wants its first token before each prompt, and has sampling values."""
+    return _made("llama-greeter", lambda writer: _write_llama(writer, fim=False, greets=True))
+
+
 def _made(name: str, write: Callable[[gguf.GGUFWriter], None]) -> Path:
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     path = cache_dir() / "test-models" / f"{name}-{version}.gguf"
@@ -255,7 +261,7 @@ def _write_qwen3(writer: gguf.GGUFWriter, pooling: str) -> None:
         tensors.matrix("cls.output", 2)
 
 
-def _write_llama(writer: gguf.GGUFWriter, *, fim: bool) -> None:
+def _write_llama(writer: gguf.GGUFWriter, *, fim: bool, greets: bool = False) -> None:
     _add_shape(writer, LONG_WINDOW)
     writer.add_head_count_kv(HEADS)
     writer.add_layer_norm_rms_eps(1e-6)
@@ -264,7 +270,10 @@ def _write_llama(writer: gguf.GGUFWriter, *, fim: bool) -> None:
     size = _add_smollm2_vocabulary(writer, _FIM if fim else {})
     for at, name in enumerate(_FIM if fim else {}, size - len(_FIM)):
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", at)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(greets)
+    if greets:
+        writer.add_int32("general.sampling.top_k", 1)
+        writer.add_float32("general.sampling.temp", 1.5)
     writer.add_vocab_size(size)
     _add_decoder(_Tensors(writer, seed=4), size, normed_heads=False)
 
