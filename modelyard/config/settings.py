@@ -80,7 +80,15 @@ class Config(BaseModel):
         self._library_models, self._is_embedded = library_models, is_embedded
 
     def router(self) -> Router:
-        return build_router(self.models, self.caches, self.routes, self.default_model, self.decoding)
+        return build_router(
+            self.models, self.caches, self.routes, self.default_model, self.decoding, self._unnamed_model()
+        )
+
+    def _unnamed_model(self) -> str | None:
+        """The first model of this machine that is loaded at the start, else the only one."""
+        local = [name for name, model in self.models.items() if not _is_remote(model)]
+        loaded = [name for name in local if self.models[name].enabled is not False]
+        return loaded[0] if loaded else local[0] if len(local) == 1 else None
 
     def without_faults(self) -> Config:
         """What is left of a configuration with errors, for checks of each model: without routes, aliases, caches of
@@ -88,6 +96,12 @@ class Config(BaseModel):
         caches = {name: cache for name, cache in self.caches.items() if cache.model in self.models}
         models = {name: _without_faults(model) for name, model in self.models.items()}
         return self.model_copy(update={"models": models, "caches": caches, "routes": [], "default_model": None})
+
+
+def _is_remote(model: ModelSettings) -> bool:
+    if model.backend is None or model.backend not in plugins.names("engines"):
+        return False
+    return bool(getattr(plugins.load("engines", model.backend), "REMOTE", False))
 
 
 def _without_faults(model: ModelSettings) -> ModelSettings:

@@ -198,7 +198,6 @@ def server_request(request: Request, *, enable_thinking: bool | None) -> Request
     )
 
 
-
 def has_media(request: Request) -> bool:
     for message in request.messages:
         for part in message.parts:

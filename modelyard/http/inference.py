@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event, Failed, ReplyBuilder
@@ -186,11 +186,17 @@ class EventStream:
                 data = b"".join([write(event, choice) for event in written])
                 if self._ping is not None:
                     await self._finish_ping(self._ping)
-                if data or not self._started:
-                    await self._write(data)
+                if not self._started:
+                    await self._start()
+                if data:
+                    self._sending = True
+                    await self._send(self._body(data))
+                    self._sending = False
             if self._ping is not None:
                 await self._finish_ping(self._ping)
-            await self._write(self._writer.end(), last=True)
+            if not self._started:
+                await self._start()
+            await self._send(self._body(self._writer.end(), last=True))
         finally:
             self._over = True
             self._timer.cancel()
@@ -211,23 +217,32 @@ class EventStream:
         await asyncio.gather(ping, return_exceptions=True)
         self._ping = None
 
-    async def _write(self, data: bytes, last: bool = False) -> None:
-        self._last_sent, self._sending = time.monotonic(), True
-        if not self._started:
-            self._started = True
-            self._context.status = 200
-            self._context.read_result(self._source)
-            headers = [*self._context.response_headers(self._content_type), *_STREAM_HEADERS]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _start(self) -> None:
+        """Send the headers."""
+        self._started = self._sending = True
+        self._context.status = 200
+        self._context.read_result(self._source)
+        headers = [*self._context.response_headers(self._content_type), *_STREAM_HEADERS]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._sending = False
+
+    def _body(self, data: bytes, last: bool = False) -> Message:
+        self._last_sent = time.monotonic()
         if self._capture is not None:
             self._capture.response(data)
-        if data or last:
-            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-        self._sending = False
+        return {"type": "http.response.body", "body": data, "more_body": not last}
 
     def _send_ping(self) -> None:
         if not self._over and not self._sending and (self._ping is None or self._ping.done()):
-            self._ping = self._loop.create_task(self._write(self._writer.keepalive()))
+            self._ping = self._loop.create_task(self._write_ping())
+
+    async def _write_ping(self) -> None:
+        if not self._started:
+            await self._start()
+        if data := self._writer.keepalive():
+            self._sending = True
+            await self._send(self._body(data))
+            self._sending = False
 
     def _tick(self) -> None:
         """Ping after a silence; then set the next timer."""

@@ -24,6 +24,7 @@ from msgspec import Struct, field
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.request import Sampling
+from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings, RouteSettings
 
 # Clients choose the names: bound the cache of resolved ones in number and length.
@@ -224,10 +225,16 @@ class Route(Struct, frozen=True):
 class Router:
     """Immutable apart from a cache of resolved names. A changed configuration needs a new Router."""
 
-    def __init__(self, catalog: Catalog, routes: Sequence[Route] = (), default: Target | None = None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        routes: Sequence[Route] = (),
+        default: Target | None = None,
+        unnamed: Target | None = None,
+    ) -> None:
         self.catalog = catalog
         self._routes = tuple(routes)
-        self._default = default
+        self._default, self._unnamed = default, unnamed
         self._resolved: dict[tuple[str, str], Target] = {}
 
     def __repr__(self) -> str:
@@ -256,6 +263,8 @@ class Router:
             return target_of(cache)
         if self._default is not None:
             return self._default
+        if model == DEFAULT_MODEL and self._unnamed is not None:
+            return self._unnamed
         names = self.names()
         listed = ", ".join(names[:_MAX_LISTED]) or "none"
         more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
@@ -275,8 +284,10 @@ def build_router(
     routes: Sequence[RouteSettings] = (),
     default_model: str | None = None,
     decoding: DecodingSettings | None = None,
+    unnamed_model: str | None = None,
 ) -> Router:
-    """Raises InvalidRequest for unknown names; settings that passed the configuration's checks have none."""
+    """Raises InvalidRequest for unknown names; settings that passed the configuration's checks have none.
+    `unnamed_model` answers requests that name none, as those of llama-server's clients, if there is no default."""
     catalog = build_catalog(models, caches, decoding or DecodingSettings())
 
     def find(model: str | None, cache: str | None, setting: str, *, allow_remote: bool = False) -> Target:
@@ -288,6 +299,7 @@ def build_router(
         return target_of(found, allow_remote=allow_remote)
 
     default = find(default_model, None, "default_model") if default_model else None
+    unnamed = target_of(cache) if unnamed_model and (cache := catalog.find(unnamed_model)) is not None else None
     rules = [
         Route.of(
             route.match,
@@ -296,4 +308,4 @@ def build_router(
         )
         for number, route in enumerate(routes)
     ]
-    return Router(catalog, rules, default)
+    return Router(catalog, rules, default, unnamed)

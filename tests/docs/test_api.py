@@ -17,6 +17,8 @@ from tests.live_server import LiveServer, live_server
 DEMO = DOCS.parent / "configs" / "demo.toml"
 
 _UNLISTED = {"/docs/{name}"}  # the files of the page
+# What the scripted model of the page cannot show: its library is empty.
+_CHANGES = {"/api/blobs/{digest}", "/api/copy", "/api/create", "/api/delete", "/api/push"}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,13 @@ def endpoints(served: LiveServer) -> set[tuple[str, str]]:
     while not hasattr(app, "routes"):
         app = app._app
     found = [route for route in app.routes if isinstance(route, Route) and route.path not in _UNLISTED]
-    return {(m, r.path.replace(":path", "")) for r in found for m in r.methods or () if m != "HEAD"}
+    paths = {(m, r.path.replace(":path", "")) for r in found for m in r.methods or () if m != "HEAD"}
+    return {(method, path) for method, path in paths if not _is_other_version(path)}
+
+
+def _is_other_version(path: str) -> bool:
+    """Google's paths have several beginnings."""
+    return path.startswith("/v1alpha/") or (":" in path and not path.startswith("/v1beta/"))
 
 
 def test_the_page_lists_every_endpoint_and_no_other(served: LiveServer):
@@ -47,6 +55,8 @@ def test_the_page_lists_every_endpoint_and_no_other(served: LiveServer):
 def test_every_endpoint_has_a_command(served: LiveServer):
     shown = {(call.method, re.sub(r"\?.*", "", call.path).replace("$ID", "{id}")) for call in calls("api.md")}
     for method, path in endpoints(served):
+        if path in _CHANGES:
+            continue
         pattern = re.escape(path).replace(r"\{id\}", r"[^?]+") + "$"
         assert any(m == method and re.match(pattern, p) for m, p in shown), (method, path)
 

@@ -69,7 +69,7 @@ def executable(path: Path) -> Path:
 
 def test_unknown_agent_is_refused_with_the_names_of_the_others() -> None:
     with pytest.raises(
-        InvalidRequest, match="unknown agent 'emacs'; choose one of aider, claude, codex, continue, open"
+        InvalidRequest, match="unknown agent 'emacs'; choose one of aider, claude, codex, continue, gemini, open"
     ):
         get_agent("emacs")
 

@@ -191,6 +191,15 @@ def test_a_route_refers_to_a_cache_or_to_any_name_of_a_model() -> None:
     assert router.resolve("unheard of", "/") == Target("m", "one", 1)
 
 
+def test_a_request_that_names_no_model_is_answered_by_the_one_for_it() -> None:
+    models = {"m": ModelSettings(), "n": ModelSettings(n_ctx=9)}
+    router = build_router(models, {}, unnamed_model="n")
+    assert router.resolve("default", "/completion") == Target("n", "n", 9)
+    with pytest.raises(NotFound):
+        router.resolve("unheard of", "/")
+    assert build_router(models, {}, default_model="m", unnamed_model="n").resolve("default", "/").model == "m"
+
+
 def test_sampling_defaults_are_layered() -> None:
     models = {"m": ModelSettings(decoding=DecodingSettings(top_k=5, stop=["END"])), "n": ModelSettings()}
     general = DecodingSettings(top_k=9, temperature=0.1, max_tokens=64)

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from selenium.webdriver.common.keys import Keys
 from modelyard.library import default_model
 from tests.cli_process import ServerProcess, serve
 from tests.library.web import serve_hub
-from tests.workbench.browser import BrowserPage, chrome
+from tests.workbench.browser import TIMEOUT_S, BrowserPage, chrome
 from tests.workbench.pages.test_plots import optimizer_run
 
 pytestmark = pytest.mark.browser
@@ -515,6 +516,28 @@ def test_every_page_fits_a_phone_without_errors(page: BrowserPage) -> None:
         page.find("[role=heading]", title)
         assert page.run("return document.documentElement.scrollWidth") <= 390, path
     assert page.errors() == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_core_finds_no_serious_barrier(page: BrowserPage, theme: str) -> None:
+    script = resources.files("axe_core_python").joinpath("axe.min.js").read_text()
+    page.driver.set_script_timeout(TIMEOUT_S)
+    page.open("/routes")
+    page.run(f"localStorage['modelyard-dark'] = '{theme}'")
+    choose(page, "demo")
+    send(page, "markdown")
+    page.find(".turn.assistant", "tok/s")
+    for path, title in {"/chat": "Chat", **PAGES}.items():
+        if path != "/chat":
+            page.open(path)
+        page.find("[role=heading]", title)
+        page.driver.execute_script(script)
+        found = page.driver.execute_async_script("axe.run(document, {resultTypes: ['violations']}).then(arguments[0])")
+        serious = [rule for rule in found["violations"] if rule["impact"] in ("serious", "critical")]
+        assert [(rule["id"], rule["nodes"][0]["html"][:200]) for rule in serious] == [], path
+        assert page.driver.title == f"{title} · Modelyard"
+        assert page.run("return document.documentElement.lang") == "en"
+    page.run("localStorage.clear()")
 
 
 def test_pages_can_be_opened_by_keyboard(page: BrowserPage) -> None:

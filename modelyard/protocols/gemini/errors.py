@@ -101,7 +101,7 @@ def _error(status: int, fields: Mapping[str, Any], message: str, retry_after: fl
     details = [one for one in fields.get("details") or () if isinstance(one, dict)]
     reason = next((one["reason"] for one in details if isinstance(one.get("reason"), str)), None)
     ours = any(one.get("domain") == "modelyard" for one in details)
-    metadata = next((one["metadata"] for one in details if isinstance(one.get("metadata"), dict)), {})
+    metadata: dict[str, Any] = next((one["metadata"] for one in details if isinstance(one.get("metadata"), dict)), {})
     delay = next((one["retryDelay"] for one in details if isinstance(one.get("retryDelay"), str)), "")
     if retry_after is None and re.fullmatch(r"\d+(\.\d+)?s", delay):
         retry_after = float(delay[:-1])

@@ -18,7 +18,9 @@ from msgspec import Raw, Struct, field
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
+    Audio,
     Constraint,
+    Document,
     Image,
     Message,
     Part,
@@ -369,17 +371,26 @@ def _read_part(part: GeminiPart, path: str) -> Text | Image:
     )
 
 
-def _read_blob(blob: GeminiBlob, path: str) -> Text | Image:
+_PDF = "application/pdf"
+
+
+def _read_blob(blob: GeminiBlob, path: str) -> Text | Image | Audio | Document:
     kind = blob.mime_type.partition(";")[0].strip().lower()
     if kind.startswith("image/"):
         return Image(f"data:{kind};base64,{_standard_base64(blob.data)}")
+    if kind.startswith("audio/"):
+        return Audio(f"data:{kind};base64,{_standard_base64(blob.data)}")
+    if kind == _PDF:
+        return Document(f"data:{kind};base64,{_standard_base64(blob.data)}")
     if kind.startswith("text/") or kind == "application/json":
         return Text(_decoded(blob.data, path).decode("utf-8", "replace"))
     raise _unreadable(path, kind)
 
 
-def _read_file(file: GeminiFile, path: str) -> Image:
+def _read_file(file: GeminiFile, path: str) -> Image | Document:
     kind = file.mime_type.lower()
+    if kind == _PDF:
+        return Document(file.file_uri)
     if kind and not kind.startswith("image/"):
         raise _unreadable(path, kind)
     return Image(file.file_uri)

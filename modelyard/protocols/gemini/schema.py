@@ -36,7 +36,7 @@ def read_schema(schema: Any) -> Any:
         return schema
     out: dict[str, Any] = {}
     for given, value in schema.items():
-        name = _SNAKE.get(given, given)
+        name: str = _SNAKE.get(given, given)
         if name == "type":
             out[name] = _read_type(value)
         elif name in ("properties", "$defs", "defs") and isinstance(value, dict):
@@ -90,7 +90,8 @@ def _names(cls: type) -> Mapping[str, tuple[str, inspect.Type]]:
 def decode_proto(decoder: msgspec.json.Decoder[T], cls: type[T], body: bytes) -> T:
     """Decode a body whose fields may be in camel or snake case, as protocol buffers in JSON. Only bodies with an
     underscore in a name of ours are read twice; the names in free JSON stay as they are."""
-    if any(name in body for name in _quoted_names(cls)):
+    names: tuple[bytes, ...] = _quoted_names(cls)  # type: ignore[arg-type]  # a class is hashable
+    if any(name in body for name in names):
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the decoder says what is wrong
             body = encode(_camel(msgspec.json.decode(body), inspect.type_info(cls)))
     return decode(decoder, body)

@@ -91,7 +91,9 @@ def write_items(messages: tuple[Message, ...]) -> Iterator[JsonObject]:
     for message in join_turns((message.role, message.parts) for message in messages):
         if not message.parts:
             yield _write_message(message.role, ())
-        for is_content, parts in groupby(message.parts, key=lambda p: isinstance(p, Text | Image | Audio | ToolReference)):
+        for is_content, parts in groupby(
+            message.parts, key=lambda p: isinstance(p, Text | Image | Audio | ToolReference)
+        ):
             if is_content:
                 yield _write_message(message.role, tuple(parts))
             else:

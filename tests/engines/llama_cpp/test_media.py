@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,13 +15,14 @@ import pytest_asyncio
 from modelyard.core.engine import CacheInfo, Chunk, End, Media, Prompt, TokenRun
 from modelyard.core.errors import ContextOverflow, InvalidRequest, Unsupported
 from modelyard.core.request import Image, Message, Request, Text
-from modelyard.engines import llama_cpp
+from modelyard.engines import llama_cpp, llama_server
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.media import Projector
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_cpp.helpers import GREEDY, chatml, running, shared_loop
 from tests.engines.llama_cpp.media_files import as_media, media, picture, require_libmtmd, sound
 from tests.engines.llama_cpp.tiny_models import seeing
+from tests.engines.llama_server import helpers as server
 from tests.engines.reading import accepted, ids, read
 
 Kind = Literal["tiles", "block", "mrope", "audio"]
@@ -118,16 +120,12 @@ async def test_what_cannot_be_read_is_refused(seen: tuple[Kind, LlamaCppEngine])
     assert end(await read(engine.generate(prompt))).error is None
 
 
-@pytest.mark.parametrize("format", ["JPEG", "GIF", "BMP", "WEBP"])
-async def test_pictures_of_other_formats_are_read(format: str) -> None:
-    async with running(CACHES, **files("block")) as engine:
-        chunks = await read(engine.generate(ask("block", as_media("image", picture(1, format=format)))))
-        assert end(chunks).error is None
-
-
-async def test_a_huge_picture_is_refused_by_its_header() -> None:
+async def test_pictures_of_other_formats_are_read_and_a_huge_one_is_refused_by_its_header() -> None:
     header = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (100_000).to_bytes(4) * 2 + b"\x08\x02\0\0\0"
     async with running(CACHES, **files("block")) as engine:
+        for format in ("JPEG", "GIF", "BMP", "WEBP"):
+            chunks = await read(engine.generate(ask("block", as_media("image", picture(1, format=format)))))
+            assert end(chunks).error is None
         error = end(await read(engine.generate(ask("block", as_media("image", header))))).error
         assert "100000x100000 is too large" in str(error)
 
@@ -222,8 +220,6 @@ async def test_a_projector_beside_the_model_is_found_and_a_foreign_one_is_passed
 
 
 def request_of(shown: Media) -> Request:
-    import base64
-
     url = f"data:image/png;base64,{base64.b64encode(shown.data).decode()}"
     parts = (Text("Look:"), Image(url), Text("What is it?"))
     return Request(model="m", messages=(Message("user", parts),), sampling=GREEDY, max_tokens=8)
@@ -231,13 +227,13 @@ def request_of(shown: Media) -> Request:
 
 @pytest.mark.parametrize("kind", ["tiles", "block", "mrope"])
 async def test_it_generates_the_same_as_llama_server_from_as_many_tokens(kind: Kind) -> None:
-    from tests.engines.llama_server import helpers as server
-
     shown, paths = of(kind), files(kind)
     async with running(CACHES, **paths) as engine:
         own = await read(engine.generate(ask(kind, shown)))
     tokenizer = GgufTokenizer(Path(paths["path"]))
-    text, usage = await server.answer(
-        request_of(shown), path=paths["path"], llama_server_mmproj_path=paths["mmproj"], modalities=("text", "image")
-    )
+    options = {"path": paths["path"], "llama_server_mmproj_path": paths["mmproj"]}
+    text, usage, counted = await server.answer(request_of(shown), **options)
     assert (tokenizer.decode(ids(own)), end(own).usage.prompt) == (text, usage.prompt)
+    assert counted == usage.prompt, "its own count, while it runs"
+    marks = end(own).usage.prompt - len(ask(kind, shown).ids)
+    assert llama_server.count_media(llama_server.Options(**options), [shown]) == [marks], "and before it runs"

@@ -130,10 +130,12 @@ async def test_a_bias_of_an_unknown_token_is_ignored(engine: LlamaCppEngine) -> 
 @shared_loop
 @pytest.mark.parametrize("back", [None, -1, 64])
 async def test_dry_breaks_a_loop(engine: LlamaCppEngine, back: int | None) -> None:
-    """Unset and -1 mean the whole context."""
+    """Unset and -1 mean the whole context. With this strength nothing longer than the allowed length comes twice."""
     looped = await sampled(engine, LOOP, 18, temperature=0)
-    free = await sampled(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=back)
-    assert _longest_repeat(looped) > 2 * _longest_repeat(free)
+    dry = {"dry_multiplier": 1000.0, "dry_allowed_length": 2, "dry_sequence_breakers": ("\u2603",)}
+    free = await sampled(engine, LOOP, 18, temperature=0, dry_penalty_last_n=back, **dry)
+    assert _longest_repeat(looped) > 3
+    assert _longest_repeat(free) <= 2
 
 
 @shared_loop

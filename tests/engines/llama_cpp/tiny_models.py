@@ -224,7 +224,9 @@ def _write_nomic_bert(writer: gguf.GGUFWriter) -> None:
 # --- decoders ---------------------------------------------------------------------------------------------------------
 
 
-def _add_smollm2_vocabulary(writer: gguf.GGUFWriter, extra: dict[str, str], *, template: bool = True) -> int:
+def _add_smollm2_vocabulary(
+    writer: gguf.GGUFWriter, extra: dict[str, str], *, template: bool = True, first: int | None = None
+) -> int:
     metadata, _ = read_contents(fetch())
 
     def value(name: str) -> Any:
@@ -236,7 +238,7 @@ def _add_smollm2_vocabulary(writer: gguf.GGUFWriter, extra: dict[str, str], *, t
     writer.add_token_list([*tokens, *extra.values()])
     writer.add_token_types([*types, *(gguf.TokenType.CONTROL for _ in extra)])
     writer.add_token_merges(value("merges"))
-    writer.add_bos_token_id(value("bos_token_id"))
+    writer.add_bos_token_id(value("bos_token_id") if first is None else first)
     writer.add_eos_token_id(value("eos_token_id"))
     if template:
         writer.add_chat_template(metadata["tokenizer.chat_template"])
@@ -267,7 +269,7 @@ def _write_llama(writer: gguf.GGUFWriter, *, fim: bool, greets: bool = False) ->
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(WIDTH // HEADS)
-    size = _add_smollm2_vocabulary(writer, _FIM if fim else {})
+    size = _add_smollm2_vocabulary(writer, _FIM if fim else {}, first=0 if greets else None)
     for at, name in enumerate(_FIM if fim else {}, size - len(_FIM)):
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", at)
     writer.add_add_bos_token(greets)

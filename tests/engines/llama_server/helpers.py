@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Generation
-from modelyard.core.events import BlockDelta, Event
+from modelyard.core.events import BlockDelta, Event, Finished, Usage
 from modelyard.core.request import Message, Request, Sampling, Text
 from modelyard.engines import llama_server
 from modelyard.engines.llama_server.engine import LlamaServerEngine
@@ -52,6 +52,17 @@ def chat_request(text: str = "Say hello.", **fields: Any) -> Request:
 
 async def read_events(engine_: LlamaServerEngine, request: Request) -> list[Event]:
     return await read_rest(engine_.chat(request))
+
+
+async def answer(request: Request, **chosen: Any) -> tuple[str, Usage, int | None]:
+    """Text and usage of a reply by a server with these options, and its count of the prompt's tokens."""
+    async with running_engine(**chosen) as made:
+        events = await read_events(made, request)
+        counted = await made.count(request)
+    text = "".join(event.text for event in events if isinstance(event, BlockDelta))
+    last = events[-1]
+    assert isinstance(last, Finished)
+    return text, last.usage, counted
 
 
 async def read_rest(generation: Generation[Event]) -> list[Event]:
