@@ -196,6 +196,7 @@ class EventStream:
                 await self._finish_ping(self._ping)
             if not self._started:
                 await self._start()
+            self._sending = True
             await self._send(self._body(self._writer.end(), last=True))
         finally:
             self._over = True
