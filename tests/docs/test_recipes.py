@@ -102,10 +102,11 @@ def environment_of(name: str, folder: Path) -> dict[str, str]:
 
 def program_of(name: str, folder: Path, url: str) -> list[str]:
     (code,) = blocks_of(sections("clients.md")[recipes.RECIPES[name].title], "python", "bash", "js")
-    suffix, runner = {"llm": (".sh", "bash"), "ai-sdk": (".mjs", "node")}.get(name, (".py", "python"))
+    is_js = bool(recipes.RECIPES[name].npm)
+    suffix, runner = (".mjs", "node") if is_js else {"llm": (".sh", "bash")}.get(name, (".py", "python"))
     path = folder / f"program{suffix}"
     path.write_text(code.replace("http://localhost:8000", url))
-    if name == "ai-sdk":
+    if is_js:
         (folder / "node_modules").symlink_to(recipes.RECIPES[name].folder() / "node_modules")
     return [runner, *(["-e"] if runner == "bash" else []), str(path)]
 
@@ -134,8 +135,39 @@ def test_a_program_works(name: str, served: LiveServer, requests: RequestLog, tm
 
 
 @pytest.mark.recipes
-def test_open_webui_lists_models_and_chats(served: LiveServer, requests: RequestLog, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("provider", "path"), [("ollama_chat", ""), ("gemini", "/v1beta")])
+def test_litellm_speaks_the_other_protocols(
+    provider: str, path: str, served: LiveServer, requests: RequestLog, tmp_path: Path
+) -> None:
+    env, command = environment_of("litellm", tmp_path), program_of("litellm", tmp_path, served.url)
+    program = Path(command[-1])
+    code = program.read_text().replace("openai/", f"{provider}/").replace(f"{served.url}/v1", served.url + path)
+    program.write_text(code)
+    done = subprocess.run(
+        ["env", *command],
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done
+    assert "Hello there." in done.stdout
+    assert ANSWER in done.stdout
+    expected = "/api/chat" if provider == "ollama_chat" else "/v1beta/models/my-model:"
+    assert all(line.startswith((expected, "/api/show")) for line in requests.requests)
+    assert requests.problems == []
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize("api", ["openai", "ollama"])
+def test_open_webui_lists_models_and_chats(api: str, served: LiveServer, requests: RequestLog, tmp_path: Path) -> None:
     start, use = blocks_of(sections("clients.md")["Open WebUI"], "bash")
+    if api == "ollama":
+        start = start.replace("ENABLE_OLLAMA_API=false", "ENABLE_OLLAMA_API=true ENABLE_OPENAI_API=false")
+        start = start.replace("OPENAI_API_BASE_URL=http://localhost:8000/v1", "OLLAMA_BASE_URL=http://localhost:8000")
+        use = use.replace("my-model", "my-model:latest")
     env, port = environment_of("open-webui", tmp_path), free_port()
     start = start.replace("http://localhost:8000", served.url).replace("--port 8080", f"--port {port}")
     with (tmp_path / "log").open("w") as log:
@@ -155,10 +187,11 @@ def test_open_webui_lists_models_and_chats(served: LiveServer, requests: Request
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert '"id":"my-model"' in done.stdout, done
+    assert f'"id":"my-model{"" if api == "openai" else ":latest"}"' in done.stdout, done
     assert '"content":"Hello there."' in done.stdout, done
-    assert "/v1/models 200" in requests.requests
-    assert "/v1/chat/completions 200" in requests.requests
+    lists, chats = ("/v1/models", "/v1/chat/completions") if api == "openai" else ("/api/tags", "/api/chat")
+    assert f"{lists} 200" in requests.requests
+    assert f"{chats} 200" in requests.requests
     assert requests.problems == []
 
 

@@ -12,7 +12,7 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin, prompt_formats
 from modelyard.tokenizer.shield import SENTINEL, unshield
-from tests.prompt.test_render import SPECIALS, FakeTokenizer
+from tests.prompt.test_render import VOCAB
 
 PICTURE, SOUND = Image("data:image/png;base64,AAAA"), Audio("data:audio/wav;base64,AAAA")
 CHATML = (
@@ -26,7 +26,7 @@ def request(*parts: object, role: str = "user") -> Request:
 
 
 def marking(template: str = CHATML) -> Renderer:
-    return Renderer(ChatTemplate(template), FakeTokenizer(), marks_media=True)
+    return Renderer(ChatTemplate(template), VOCAB, marks_media=True)
 
 
 def test_a_prompt_is_split_where_its_images_and_sounds_are() -> None:
@@ -67,12 +67,12 @@ def test_a_template_that_drops_an_image_is_refused() -> None:
 def test_every_built_in_format_has_a_place_for_images(name: str) -> None:
     asked = request(Text("Look:"), PICTURE, Text("What is it?"))
     template = ChatTemplate(builtin(name))
-    marked = Renderer(template, FakeTokenizer(), marks_media=True)
+    marked = Renderer(template, VOCAB, marks_media=True)
     assert split_at_marks(marked.text(asked))[1] == [1]
-    plain = Renderer(template, FakeTokenizer())
+    plain = Renderer(template, VOCAB)
     assert plain.shows_images
     assert plain.text(asked) != plain.text(request(Text("Look:"), Text("What is it?")))
-    own = Renderer(template, FakeTokenizer(), image_placeholder="<picture>")
+    own = Renderer(template, VOCAB, image_placeholder="<picture>")
     assert "<picture>" in own.text(asked)
 
 

@@ -203,6 +203,10 @@ def png(color: tuple[int, int, int], side: int = 40) -> str:
     return f"data:image/png;base64,{base64.b64encode(whole).decode()}"
 
 
+def anthropic_source(colour: tuple[int, int, int]) -> dict[str, str]:
+    return {"type": "base64", "media_type": "image/png", "data": png(colour).partition(",")[2]}
+
+
 @pytest.fixture(scope="module")
 def vision_server() -> Iterator[LiveServer]:
     values = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
@@ -257,6 +261,23 @@ def test_each_image_counts_as_its_patches(vision_server: LiveServer) -> None:
     """32 by 32 pixels in patches of 8, four patches per token, and three markers."""
     one, two = describe(vision_server, png((9, 9, 9))), describe(vision_server, png((9, 9, 9)), png((8, 8, 8)))
     assert two["usage"]["prompt_tokens"] - one["usage"]["prompt_tokens"] == 7
+
+
+def test_images_are_counted_as_they_are_read(vision_server: LiveServer) -> None:
+    content = [{"type": "text", "text": "What do you see?"}, {"type": "image", "source": anthropic_source((7, 7, 7))}]
+    body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    counted = httpx.post(f"{vision_server.url}/v1/messages/count_tokens", json=body, timeout=WAIT_S).json()[
+        "input_tokens"
+    ]
+    assert counted == describe(vision_server, png((7, 7, 7)))["usage"]["prompt_tokens"]
+
+
+def test_a_forced_prompt_format_writes_the_models_own_placeholder() -> None:
+    values = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
+    model = {"backend": "vllm", "python": real_vllm.python(), "n_ctx": 512, "modalities": ["text", "image"], **values}
+    with loaded(model | {"prompt_format": "generic", "force_prompt_format": True}) as served:
+        red, blue = describe(served, png((255, 0, 0))), describe(served, png((0, 0, 255)))
+        assert logprobs(red) != pytest.approx(logprobs(blue), abs=1e-3)
 
 
 def test_more_images_than_the_limit_are_refused(vision_server: LiveServer) -> None:
