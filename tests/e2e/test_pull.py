@@ -1,4 +1,4 @@
-"""From `modelyard pull` to an answer: a local hub, the real default model, a server that is already running."""
+"""From `modelyard pull` to an answer: a local hub, a model of two layers, a server that is already running."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import httpx
 import pytest
 from anthropic import Anthropic
 
-from modelyard.library import default_model, models
+from modelyard.library import models
 from tests import cli_process
 from tests.e2e.helpers import wait_until
+from tests.engines.llama_cpp.short_model import short_model_file
 from tests.library.convert.tiny_models import write_model
 from tests.library.web import Hub, serve_hub
 
@@ -44,7 +45,7 @@ class PullableServer:
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     with serve_hub() as running:
-        data = default_model.fetch().read_bytes()
+        data = short_model_file().read_bytes()
         running.repos[REPO] = {FILE: data, "Small-F16.gguf": data + bytes(100), "README.md": b"words"}
         yield running
 

@@ -33,6 +33,7 @@ GpuLayers = Annotated[int, Field(ge=-1, le=10_000)] | Literal["auto"]
 LOGIT_ROWS = 16
 MAX_SEQUENCES = 256  # of a context: llama.cpp's own limit
 CAPABILITIES = Capabilities(
+    modalities=("text", "image", "audio"),
     structured=True,
     logprobs=True,
     prompt_logprobs=True,
@@ -316,10 +317,11 @@ def _sequences(group: Mapping[str, CacheInfo]) -> int:
 
 
 def model_capabilities(purpose: ModelPurpose, options: Options) -> Capabilities:
-    """What a model with this purpose can do: generate, or embed, or rank."""
+    """What a model with this purpose can do: generate, or embed, or rank. Its projector adds what it sees and hears."""
     embeds = purpose.task == "embedding" if options.embeddings is None else options.embeddings
     return structs.replace(
         CAPABILITIES,
+        modalities=("text",),
         chat=purpose.task == "chat",
         embeddings=embeds and purpose.has_vectors and purpose.task in ("chat", "embedding"),
         rerank=purpose.task == "reranking",
