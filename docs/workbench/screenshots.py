@@ -16,8 +16,9 @@ from tests.cli_process import serve
 from tests.workbench.browser import BrowserPage, chrome
 
 HERE = Path(__file__).parent
+MESSAGE = "textarea[aria-label=Message]"
 _TRAFFIC_S = 150.0
-_CONFIG = """
+_CONFIG = '''
 [log]
 history_texts = true
 
@@ -37,6 +38,24 @@ script = [
     { when = "weather", steps = [
         { think = "The user asks about the weather. There is a tool for that, but Rome is always sunny." },
         { text = "It is sunny in Rome, 24 °C. Take a hat." } ] },
+    { when = "pendulum", steps = [
+        { think = "A small angle: the period does not depend on the amplitude." },
+        { text = """For a small angle the period is
+
+$$T = 2\\\\pi \\\\sqrt{\\\\frac{l}{g}}$$
+
+```python
+from math import pi, sqrt
+
+def period(length: float, g: float = 9.81) -> float:
+    return 2 * pi * sqrt(length / g)
+```
+
+| length | period |
+|-------:|-------:|
+| 0.25 m | 1.00 s |
+| 1 m | 2.01 s |
+""" } ] },
 ]
 
 [models.large]
@@ -67,7 +86,7 @@ cache = "demo"
 [[routes]]
 match = "*"
 cache = "main"
-"""
+'''
 _TOPICS = ("the sea", "a dragon", "bread", "the moon", "a train", "winter", "chess", "the weather")
 
 
@@ -93,7 +112,11 @@ def send_traffic(url: str, stop: threading.Event) -> None:
 def main() -> None:
     default_model.fetch()
     stop = threading.Event()
-    with tempfile.TemporaryDirectory() as folder, serve(Path(folder), config=_CONFIG) as running, chrome() as driver:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serve(Path(folder), config=_CONFIG, XDG_DATA_HOME=folder) as running,
+        chrome() as driver,
+    ):
         running.until("the model smollm2 is ready")
         sender = threading.Thread(target=send_traffic, args=(running.url, stop), daemon=True)
         sender.start()
@@ -108,12 +131,12 @@ def main() -> None:
 
 def take_all(page: BrowserPage) -> None:
     models(page)
-    for name in ("requests", "memory", "caches", "plots"):
+    for name in ("requests", "memory", "caches", "plots", "logs"):
         page.open(f"/{name}")
         time.sleep(12 if name == "caches" else 5)
         save(page, name)
     optimizer(page)
-    playground(page)
+    chat(page)
     request(page)
     routes(page)
     dark_and_phone(page)
@@ -141,13 +164,19 @@ def models(page: BrowserPage) -> None:
     save(page, "load")
 
 
-def playground(page: BrowserPage) -> None:
-    page.open("/playground?model=demo")
-    page.type("textarea[aria-label=Message]", "What is the weather like in Rome?", Keys.ENTER)
+def chat(page: BrowserPage) -> None:
+    page.open("/chat?model=demo")
+    page.find(".model .q-chip", "demo")
+    page.type(MESSAGE, "How long does a pendulum swing?", Keys.ENTER)
     page.find(".turn.assistant", "tok/s")
-    page.click(".q-tab", "Events")
     time.sleep(1)
-    save(page, "playground")
+    save(page, "chat")
+    page.type(".model input", "smollm2", Keys.ENTER)
+    page.find(".model .q-chip", "smollm2")
+    page.type(MESSAGE, "What is the weather like in Rome?", Keys.ENTER)
+    page.wait_until(lambda: len(page.find_all(".round .turn.assistant", "tok/s")) == 2, "both answers")
+    time.sleep(1)
+    save(page, "sidebyside")
 
 
 def request(page: BrowserPage) -> None:
@@ -169,18 +198,23 @@ def routes(page: BrowserPage) -> None:
 
 
 def dark_and_phone(page: BrowserPage) -> None:
+    """Every page in the dark theme, and on a phone."""
     page.run("localStorage.setItem('modelyard-dark', 'dark')")
-    page.open("/plots")
-    page.find("body.body--dark")
-    time.sleep(4)
-    save(page, "dark")
+    take_each(page, "dark")
+    page.run("localStorage.setItem('modelyard-dark', 'light')")
     page.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     )
-    page.open("")
-    page.find("[data-model=demo]", "ready")
-    time.sleep(2)
-    save(page, "phone")
+    take_each(page, "phone")
+
+
+def take_each(page: BrowserPage, prefix: str) -> None:
+    stored = httpx.get(f"{page.url}/v1/admin/chats").json()["data"][0]["id"]
+    for name in ("models", "chat", "requests", "memory", "caches", "plots", "routes", "logs"):
+        page.open({"models": "", "chat": f"/chat/{stored}"}.get(name, f"/{name}"))
+        page.find("[role=heading]", name.capitalize())
+        time.sleep(4)
+        save(page, prefix + name)
 
 
 def save(page: BrowserPage, name: str) -> None:

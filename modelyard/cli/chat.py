@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from modelyard.cli.completion import complete_models
-from modelyard.cli.console import KeyOption, UrlOption, run_or_exit
+from modelyard.cli.console import KeyOption, UrlOption, complete_models, run_or_exit
 
 # --- options that chat and run share ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What all commands share: consoles, common options, loading the configuration, and printing errors and tables.
+"""What all commands share: consoles, common options, the configuration, errors, tables, and completion of names.
 
 Modules of commands import what they need where they need it: `modelyard --help` and a shell's completion should not
 wait for engines and HTTP clients.
@@ -111,3 +111,34 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(escape(row[index]) for index in kept))
     out.print(table, crop=False)
+
+
+# --- shell completion of model names, without asking a server ---------------------------------------------------------
+
+
+def complete_models(incomplete: str) -> list[str]:
+    return sorted(name for name in {*_configured(), *_in_library()} if name.startswith(incomplete))
+
+
+def complete_library(incomplete: str) -> list[str]:
+    return sorted(name for name in _in_library() if name.startswith(incomplete))
+
+
+def _configured() -> set[str]:
+    """Errors complete nothing: a shell has no place to show them."""
+    from modelyard.config.load import load_config
+
+    try:
+        models = load_config().config.models
+    except (ModelyardError, OSError):
+        return set()
+    return {*models, *(alias for model in models.values() for alias in model.aliases)}
+
+
+def _in_library() -> set[str]:
+    from modelyard.library.models import list_models
+
+    try:
+        return {entry.name for entry in list_models()}
+    except (ModelyardError, OSError):
+        return set()

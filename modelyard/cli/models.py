@@ -9,9 +9,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from modelyard.cli.completion import complete_library
 from modelyard.cli.config import describe_config
-from modelyard.cli.console import ConfigOption, err, load_or_exit, out, print_table, run_or_exit
+from modelyard.cli.console import ConfigOption, complete_library, err, load_or_exit, out, print_table, run_or_exit
 from modelyard.core.errors import NotFound
 
 if TYPE_CHECKING:

@@ -14,8 +14,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from modelyard.cli.completion import complete_models
-from modelyard.cli.console import AdminKeyOption, JsonOption, UrlOption, fail, out, print_table, run_or_exit
+from modelyard.cli.console import (
+    AdminKeyOption,
+    JsonOption,
+    UrlOption,
+    complete_models,
+    fail,
+    out,
+    print_table,
+    run_or_exit,
+)
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from modelyard.core.units import format_duration, format_size
 from modelyard.server.client import Json, ServerClient, find_url, no_server

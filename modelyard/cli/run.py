@@ -16,8 +16,17 @@ import typer
 from rich.markup import escape
 
 from modelyard.cli.chat import ImageOption, SetOption, SystemOption, ThinkingOption, ThinkOption, VerboseOption
-from modelyard.cli.completion import complete_models
-from modelyard.cli.console import ConfigOption, KeyOption, UrlOption, err, fail, load_or_exit, out, run_or_exit
+from modelyard.cli.console import (
+    ConfigOption,
+    KeyOption,
+    UrlOption,
+    complete_models,
+    err,
+    fail,
+    load_or_exit,
+    out,
+    run_or_exit,
+)
 from modelyard.cli.models import make_progress, pull_model
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from modelyard.server.client import ServerClient, find_url, is_local

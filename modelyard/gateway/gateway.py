@@ -96,7 +96,6 @@ from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
 from modelyard.gateway.model import Model
 from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, output_budget
 from modelyard.gateway.priority import priority
-from modelyard.gateway.reasoning_budget import reasoning_budget
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
@@ -198,7 +197,7 @@ class Gateway:
             self._report(warnings)
         reasoning = None
         if request.reasoning.budget is not None and prompts and model.kind == "text":
-            reasoning = reasoning_budget(request, model.pipeline, prompts[0].text)
+            reasoning = model.pipeline.reasoning_budget(request, prompts[0].text)
         return PreparedRequest(
             request=request,
             caller=caller,

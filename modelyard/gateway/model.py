@@ -8,12 +8,13 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from modelyard.core.engine import Capabilities, Media
+from modelyard.core.engine import Capabilities, Media, ReasoningBounds, ReasoningBudget
 from modelyard.core.errors import ModelyardError, Unavailable, Unimplemented
 from modelyard.core.output_format import OutputFormat
 from modelyard.core.request import Request, Sampling
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.render import Renderer
+from modelyard.scanner.scanner import Scanner
 
 
 class TextPipeline(Struct, frozen=True):
@@ -36,6 +37,20 @@ class TextPipeline(Struct, frozen=True):
 
     def format_for(self, request: Request) -> OutputFormat:
         return self.tools_prompt_format if self.tools_prompt_format is not None and request.tools else self.format
+
+    def reasoning_budget(self, request: Request, prompt: str) -> ReasoningBudget | None:
+        """The limit of the reasoning as an engine takes it. `prompt` is the rendered text, which may open the
+        reasoning. None: the request has no budget, or the format has no reasoning that can be closed."""
+        tokens, blocks = request.reasoning.budget, self.format_for(request).reasoning_blocks
+        if tokens is None or tokens < 0 or request.prompts or not blocks:
+            return None
+        tail = self.renderer.tail(prompt)
+        begin = Scanner(self.format_for(request), prefill=tail, new_id=str, specials=self.tokenizer.specials)
+        end = begin.reasoning_end
+        opened = next((at for at, block in enumerate(blocks) if end in block.ends), None) if begin.is_thinking else None
+        encode = self.tokenizer.encode
+        bounds = tuple(ReasoningBounds(block.start, block.ends, tuple(encode(block.closing))) for block in blocks)
+        return ReasoningBudget(tokens, bounds, opened)
 
 
 class Model(Struct, frozen=True, kw_only=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modelyard.cli.config import CacheRow, ModelRow, RouteRow, describe_config
 from modelyard.config.load import load_config
 from modelyard.config.settings import LoadedConfig
+from modelyard.core.errors import NotFound
 
 TEXT = """
 [models.m]
@@ -72,3 +74,27 @@ def test_the_window_of_a_remote_model_is_unknown_unless_it_is_set(
     rows = describe_config(load_config(Path("c.toml"), env={}, cwd=tmp_path))
     assert [(row.window, row.tokens) for row in rows.caches] == [(window, window)]
     assert {row.window for row in rows.routes} == {window}
+
+
+REMOTE = {"backend": "openai_remote", "remote_base_url": "http://a/v1", "remote_model": "x"}
+
+
+@pytest.mark.parametrize(
+    ("models", "answers"),
+    [
+        ({"far": REMOTE, "a": {"backend": "fake"}, "b": {"backend": "fake"}}, "a"),
+        ({"a": {"backend": "fake", "enabled": False}, "b": {"backend": "fake"}}, "b"),
+        ({"a": {"backend": "fake", "enabled": False}}, "a"),
+        ({"a": {"backend": "fake", "enabled": False}, "b": {"backend": "fake", "enabled": False}}, None),
+        ({"far": REMOTE}, None),
+    ],
+)
+def test_a_request_without_a_model_goes_to_the_first_one_of_this_machine(
+    models: dict[str, Any], answers: str | None
+) -> None:
+    router = load_config(env={}, overrides={"models": models}).config.router()
+    if answers is None:
+        with pytest.raises(NotFound):
+            router.resolve("default", "/completion")
+    else:
+        assert router.resolve("default", "/completion").model == answers

@@ -11,8 +11,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from modelyard.cli import app, console
-from modelyard.cli.completion import complete_library, complete_models
 from modelyard.cli.config_files import find_editor
+from modelyard.cli.console import complete_library, complete_models
 from modelyard.core.errors import NotFound
 from tests.library.files import write_gguf
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from modelyard import plugins
 from modelyard.config.load import load_config, merge_tables
 from modelyard.config.problems import ConfigError
-from modelyard.core.errors import NotFound
 from modelyard.library.default_model import DEFAULT_MODEL
 from tests.config.conftest import Loader
 
@@ -216,27 +215,3 @@ def test_later_tables_override_earlier_ones(a: Any, b: Any, c: Any) -> None:
     for key, value in c.items():
         if not isinstance(value, dict):
             assert merge_tables(merge_tables(a, b), c)[key] == value
-
-
-REMOTE = {"backend": "openai_remote", "remote_base_url": "http://a/v1", "remote_model": "x"}
-
-
-@pytest.mark.parametrize(
-    ("models", "answers"),
-    [
-        ({"far": REMOTE, "a": {"backend": "fake"}, "b": {"backend": "fake"}}, "a"),
-        ({"a": {"backend": "fake", "enabled": False}, "b": {"backend": "fake"}}, "b"),
-        ({"a": {"backend": "fake", "enabled": False}}, "a"),
-        ({"a": {"backend": "fake", "enabled": False}, "b": {"backend": "fake", "enabled": False}}, None),
-        ({"far": REMOTE}, None),
-    ],
-)
-def test_a_request_without_a_model_goes_to_the_first_one_of_this_machine(
-    models: dict[str, Any], answers: str | None
-) -> None:
-    router = load_config(env={}, overrides={"models": models}).config.router()
-    if answers is None:
-        with pytest.raises(NotFound):
-            router.resolve("default", "/completion")
-    else:
-        assert router.resolve("default", "/completion").model == answers

@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from modelyard.config.load import load_config
+from modelyard.server.model_check import check_models
+from modelyard.telemetry.system import read_memory
 from tests.e2e.helpers import (
     config,
     raw_request,
@@ -20,6 +24,8 @@ from tests.e2e.helpers import (
     wait_until_idle,
 )
 from tests.e2e.protocols import CHAT, MESSAGES, PROTOCOLS, RESPONSES, VALID_BODIES, Protocol, event_names, parse_events
+from tests.engines.llama_cpp.test_file_check import with_two_equal_tokens
+from tests.engines.llama_cpp.tiny_models import coder
 from tests.live_server import LiveServer, demo_config, live_server
 
 
@@ -272,3 +278,29 @@ def test_a_request_without_output_is_retried_after_a_crash(
     else:
         assert protocol.parse_reply(reply.json()).text == "done"
     wait_until_idle(crashing_server)
+
+
+# --- files that llama.cpp does not survive ----------------------------------------------------------------------------
+
+
+def test_a_file_with_two_equal_tokens_is_refused_everywhere_and_other_models_keep_running(tmp_path: Path) -> None:
+    file = tmp_path / "twins.gguf"
+    file.write_bytes(with_two_equal_tokens(coder(False).read_bytes()))
+    twins = {"path": str(file), "n_threads": 1}
+    models = {"demo": {"backend": "fake"}, "twins": twins, "idle": twins | {"enabled": False, "autoload": True}}
+    sentence = (
+        "twins.gguf has no readable vocabulary: two tokens of its vocabulary are equal, which llama.cpp does not read"
+    )
+    checked = check_models(load_config(env={}, overrides={"models": models}), (), read_memory())
+    assert {problem.path for problem in checked if sentence in problem.message} >= {
+        "models.twins.path",
+        "models.idle.path",
+    }
+    with live_server({"models": models}, ready=False) as running, httpx.Client(base_url=running.url) as client:
+        for name in ("twins", "idle"):
+            reply = client.post(CHAT.path, json=CHAT.body("Hello!", model=name))
+            assert sentence in reply.json()["error"]["message"], reply.text
+            loaded = client.post(f"/v1/admin/models/{name}/load")
+            assert loaded.status_code >= 400
+            assert sentence in loaded.text
+        assert client.post(CHAT.path, json=CHAT.body("Hello!", model="demo")).status_code == 200

@@ -15,6 +15,7 @@ from tests.e2e.helpers import config
 from tests.live_server import LiveServer, live_server
 
 TEXT = "Hello there, friend."
+_TEXTS: Any = ["a b", "c"]
 WEATHER = types.FunctionDeclaration(
     name="get_weather",
     description="The weather",
@@ -90,7 +91,7 @@ def test_a_tool_is_called_and_its_result_used(sdk: genai.Client, stream: bool) -
         (reply,) = [chunk for chunk in chunks if chunk.function_calls]
     else:
         reply = sdk.models.generate_content(model="demo", contents=contents, config=tools)
-    (called,) = reply.function_calls or ()
+    (called,) = reply.function_calls or [types.FunctionCall()]
     assert (called.name, called.args) == ("get_weather", {"city": "Rome"})
     assert reply.candidates
     result = types.Part.from_function_response(name="get_weather", response={"output": "sunny"})
@@ -133,7 +134,7 @@ def test_tokens_models_and_embeddings(sdk: genai.Client) -> None:
     assert [model.name for model in sdk.models.list()] == ["models/demo"]
     assert sdk.models.get(model="demo").input_token_limit == 4096
     found = sdk.models.embed_content(
-        model="demo", contents=["a b", "c"], config=types.EmbedContentConfig(output_dimensionality=8)
+        model="demo", contents=_TEXTS, config=types.EmbedContentConfig(output_dimensionality=8)
     )
     assert [len(one.values or ()) for one in found.embeddings or ()] == [8, 8]
 
@@ -142,9 +143,9 @@ def test_images_reach_a_model_that_sees() -> None:
     seeing = config()
     seeing["models"]["demo"]["modalities"] = ["text", "image"]
     with live_server(seeing) as server:
-        image = types.Part.from_bytes(data=red_png(), mime_type="image/png")
+        image: list[Any] = ["text", types.Part.from_bytes(data=red_png(), mime_type="image/png")]
         client = connect(server)
-        assert client.models.generate_content(model="demo", contents=["text", image]).text == TEXT
+        assert client.models.generate_content(model="demo", contents=image).text == TEXT
         client.close()
 
 
@@ -153,9 +154,9 @@ def test_errors_have_googles_names(sdk: genai.Client) -> None:
         with pytest.raises(errors.ServerError) as raised:
             sdk.models.generate_content(model="demo", contents=text)
         assert (raised.value.code, raised.value.status) == (code, status)
-    image = types.Part.from_bytes(data=red_png(), mime_type="image/png")
+    image: list[Any] = ["text", types.Part.from_bytes(data=red_png(), mime_type="image/png")]
     with pytest.raises(errors.ClientError) as refused:
-        sdk.models.generate_content(model="demo", contents=["text", image])
+        sdk.models.generate_content(model="demo", contents=image)
     assert (refused.value.code, refused.value.status) == (400, "INVALID_ARGUMENT")
 
 

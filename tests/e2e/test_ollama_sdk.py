@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ def test_thinking_can_be_switched_off(sdk: ollama.Client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called_and_its_result_used(sdk: ollama.Client, stream: bool) -> None:
     messages: list[Any] = user("one tool")
-    reply: Any = sdk.chat("demo", messages, tools=[get_weather], stream=stream)
+    chat: Any = sdk.chat
+    reply = chat("demo", messages, tools=[get_weather], stream=stream)
     found = next(part.message for part in reply if part.message.tool_calls) if stream else reply.message
     (called,) = found.tool_calls
     assert (called.function.name, called.function.arguments) == ("get_weather", {"city": "Rome"})
@@ -77,7 +78,7 @@ def test_a_tool_is_called_and_its_result_used(sdk: ollama.Client, stream: bool) 
 def test_a_schema_is_kept(sdk: ollama.Client) -> None:
     reply = sdk.chat("demo", user("Rome, please"), format=City.model_json_schema())
     assert isinstance(City.model_validate_json(reply.message.content or ""), City)
-    assert sdk.generate("demo", "Rome, please", format="json").response.startswith("{")
+    assert (sdk.generate("demo", "Rome, please", format="json").response or "").startswith("{")
 
 
 def test_generate_continues_from_its_context(sdk: ollama.Client) -> None:
@@ -87,7 +88,7 @@ def test_generate_continues_from_its_context(sdk: ollama.Client) -> None:
     assert again.response == "Forty-two."
     assert (again.prompt_eval_count or 0) > (first.prompt_eval_count or 0)
     streamed = [*sdk.generate("demo", "text", stream=True)]
-    assert "".join(part.response for part in streamed) == TEXT
+    assert "".join(part.response or "" for part in streamed) == TEXT
     assert streamed[-1].context
 
 
@@ -219,13 +220,14 @@ def test_a_model_is_pulled_with_progress(
 
 def test_what_cannot_be_changed_is_said(librarian: ollama.Client) -> None:
     sdk = librarian
-    for call, status in (
+    refused: list[tuple[Callable[[], Any], int]] = [
         (lambda: sdk.delete("demo"), 409),
         (lambda: sdk.copy("none", "other"), 404),
         (lambda: sdk.create("x", from_="demo"), 400),
         (lambda: sdk.create("x", files={"a": "sha256:" + "0" * 64}), 400),
         (lambda: sdk.pull("llama3.2"), 404),
-    ):
+    ]
+    for call, status in refused:
         with pytest.raises(ollama.ResponseError) as raised:
             call()
         assert raised.value.status_code == status

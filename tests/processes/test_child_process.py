@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.processes.child_process import ChildProcess, OutputTail, describe_exit
+from modelyard.processes.child_process import ChildProcess, OutputTail, describe_exit, last_words
 
 
 def test_only_the_last_lines_are_kept() -> None:
@@ -157,6 +157,21 @@ async def test_cancelling_a_wait_does_not_cancel_ended() -> None:
     await asyncio.sleep(0)
     waiting.cancel()
     assert await child.stop() < 0
+
+
+async def test_a_failed_assertion_of_llama_cpp_is_reported_by_its_own_line() -> None:
+    """Without GGML_NO_BACKTRACE a debugger would write its own output behind it."""
+    program = """
+from ctypes import c_char_p, c_int
+from modelyard import libllama
+abort = libllama.load().raw.ggml_abort
+abort.argtypes = [c_char_p, c_int, c_char_p, c_char_p]
+abort(b"/build/ggml/src/ggml.c", 7, b"GGML_ASSERT(%s) failed", b"n_seqs > 0")
+"""
+    child = await ChildProcess.start([sys.executable, "-c", program], dict(os.environ))
+    assert await child.ended == -signal.SIGABRT
+    assert last_words(child.log.lines(), 20) == "ggml.c:7: GGML_ASSERT(n_seqs > 0) failed"
+    assert len(child.log.lines()) <= 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Raw, Struct
 from msgspec.json import Decoder
 
-from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError
+from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError, Unsupported
 from modelyard.core.events import (
     Block,
     BlockDelta,
@@ -24,7 +24,9 @@ from modelyard.core.events import (
     Usage,
 )
 from modelyard.core.request import (
+    Audio,
     Constraint,
+    Document,
     Image,
     Message,
     Part,
@@ -48,7 +50,6 @@ from modelyard.protocols.anthropic_messages.request import (
 )
 from modelyard.protocols.common.extensions import present, write_extensions
 from modelyard.protocols.common.json import decode, encode, is_json_object
-from modelyard.protocols.common.media_parts import refuse_audio
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.common.sse import SseEvent, SseParser
 
@@ -100,7 +101,8 @@ def _write_content(parts: Iterable[Part]) -> str | list[dict[str, Any]]:
 
 
 def _write_part(part: Part) -> dict[str, Any]:
-    refuse_audio((part,), "Anthropic's API")
+    if isinstance(part, Audio | Document):  # documents are pages by now
+        raise Unsupported("Anthropic's API takes no audio", code="modality_unsupported", param="messages")
     if isinstance(part, Image):
         return {"type": "image", "source": _write_source(part.url)}
     if isinstance(part, ToolReference):

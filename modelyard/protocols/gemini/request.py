@@ -357,7 +357,7 @@ def _read_user(parts: list[GeminiPart], path: str, numbers: CallNumbers) -> list
     return [*messages, Message("user", tuple(said))] if said or not results else messages
 
 
-def _read_part(part: GeminiPart, path: str) -> Text | Image:
+def _read_part(part: GeminiPart, path: str) -> Text | Image | Audio | Document:
     if part.text is not None:
         return Text(part.text)
     if part.inline_data is not None:

@@ -36,7 +36,7 @@ def read_schema(schema: Any) -> Any:
         return schema
     out: dict[str, Any] = {}
     for given, value in schema.items():
-        name: str = _SNAKE.get(given, given)
+        name = str(_SNAKE.get(given, given))
         if name == "type":
             out[name] = _read_type(value)
         elif name in ("properties", "$defs", "defs") and isinstance(value, dict):

@@ -9,9 +9,11 @@ data: [DONE]                                    never after an error chunk
 
 from __future__ import annotations
 
+from modelyard.core.errors import ModelyardError
+from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
+from modelyard.protocols.common.openai_errors import read_http_error, write_http_error
 from modelyard.protocols.openai_chat.client import ChatStreamReader, read_reply, write_request
-from modelyard.protocols.openai_chat.errors import read_error, write_error
 from modelyard.protocols.openai_chat.reply import write_model, write_models, write_reply
 from modelyard.protocols.openai_chat.request import read_request
 from modelyard.protocols.openai_chat.stream import ChatStreamWriter
@@ -33,6 +35,18 @@ __all__ = [
     "write_request",
     "writer",
 ]
+
+read_error = read_http_error
+
+
+def write_error(
+    error: ModelyardError,
+    *,
+    trace: str,
+    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
+    request: Request | None = None,
+) -> WireError:
+    return write_http_error(error, trace, request=request)
 
 
 def writer(request: Request, trace: str) -> ChatStreamWriter:

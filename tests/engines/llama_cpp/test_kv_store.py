@@ -224,7 +224,7 @@ async def test_nothing_is_saved_without_kv_store(folder: Path) -> None:
         pytest.param({"main": CacheInfo(512, 2, type_k="f32")}, "type_k was f16 and is f32", id="type_k"),
         pytest.param({"main": CacheInfo(512, 2, type_v="f32")}, "type_v was f16 and is f32", id="type_v"),
         pytest.param({"flash_attn": False}, "flash_attn was on and is off", id="flash attention"),
-        pytest.param({"swa_full": False}, "swa_full was True and is False", id="swa_full"),
+        pytest.param({"swa_full": True}, "swa_full was False and is True", id="swa_full"),
         pytest.param({"rope_freq_scale": 0.5}, "rope_freq_scale was None and is 0.5", id="RoPE scaling"),
     ],
 )

@@ -220,7 +220,8 @@ def test_what_no_model_reads_is_refused_with_its_place() -> None:
     audio = [{"parts": [{"inlineData": {"mimeType": "video/mp4", "data": "AA=="}}]}]
     with pytest.raises(InvalidRequest, match=r"contents\[0\].parts\[0\].inlineData is of type 'video/mp4'"):
         read(contents=audio)
-    for contents in ([], [{"role": "ghost", "parts": []}], [{"parts": [{}]}]):
+    bad: list[Any] = [[], [{"role": "ghost", "parts": []}], [{"parts": [{}]}]]
+    for contents in bad:
         with pytest.raises(InvalidRequest):
             read(contents=contents)
 
@@ -238,7 +239,7 @@ def test_reasoning_returns_from_the_signature_of_the_next_part() -> None:
 
 # --- replies and streams ----------------------------------------------------------------------------------------------
 
-LOGPROBS = [BlockStart(0, "text"), BlockDelta(0, "Hi", (token("H", "J"), token("i"))), BlockEnd(0)]
+LOGPROBS: list[Event] = [BlockStart(0, "text"), BlockDelta(0, "Hi", (token("H", "J"), token("i"))), BlockEnd(0)]
 LOST: list[Event] = [STARTED, BlockStart(0, "text"), BlockDelta(0, "Hel"), Failed(Unavailable("the engine\nwas lost"))]
 CASES: dict[str, list[Event]] = {
     "text": answer(text(0, "Hello", ' "world"\n')),
@@ -349,7 +350,8 @@ def test_embeddings_are_read_one_by_one_or_as_a_batch() -> None:
     assert json.loads(embeddings.write_embeddings([[3.0, 4.0, 5.0]], request)) == {
         "embeddings": [{"values": [0.6, 0.8]}]
     }
-    for body in ({"requests": []}, {"requests": [{"content": {"parts": []}}]}):
+    bodies: list[Any] = [{"requests": []}, {"requests": [{"content": {"parts": []}}]}]
+    for body in bodies:
         with pytest.raises(InvalidRequest):
             embeddings.read_batch_embed(json.dumps(body).encode(), headers)
 

@@ -27,6 +27,7 @@ from modelyard.core.events import (
     Usage,
     collect_reply,
 )
+from modelyard.core.protocol import EventWriter
 from modelyard.core.request import (
     Image,
     Infill,
@@ -67,7 +68,7 @@ def answer(*blocks: list[Event], reason: StopReason = "end") -> list[Event]:
 
 
 def stream(protocol: Any, written: list[Event], request: Request = REQUEST) -> bytes:
-    writer = protocol.writer(request, "trace")
+    writer: EventWriter = protocol.writer(request, "trace")
     return b"".join(writer.write(event) for event in written) + writer.end()
 
 
@@ -242,7 +243,7 @@ def test_a_bare_prompt_gets_no_context() -> None:
 
 # --- replies and streams ----------------------------------------------------------------------------------------------
 
-LOGPROBS = [BlockStart(0, "text"), BlockDelta(0, "Hi", (token("H", "J"), token("i"))), BlockEnd(0)]
+LOGPROBS: list[Event] = [BlockStart(0, "text"), BlockDelta(0, "Hi", (token("H", "J"), token("i"))), BlockEnd(0)]
 LOST: list[Event] = [STARTED, BlockStart(0, "text"), BlockDelta(0, "Hel"), Failed(Unavailable("the engine was lost"))]
 CASES: dict[str, list[Event]] = {
     "text": answer(text(0, "Hello", ' "world"\n')),
