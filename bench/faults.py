@@ -15,7 +15,8 @@ for the response. Clients of a server with the default 30 seconds get no error s
 model that takes long to load.
 
 The store, the debug files and the cache folder are on a small disk of their own, a tmpfs in a mount namespace. `--only
-ray-node` drops nodes of a Ray cluster on this machine instead, which needs a network namespace too:
+engine engine-stopped` breaks the engine's process of one of two gateways without a scheduler (`placement = "process"`).
+`--only ray-node` drops nodes of a Ray cluster on this machine instead, which needs a network namespace too:
 
     PYTHONPATH=.venv/ray unshare --map-root-user --net sh -c \\
         'ip link set lo up && .venv/bin/python -m bench.faults --engine fake --only ray-node'
@@ -130,7 +131,8 @@ FAULTS = {
     "disk-full": Fault("", pause_s=4.0, fills_disk=True),
     "disk-full-worker": Fault("worker", pause_s=4.0, fills_disk=True),
 }
-RAY_NODE = Fault("node", signal.SIGSTOP)
+RAY_NODE = {"ray-node": Fault("node", signal.SIGSTOP)}
+ENGINE_PROCESS = {"engine": Fault("worker"), "engine-stopped": Fault("worker", signal.SIGSTOP)}
 
 
 # --- the clients ------------------------------------------------------------------------------------------------------
@@ -302,18 +304,27 @@ async def request(
 
 class SplitServer:
     """`config` is its configuration; sockets and files of the workers are on the small disk. `replace_node` makes up
-    for a lost node of the cluster."""
+    for a lost node of the cluster. Without a scheduler, each gateway has its own engine, in a process."""
 
-    def __init__(self, folder: Path, disk: Path, config: str, replace_node: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        disk: Path,
+        config: str,
+        replace_node: Callable[[], None] = lambda: None,
+        has_scheduler: bool = True,
+    ) -> None:
         self.folder, self.endpoint, self._replace_node = folder, f"ipc://{disk / 'scheduler'}", replace_node
+        self._connect = ["--scheduler", self.endpoint] if has_scheduler else []
+        self.names = ("scheduler", "gateway-0", "gateway-1") if has_scheduler else ("gateway-0", "gateway-1")
         (folder / "c.toml").write_text(config)
         self.parts: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
         arguments = {
             "scheduler": ["scheduler", "--listen", self.endpoint],
-            "gateway-0": ["serve", "--scheduler", self.endpoint, "--port", str(PORTS[0])],
-            "gateway-1": ["serve", "--scheduler", self.endpoint, "--port", str(PORTS[1])],
+            "gateway-0": ["serve", *self._connect, "--port", str(PORTS[0])],
+            "gateway-1": ["serve", *self._connect, "--port", str(PORTS[1])],
         }[name]
         command = [sys.executable, "-m", "modelyard", *arguments, "--config", str(self.folder / "c.toml")]
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -415,7 +426,7 @@ async def wait_until_ready(server: SplitServer) -> None:
                 server.check_running()
                 try:
                     health = (await http.get(f"http://127.0.0.1:{port}/health")).json()
-                    if health["scheduler_connected"] and health["status"] == "healthy":
+                    if health.get("scheduler_connected", True) and health["status"] == "healthy":
                         break
                 except httpx.HTTPError:
                     pass
@@ -527,7 +538,7 @@ def run_faults(run: FaultRun, faults: dict[str, Fault], rounds: int) -> bool:
     """Whether everything held."""
     server = run.server
     try:
-        for name in ("scheduler", "gateway-0", "gateway-1"):
+        for name in server.names:
             server.start(name)
         rows = asyncio.run(run_all(run, faults, rounds))
         print("\n".join(["", HEADER, *(row.line() for row in rows)]), flush=True)
@@ -553,7 +564,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=list(ENGINES), default="llama_cpp")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--only", choices=[*FAULTS, "ray-node"], nargs="+", help="these faults")
+    parser.add_argument("--only", choices=[*FAULTS, *ENGINE_PROCESS, *RAY_NODE], nargs="+", help="these faults")
     parser.add_argument(
         "--model", type=Path, help="a GGUF file; with a tiny one the faults take the time, not the answers"
     )
@@ -570,7 +581,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="my-faults-") as name, contextlib.ExitStack() as stack:
         if "ray-node" in chosen:
             server = SplitServer(Path(name), disk, config + RAY, stack.enter_context(ray_nodes()).add)
-            faults = {"ray-node": RAY_NODE}
+            faults = RAY_NODE
+        elif set(chosen) <= set(ENGINE_PROCESS):
+            own = config.replace("[models.demo]", '[models.demo]\nplacement = "process"')
+            server = SplitServer(Path(name), disk, own, has_scheduler=False)
+            faults = {each: ENGINE_PROCESS[each] for each in chosen}
         else:
             server = SplitServer(Path(name), disk, config)
             faults = {each: FAULTS[each] for each in chosen}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -113,18 +114,19 @@ def targets(status: int, body: Any, log: str = "", kind: str = "application/json
 
 
 @pytest.mark.parametrize(
-    ("server", "kind"),
+    ("make", "kind"),
     [
-        (targets(500, GOOD), "5xx"),
-        (targets(400, {"detail": "no"}), "wrong shape"),
-        (targets(400, "no"), "wrong shape"),
-        (targets(200, []), "wrong shape"),
-        (targets(200, GOOD, log="Traceback (most recent call last):\nKeyError: 1"), "traceback"),
-        (targets(200, 'data: {"a":1}\n\n', kind="text/event-stream"), "wrong shape"),
+        (partial(targets, 500, GOOD), "5xx"),
+        (partial(targets, 400, {"detail": "no"}), "wrong shape"),
+        (partial(targets, 400, "no"), "wrong shape"),
+        (partial(targets, 200, []), "wrong shape"),
+        (partial(targets, 200, GOOD, log="Traceback (most recent call last):\nKeyError: 1"), "traceback"),
+        (partial(targets, 200, 'data: {"a":1}\n\n', kind="text/event-stream"), "wrong shape"),
     ],
     ids=["5xx", "another shape", "no JSON", "a list", "traceback", "a stream without its end"],
 )
-def test_every_kind_of_fault_is_found(server: HttpTargets, kind: str) -> None:
+def test_every_kind_of_fault_is_found(make: Callable[[], HttpTargets], kind: str) -> None:
+    server = make()
     with pytest.raises(Finding) as found:
         server.check(CALL)
     assert (found.value.kind, found.value.where) == (kind, "POST /v1/chat/completions")
