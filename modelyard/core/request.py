@@ -131,6 +131,13 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     beam_size: int | None = None
     seed: int | None = None
     logit_bias: dict[int, float] | None = None
+    top_n_sigma: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    repeat_last_n: int | None = None  # tokens that penalties look back at; -1: all
+    samplers: tuple[str, ...] | None = None  # those that are used, in their order
     min_tokens: int | None = None  # before one that ends the output
     ignore_eos: bool | None = None  # no token ends the output
 

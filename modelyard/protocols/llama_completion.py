@@ -174,6 +174,9 @@ _DEFAULTS: Mapping[str, Any] = {
     "xtc_probability": 0.0, "xtc_threshold": 0.1, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
     "dry_sequence_breakers": ("\n", ":", '"', "*"), "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1,
+    "top_n_sigma": -1.0, "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "adaptive_target": -1.0,
+    "adaptive_decay": 0.9, "repeat_last_n": 64,
+    "samplers": ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"),
 }  # fmt: skip
 
 

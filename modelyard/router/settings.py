@@ -88,6 +88,29 @@ class DecodingSettings(BaseModel):
     )
     seed: int | None = Field(default=None, description="Seed of the random generator, for reproducible sampling.")
     logit_bias: dict[int, float] | None = Field(default=None, description="Added to the logits of tokens, by token id.")
+    top_n_sigma: float | None = Field(
+        default=None, le=100, description="Keep tokens within so many standard deviations of the best; negative: off."
+    )
+    dynatemp_range: float | None = Field(
+        default=None, ge=0, le=100, description="The temperature moves by this much with the entropy; 0: it is fixed."
+    )
+    dynatemp_exponent: float | None = Field(
+        default=None, ge=0, le=100, description="How the entropy maps to the temperature; unset means 1."
+    )
+    adaptive_target: float | None = Field(
+        default=None, le=1, description="Prefer tokens near this probability, adapted over time; negative: off."
+    )
+    adaptive_decay: float | None = Field(
+        default=None, ge=0, le=0.99, description="How slowly adaptive_target adapts; unset means 0.9."
+    )
+    repeat_last_n: int | None = Field(
+        default=None, ge=-1, description="Tokens that penalties look back at; -1: the window; unset means 64."
+    )
+    samplers: list[str] | None = Field(
+        default=None,
+        description="The samplers that are used, in this order: penalties, dry, top_n_sigma, top_k, typ_p, top_p, "
+        "min_p, xtc, temperature, adaptive_p; unset means those that have values, in this order.",
+    )
     min_tokens: int | None = Field(
         default=None, ge=0, description="Tokens of an answer before one that ends it is possible."
     )
@@ -103,6 +126,8 @@ class DecodingSettings(BaseModel):
         values = {name: value for name in _PARAMETERS if (value := getattr(self, name)) is not None}
         if breakers := values.get("dry_sequence_breakers"):
             values["dry_sequence_breakers"] = tuple(breakers)
+        if samplers := values.get("samplers"):
+            values["samplers"] = tuple(samplers)
         return Sampling(**values)
 
 

@@ -98,7 +98,10 @@ class ExllamaOptions(BaseModel):
     )
 
 
-IGNORED = ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "beam_size")
+IGNORED = (
+    *("typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "beam_size", "top_n_sigma", "dynatemp_range"),
+    *("dynatemp_exponent", "adaptive_target", "adaptive_decay", "repeat_last_n", "samplers"),
+)
 CAPABILITIES = Capabilities(structured=True, logprobs=True, ignored=IGNORED)
 
 Arguments = dict[str, Any]

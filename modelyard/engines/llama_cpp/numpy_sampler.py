@@ -9,16 +9,16 @@ temperature.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from itertools import pairwise
-from math import inf, isfinite, log
-from random import Random
+from math import inf, isfinite, log, nextafter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import MT19937
 
 from modelyard.core.request import Sampling
 
@@ -31,14 +31,29 @@ _COLUMNS, _MIN_LINES = 512, 8
 _NUCLEUS = 256  # a top_p rarely keeps more tokens
 _BINS, _BINS_PER_NAT = 256, 8
 _MAX_SCANNERS = min(4, (os.cpu_count() or 1) // 2)  # threads that scan logits, the engine's own included
+_BELOW_ONE = nextafter(1.0, 0.0)
 _MIN_TEMPERATURE = 1e-6  # below it only overflows change
+
+
+def uniform_numbers(seed: int) -> Callable[[], float]:
+    """The numbers that llama.cpp draws with this seed: C++'s `mt19937` and `uniform_real_distribution<double>`. So a
+    request with a seed gets the tokens that it would get there."""
+    generator = MT19937(0)
+    generator._legacy_seeding(seed)
+    draw = generator.random_raw
+
+    def number() -> float:
+        low, high = draw(2).tolist()
+        return min((low + high * 2.0**32) / 2.0**64, _BELOW_ONE)
+
+    return number
 
 
 class NumpySampler:
     """The sampler of one job."""
 
     def __init__(self, sampling: Sampling, seed: int) -> None:
-        self.random = Random(seed).random  # noqa: S311 nothing secret
+        self.random = uniform_numbers(seed)
         self.temperature = 1.0 if sampling.temperature is None else max(sampling.temperature, _MIN_TEMPERATURE)
         self.top_k = max(0, sampling.top_k or 0)
         self.top_p = 1.0 if sampling.top_p is None else sampling.top_p

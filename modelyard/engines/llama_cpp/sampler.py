@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import IdLogprob
@@ -19,7 +20,10 @@ from modelyard.engines.llama_cpp.binding import LogitBias, lib, short, waiting
 from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler, Row
 
 PENALTY_WINDOW = 64  # tokens that penalties look back at
+# llama.cpp's order
+SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 _NO_PENALTIES = (1.0, 0.0, 0.0)
+_ALL_TOKENS = 1 << 24  # no window is longer
 _SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 _MAX_DRY_SAMPLERS = 8
 
@@ -77,8 +81,9 @@ class JobSampler:
         self._c_arrays: list[Any] = []  # the chain points to them
         self._chain: int | None = None
         self._numpy: NumpySampler | None = None
-        self._processor = logit_processor(sampling, n_vocab, prompt)
+        self._processor = logit_processor(_with_named_samplers(sampling), n_vocab, prompt)
         seed = (sampling.seed if sampling.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
+        sampling = _with_named_samplers(sampling)
         greedy = _is_greedy(sampling)
         if sampling.dry_multiplier or not (greedy or _is_supported_by_numpy(sampling)):
             self._chain = self._create_chain(sampling, dry, window, seed, prompt)
@@ -122,7 +127,7 @@ class JobSampler:
         for sampler in self._samplers(s, dry, window, seed):
             short.sampler_chain_add(chain, sampler)
         lookback = max(
-            0 if _penalty_strengths(s) == _NO_PENALTIES else PENALTY_WINDOW,
+            0 if _penalty_strengths(s) == _NO_PENALTIES else _penalty_window(s, window),
             _dry_window(s, window) if s.dry_multiplier else 0,
         )
         if lookback:
@@ -131,24 +136,29 @@ class JobSampler:
         return chain
 
     def _samplers(self, s: Sampling, dry: DrySamplers, window: int, seed: int) -> Iterator[Any]:
-        """In llama.cpp's order."""
+        """In llama.cpp's order, or in the request's. The bias comes first, and what chooses a token last."""
         if s.logit_bias:
             pairs = [LogitBias(token, bias) for token, bias in s.logit_bias.items() if 0 <= token < self._n_vocab]
             biases = (LogitBias * len(pairs))(*pairs)
             self._c_arrays.append(biases)
             yield short.sampler_init_logit_bias(self._n_vocab, len(pairs), ctypes.addressof(biases))
-        if (strengths := _penalty_strengths(s)) != _NO_PENALTIES:
-            yield short.sampler_init_penalties(self._n_vocab, PENALTY_WINDOW, *strengths)
-        if s.dry_multiplier:
-            yield dry.copy(s, window)
+        chooses = _is_greedy(s) or bool(s.mirostat)
+        for name in SAMPLERS if s.samplers is None else s.samplers:
+            if name == "penalties" and (strengths := _penalty_strengths(s)) != _NO_PENALTIES:
+                yield short.sampler_init_penalties(self._n_vocab, _penalty_window(s, window), *strengths)
+            elif name == "dry" and s.dry_multiplier:
+                yield dry.copy(s, window)
+            elif name == "temperature" and not _is_greedy(s):
+                yield _temperature(s)
+            elif not chooses and (truncation := _truncation(name, s, seed)) is not None:
+                yield truncation
         if _is_greedy(s):
             yield short.sampler_init_greedy()
         elif s.mirostat:
-            yield short.sampler_init_temp(_value(s.temperature, 1.0))
             yield self._mirostat(s, seed)
+        elif _is_adaptive(s):
+            yield short.sampler_init_adaptive_p(s.adaptive_target, _value(s.adaptive_decay, 0.9), seed)
         else:
-            yield from _truncations(s, seed)
-            yield short.sampler_init_temp(_value(s.temperature, 1.0))
             yield short.sampler_init_dist(seed)
 
     def _mirostat(self, s: Sampling, seed: int) -> Any:
@@ -158,25 +168,79 @@ class JobSampler:
         return short.sampler_init_mirostat_v2(seed, tau, eta)
 
 
-def _truncations(s: Sampling, seed: int) -> Iterator[Any]:
-    if s.top_k is not None and s.top_k > 0:
-        yield short.sampler_init_top_k(s.top_k)
-    if s.typical_p is not None and s.typical_p < 1:
-        yield short.sampler_init_typical(s.typical_p, 1)
-    if s.top_p is not None and s.top_p < 1:
-        yield short.sampler_init_top_p(s.top_p, 1)
-    if s.min_p:
-        yield short.sampler_init_min_p(s.min_p, 1)
-    if s.xtc_probability:
-        yield short.sampler_init_xtc(s.xtc_probability, _value(s.xtc_threshold, 0.1), 1, seed)
+def _temperature(s: Sampling) -> Any:
+    temperature = _value(s.temperature, 1.0)
+    if not s.dynatemp_range or s.mirostat:
+        return short.sampler_init_temp(temperature)
+    return short.sampler_init_temp_ext(temperature, s.dynatemp_range, _value(s.dynatemp_exponent, 1.0))
+
+
+def _truncation(name: str, s: Sampling, seed: int) -> Any | None:
+    """The sampler of that name, if the request sets its value."""
+    if name == "top_n_sigma" and s.top_n_sigma is not None and s.top_n_sigma > 0:
+        return short.sampler_init_top_n_sigma(s.top_n_sigma)
+    if name == "top_k" and s.top_k is not None and s.top_k > 0:
+        return short.sampler_init_top_k(s.top_k)
+    if name == "typ_p" and s.typical_p is not None and s.typical_p < 1:
+        return short.sampler_init_typical(s.typical_p, 1)
+    if name == "top_p" and s.top_p is not None and s.top_p < 1:
+        return short.sampler_init_top_p(s.top_p, 1)
+    if name == "min_p" and s.min_p:
+        return short.sampler_init_min_p(s.min_p, 1)
+    if name == "xtc" and s.xtc_probability:
+        return short.sampler_init_xtc(s.xtc_probability, _value(s.xtc_threshold, 0.1), 1, seed)
+    return None
+
+
+# sampler → the values without which it does nothing
+_VALUES = {
+    "penalties": ("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    "dry": ("dry_multiplier",),
+    "top_n_sigma": ("top_n_sigma",),
+    "top_k": ("top_k",),
+    "typ_p": ("typical_p",),
+    "top_p": ("top_p",),
+    "min_p": ("min_p",),
+    "xtc": ("xtc_probability",),
+    "temperature": ("temperature", "dynatemp_range"),
+    "adaptive_p": ("adaptive_target",),
+}
+
+
+def _with_named_samplers(s: Sampling) -> Sampling:
+    """Without the values of samplers that `samplers` does not name."""
+    if s.samplers is None:
+        return s
+    unused = {value: None for name, values in _VALUES.items() if name not in s.samplers for value in values}
+    if s.temperature is not None and s.temperature <= 0:
+        unused.pop("temperature", None)  # the most likely token, as without any sampler
+    return replace(s, **unused)
 
 
 def _is_greedy(s: Sampling) -> bool:
     return s.top_k == 1 or (s.temperature is not None and s.temperature <= 0)
 
 
+def _is_adaptive(s: Sampling) -> bool:
+    return s.adaptive_target is not None and s.adaptive_target >= 0
+
+
 def _is_supported_by_numpy(s: Sampling) -> bool:
+    if s.samplers is not None and not _is_usual_order(s.samplers):
+        return False
+    if _is_adaptive(s) or s.dynatemp_range or (s.top_n_sigma is not None and s.top_n_sigma > 0):
+        return False
     return not (s.mirostat or s.xtc_probability or (s.typical_p is not None and s.typical_p < 1))
+
+
+def _is_usual_order(samplers: Sequence[str]) -> bool:
+    places = [SAMPLERS.index(name) for name in samplers if name in SAMPLERS]
+    return places == sorted(places)
+
+
+def _penalty_window(s: Sampling, window: int) -> int:
+    last_n = PENALTY_WINDOW if s.repeat_last_n is None else s.repeat_last_n
+    return window if last_n < 0 else last_n
 
 
 def _penalty_strengths(s: Sampling) -> tuple[float, float, float]:
@@ -198,9 +262,16 @@ def _value(value: float | None, default: float) -> float:
 class Penalties:
     """Repetition, frequency and presence penalties for the last tokens."""
 
-    def __init__(self, repetition: float, frequency: float, presence: float, recent: Sequence[int] | Any) -> None:
+    def __init__(
+        self,
+        repetition: float,
+        frequency: float,
+        presence: float,
+        recent: Sequence[int] | Any,
+        window: int = PENALTY_WINDOW,
+    ) -> None:
         self._repetition, self._frequency, self._presence = repetition, frequency, presence
-        self.recent: deque[int] = deque((int(token) for token in recent[-PENALTY_WINDOW:]), PENALTY_WINDOW)
+        self.recent: deque[int] = deque((int(token) for token in recent[max(0, len(recent) - window) :]), window)
 
     def penalized(self, row: Row) -> tuple[npt.NDArray[np.intp], Row]:
         """The tokens that are penalized, and their new logits."""
@@ -245,7 +316,8 @@ class LogitProcessor:
 def logit_processor(s: Sampling, n_vocab: int, prompt: Any) -> LogitProcessor | None:
     biases = {token: bias for token, bias in (s.logit_bias or {}).items() if 0 <= token < n_vocab}
     strengths = _penalty_strengths(s)
-    penalties = None if strengths == _NO_PENALTIES else Penalties(*strengths, prompt)
+    window = _penalty_window(s, _ALL_TOKENS)
+    penalties = None if strengths == _NO_PENALTIES or not window else Penalties(*strengths, prompt, window)
     return LogitProcessor(biases, penalties) if biases or penalties is not None else None
 
 

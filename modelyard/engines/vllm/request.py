@@ -21,6 +21,8 @@ from modelyard.engines.grammars import bad_grammar, no_tool_grammar
 IGNORED = (
     *("typical_p", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     *("xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "beam_size"),
+    *("top_n_sigma", "dynatemp_range", "dynatemp_exponent", "adaptive_target", "adaptive_decay", "repeat_last_n"),
+    "samplers",
 )
 PRIORITIES = {"main": 0, "background": 1}  # vLLM runs the smallest number first
 

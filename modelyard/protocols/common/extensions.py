@@ -56,6 +56,13 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
     beam_size: int | None = None
     seed: int | None = None
     logit_bias: limits.LogitBias | None = None
+    top_n_sigma: Number = None
+    dynatemp_range: Number = None
+    dynatemp_exponent: Number = None
+    adaptive_target: Number = None
+    adaptive_decay: Number = None
+    repeat_last_n: int | None = None
+    samplers: limits.Samplers | str | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
 
@@ -71,6 +78,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "xtc_probability": (0.0, 1.0),
     "xtc_threshold": (0.0, 1.0),
     "mirostat": (0, 2),
+    "top_n_sigma": (-1.0, 100.0),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+    "adaptive_target": (-1.0, 1.0),
+    "adaptive_decay": (0.0, 0.99),
+    "repeat_last_n": (-1, 2**31 - 1),
     "min_tokens": (0, 2**31),
 }
 MAX_TEMPERATURE = 2.0  # of OpenAI's protocols
@@ -90,12 +103,40 @@ def read_sampling(body: ExtensionFields, max_temperature: float = 100.0) -> Samp
         if not low <= given[name] <= high:
             got = str(given[name])[:40]
             raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, got {got}", param=name)
+    if body.samplers is not None:
+        given["samplers"] = read_samplers(body.samplers)
     if body.logit_bias:
         try:
             given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
         except ValueError:
             raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias") from None
     return Sampling(**given)
+
+
+# llama.cpp's letter → the name
+_SAMPLER_LETTERS = {
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+    "a": "adaptive_p",
+}
+_SAMPLER_NAMES = {name: name for name in _SAMPLER_LETTERS.values()} | {"typical_p": "typ_p", "typical": "typ_p"}
+
+
+def read_samplers(given: Sequence[str] | str) -> tuple[str, ...]:
+    """Names in their order, or llama.cpp's letters in one text."""
+    known = _SAMPLER_LETTERS if isinstance(given, str) else _SAMPLER_NAMES
+    for name in given:
+        if name not in known:
+            message = f"samplers has {name[:40]!r}, which is none of {', '.join(known)}"
+            raise InvalidRequest(message, param="samplers")
+    return tuple(known[name] for name in given)
 
 
 # --- constraints ------------------------------------------------------------------------------------------------------
