@@ -34,6 +34,7 @@ StopString = Annotated[str, Meta(max_length=1024)]
 # --- lists -----------------------------------------------------------------------------------------------------------
 
 StopStrings = Annotated[list[StopString], Meta(max_length=128)]
+Samplers = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=32)]
 SequenceBreakers = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=32)]
 LogitBias = Annotated[dict[Annotated[str, Meta(max_length=16)], float], Meta(max_length=1 << 14)]
 LogitBiasPairs = Annotated[list[Annotated[list[Any], Meta(max_length=2)]], Meta(max_length=1 << 14)]

@@ -62,8 +62,6 @@ class LlamaCompletionBody(ExtensionFields):
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     # What no engine here does, or does in its own way: named in the warnings if it is set.
-    dynatemp_range: float | None = None
-    top_n_sigma: float | None = None
     t_max_predict_ms: int | None = None
     post_sampling_probs: bool | None = None
 
@@ -71,8 +69,6 @@ class LlamaCompletionBody(ExtensionFields):
 _decoder = msgspec.json.Decoder(LlamaCompletionBody)
 # Values that change nothing; llama-server's clients send all their settings.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "dynatemp_range": (0,),
-    "top_n_sigma": (-1, 0),
     "t_max_predict_ms": (-1, 0),
     "post_sampling_probs": (False,),
 }

@@ -36,6 +36,11 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+SamplerName = Literal[
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"
+]
+
+
 class DecodingSettings(BaseModel):
     """Sampling defaults. Values of a request override those of its model, which override the general ones."""
 
@@ -106,7 +111,7 @@ class DecodingSettings(BaseModel):
     repeat_last_n: int | None = Field(
         default=None, ge=-1, description="Tokens that penalties look back at; -1: the window; unset means 64."
     )
-    samplers: list[str] | None = Field(
+    samplers: list[SamplerName] | None = Field(
         default=None,
         description="The samplers that are used, in this order: penalties, dry, top_n_sigma, top_k, typ_p, top_p, "
         "min_p, xtc, temperature, adaptive_p; unset means those that have values, in this order.",

@@ -86,10 +86,12 @@ class WordCache:
         """None: it has new words, or white space beside a space."""
         known, ids = self._runs, list[int]()
         for run in text.replace(" ", f"{_CUT} ").split(_CUT):
-            found = known.get(run)
-            if found is None and (found := self._encode_run(run)) is None:
-                return None
-            ids += found
+            try:
+                ids += known[run]
+            except KeyError:
+                if (found := self._encode_run(run)) is None:
+                    return None
+                ids += found
         return ids
 
     def _encode_run(self, run: str) -> list[int] | None:

@@ -22,6 +22,7 @@ REPLY = "CANNED-ANSWER"
 PROMPT: dict[str, tuple[str, ...]] = {
     "claude": ("-p", "say it"),
     "codex": ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "say it"),
+    "gemini": ("--skip-trust", "--prompt", "say it"),
     "opencode": ("run", "say it"),
     "continue": ("-p", "say it"),
     "aider": ("--yes-always", "--no-git", "--no-pretty", "--message", "say it"),
@@ -56,6 +57,11 @@ def responses() -> Iterator[dict[str, Any]]:
     yield {"type": "response.completed", "response": _RESPONSE | {"usage": _COUNTS}}
 
 
+def contents() -> Iterator[dict[str, Any]]:
+    candidate = {"content": {"parts": [{"text": REPLY}], "role": "model"}, "finishReason": "STOP", "index": 0}
+    yield {"candidates": [candidate], "usageMetadata": {"promptTokenCount": 1, "totalTokenCount": 2}}
+
+
 def _frame(event: dict[str, Any]) -> str:
     named = f"event: {event['type']}\n" if "type" in event else ""
     return f"{named}data: {json.dumps(event)}\n\n"
@@ -68,7 +74,7 @@ class CannedReplyHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("content-length") or 0))
         path = self.path.partition("?")[0]
-        protocols = {"/messages": messages, "/completions": chat, "/responses": responses}
+        protocols = {"/messages": messages, "/completions": chat, "/responses": responses, "Content": contents}
         protocol = next((protocol for end, protocol in protocols.items() if path.endswith(end)), messages)
         events = [_frame(event) for event in protocol()]
         self._send("".join([*events, "data: [DONE]\n\n"] if protocol is chat else events).encode(), "text/event-stream")

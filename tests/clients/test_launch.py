@@ -17,6 +17,7 @@ from tests.library.web import serve_hub
 ONE_QUESTION = {
     "claude": ("-p", "hello"),
     "codex": ("exec", "--skip-git-repo-check", "hello"),
+    "gemini": ("--skip-trust", "--prompt", "hello"),
     "opencode": ("run", "hello"),
     "continue": ("-p", "hello"),
     "aider": ("--yes-always", "--no-git", "--no-pretty", "--message", "hello"),

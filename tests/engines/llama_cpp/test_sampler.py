@@ -319,3 +319,86 @@ async def test_a_dry_sampler_is_not_created_on_the_engines_thread(
     assert engine._thread is not None
     assert len(created_on) == 1
     assert engine._thread.ident not in created_on
+
+
+# --- next to llama.cpp's own samplers ---------------------------------------------------------------------------------
+
+
+def chain_tokens(row: Any, count: int, *samplers: int) -> list[int]:
+    """What llama.cpp's own chain draws from the row, again and again."""
+    chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    for sampler in samplers:
+        short.sampler_chain_add(chain, sampler)
+    tokens = []
+    for _ in range(count):
+        entries = (lib.llama_token_data * len(row))(*((at, float(value), 0.0) for at, value in enumerate(row)))
+        data = lib.llama_token_data_array(entries, len(row), -1, False)
+        lib.llama_sampler_apply(chain, ctypes.byref(data))
+        tokens.append(entries[data.selected].id)
+        short.sampler_accept(chain, tokens[-1])
+    short.sampler_free(chain)
+    return tokens
+
+
+@pytest.mark.parametrize("seed", [1, 42, 2**32 - 2])
+def test_a_seed_gives_the_tokens_of_llama_cpp(seed: int) -> None:
+    """Temperature, top_k, top_p and min_p: what numpy computes here."""
+    row = np.random.default_rng(seed).normal(0, 2.5, 3000).astype(np.float32)
+    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=seed)
+    ours = JobSampler(sampling, DrySamplers(None), len(row), 64)
+    assert ours.numpy_sampler is not None
+    theirs = chain_tokens(
+        row,
+        60,
+        short.sampler_init_top_k(40),
+        short.sampler_init_top_p(0.95, 1),
+        short.sampler_init_min_p(0.05, 1),
+        short.sampler_init_temp(0.8),
+        short.sampler_init_dist(seed),
+    )
+    assert [ours.numpy_sampler.sample(row.copy()) for _ in range(60)] == theirs
+    assert len(set(theirs)) > 5
+
+
+def names_of(sampling: Sampling) -> list[str]:
+    """The samplers of the chain that a request gets."""
+    made = JobSampler(sampling, DrySamplers(None), 100, 64)
+    chain = made._chain
+    assert chain is not None, "numpy computes it"
+    count = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(("llama_sampler_chain_n", lib.raw))(chain)
+    get = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(("llama_sampler_chain_get", lib.raw))
+    name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("llama_sampler_name", lib.raw))
+    found = [name(get(chain, at)).decode().lstrip("+?") for at in range(count)]
+    made.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sampling", "names"),
+    [
+        (Sampling(top_n_sigma=1.5, top_k=20), ["top-n-sigma", "top-k", "temp", "dist"]),
+        (Sampling(dynatemp_range=0.5, temperature=0.9), ["temp-ext", "dist"]),
+        (Sampling(adaptive_target=0.5, min_p=0.1), ["min-p", "temp", "adaptive-p"]),
+        (Sampling(samplers=("temperature", "top_k"), top_k=20, top_p=0.5), ["temp", "top-k", "dist"]),
+        (Sampling(samplers=("min_p", "penalties"), repetition_penalty=1.3, min_p=0.1), ["min-p", "penalties", "dist"]),
+    ],
+)
+def test_each_sampler_of_llama_server_is_in_its_place(sampling: Sampling, names: list[str]) -> None:
+    assert names_of(sampling) == names
+
+
+def test_samplers_that_are_not_named_do_nothing() -> None:
+    row = np.array([0.0, 1.0, 5.0, 4.9], np.float32)
+    only_top_k = Sampling(samplers=("top_k",), top_k=2, top_p=0.0, repetition_penalty=100.0, seed=1)
+    drawn = {JobSampler(only_top_k, DrySamplers(None), 4, 64, [2]).numpy_sampler is not None}
+    sampler = JobSampler(only_top_k, DrySamplers(None), 4, 64, [2])
+    assert drawn == {True}
+    assert {sampler._choose(row) for _ in range(50)} == {2, 3}
+
+
+@pytest.mark.parametrize(("last_n", "penalized"), [(None, {1, 2}), (1, {2}), (0, set()), (-1, {1, 2, 3})])
+def test_penalties_look_back_as_far_as_asked(last_n: int | None, penalized: set[int]) -> None:
+    prompt = [3, *[1] * 63, 2]
+    processor = logit_processor(Sampling(presence_penalty=9.0, repeat_last_n=last_n), 4, prompt)
+    found = set() if processor is None else set(processor._penalties.penalized(np.ones(4, np.float32))[0].tolist())
+    assert found == penalized

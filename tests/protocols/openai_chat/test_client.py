@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -205,3 +206,43 @@ def test_an_unreadable_chunk_fails(data: bytes) -> None:
 def test_the_matched_stop_string_reads_back() -> None:
     written = answer(text(0, "Hi"), reason="stop_string", stop="END")
     assert collect_reply(read(stream(written, WITH_USAGE))).finished == collect_reply(written).finished
+
+
+# --- chunks that differ in their text only ----------------------------------------------------------------------------
+
+
+def test_text_that_arrives_together_is_one_event() -> None:
+    reader = openai_chat.reader()
+    reader.feed(chunk({"role": "assistant", "content": ""}) + chunk({"content": "Hi"}))
+    assert reader.feed(chunk({"content": " there"}) + chunk({"content": ","}) + chunk({"content": " you"})) == [
+        BlockDelta(0, " there, you")
+    ]
+    assert reader.feed(chunk({"content": "."}, "stop") + DONE)[-1] == Finished("end", Usage())
+
+
+@pytest.mark.parametrize("extra", [{}, {"system_fingerprint": "x"}, {"echo": {"content": "a"}}])
+@pytest.mark.parametrize("spaces", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=6), min_size=2, max_size=12))
+def test_no_text_is_taken_for_something_else(spaces: bool, extra: dict[str, Any], texts: list[str]) -> None:
+    """Quotes, escapes and what looks like JSON, in chunks as different servers write them."""
+    separators = (", ", ": ") if spaces else (",", ":")
+    parts = ["a", *texts, '"},"finish_reason":"stop"}]}', "\\", "é\n", "b"]
+    bodies = [{"choices": [{"index": 0, "delta": {"content": part}}], **extra, "id": "a"} for part in parts]
+    written = [frame(json.dumps(body, separators=separators, ensure_ascii=spaces).encode()) for body in bodies]
+    found = collect_reply(read(b"".join(written), chunk(finish="stop"), DONE))
+    assert found.blocks[0].part == Text("".join(parts))
+    assert collect_reply(read(*written, chunk(finish="stop"), DONE)) == found
+
+
+def test_a_chunk_with_more_than_text_is_read_in_full() -> None:
+    other = {"content": "c", "tool_calls": [{"index": 0, "id": "x", "function": {"name": "f", "arguments": "{}"}}]}
+    found = read(chunk({"content": "a"}), chunk({"content": "b"}) + chunk(other), chunk(finish="tool_calls"), DONE)
+    assert [block.part for block in collect_reply(found).blocks] == [Text("abc"), ToolCall("x", "f", "{}")]
+
+
+def test_an_error_between_texts_ends_the_answer() -> None:
+    failed = frame(b'{"error":{"message":"out of memory"}}')
+    found = read(chunk({"content": "a"}) + chunk({"content": "b"}) + failed + chunk({"content": "c"}))
+    assert isinstance(found[-1], Failed)
+    assert "".join(event.text for event in found if isinstance(event, BlockDelta)) == "ab"
