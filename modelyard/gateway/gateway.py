@@ -427,12 +427,13 @@ class Gateway:
             return sum(await asyncio.to_thread(model.count_media, media))
         if not isinstance(engine, TextEngine):
             raise Unimplemented(f"the tokens of images can be counted once {model.name!r} is loaded")
+        usage = Usage()
         async for chunks in engine.generate(Prompt(parts=(TokenRun(ids), *media))):
             if isinstance(last := chunks[-1], End):
+                usage = last.usage
                 if last.error is not None:
                     raise last.error
-                return last.usage.prompt - len(ids)
-        raise Internal("the engine ended without a result")
+        return usage.prompt - len(ids)
 
     async def embed(self, request: EmbeddingRequest, caller: Caller, work: RequestWork | None = None) -> Embeddings:
         target, model, can = await self._resolve_reader(request.model, caller)

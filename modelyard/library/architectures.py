@@ -20,6 +20,8 @@ _SPEECH = "generates or codes sound, which no engine here does"
 _REFUSED = {
     "t5": "is an encoder-decoder, which this engine does not run. Use a decoder-only model, or its encoder (t5encoder) "
     "for embeddings",
+    "cogvlm": "is computed wrongly by llama.cpp: of several tokens it returns the logits of the first, not the last. "
+    "Use another model",
     "dflash": _DRAFT_HEAD,
     "eagle3": _DRAFT_HEAD,
     "gemma4-assistant": _DRAFT_HEAD,

@@ -233,12 +233,20 @@ def test_vllm_takes_the_memory_of_the_window_only(monkeypatch: pytest.MonkeyPatc
 
 def test_a_model_with_a_projector_runs_in_a_llama_server_if_there_is_one(monkeypatch: pytest.MonkeyPatch):
     add("eyes", projector="/x/mmproj.gguf")
+    monkeypatch.setattr(library_models.libmtmd, "find_library", lambda: None)
     monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/llama-server")
     model = load().models["eyes"]
-    assert (model.backend, model.modalities) == ("llama_server", ["text", "image"])
-    assert model.options["llama_server_mmproj_path"] == "/x/mmproj.gguf"
+    assert (model.backend, model.options["llama_server_mmproj_path"]) == ("llama_server", "/x/mmproj.gguf")
     monkeypatch.setattr(library_models.shutil, "which", lambda name: None)
     assert load().models["eyes"].backend == "llama_cpp"
+
+
+def test_with_libmtmd_a_model_with_a_projector_runs_in_process(monkeypatch: pytest.MonkeyPatch):
+    add("eyes", projector="/x/mmproj.gguf")
+    monkeypatch.setattr(library_models.libmtmd, "find_library", lambda: Path("libmtmd.so"))
+    monkeypatch.setattr(library_models.shutil, "which", lambda name: "/bin/llama-server")
+    model = load().models["eyes"]
+    assert (model.backend, model.options["mmproj"]) == ("llama_cpp", "/x/mmproj.gguf")
 
 
 def test_a_model_that_cannot_run_here_is_not_served_and_says_why(monkeypatch: pytest.MonkeyPatch):

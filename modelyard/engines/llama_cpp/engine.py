@@ -264,9 +264,9 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     async def count_media(self, media: Sequence[Media]) -> list[int]:
         """How many tokens each of them takes."""
         self._require_open()
-        if self._projector is None:
+        if (projector := self._projector) is None:
             raise Unsupported("this model takes text only", code="modality_unsupported")
-        return list(await asyncio.to_thread(lambda: list(map(self._projector.count, media))))
+        return await asyncio.to_thread(lambda: [projector.count(each) for each in media])
 
     def stats(self) -> EngineStats:
         caches, contexts = list(self._caches.values()), list(self._contexts)

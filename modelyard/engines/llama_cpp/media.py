@@ -163,7 +163,7 @@ class Projector:
             return np.tile(line, (4 if self.uses_mrope else 1, 1))
         places = (mtmd.mtmd_decoder_pos * count)()
         mtmd.mtmd_helper_image_get_decoder_pos(image, first, places)
-        t, x, y, z = np.frombuffer(places, np.int32).reshape(count, 4).T
+        t, x, y, z = np.frombuffer(bytes(places), np.int32).reshape(count, 4).T
         return np.ascontiguousarray([t, y, x, z])
 
     def _tokenize(self, media: Media) -> ChunkList:

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from modelyard.core.engine import EngineSpec
+from modelyard.core.errors import InvalidRequest
 from modelyard.engines import llama_cpp
+from modelyard.engines.llama_cpp import loading
 from modelyard.library.architectures import TESTED, is_tested, refusal
 from tests.docs.pages import DOCS
 from tests.engines.llama_cpp.architecture_run import ArchitectureResult, run_all
 from tests.engines.llama_cpp.architectures import ARCHITECTURES, WINDOW, model
+from tests.engines.llama_cpp.exact_models import write
 
 USUAL = (  # noqa: SIM905
     "llama qwen3 qwen2vl phi3 falcon stablelm chatglm glm4 olmo2 command-r granite "  # dense
@@ -60,6 +64,16 @@ def test_an_encoder_decoder_is_refused_when_it_is_loaded(results: Results) -> No
     assert "'t5' is an encoder-decoder, which this engine does not run" in (results["t5"].refused or "")
 
 
+@pytest.mark.parametrize("name", ["cogvlm", "eagle3", "wavtokenizer-dec"])
+def test_what_llama_cpp_cannot_compute_is_refused_before_it_is_loaded(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "other.gguf"
+    write(file, {"general.architecture": name}, {})
+    spec = EngineSpec("other", llama_cpp.Options(path=str(file)), {})
+    with pytest.raises(InvalidRequest, match=f"the architecture '{name}' ") as refused:
+        loading.check_before_loading(file, spec)
+    assert refused.value.code == "architecture_unsupported"
+
+
 def test_models_that_embed_or_diffuse_do_not_generate(results: Results) -> None:
     for name in ("bert", "t5encoder", "dream"):
         assert results[name].refused == "this model does not generate"
@@ -78,8 +92,6 @@ def test_only_a_tested_architecture_shares_the_process_of_the_gateway(tmp_path: 
 
 
 def test_check_names_an_architecture_that_cannot_run() -> None:
-    from modelyard.core.engine import EngineSpec
-
     spec = EngineSpec("t5", llama_cpp.Options(path=str(model("t5"))), {})
     ((field, message),) = llama_cpp.faults(spec)
     assert field == "path"

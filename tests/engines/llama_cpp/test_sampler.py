@@ -8,6 +8,7 @@ import math
 from math import inf
 from random import Random
 from threading import get_ident
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.sampler import (
     PENALTY_WINDOW,
     DrySamplers,
+    JobSampler,
     LogitProcessor,
     Penalties,
     Row,
+    logit_processor,
     token_logprob,
 )
 from modelyard.tokenizer.gguf import GgufTokenizer

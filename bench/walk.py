@@ -1,0 +1,106 @@
+"""How much of the package one plain chat request visits: files, functions, classes. A measure of how far its code is apart.
+
+    python -m bench.walk [CONFIG] [--model NAME] [--path PATH] [--list]
+
+Runs `modelyard serve` in this process with a profile function, sends requests until it is warm, and counts what the next
+one calls, from the socket to the reply. `--list` prints every function in the order of its first call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bench.servers import ROOT, free_port
+
+_PACKAGE = f"{ROOT / 'modelyard'}{os.sep}"
+_WARM_UP, _SETTLE_S = 2, 0.5  # requests; what they leave behind runs in the background
+
+
+class CallRecorder:
+    """Every call of a function of the package, as (file, qualified name), while `is_on`."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.calls: list[tuple[str, str]] = []
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if self.is_on and event == "call" and code.co_filename.startswith(_PACKAGE):
+            self.calls.append((code.co_filename.removeprefix(_PACKAGE), code.co_qualname))
+
+    def counts(self) -> dict[str, int]:
+        functions = set(self.calls)
+        methods = [(file, name) for file, name in functions if "." in name and "<locals>" not in name]
+        return {
+            "files": len({file for file, _ in functions}),
+            "functions": len(functions),
+            "classes": len({(file, name.partition(".")[0]) for file, name in methods}),
+            "calls": len(self.calls),
+        }
+
+
+def send(url: str, model: str) -> None:
+    message = {"role": "user", "content": "Say something."}
+    body = json.dumps({"model": model, "max_tokens": 16, "messages": [message]}).encode()
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    urllib.request.urlopen(request, timeout=120).read()
+
+
+def wait_until_ready(base: str, within_s: float = 120.0) -> None:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            urllib.request.urlopen(f"{base}/health/ready", timeout=5)
+            return
+        except OSError:  # also an HTTP error: it is not ready
+            time.sleep(0.2)
+    raise SystemExit(f"the server was not ready within {within_s:.0f} s")
+
+
+def measure(recorder: CallRecorder, base: str, options: argparse.Namespace) -> None:
+    try:
+        wait_until_ready(base)
+        for _ in range(_WARM_UP):
+            send(base + options.path, options.model)
+        time.sleep(_SETTLE_S)
+        recorder.is_on = True
+        send(base + options.path, options.model)
+        time.sleep(_SETTLE_S)
+        recorder.is_on = False
+        if options.list:
+            print("\n".join(f"{file}: {name}" for file, name in dict.fromkeys(recorder.calls)))
+        print(json.dumps(recorder.counts()))
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count what one plain chat request visits.")
+    parser.add_argument("config", nargs="?", type=Path, default=ROOT / "configs" / "demo.toml")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--path", default="/v1/chat/completions")
+    parser.add_argument("--list", action="store_true", help="print every function, in the order of its first call")
+    options = parser.parse_args()
+    recorder, port = CallRecorder(), free_port()
+    threading.Thread(target=measure, args=(recorder, f"http://127.0.0.1:{port}", options), daemon=True).start()
+    threading.setprofile(recorder)
+    sys.setprofile(recorder)
+    sys.argv = ["modelyard", "serve", "--config", str(options.config), "--port", str(port)]
+    from modelyard.cli import main as modelyard
+
+    modelyard()
+
+
+if __name__ == "__main__":
+    main()
