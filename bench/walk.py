@@ -1,9 +1,9 @@
-"""How much of the package one plain chat request visits: files, functions, classes. A measure of how far its code is apart.
+"""How much of the package one plain chat request visits: files, functions and classes that a reader has to open.
 
     python -m bench.walk [CONFIG] [--model NAME] [--path PATH] [--list]
 
-Runs `modelyard serve` in this process with a profile function, sends requests until it is warm, and counts what the next
-one calls, from the socket to the reply. `--list` prints every function in the order of its first call.
+Runs `modelyard serve` in this process with a profile function, sends requests until it is warm, and counts what the
+next one calls, from the socket to the reply. `--list` prints every function in the order of its first call.
 """
 
 from __future__ import annotations

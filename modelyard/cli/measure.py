@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec.structs import replace
 
 from modelyard.cli.console import err, load_or_exit, out, run_or_exit
 
 if TYPE_CHECKING:
     from modelyard.benchmark.results import BenchmarkResults
-    from modelyard.benchmark.targets import TargetSpec
+    from modelyard.benchmark.targets import BenchOptions, TargetSpec
 
 _INTERRUPTED = 130
 
@@ -33,6 +34,9 @@ Measure a model or a server: time to first token, time per token, tokens per sec
 [bold]Two of them in one run[/bold], in interleaved rounds; a difference counts only beyond the noise:
   modelyard bench --url http://127.0.0.1:8000 --url http://127.0.0.1:8080 --workload batch
   modelyard bench --config old.toml --config new.toml --rounds 10
+\b
+[bold]Images[/bold], each for the first time and again:
+  modelyard bench --url http://127.0.0.1:8000 --model eyes --images scans/
 \b
 [bold]For programs and papers[/bold]:
   modelyard bench --json > run.json
@@ -57,6 +61,8 @@ OutputTokens = Annotated[int | None, typer.Option(min=1, help="Maximum length of
 Turns = Annotated[int | None, typer.Option(min=1, help="Requests in one conversation.")]
 Body = Annotated[str | None, typer.Option(help="JSON fields for every request, such as '{\"ignore_eos\": true}'.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the prompts; default: new in every run.")]
+ImageFolder = Annotated[Path | None, typer.Option("--images", help="Instead: a folder of images for one prompt.")]
+PromptFile = Annotated[Path | None, typer.Option(help="For --images: the prompt; default: transcribe the document.")]
 # The length of the run.
 Requests = Annotated[int | None, typer.Option(min=1, help="Requests in one round.")]
 Duration = Annotated[str | None, typer.Option(help="Instead: how long a round lasts, such as 30s.")]
@@ -89,6 +95,8 @@ def bench(
     seed: Seed = None,
     json: AsJson = False,
     plot: Plot = None,
+    images: ImageFolder = None,
+    prompt_file: PromptFile = None,
 ) -> None:
     from msgspec.json import encode, format
 
@@ -115,6 +123,8 @@ def bench(
         limit=limit,
         body=body,
     )
+    if images is not None:
+        raise typer.Exit(_bench_documents(replace(options, http=True), images, prompt_file, as_json=json))
     if plot is not None:
         run_or_exit(drawing.check_file, plot)
     specs, results = run_or_exit(prepare, options, load_or_exit)
@@ -126,6 +136,35 @@ def bench(
     if plot is not None:
         run_or_exit(drawing.save, report.plot(results), plot)
     raise typer.Exit(_INTERRUPTED if results.is_interrupted else 0 if results.answers else 1)
+
+
+def _bench_documents(options: BenchOptions, folder: Path, prompt_file: Path | None, *, as_json: bool) -> int:
+    import asyncio
+
+    from msgspec.json import encode, format
+
+    from modelyard.benchmark import documents
+    from modelyard.benchmark.targets import prepare
+    from modelyard.http.server import loop_factory
+
+    found = run_or_exit(documents.find_images, folder)
+    prompt = run_or_exit(documents.read_prompt, prompt_file)
+    specs, results = run_or_exit(prepare, options, load_or_exit)
+    work = documents.run(
+        specs,
+        found,
+        prompt,
+        number=results.plan.seed,
+        output_tokens=options.output_tokens or documents.OUTPUT_TOKENS,
+        repetitions=options.rounds or documents.REPETITIONS,
+    )
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        measured = run_or_exit(runner.run, work)
+    if as_json:
+        sys.stdout.write(format(encode(measured), indent=2).decode() + "\n")
+    else:
+        documents.show(measured, out)
+    return 0 if any(result.first.error is None for result in measured) else 1
 
 
 def _run_benchmark(specs: list[TargetSpec], results: BenchmarkResults) -> None:

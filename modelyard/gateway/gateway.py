@@ -421,8 +421,9 @@ class Gateway:
         """The tokens of a request's images and audio, by its engine if it is loaded, else by its files. Some engines
         tell only with an answer; the prompt is in their cache then."""
         media = request_media(request)
-        if isinstance(engine, MediaEngine):
-            return sum(await engine.count_media(media))
+        counter: object = engine
+        if isinstance(counter, MediaEngine):
+            return sum(await counter.count_media(media))
         if model.count_media is not None:
             return sum(await asyncio.to_thread(model.count_media, media))
         if not isinstance(engine, TextEngine):

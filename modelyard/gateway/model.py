@@ -11,7 +11,7 @@ from msgspec.structs import force_setattr
 from modelyard.core.engine import Capabilities, Media, ReasoningBounds, ReasoningBudget
 from modelyard.core.errors import ModelyardError, Unavailable, Unimplemented
 from modelyard.core.output_format import OutputFormat
-from modelyard.core.request import Request, Sampling
+from modelyard.core.request import DEFAULT_SAMPLING, Request, Sampling
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.render import Renderer
 from modelyard.scanner.scanner import Scanner
@@ -78,6 +78,8 @@ class Model(Struct, frozen=True, kw_only=True):
     def sampling_for(self, request: Request) -> Sampling:
         """A request with its own temperature is not cut by the built-in `top_p`, which belongs to the built-in one."""
         own = request.sampling
+        if own is DEFAULT_SAMPLING:
+            return self.sampling
         if own.temperature is None or self.configured_sampling is None:
             return own.over(self.sampling)
         return own.over(self.configured_sampling)

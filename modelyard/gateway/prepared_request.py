@@ -117,7 +117,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
         return LeaseRequest(
             model=self.target.model,
             cache=self.target.cache,
-            tokens=sum([len(prompt.ids) for prompt in prompts]),
+            tokens=len(prompts[0].ids) if len(prompts) == 1 else sum([len(prompt.ids) for prompt in prompts]),
             weight=self.choices,
             key=caller.key,
             session=self.session_key(),
@@ -152,9 +152,10 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             media, renderer = request_media(request), model.text.renderer
             # Without marks they come after the tokens: the template left a placeholder for each.
             parts = renderer.parts(rendered.text, media) if renderer.marks_media else (*parts, *media)
+        sampling = self.sampling if request.n == 1 else _with_seed(self.sampling, choice % request.n)
         return Prompt(
             parts=parts,
-            sampling=_with_seed(self.sampling, choice % request.n),
+            sampling=sampling,
             max_tokens=rendered.budget.max_tokens,
             stop_ids=model.text.stop_ids,
             constraint=self.constraint,

@@ -115,6 +115,8 @@ def _read_sampling(body: LlamaCompletionBody) -> Sampling:
         body.seed = None
     if body.repeat_penalty is not None:
         body.repetition_penalty = body.repeat_penalty
+    if body.top_n_sigma is not None and body.top_n_sigma <= 0:  # its clients send all settings
+        body.top_n_sigma = None
     sampling = read_sampling(body)
     return replace(sampling, logit_bias=_read_bias(bias)) if bias else sampling
 

@@ -241,7 +241,7 @@ class JsonFormatter(logging.Formatter):
             "time": f"{_utc(second)}.{int((record.created - second) * 1000):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": mask_secrets(record.getMessage()),
+            "message": record.msg if isinstance(record, RequestLogRecord) else mask_secrets(record.getMessage()),
         }
         if request_id := _request_id(record):
             line["request_id"] = request_id

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests import cli_process
@@ -60,7 +59,7 @@ class Terminal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
         os.close(self._ours)

@@ -122,7 +122,7 @@ class Messages:
     def _stop(self, data: dict[str, Any]) -> str:
         """Both keys are always present."""
         stop_sequence = data["stop_sequence"]
-        return data["stop_reason"] + (f" {stop_sequence}" if stop_sequence is not None else "")
+        return str(data["stop_reason"]) + (f" {stop_sequence}" if stop_sequence is not None else "")
 
     def _usage(self, data: dict[str, Any]) -> Usage:
         cached = data["cache_read_input_tokens"]
@@ -411,7 +411,7 @@ def check_error(reply: httpx.Response, path: str, status: int) -> dict[str, Any]
     assert isinstance(error["message"], str)
     if path.startswith("/v1beta/"):
         assert (error["code"], set(data)) == (400 if status == 405 else status, {"error"})
-        info = next((one for one in error.get("details", ()) if "reason" in one), {})
+        info: dict[str, Any] = next((one for one in error.get("details", ()) if "reason" in one), {})
         return {
             "code": info.get("reason", "").lower() or None,
             "param": info.get("metadata", {}).get("field"),
@@ -422,7 +422,7 @@ def check_error(reply: httpx.Response, path: str, status: int) -> dict[str, Any]
     if path.startswith("/v1/messages"):
         assert data["type"] == "error"
         assert data["request_id"] == reply.headers["request-id"]
-        return {"code": None, "param": None} | error
+        return {"code": None, "param": None, **error}
     assert set(data) == {"error"}
     assert {"message", "type", "param", "code"} <= set(error)
     return dict(error)

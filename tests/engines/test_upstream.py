@@ -31,7 +31,7 @@ from modelyard.core.errors import (
     Unavailable,
     Unsupported,
 )
-from modelyard.core.events import BlockDelta, Event, Failed, Finished, Usage
+from modelyard.core.events import BlockDelta, BlockEnd, Event, Failed, Finished, TokenLogprob, Usage
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
 from modelyard.engines.upstream import (
@@ -44,6 +44,7 @@ from modelyard.engines.upstream import (
     append_fields,
     environment_proxy,
     map_auth_error,
+    merge_deltas,
     reject_bare_prompts,
     transport_error,
 )
@@ -304,6 +305,28 @@ async def test_stream_becomes_events() -> None:
     (request,) = upstream.requests
     assert (request.method, request.path, request.body) == ("POST", "/chat/completions", {"model": "m"})
     assert request.headers["authorization"] == "Bearer k"
+
+
+async def test_a_stream_that_is_longer_than_the_buffers_is_read_to_its_end() -> None:
+    """aiohttp pauses the connection meanwhile, and has to be told to go on."""
+    words = [f"{n:06}" * 40 for n in range(2500)]
+    async with fake_upstream(Answer(body=chat_stream(*words))) as upstream:
+        collector, connected = Collector(), connect(upstream)
+
+        async def emit(events: Sequence[Event]) -> bool:
+            await asyncio.sleep(0.001)
+            return await collector.emit(events)
+
+        await connected.stream_chat("/chat/completions", b'{"model":"m"}', PROTOCOL, emit)
+        await connected.close()
+    assert collector.text == "".join(words)
+
+
+def test_neighbouring_texts_of_a_block_become_one() -> None:
+    first, second = TokenLogprob("a", -1.0), TokenLogprob("b", -2.0)
+    events = [BlockDelta(0, "a", (first,)), BlockDelta(0, "b", (second,)), BlockEnd(0), BlockDelta(1, "c"), DONE]
+    assert merge_deltas(events) == [BlockDelta(0, "ab", (first, second)), BlockEnd(0), BlockDelta(1, "c"), DONE]
+    assert merge_deltas([BlockDelta(0, "a"), BlockDelta(1, "b")]) == [BlockDelta(0, "a"), BlockDelta(1, "b")]
 
 
 async def test_connection_is_reused_after_a_complete_answer() -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 from modelyard.library.progress import ProgressReporter
 
 
-def test_a_line_is_written_for_every_tenth():
+def test_a_line_is_written_for_every_tenth() -> None:
     lines: list[str] = []
     with ProgressReporter(Console(file=io.StringIO()), lines.append).track("x.gguf") as on_bytes:
         for done in range(0, 2001, 7):
@@ -17,14 +17,14 @@ def test_a_line_is_written_for_every_tenth():
     assert len(lines) == 11
 
 
-def test_an_unknown_size_writes_no_line():
+def test_an_unknown_size_writes_no_line() -> None:
     lines: list[str] = []
     with ProgressReporter(Console(file=io.StringIO()), lines.append).track("x") as on_bytes:
         on_bytes(5, 0)
     assert lines == ["fetching x"]
 
 
-def test_a_terminal_shows_a_bar_and_no_lines():
+def test_a_terminal_shows_a_bar_and_no_lines() -> None:
     screen, lines = io.StringIO(), list[str]()
     with ProgressReporter(Console(file=screen, force_terminal=True, width=100), lines.append).track(
         "x[y].gguf"

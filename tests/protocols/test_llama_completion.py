@@ -68,10 +68,21 @@ def test_n_predict_is_the_limit(n_predict: int | None, expected: int | None) -> 
 
 
 def test_settings_that_no_engine_has_are_warnings() -> None:
-    assert set(read(t_max_predict_ms=9, top_n_sigma=1.5).warnings) == {
-        "t_max_predict_ms_ignored",
-        "top_n_sigma_ignored",
-    }
+    request = read(t_max_predict_ms=9, post_sampling_probs=True, top_n_sigma=1.5)
+    assert set(request.warnings) == {"t_max_predict_ms_ignored", "post_sampling_probs_ignored"}
+    assert request.sampling.top_n_sigma == 1.5
+
+
+@pytest.mark.parametrize("given", [["top_k", "typical_p", "temperature"], "kyt"])
+def test_the_order_of_samplers_is_read_by_names_or_letters(given: Any) -> None:
+    assert read(samplers=given).sampling.samplers == ("top_k", "typ_p", "temperature")
+
+
+@pytest.mark.parametrize("given", [["top_z"], "k?"])
+def test_an_unknown_sampler_is_named(given: Any) -> None:
+    with pytest.raises(InvalidRequest, match="samplers has '(top_z|\\?)', which is none of") as refused:
+        read(samplers=given)
+    assert refused.value.param == "samplers"
 
 
 def test_ignore_eos_is_a_setting_of_the_sampler() -> None:

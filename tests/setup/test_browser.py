@@ -26,5 +26,6 @@ def test_a_browser_without_a_driver_is_not_found(tmp_path: Path) -> None:
 def test_an_unpacked_browser_uses_its_own_libraries(tmp_path: Path) -> None:
     unpack(tmp_path)
     found = script.find(lambda _: None, tmp_path)
+    assert found is not None
     assert found.browser == tmp_path / "usr/lib/chromium/chromium"
     assert str(tmp_path / "usr/lib/x86_64-linux-gnu") in found.environment["LD_LIBRARY_PATH"]

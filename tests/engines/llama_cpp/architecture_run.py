@@ -32,6 +32,7 @@ from tests.engines.reading import accepted, end, ids, read, until
 _WINDOW, _UBATCH = 512, 16
 _TIE = 2e-2  # two best logits that are closer may change places: a batch adds in another order
 _PROCESSES = 2
+_MAX_S = 20  # for one model, on a busy machine; usually it takes half a second
 
 
 class ArchitectureResult(Struct, frozen=True):
@@ -60,7 +61,7 @@ def run_all(names: Sequence[str]) -> dict[str, ArchitectureResult]:
     results: dict[str, ArchitectureResult] = {}
     while running:
         left, process = running.pop()
-        output, errors = process.communicate(timeout=300)
+        output, errors = process.communicate(timeout=max(300, _MAX_S * len(left)))
         begun = ""
         for line in output.splitlines():
             data = json.loads(line)
