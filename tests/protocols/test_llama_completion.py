@@ -80,7 +80,7 @@ def test_the_order_of_samplers_is_read_by_names_or_letters(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [["top_z"], "k?"])
 def test_an_unknown_sampler_is_named(given: Any) -> None:
-    with pytest.raises(InvalidRequest, match="samplers has '(top_z|\\?)', which is none of") as refused:
+    with pytest.raises(InvalidRequest, match=r"samplers has '(top_z|\?)', which is none of") as refused:
         read(samplers=given)
     assert refused.value.param == "samplers"
 
