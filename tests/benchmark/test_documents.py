@@ -38,7 +38,7 @@ def test_the_prompt_is_the_files_or_that_of_the_document_benchmark(tmp_path: Pat
 
 
 async def test_each_image_is_sent_once_and_again(folder: Path) -> None:
-    script = [{"steps": [{"say": "one two three"}]}]
+    script = [{"steps": [{"tokens": 5}]}]
     with live_server(demo_config(script, modalities=["text", "image"])) as running:
         spec = url_target(running.url, None, Access())
         images = documents.find_images(folder)

@@ -184,7 +184,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         if options.speculation == "off":
             return None
         name, info = ", ".join(context.caches), context.layout.info
-        if not context.kv.can_rewind:
+        if not context.kv.can_take_back:
             if options.speculation != "auto":
                 log.warning("the model %r cannot rewind: no speculation in the cache %r", self.spec.model, name)
             return None

@@ -69,6 +69,12 @@ class KvMemory:
         one state cannot rewind, and contexts that drop the KV outside of a sliding window."""
         return not self._only_forward and (not self._n_swa or self.layout.swa_full)
 
+    @property
+    def can_take_back(self) -> bool:
+        """Whether tokens of the last decode can be removed, such as drafts. A sliding window overwrites only what was
+        behind it before that decode."""
+        return not self._only_forward
+
     # --- in place -----------------------------------------------------------------------------------------------------
 
     def clear(self, index: int) -> None:

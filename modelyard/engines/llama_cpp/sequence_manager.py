@@ -110,6 +110,7 @@ class SequenceManager:
         self._uses = self._adoptions = 0
         self.reused = self.copied = self.restored = self.fetched = self.evicted = 0  # tokens; evictions
         self.evaluated = 0  # prompt tokens
+        self._checkpoint_size = 0  # of the last one
 
     def __repr__(self) -> str:
         return f"<SequenceManager {self.name}: {self.running}/{self.info.parallel} running>"
@@ -138,7 +139,9 @@ class SequenceManager:
         self._uses += 1
         slot.use_order = self._uses
         if not self.kv.can_rewind and self._limits.count:
-            job.checkpoint_positions = sequences.checkpoint_positions(len(job.ids), keep, divergences, slot.checkpoints)
+            job.checkpoint_positions = sequences.checkpoint_positions(
+                len(job.ids), keep, divergences, slot.checkpoints, self._inner_checkpoints()
+            )
             if job.chunks:
                 between = {whole_chunks(job.ids, position) for position in job.checkpoint_positions}
                 job.checkpoint_positions = sorted(position for position in between if position > keep)
@@ -255,12 +258,18 @@ class SequenceManager:
             job.checkpoint_positions.pop(0)
             self._take_checkpoint(slot)
 
+    def _inner_checkpoints(self) -> int:
+        """How many to take inside a prompt: half of those that are kept, as far as their size allows."""
+        fitting = self._limits.size // self._checkpoint_size if self._checkpoint_size else self._limits.count
+        return min(self._limits.count, fitting) // 2
+
     def _take_checkpoint(self, slot: SequenceSlot) -> None:
         if self.kv.can_rewind or not sequences.is_checkpoint_useful(slot.checkpoints, len(slot.tokens)):
             return
         data = self.kv.export(slot.index, partial=True) if self._limits.count else None
         if data is not None:
             checkpoint = Checkpoint(len(slot.tokens), data)
+            self._checkpoint_size = checkpoint.size
             slot.checkpoints = sequences.add_checkpoint(slot.checkpoints, checkpoint, self._limits)
 
     def clear(self, slot: SequenceSlot) -> None:

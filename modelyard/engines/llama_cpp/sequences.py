@@ -47,8 +47,11 @@ _MIN_COPY = 256  # tokens: a copy makes other jobs' next step longer
 #     at the end of what it held       when the next turn begins: an edited last message starts from there
 #     shortly before a prompt's end    the next turn may spell the answer differently, or the prompt may come again
 #     where two prompts diverge        that is where a shared system prompt ends
+#     inside a long prompt             at equal distances: an edit in the middle is read again from the last before it
 
 MIN_DISTANCE = 32  # tokens: reading fewer again costs less than a copy
+_INNER_DISTANCE = 128  # tokens between two checkpoints inside a prompt, at least
+_MICRO_BATCH = 512  # the usual number of tokens that are computed at a time
 _TEMPLATE_TAIL = 8  # tokens that a template writes to open an answer, and spells differently in the history
 
 
@@ -99,18 +102,31 @@ def add_checkpoint(checkpoints: Checkpoints, new: Checkpoint, limits: Checkpoint
     return tuple(kept)
 
 
-def checkpoint_positions(length: int, start: int, divergences: Iterable[int], checkpoints: Checkpoints) -> list[int]:
+def checkpoint_positions(
+    length: int, start: int, divergences: Iterable[int], checkpoints: Checkpoints, inner: int = 0
+) -> list[int]:
     """Where to pause while a prompt of `length` tokens is read from `start`, in order. `divergences` are the positions
-    at which it leaves what other sequences hold."""
+    at which it leaves what other sequences hold; up to `inner` others are spread over what is read."""
     positions: list[int] = []
     taken = [start, *(each.tokens for each in checkpoints)]
-    for position in sorted({length - _TEMPLATE_TAIL, *divergences}):
+    wanted = [length - _TEMPLATE_TAIL, *divergences]
+    for position in [*sorted(set(wanted)), *_spread(start, length, inner)]:
         if position < MIN_DISTANCE or not start < position < length:
             continue
         if all(abs(position - other) >= MIN_DISTANCE for other in taken):
             positions.append(position)
             taken.append(position)
-    return positions
+    return sorted(positions)
+
+
+def _spread(start: int, length: int, count: int) -> range:
+    """At most `count` positions at equal distances, of whole micro-batches if that is not much."""
+    if count < 1:
+        return range(0)
+    distance = max(_INNER_DISTANCE, -(-(length - start) // (count + 1)))
+    if distance > _MICRO_BATCH:
+        distance = -(-distance // _MICRO_BATCH) * _MICRO_BATCH
+    return range(start + distance, length, distance)
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------

@@ -232,10 +232,19 @@ async def test_a_model_that_cannot_rewind_has_no_speculation(caplog: pytest.LogC
     assert "cannot rewind: no speculation" in caplog.text
 
 
-@pytest.mark.parametrize("full", [True, False])
-async def test_a_sliding_window_has_speculation_only_with_swa_full(full: bool) -> None:
-    async with opened(path=str(sliding_model()), swa_full=full) as engine:
-        assert (engine._contexts[0].speculator is not None) == full
+@pytest.mark.parametrize("wrong", [True, False])
+async def test_drafts_are_taken_back_from_a_sliding_window(wrong: bool) -> None:
+    """Far beyond the window, whose cells are used again and again."""
+    run = RUNS[0] * 4
+    async with opened(path=str(sliding_model()), swa_full=False, speculation="off") as engine:
+        expected = await generate(engine, run, max_tokens=120)
+    async with opened(path=str(sliding_model()), swa_full=False) as engine:
+        speculator = engine._contexts[0].speculator
+        assert speculator is not None
+        if wrong:
+            speculator._drafter = FixedDrafter(*range(5, 13))
+        assert_alike(await generate(engine, run, max_tokens=120), expected)
+        assert engine.stats().guessed_tokens > (100 if wrong else -1)
 
 
 class FixedDrafter:
