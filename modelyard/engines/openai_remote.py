@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -52,10 +52,17 @@ from modelyard.engines.upstream import (
     reject_bare_prompts,
     rerank_documents,
 )
-from modelyard.protocols import anthropic_messages, openai_chat, openai_completions, openai_responses
+from modelyard.protocols import (
+    anthropic_messages,
+    gemini,
+    ollama,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 
-ApiKind = Literal["chat_completions", "responses", "anthropic_messages"]
+ApiKind = Literal["chat_completions", "responses", "anthropic_messages", "gemini", "ollama"]
 
 
 class OpenAiRemoteOptions(BaseModel):
@@ -159,19 +166,17 @@ class OpenAiRemoteEngine:
     async def _check_models(self) -> None:
         """Raises if the list of models cannot be read. An upstream may serve models that it does not list."""
         address = self._open_upstream.address
-        status, reply = await self._open_upstream.request_json("GET", "/models")
+        status, reply = await self._open_upstream.request_json("GET", self._api.models_path)
         if status >= 400:
             error = self._api.protocol.read_error(status, {}, f"its list of models answered {status}".encode())
             raise map_auth_error(error, address)
-        models = reply.get("data") if isinstance(reply, dict) else reply
-        names = [model.get("id") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
-        if self._options.remote_model not in names:
+        if self._options.remote_model not in _model_names(reply):
             log.warning("%s does not list the model %r", address.name, self._options.remote_model)
 
     def chat(self, request: Request) -> Generation[Event]:
         async def run(emit: Emit) -> None:
             body = chat_body(request, self._options, self._api)
-            path, protocol = self._api.path, self._api.protocol
+            path, protocol = self._api.chat_path(self._options.remote_model), self._api.protocol
             if request.prompts:
                 path, protocol = "/completions", cast(WireProtocol, openai_completions)
             await self._open_upstream.stream_chat(path, body, protocol, emit)
@@ -240,7 +245,8 @@ class RemoteApi(Struct, frozen=True, kw_only=True):
 
     kind: ApiKind
     protocol: WireProtocol
-    path: str
+    path: str  # with the model in braces, if it is part of it
+    models_path: str = "/models"
     count_path: str | None = None
     sampling: frozenset[str]
     has_prompts: bool = True  # it also has completions, embeddings and rankings, as servers with OpenAI's API do
@@ -249,7 +255,12 @@ class RemoteApi(Struct, frozen=True, kw_only=True):
     needs_max_tokens: bool = False
     reads_signed_reasoning: bool = False
 
+    def chat_path(self, model: str) -> str:
+        return self.path.replace("{model}", quote(model, safe=":/"))
+
     def auth_headers(self, key: str) -> dict[str, str]:
+        if self.kind == "gemini":
+            return {"x-goog-api-key": key} if key else {}
         if self.kind == "anthropic_messages":
             return {"anthropic-version": "2023-06-01"} | ({"x-api-key": key} if key else {})
         return {"authorization": f"Bearer {key}"} if key else {}
@@ -282,11 +293,40 @@ APIS: Mapping[ApiKind, RemoteApi] = {
         needs_max_tokens=True,
         reads_signed_reasoning=True,
     ),
+    "gemini": RemoteApi(
+        kind="gemini",
+        protocol=cast(WireProtocol, gemini),
+        path="/models/{model}:streamGenerateContent?alt=sse",
+        sampling=frozenset({"temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed"}),
+        has_prompts=False,
+        reads_signed_reasoning=True,
+    ),
+    "ollama": RemoteApi(
+        kind="ollama",
+        protocol=cast(WireProtocol, ollama),
+        path="/api/chat",
+        models_path="/api/tags",
+        sampling=frozenset(
+            {"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty"}
+            | {"frequency_penalty", "seed", "mirostat", "mirostat_tau", "mirostat_eta"}
+        ),
+        has_prompts=False,
+    ),
 }
 
 
+def _model_names(reply: Any) -> set[str]:
+    """The names in a list of models. Google's begin with `models/`, and Ollama's may end with a tag."""
+    models = (reply.get("data") or reply.get("models")) if isinstance(reply, dict) else reply
+    listed = [model for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+    names = {str(model.get("id") or model.get("name")).removeprefix("models/") for model in listed}
+    return names | {name.removesuffix(":latest") for name in names}
+
+
 def base_url(kind: ApiKind, url: str) -> str:
-    """Anthropic clients get the address without /v1, OpenAI clients with it; both are accepted."""
+    """Anthropic's and Google's clients get the address without a version, OpenAI clients with it; both are accepted."""
+    if kind == "gemini":
+        return url if url.endswith(("/v1beta", "/v1", "/v1alpha")) else f"{url}/v1beta"
     return f"{url}/v1" if kind == "anthropic_messages" and not url.endswith("/v1") else url
 
 
@@ -298,9 +338,7 @@ def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) ->
         raise Unsupported("the upstream's completions take no schema or grammar", code="structured_unsupported")
     is_stream = request.prompt_logprobs is None or request.echo  # vLLM sends them with a whole reply only
     if not is_stream and not (options.remote_extensions and api.kind == "chat_completions"):
-        reason = (
-            "the upstream has no prompt_logprobs: send echo with logprobs, or set remote_extensions for a vLLM"
-        )
+        reason = "the upstream has no prompt_logprobs: send echo with logprobs, or set remote_extensions for a vLLM"
         raise Unsupported(reason, code="prompt_logprobs_unsupported", param="prompt_logprobs")
     max_tokens = request.max_tokens or options.remote_max_tokens
     streamed = replace(

@@ -199,6 +199,42 @@ def test_requests_are_in_the_log_under_their_paths(keyed_server: LiveServer) -> 
     assert '"/v1beta/models/{id}:generateContent"' in metrics
 
 
+# --- as a client ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["gemini", "ollama"])
+def forwarding_client(request: pytest.FixtureRequest, server: LiveServer) -> Iterator[httpx.Client]:
+    """A gateway whose model is another server's, reached over one of these protocols."""
+    model = {
+        "backend": "openai_remote",
+        "remote_api_kind": request.param,
+        "remote_base_url": server.url,
+        "remote_model": "demo",
+        "remote_health_check": "models",
+    }
+    routes = [{"match": "*", "model": "far", "allow_remote": True}]
+    with (
+        live_server({"models": {"far": model}, "routes": routes}) as gateway,
+        httpx.Client(base_url=gateway.url) as client,
+    ):
+        yield client
+
+
+def test_an_upstream_answers_over_these_protocols(forwarding_client: httpx.Client, stream: bool) -> None:
+    for name in ("text", "thinking", "one tool", "parallel tools", "length"):
+        case = CASES[name]
+        parsed = send(forwarding_client, CHAT, stream, name, **case.fields)
+        assert (parsed.text, parsed.thinking, parsed.calls) == (case.text, case.thinking, case.calls), name
+        assert parsed.stop == case.stop(CHAT), name
+
+
+def test_errors_of_an_upstream_keep_their_meaning(forwarding_client: httpx.Client) -> None:
+    for text, status in (("busy before", 503), ("a b " * 4000, 400)):
+        reply = forwarding_client.post(CHAT.path, json=CHAT.body(text))
+        assert reply.status_code == status, reply.text
+    assert "4096" in reply.json()["error"]["message"]
+
+
 # --- the start page, and a model's life -------------------------------------------------------------------------------
 
 
