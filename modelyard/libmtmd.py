@@ -123,6 +123,9 @@ class LibMtmd:
             raise MissingLibrary(f"{path} cannot be loaded: {error}") from error
         for name, declaration in _FUNCTIONS.items():
             setattr(self, name, libllama.declared(raw, name, declaration))
+        params = self.mtmd_context_params_default()
+        if (params.batch_max_tokens, params.image_min_tokens, params.image_max_tokens) != (1024, -1, -1):
+            raise MissingLibrary(f"{path} is a release of libmtmd that this program does not know: build it again")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is not declared in modelyard/libmtmd.py")

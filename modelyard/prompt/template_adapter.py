@@ -102,6 +102,17 @@ def system_in_first_user(entries: list[TemplateMessage]) -> list[TemplateMessage
     return [_joined(system, rest[0]), *rest[1:]] if rest and rest[0]["role"] == "user" else [system, *rest]
 
 
+def with_types(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    """Some templates, mostly of models that see, read lists of typed parts only and drop a plain string. It is no step:
+    such a template accepts nothing without it."""
+    return [
+        entry | {"content": _listed(entry["content"]) or [{"type": "text", "text": ""}]}
+        if isinstance(entry.get("content"), str)
+        else entry
+        for entry in entries
+    ]
+
+
 # The order in which enabled steps apply; later steps rely on earlier ones.
 STEPS: tuple[Step, ...] = (
     developer_as_system,
@@ -213,6 +224,10 @@ class AdaptedTemplate:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
+        self._needs_types = False
+        if not self._accepts([_ONE], ("probe one",)):
+            self._needs_types = True
+            self._needs_types = self._accepts([_ONE], ("probe one",))
         self.steps = tuple(step for step in STEPS if self._needs(step))
 
     def __repr__(self) -> str:
@@ -237,8 +252,9 @@ class AdaptedTemplate:
 
     def _accepts(self, entries: list[TemplateMessage], texts: Sequence[str]) -> bool:
         used = [_TOOL] if any(entry["role"] == "tool" for entry in entries) else None
+        shown = with_types(entries) if self._needs_types else entries
         try:
-            text = self.template.render({"messages": entries, "tools": used, "add_generation_prompt": True})
+            text = self.template.render({"messages": shown, "tools": used, "add_generation_prompt": True})
         except TemplateFailed:
             return False
         at = 0
@@ -269,4 +285,6 @@ class AdaptedTemplate:
     def _render(self, entries: list[TemplateMessage], variables: Mapping[str, Any], steps: Sequence[Step]) -> str:
         for step in steps:
             entries = step(entries)
+        if self._needs_types:
+            entries = with_types(entries)
         return self.template.render({**variables, "messages": entries})

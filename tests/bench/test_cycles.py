@@ -7,13 +7,13 @@ import pytest
 from bench.cycles import CycleRun, model_configs, run_cycles
 from bench.resources import Usage, draw_series, slope
 from modelyard.benchmark.drawing import svg
-from modelyard.library import default_model
 from tests.engines.ct2.helpers import tiny_folder
+from tests.engines.llama_cpp.short_model import short_model_file
 
 
 @pytest.mark.parametrize(("engine", "cycles"), [("fake", 4), ("ct2", 2), ("llama_cpp", 1)])
 def test_memory_files_and_threads_stay_flat(engine: str, cycles: int) -> None:
-    run = run_cycles(engine, model_configs(default_model.fetch(), tiny_folder())[engine], cycles, warmup=1)
+    run = run_cycles(engine, model_configs(short_model_file(), tiny_folder())[engine], cycles, warmup=1)
     assert len(run.samples) == 1 + cycles
     assert run.is_flat, run.samples
 

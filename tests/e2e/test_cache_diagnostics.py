@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.library import default_model
 from tests.e2e.helpers import wait_until
+from tests.engines.llama_cpp.short_model import short_model_file
 from tests.live_server import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 
@@ -235,9 +235,9 @@ def test_llama_cpp_evaluates_only_new_tokens(tmp_path: Path) -> None:
     """The template of the model has no tools, so they are described in the prompt."""
     script = tmp_path / "replay.jsonl"
     script.write_text("\n".join(map(json.dumps, SCRIPT_WITHOUT_REASONING)))
-    default_model.fetch()
+    model = {"backend": "llama_cpp", "path": str(short_model_file()), "n_threads": 1, "speculation": "off"}
     config = {
-        "models": {"smollm2": {"n_threads": 1, "speculation": "off", "replay": str(script)}},
+        "models": {"smollm2": model | {"replay": str(script)}},
         "caches": {"main": {"model": "smollm2", "n_ctx": 2048, "parallel": 1}},
         "routes": [{"match": "*", "cache": "main"}],
     }

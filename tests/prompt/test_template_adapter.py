@@ -159,3 +159,14 @@ def test_every_conversation_starts_with_a_user_message() -> None:
     ]
     assert [e["role"] for e in template_adapter.user_opens([])] == ["user"]
     assert template_adapter.user_opens([entry("user", "u")]) == [entry("user", "u")]
+
+
+def test_a_template_that_reads_only_typed_parts_gets_them_and_keeps_every_role() -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}"
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}</>{% endfor %}"
+    )
+    adapted = AdaptedTemplate(ChatTemplate(source))
+    entries = [{"role": "system", "content": "rule"}, {"role": "user", "content": "hi"}]
+    assert adapted.render(entries, {}) == "<system>: rule</><user>: hi</>"
+    assert adapted.render([{"role": "user", "content": ""}], {}) == "<user>: </>"
