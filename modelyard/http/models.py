@@ -64,9 +64,9 @@ class ModelEndpoints:
     def _card(self, name: str, entry: ModelEntry, status: ModelStatus) -> ModelCard:
         window = self._gateway.target(name, "/v1/models").window if self._gateway.has_window(entry.name) else None
         aliases = tuple(entry.aliases) if name == entry.name else ()
-        return ModelCard(
-            name, self._started, window, window, status.state, aliases=aliases, modalities=tuple(entry.modalities)
-        )
+        model = self._gateway.models.get(entry.name)
+        modalities = tuple(entry.modalities) if model is None else model.modalities
+        return ModelCard(name, self._started, window, window, status.state, aliases=aliases, modalities=modalities)
 
     def _routed(self, name: str, context: RequestContext) -> ModelCard:
         target, model = self._gateway.model_for(name, context.caller())

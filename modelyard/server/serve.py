@@ -119,14 +119,14 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
         if config.library and pool is None:  # a scheduler in another process tells us
             reload = built.admin.reload_library if is_alone else partial(built.admin.reload_library, has_peers=True)
             watching.append(asyncio.create_task(watch_library(reload)))
-        await server.serve(sockets=[listener, *_second_listener(config, shared=not is_alone)])
+        await server.serve(sockets=[listener, *second_listener(config, shared=not is_alone)])
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
     return 0 if server.started else 1
 
 
-def _second_listener(config: Config, *, shared: bool) -> list[socket.socket]:
+def second_listener(config: Config, *, shared: bool) -> list[socket.socket]:
     """On the port of Ollama's clients, if it is set."""
     http = config.http
     if http.ollama_port in (None, http.port):

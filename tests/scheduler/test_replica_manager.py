@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from modelyard.core.errors import Conflict, InvalidRequest, Unavailable
@@ -212,6 +214,20 @@ async def test_an_idle_model_sleeps_after_its_ttl_and_loads_on_the_next_request(
         assert harness.states() == {"a": "stopped"}
         assert harness.snapshot("a").reason == "no requests for 60 s"
         assert (await harness.request("a").lease()).engine is model.engines[1]
+
+
+async def test_the_last_request_says_how_long_an_idle_model_stays():
+    async with Harness() as harness:
+        await harness.load_model("a", idle_ttl_s=60.0)
+        for keep_alive, stays_s in ((math.inf, 10**6), (600.0, 590), (5.0, 4), (None, 55)):
+            (await harness.request("a", keep_alive=keep_alive).lease()).release()
+            await harness.clock.advance(stays_s)
+            assert harness.states() == {"a": "ready"}
+        await harness.clock.advance(10)
+        assert harness.states() == {"a": "stopped"}
+        (await harness.request("a", keep_alive=0.0).lease()).release()
+        await harness.clock.advance(1)
+        assert harness.states() == {"a": "stopped"}
 
 
 async def test_a_model_without_a_ttl_stays_loaded():

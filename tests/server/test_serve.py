@@ -11,7 +11,9 @@ from modelyard.config.load import load_config
 from modelyard.config.settings import Config, engine_options
 from modelyard.engines.vllm import tokenizer_path
 from modelyard.library.progress import ProgressReporter
-from modelyard.server.serve import prepare, watched_files
+from modelyard.processes.ports import PortUnusable
+from modelyard.server.serve import prepare, second_listener, watched_files
+from tests.launch.test_launch import free_port
 from tests.library.web import Hub, serve_hub
 
 REPO = "maker/Folder"
@@ -64,3 +66,14 @@ def test_every_file_that_is_looked_for_is_watched(tmp_path: Path, monkeypatch: p
     named = [str(file.relative_to(tmp_path)) for file in watched_files(None)]
     assert named == ["home/modelyard/modelyard.toml", "config/settings.json", "config/local.json", "modelyard.toml"]
     assert watched_files(Path("mine.toml")) == (tmp_path / "mine.toml",)
+
+
+def test_a_second_port_is_listened_on_only_if_it_is_set_and_another_one() -> None:
+    port = free_port()
+    (bound,) = second_listener(Config.model_validate({"http": {"ollama_port": port}}), shared=False)
+    with bound:
+        assert bound.getsockname()[1] == port
+        with pytest.raises(PortUnusable, match=f"port {port} on 127.0.0.1 is in use"):
+            second_listener(Config.model_validate({"http": {"ollama_port": port}}), shared=False)
+    for http in ({}, {"port": port, "ollama_port": port}):
+        assert second_listener(Config.model_validate({"http": http}), shared=False) == []

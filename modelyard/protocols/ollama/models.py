@@ -289,6 +289,8 @@ def read_create(body: bytes) -> tuple[NewModel, bool]:
             "templates are Jinja here, and this one is Go's: leave it out, the model's file has its own",
             param="template",
         )
+    if parsed.template and "{%" not in parsed.template and "{{" not in parsed.template:
+        raise InvalidRequest("template must be the text of a Jinja template", param="template")  # never a path
     file, adapter = _only(parsed.files, "files"), _only(parsed.adapters, "adapters")
     if bool(parsed.from_) == bool(file):
         raise InvalidRequest(

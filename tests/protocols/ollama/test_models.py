@@ -73,6 +73,11 @@ def test_a_jinja_template_is_taken() -> None:
     assert create(template="{% for message in messages %}{{ message.content }}{% endfor %}").template
 
 
+def test_a_template_is_never_the_path_of_a_file() -> None:
+    with pytest.raises(InvalidRequest, match="the text of a Jinja template"):
+        create(template="/etc/passwd")
+
+
 def test_a_model_is_made_from_a_model_or_from_a_file() -> None:
     assert create(**{"from": None}, files={"a.gguf": "sha256:1"}).file == "sha256:1"
     for body in ({"from": None}, {"files": {"a.gguf": "sha256:1"}}):
