@@ -45,6 +45,7 @@ class ArchitectureResult(Struct, frozen=True):
     memory: str = ""
     rewinds: bool = False
     drafts: int = 0
+    speculates: bool = False
     embeds: bool = False
     reused: int = 0
     faults: list[str] = []
@@ -153,6 +154,7 @@ class _Scenario:
             memory="recurrent" if recurrent else "hybrid" if hybrid else "sliding window" if sliding else "attention",
             rewinds=cache.kv.can_rewind,
             drafts=stats.guessed_tokens,
+            speculates=any(context.speculator is not None for context in self.engine._contexts),
             embeds=embeds,
             reused=stats.reused_tokens + stats.copied_tokens + stats.restored_tokens,
             faults=self._faults,

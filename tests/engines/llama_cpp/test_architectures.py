@@ -126,6 +126,6 @@ def _cells(result: ArchitectureResult) -> tuple[str, str, str, str, str]:
         "chat, window limited to its positions" if result.window == WINDOW else "chat",
         result.memory,
         "the edit" if result.rewinds else "a checkpoint",
-        "yes" if result.rewinds else "",
+        "yes" if result.speculates else "",
         "yes" if result.embeds else "no",
     )
