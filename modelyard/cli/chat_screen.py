@@ -116,9 +116,12 @@ class ChatScreen:
             self.err.print(Styled(f"  {label:<{width}}  ", "bold") + Styled(text.translate(_SHOWN)), soft_wrap=True)
 
     def ask(self) -> str | None:
-        """The next message, None at the end of the input. Here: lines of a pipe."""
-        line = sys.stdin.readline() if sys.stdin is not None else ""
-        return line.rstrip("\n") if line else None
+        """The next message, None at the end of the input. Here: a line of a pipe, or several as on a terminal."""
+        if sys.stdin is None or not (text := sys.stdin.readline()):
+            return None
+        while not is_complete(text := text.removesuffix("\n")) and (line := sys.stdin.readline()):
+            text += f"\n{line}"
+        return unfolded(text)
 
 
 class TerminalScreen(ChatScreen):

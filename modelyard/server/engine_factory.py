@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from msgspec.structs import replace
@@ -49,15 +50,21 @@ def override_schemas(config: Config, name: str) -> dict[str, Any]:
     """What a load of this model may override, as JSON Schemas with descriptions, for forms."""
     settings, schemas = config.models[name], {}
     windows_are_fixed = has_own_caches(config, name)
-    for field, kind in allowed_overrides(settings).items():
+    for field in allowed_overrides(settings):
         options: type[BaseModel] = plugins.load("engines", settings.backend or "").Options
         canonical = {**_CANONICAL, **_other_names(options)}.get(field, field)
         if canonical == "n_ctx" and windows_are_fixed:
             continue
         described = options.model_fields.get(canonical) or ModelSettings.model_fields.get(canonical)
         description = described.description if described is not None else None
-        schemas[field] = TypeAdapter(kind).json_schema() | ({"description": description} if description else {})
+        schemas[field] = _schema(settings.backend or "", field) | ({"description": description} if description else {})
     return schemas
+
+
+@cache
+def _schema(backend: str, field: str) -> dict[str, Any]:
+    schema: dict[str, Any] = TypeAdapter(plugins.load("engines", backend).LIVE_OVERRIDES[field]).json_schema()
+    return schema
 
 
 def has_own_caches(config: Config, name: str) -> bool:

@@ -308,3 +308,10 @@ def test_a_terminal_edits_lines_and_ctrl_c_stops_a_reply_only(server: LiveServer
 def test_every_line_of_a_pipe_is_a_message(server: LiveServer):
     shown = CliRunner().invoke(app.app, ["chat", "--url", server.url], input="hi\nthink\n")
     assert (shown.exit_code, shown.stdout, shown.stderr) == (0, "Hello there.\nForty-two.\n", "")
+
+
+@pytest.mark.parametrize("written", ['"""\nhi\nthink\n"""\n', "hi\\\nthink\n", '"""hi\nthink'])
+def test_several_lines_of_a_pipe_are_one_message_if_they_are_marked(written: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(written))
+    screen = ChatScreen(Console(), Console())
+    assert (screen.ask(), screen.ask()) == ("hi\nthink", None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +18,7 @@ from modelyard.cli.models import explain_model
 from modelyard.config.load import load_config
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.http.auth import Key
-from modelyard.server.app import ServerApp, compose
+from modelyard.server.app import ServerApp, collect_garbage, compose
 from tests import cli_process
 from tests.live_server import demo_config, live_server
 
@@ -163,3 +165,23 @@ def test_a_single_server_logs_its_url_and_does_not_share_its_port(tmp_path: Path
     assert second.stdout == ""
     assert second.stderr.splitlines()[-1].startswith(f"error port {port} on 127.0.0.1 is in use")
     assert "Traceback" not in second.stderr
+
+
+async def test_cycles_that_requests_leave_are_collected_soon() -> None:
+    """Those that outlived a pass of the collector too: by themselves they would wait for hours."""
+
+    class Node:
+        other: Node
+
+    one, other = Node(), Node()
+    one.other, other.other = other, one
+    gc.collect()  # they are old now
+    alive = weakref.ref(one)
+    del one, other
+    server = compose(load_config(env={}, overrides=demo_config()).config, {})
+    collecting = asyncio.create_task(collect_garbage(server.gateway, every_s=0.001))
+    async with asyncio.timeout(60):
+        while alive() is not None:
+            await asyncio.sleep(0.001)
+    collecting.cancel()
+    await server.stop()

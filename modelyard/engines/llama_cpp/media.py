@@ -327,6 +327,23 @@ def count_without_model(options: Options, media: Sequence[Media]) -> list[int]:
     file = projector_file.locate(options.mmproj, path)
     if file is None:
         raise Unsupported("this model takes text only", code="modality_unsupported")
+    limits = options.image_min_tokens, options.image_max_tokens
+    keys = [(str(file), file.stat().st_mtime_ns, *limits, each.sha256) for each in media]
+    counts = {key: _counted[key] for key in keys if key in _counted}
+    fresh = {key: each for key, each in zip(keys, media, strict=True) if key not in counts}
+    if fresh:
+        counts |= zip(fresh, _count_fresh(options, path, file, list(fresh.values())), strict=True)
+        if len(_counted) > _MAX_COUNTED:
+            _counted.clear()
+        _counted.update(counts)
+    return [counts[key] for key in keys]
+
+
+_counted: dict[tuple[Any, ...], int] = {}  # agents count a conversation with the same images at every turn
+_MAX_COUNTED = 10_000
+
+
+def _count_fresh(options: Options, path: Path, file: Path, media: Sequence[Media]) -> list[int]:
     params = lib.llama_model_default_params()
     params.n_gpu_layers, params.no_alloc, params.load_mode = 0, True, 0
     llama_log.clear()
