@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import io
-import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -28,7 +28,7 @@ from msgspec import Struct
 
 from modelyard import libmtmd
 from modelyard.core.engine import Media, TokenRun
-from modelyard.core.errors import Internal, InvalidRequest, Unsupported
+from modelyard.core.errors import Internal, InvalidRequest, Unavailable, Unsupported
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import file_identity
 from modelyard.engines.llama_cpp.media_tokens import IntArray, count_positions, media_ids
@@ -36,8 +36,6 @@ from modelyard.engines.llama_cpp.options import Options
 from modelyard.library import projector_file
 from modelyard.library.model_files import locate_model_file
 from modelyard.tokenizer import llama_log
-
-log = logging.getLogger(__name__)
 
 Vectors = npt.NDArray[np.float32]
 
@@ -89,6 +87,7 @@ class Projector:
 
     def __init__(self, path: Path, model: Any, options: Options, threads: int, *, gpu: bool) -> None:
         self._mtmd = mtmd = libmtmd.load()
+        self._lock = Lock()
         mtmd.mtmd_log_set(llama_log.callback, None)
         mtmd.mtmd_helper_log_set(llama_log.callback, None)
         params = mtmd.mtmd_context_params_default()
@@ -107,9 +106,18 @@ class Projector:
         self.kinds = tuple(kind for kind, function in supports.items() if function(self._raw))
 
     def close(self) -> None:
-        raw, self._raw = self._raw, None
+        with self._lock:
+            raw, self._raw = self._raw, None
         if raw is not None:
             self._mtmd.mtmd_free(raw)
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """While another thread reads, it is not closed."""
+        with self._lock:
+            if self._raw is None:
+                raise Unavailable("the engine was closed")
+            yield
 
     # --- chunks -------------------------------------------------------------------------------------------------------
 
@@ -117,8 +125,8 @@ class Projector:
         pieces: list[IntArray] = []
         chunks: list[MediaChunk] = []
         tokens = position = 0
-        for part in parts:
-            for piece in self._pieces(part):
+        with self._opened():
+            for piece in (piece for part in parts for piece in self._pieces(part)):
                 if isinstance(piece, EncodedPiece):
                     chunks.append(self._chunk(piece, tokens, position))
                     ids = media_ids(piece.key, piece.tokens, piece.positions)
@@ -130,7 +138,8 @@ class Projector:
 
     def count(self, media: Media) -> int:
         """The tokens that it takes, with the marks around it."""
-        return sum(len(piece) for piece in self._pieces(media))
+        with self._opened():
+            return sum(len(piece) for piece in self._pieces(media))
 
     def _pieces(self, part: TokenRun | Media) -> Iterator[IntArray | EncodedPiece]:
         """Text ids, and what has to be encoded: a picture has marks around it, and between its tiles."""
@@ -314,7 +323,6 @@ class MediaEncoder:
         """Waits for the chunk that is being encoded."""
         self._thread.shutdown(cancel_futures=True)
         self._kept.clear()
-        self._projector.close()
 
 
 # --- without a loaded model -------------------------------------------------------------------------------------------
