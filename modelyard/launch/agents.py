@@ -424,6 +424,56 @@ OPENCODE = Agent(
 )
 
 
+# --- Qwen Code: environment variables for the address, and a settings file in its private folder --------------------
+
+_QWEN_MIN_WINDOW = 28_000  # its own prompt takes about 22,000
+
+
+def _plan_qwen(target: LaunchTarget, home: Path) -> LaunchPlan:
+    generation: dict[str, Any] = {"timeout": 3_600_000}
+    if target.window is not None:
+        generation["contextWindowSize"] = target.window
+    settings = {
+        "security": {"auth": {"selectedType": "openai"}},
+        "model": {"name": target.model, "generationConfig": generation},
+        "general": {"enableAutoUpdate": False},
+        "privacy": {"usageStatisticsEnabled": False},
+        "telemetry": {"enabled": False},
+    }
+    env = {
+        "QWEN_HOME": str(home),
+        "OPENAI_BASE_URL": target.v1_url,
+        "OPENAI_API_KEY": target.key,
+        "OPENAI_MODEL": target.model,
+    }
+    if target.window is not None:
+        env["QWEN_CODE_MAX_OUTPUT_TOKENS"] = str(_output_limit(target.window))
+    notes: tuple[str, ...] = ()
+    if target.is_smaller_than(_QWEN_MIN_WINDOW):
+        notes = (
+            f"{target.model} has a window of {target.window} tokens, and Qwen Code itself needs about "
+            f"{_QWEN_MIN_WINDOW}: every request will be too long. Serve the model with a larger n_ctx, or launch "
+            "aider, which needs 1,000.",
+        )
+    return LaunchPlan(
+        arguments=("--model", target.model),
+        env=env,
+        files={home / "settings.json": json.dumps(settings, indent=2) + "\n"},
+        notes=notes,
+    )
+
+
+QWEN = Agent(
+    title="Qwen Code",
+    program="qwen",
+    package="@qwen-code/qwen-code",
+    version="0.15.10",
+    source="npm",
+    inside="node_modules/.bin/qwen",
+    plan=_plan_qwen,
+)
+
+
 AGENTS: dict[str, Agent] = {
     "aider": AIDER,
     "claude": CLAUDE,
@@ -431,4 +481,5 @@ AGENTS: dict[str, Agent] = {
     "continue": CONTINUE,
     "gemini": GEMINI,
     "opencode": OPENCODE,
+    "qwen": QWEN,
 }

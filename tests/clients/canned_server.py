@@ -24,6 +24,7 @@ PROMPT: dict[str, tuple[str, ...]] = {
     "codex": ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "say it"),
     "gemini": ("--skip-trust", "--prompt", "say it"),
     "opencode": ("run", "say it"),
+    "qwen": ("--prompt", "say it"),
     "continue": ("-p", "say it"),
     "aider": ("--yes-always", "--no-git", "--no-pretty", "--message", "say it"),
 }

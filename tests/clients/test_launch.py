@@ -19,6 +19,7 @@ ONE_QUESTION = {
     "codex": ("exec", "--skip-git-repo-check", "hello"),
     "gemini": ("--skip-trust", "--prompt", "hello"),
     "opencode": ("run", "hello"),
+    "qwen": ("--prompt", "hello"),
     "continue": ("-p", "hello"),
     "aider": ("--yes-always", "--no-git", "--no-pretty", "--message", "hello"),
 }

@@ -122,7 +122,7 @@ def test_side_requests_use_the_background_model(name: str) -> None:
     assert "local-haiku" not in " ".join(plan(name, background="").env.values())
 
 
-@pytest.mark.parametrize("name", ["codex", "gemini", "opencode"])
+@pytest.mark.parametrize("name", ["codex", "gemini", "opencode", "qwen"])
 def test_too_small_a_window_is_noted(name: str) -> None:
     (note,) = plan(name, window=4096).notes
     assert "window of 4096 tokens" in note

@@ -24,16 +24,17 @@ from modelyard.core.request import Caller, Message, Request, Sampling, Text
 from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.gateway import ChoiceStream
 from modelyard.server.app import ServerApp, compose
+from tests.engines.llama_cpp.helpers import model_file
 from tests.engines.llama_cpp.short_model import short_model_file
 
 CALLER = Caller(trace="t", endpoint="/v1/chat/completions")
 SAMPLING = Sampling(temperature=0.0)
 
 
-def settings(limit: int | None, n_ctx: int = 256) -> dict[str, Any]:
+def settings(limit: int | None, n_ctx: int, file: Path) -> dict[str, Any]:
     model = {
         "backend": "llama_cpp",
-        "path": str(short_model_file()),
+        "path": str(file),
         "n_ctx": n_ctx,
         "parallel": 2,
         "n_threads": 1,
@@ -50,14 +51,14 @@ def settings(limit: int | None, n_ctx: int = 256) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def server(folder: Path, *, n_ctx: int = 256) -> AsyncIterator[ServerApp]:
+async def server(folder: Path, *, n_ctx: int = 256, file: Path | None = None) -> AsyncIterator[ServerApp]:
     """A server with enough memory for one of the models, however it is measured, but not for both."""
     env = {"MODELYARD_CACHE": str(folder)}
-    free = compose(load_config(env={}, overrides=settings(None, n_ctx)).config, env)
+    free = compose(load_config(env={}, overrides=settings(None, n_ctx, file or short_model_file())).config, env)
     estimate = free.scheduler._models["a"].spec.estimate
     assert estimate is not None
     limit = estimate(AvailableMemory(2**40)).total * 7 // 4
-    app = compose(load_config(env={}, overrides=settings(limit, n_ctx)).config, env)
+    app = compose(load_config(env={}, overrides=settings(limit, n_ctx, file or short_model_file())).config, env)
     try:
         yield app
     finally:
@@ -110,13 +111,14 @@ async def test_alternating_clients_make_the_models_take_turns(tmp_path: Path):
 
 
 async def test_load_measurements_are_saved(tmp_path: Path):
-    async with server(tmp_path) as app:
+    file = model_file()  # so large that its load shows in the memory of this process
+    async with server(tmp_path, file=file) as app:
         await app.scheduler.load("a")
         model = app.scheduler.snapshot().models["a"]
         assert model.estimate is not None
         assert model.load_s is not None
     assert os.listdir(tmp_path) == ["measured.json"]
-    async with server(tmp_path) as again:
+    async with server(tmp_path, file=file) as again:
         await again.scheduler.load("b")  # another name, another entry
         assert again.scheduler.snapshot().models["a"].load_s is None
         await again.scheduler.unload("b")

@@ -176,12 +176,12 @@ async def test_cycles_that_requests_leave_are_collected_soon() -> None:
     one, other = Node(), Node()
     one.other, other.other = other, one
     gc.collect()  # they are old now
-    alive = weakref.ref(one)
+    is_gone = asyncio.Event()
+    watched = weakref.ref(one, lambda _: is_gone.set())
     del one, other
     server = compose(load_config(env={}, overrides=demo_config()).config, {})
     collecting = asyncio.create_task(collect_garbage(server.gateway, every_s=0.001))
-    async with asyncio.timeout(60):
-        while alive() is not None:
-            await asyncio.sleep(0.001)
+    await asyncio.wait_for(is_gone.wait(), 60)
+    assert watched() is None
     collecting.cancel()
     await server.stop()

@@ -40,7 +40,7 @@ def test_missing_npm_and_unknown_agents_are_errors(tmp_path: Path, capsys: pytes
     with pytest.raises(Unavailable, match=r"Claude Code needs npm, which is missing: install Node\.js 20"):
         clients.commands(CLAUDE, tmp_path, None)
     assert clients.main(["unknown"]) == 1
-    assert "choose one of aider, claude, codex, continue, gemini, opencode" in capsys.readouterr().err
+    assert "choose one of aider, claude, codex, continue, gemini, opencode, qwen" in capsys.readouterr().err
 
 
 def test_an_agent_is_installed_once_and_an_incomplete_one_again(tmp_path: Path) -> None:

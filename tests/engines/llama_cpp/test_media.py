@@ -6,6 +6,7 @@ import asyncio
 import base64
 import threading
 from collections.abc import AsyncIterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,13 +38,18 @@ def files(kind: Kind) -> dict[str, Any]:
     return {"path": str(model), "mmproj": str(projector), "n_ubatch": 64, "n_batch": 64}
 
 
+@cache
+def vocabulary(path: str) -> GgufTokenizer:
+    return GgufTokenizer(Path(path))
+
+
 def of(kind: Kind, seed: int = 1) -> Media:
     return media("audio" if kind == "audio" else "image", seed)
 
 
 def ask(kind: Kind, shown: Media, question: str = "What is it?", before: str = "Look:", **fields: Any) -> Prompt:
     """The prompt of a user's message with the picture or sound between two texts."""
-    tokenizer = GgufTokenizer(Path(files(kind)["path"]))
+    tokenizer = vocabulary(files(kind)["path"])
     start, _, end = chatml(SYSTEM, ("user", f"{before}*{question}")).partition("*")
     parts = (TokenRun(tokenizer.encode(start)), shown, TokenRun(tokenizer.encode(end)))
     return Prompt(parts=parts, sampling=GREEDY, max_tokens=8, **fields)
@@ -230,7 +236,7 @@ async def test_it_generates_the_same_as_llama_server_from_as_many_tokens(kind: K
     shown, paths = of(kind), files(kind)
     async with running(CACHES, **paths) as engine:
         own = await read(engine.generate(ask(kind, shown)))
-    tokenizer = GgufTokenizer(Path(paths["path"]))
+    tokenizer = vocabulary(paths["path"])
     options = {"path": paths["path"], "llama_server_mmproj_path": paths["mmproj"]}
     text, usage, counted = await server.answer(request_of(shown), **options)
     assert (tokenizer.decode(ids(own)), end(own).usage.prompt) == (text, usage.prompt)

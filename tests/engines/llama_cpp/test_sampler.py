@@ -303,7 +303,7 @@ def test_a_dry_sampler_is_created_once_and_copied() -> None:
     for _ in range(3):
         short.sampler_free(dry.copy(sampling, 64))
     assert len(dry._created) == 1
-    for window in range(20):
+    for window in range(9):
         dry.prepare(sampling, window)
     assert len(dry._created) == 8
     dry.close()
