@@ -290,8 +290,8 @@ async def request(
                 reader.feed(line)
                 if reader.text and not had_text:
                     on_first_text()
-    except (httpx.ConnectError, httpx.ConnectTimeout):
-        return "refused", ""
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        return "refused", repr(error)
     except httpx.ReadTimeout:
         return "SILENT", reader.text
     except httpx.HTTPError:

@@ -42,12 +42,20 @@ def pull(
     """Fetch a model from the Hugging Face hub, or add a local one to the library. Every server offers it at once."""
     entry = pull_model(model, quant=quant, name=name, update=True)
     out.print(f"{escape(entry.name)} is in the library. Try it: modelyard run {escape(entry.name)}", soft_wrap=True)
+    if entry.projector and _lacks_libmtmd():
+        out.print("For images in process, compile libmtmd once: modelyard setup --media", soft_wrap=True)
     for served in run_or_exit(_read_library):
         if served.entry.name == entry.name and served.table is None:
             err.print(f"[yellow]warning[/yellow] no engine here can run it: {escape(served.reason)}", soft_wrap=True)
 
 
 models_app.command("add", help="The same as modelyard pull.")(pull)
+
+
+def _lacks_libmtmd() -> bool:
+    from modelyard import libmtmd
+
+    return libmtmd.find_library() is None
 
 
 def pull_model(source: str, *, quant: str | None = None, name: str | None = None, update: bool = False) -> LibraryEntry:

@@ -445,6 +445,8 @@ def _plan_qwen(target: LaunchTarget, home: Path) -> LaunchPlan:
         "OPENAI_BASE_URL": target.v1_url,
         "OPENAI_API_KEY": target.key,
         "OPENAI_MODEL": target.model,
+        # It would send requests to a local server through the proxy, too: it does not read NO_PROXY.
+        **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), ""),
     }
     if target.window is not None:
         env["QWEN_CODE_MAX_OUTPUT_TOKENS"] = str(_output_limit(target.window))

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
-from modelyard.library import default_model, gguf, hub, model_files, variants
+from modelyard.library import default_model, gguf, hub, model_files, projector_file, variants
 from modelyard.library.cache_dir import models_dir
 from modelyard.library.hub import HubClient, HubListing, HubReference
 from modelyard.library.model_files import LibraryEntry
@@ -157,11 +157,8 @@ def register(entry: LibraryEntry) -> LibraryEntry:
 
 def _find_projector(path: Path) -> str:
     """The image projector beside a local model; empty if there is none."""
-    if path.is_dir():
-        return ""
-    sizes = {file.name: file.stat().st_size for file in path.parent.glob("*.gguf")}
-    choice = variants.choose_projector(sizes, ModelVariant("", (path.name,), 0))
-    return str(path.parent / choice.file) if choice else ""
+    found = None if path.is_dir() else projector_file.beside(path)
+    return str(found) if found is not None else ""
 
 
 def _check_name(name: str) -> None:

@@ -846,6 +846,14 @@ def test_events_of_a_chat_engine_get_our_id_and_model_name() -> None:
     assert (output.over, output.slot_free, output.has_output, output.usage) == (True, True, True, Usage(5, 0, 1))
 
 
+def test_a_chat_engines_deltas_count_as_the_tokens_that_arrive_not_the_usage_at_the_end() -> None:
+    output = ChatOutput(prepared(make_request()))
+    output.feed([CHAT_EVENTS[0], BlockStart(0, "text"), BlockDelta(0, "a"), BlockDelta(0, "b")])
+    assert output.tokens == 2
+    output.feed([BlockEnd(0), Finished("end", Usage(5, 0, 40))])
+    assert (output.tokens, output.usage.output) == (2, 40)
+
+
 def test_started_has_the_prompt_tokens_if_the_prompt_is_tokenized_here() -> None:
     events = ChatOutput(counted := prepared(make_request())).feed([Started("x", "y", 1)])
     assert events == [Started("our-id", "demo", 7, Usage(len(counted.prompts[0].ids)))]
