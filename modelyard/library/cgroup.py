@@ -28,7 +28,7 @@ def cgroup_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> CgroupLim
     """The tightest limits of this process's groups."""
     folders = list(_folders(root, membership))
     memory = [limit for folder in folders if (limit := _memory(folder)) is not None]
-    cpus = [limit for folder in folders if (limit := _cpus(folder)) is not None]
+    cpus = [quota for folder in folders if (quota := _cpus(folder)) is not None]
     return CgroupLimits(min(memory, default=None), min(cpus, default=None))
 
 
