@@ -24,7 +24,7 @@ class HttpSettings(BaseModel):
         default=None,
         ge=1,
         le=65535,
-        description="A second port to listen on. With 11434 clients of Ollama find this server without being configured.",
+        description="A second port to listen on. With 11434, Ollama's, its clients find this server by themselves.",
     )
     ssl_certfile: Path | None = Field(
         default=None, description="PEM file of the TLS certificate chain. Set together with ssl_keyfile to serve HTTPS."

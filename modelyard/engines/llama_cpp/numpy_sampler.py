@@ -8,11 +8,8 @@ temperature.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
-from itertools import pairwise
+from functools import lru_cache
 from math import inf, isfinite, log, nextafter
 from typing import Any
 
@@ -30,7 +27,6 @@ _BLOCK = 256  # tokens whose probabilities are summed before one of them is draw
 _COLUMNS, _MIN_LINES = 512, 8
 _NUCLEUS = 256  # a top_p rarely keeps more tokens
 _BINS, _BINS_PER_NAT = 256, 8
-_MAX_SCANNERS = min(4, (os.cpu_count() or 1) // 2)  # threads that scan logits, the engine's own included
 _BELOW_ONE = nextafter(1.0, 0.0)
 _MIN_TEMPERATURE = 1e-6  # below it only overflows change
 
@@ -175,12 +171,12 @@ def _block_starts(count: int) -> Any:
 
 
 _WIDE = 96_000  # tokens of a vocabulary from which on wider lines pay
-_PART = 1 << 18  # logits that one thread scans: fewer take less time than to wake another
 
 
 def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> tuple[TokenIds, TokenIds, Row]:
     """Of each row the `count` most likely tokens and a few more, unordered: row, token and logit of each. As in
-    `top_candidates`, but with one call for all rows; then only the columns that reach the bound are searched."""
+    `top_candidates`, but with one call for all rows; then only the columns that reach the bound are searched. Threads
+    for parts of the rows made it slower on a machine with 16 cores: waking them takes longer than the search."""
     vocab = rows.shape[1]
     count = min(count, vocab)
     width = max(4 * _COLUMNS if vocab >= _WIDE else 2 * _COLUMNS, 4 * count)
@@ -205,20 +201,6 @@ def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> tuple[TokenIds, To
     )
 
 
-def _row_parts(rows: npt.NDArray[np.float32]) -> list[tuple[int, int]]:
-    """The rows in as many parts as threads may scan them: numpy scans without the GIL."""
-    count = min(len(rows), rows.size // _PART, _MAX_SCANNERS)
-    if count < 2:
-        return [(0, len(rows))]
-    edges = [len(rows) * part // count for part in range(count + 1)]
-    return list(pairwise(edges))
-
-
-@cache
-def _scanners() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_MAX_SCANNERS - 1, "scan-logits")
-
-
 class BatchSampler:
     """The samplers of several jobs at once; each gets the token that it would get alone.
 
@@ -236,15 +218,7 @@ class BatchSampler:
         self._temperature = _column([each.temperature for each in samplers])
 
     def sample(self, rows: npt.NDArray[np.float32]) -> list[int]:
-        parts = _row_parts(rows)
-        if len(parts) == 1:
-            lines, ids, logits = top_of_rows(rows, self._max_k)
-        else:
-            first, *others = parts
-            pending = [_scanners().submit(top_of_rows, rows[start:end], self._max_k) for start, end in others]
-            found = [top_of_rows(rows[slice(*first)], self._max_k), *(each.result() for each in pending)]
-            lines = np.concatenate([start + part[0] for (start, _), part in zip(parts, found, strict=True)])
-            ids, logits = (np.concatenate([part[at] for part in found]) for at in (1, 2))
+        lines, ids, logits = top_of_rows(rows, self._max_k)
         counts = np.bincount(lines, minlength=len(rows))
         if counts.min() < self._max_k:  # fewer tokens exist or are possible
             return self._sample_each(rows)
