@@ -31,6 +31,17 @@ from modelyard.protocols.common.sse import frame
 from tests import strategies
 from tests.strategies import merged
 
+
+def _cooled(request: Request) -> Request:
+    """Anthropic's highest temperature is 1."""
+    temperature = request.sampling.temperature
+    return (
+        request
+        if temperature is None
+        else replace(request, sampling=replace(request.sampling, temperature=temperature / 2))
+    )
+
+
 ANYTHING = strategies.requests(
     redacted=True,
     custom=True,
@@ -46,7 +57,7 @@ ANYTHING = strategies.requests(
     named_constraints=True,
     logprobs=True,
     n=True,
-)
+).map(_cooled)
 EXPRESSIBLE = strategies.requests(
     redacted=True,
     server=True,
@@ -56,7 +67,7 @@ EXPRESSIBLE = strategies.requests(
     references=True,
     images_in_results=True,
     json_object=False,
-)
+).map(_cooled)
 
 
 def expressible(request: Request) -> Request:

@@ -251,7 +251,7 @@ def test_the_session_key_comes_from_the_best_header(headers: dict[str, str], ses
         ({"tools": [{"description": "d"}]}, "tools[0].name", "a tool needs a name"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "name the tool"),
         ({"system": [{"type": "text"}]}, "system[0].text", "system[0].text: a string is required"),
-        ({"temperature": -1}, "temperature", "between 0 and 2"),
+        ({"temperature": -1}, "temperature", "between 0 and 1"),
     ],
 )
 def test_invalid_fields_are_reported_with_their_path(fields: Any, param: str, message: str) -> None:
