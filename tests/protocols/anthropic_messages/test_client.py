@@ -34,12 +34,10 @@ from tests.strategies import merged
 
 def _cooled(request: Request) -> Request:
     """Anthropic's highest temperature is 1."""
-    temperature = request.sampling.temperature
-    return (
-        request
-        if temperature is None
-        else replace(request, sampling=replace(request.sampling, temperature=temperature / 2))
-    )
+    sampling = request.sampling
+    if sampling.temperature is None:
+        return request
+    return replace(request, sampling=replace(sampling, temperature=sampling.temperature / 2))
 
 
 ANYTHING = strategies.requests(
