@@ -62,7 +62,7 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
     adaptive_target: Number = None
     adaptive_decay: Number = None
     repeat_last_n: int | None = None
-    samplers: limits.Samplers | str | None = None
+    samplers: limits.Samplers | limits.Name | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
 
