@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,7 +229,7 @@ def main() -> int:
         samples, outcomes = asyncio.run(soak(server, options.minutes, options.clients, options.pause))
     show(samples, outcomes, console())
     if options.svg:
-        series = {
+        series: dict[str, Sequence[float]] = {
             "RSS (MiB)": [one.held.rss_mb for one in samples],
             "open files": [one.held.files for one in samples],
             "threads": [one.held.threads for one in samples],
