@@ -285,7 +285,8 @@ class Upstream:
         else:
             tls = _tls_context() if address.base_url.startswith("https:") else True
             connector = aiohttp.TCPConnector(ssl=tls, **limits)
-        connector._factory = partial(_ResponseHandler, loop=asyncio.get_running_loop())
+        handler = cast("type[ResponseHandler]", _ResponseHandler)
+        connector._factory = partial(handler, loop=asyncio.get_running_loop())
         self._urls: dict[str, URL] = {}
         self._http = aiohttp.ClientSession(
             connector=connector,
