@@ -40,7 +40,7 @@ def uniform_numbers(seed: int) -> Callable[[], float]:
 
     def number() -> float:
         low, high = draw(2).tolist()
-        return min((low + high * 2.0**32) / 2.0**64, _BELOW_ONE)
+        return float(min((low + high * 2.0**32) / 2.0**64, _BELOW_ONE))
 
     return number
 
