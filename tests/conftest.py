@@ -31,9 +31,9 @@ os.environ["XDG_DATA_HOME"] = str(Path(tempfile.gettempdir()) / "no-user-data")
 # And no test sees which models that user has pulled.
 os.environ["MODELYARD_LIBRARY"] = "false"
 
-from hypothesis import settings
+from hypothesis import settings  # noqa: E402
 
-from modelyard.library import llama_cpp_package
+from modelyard.library import llama_cpp_package  # noqa: E402
 
 settings.register_profile("no_deadline", settings.get_profile(settings.get_current_profile_name()), deadline=None)
 settings.load_profile("no_deadline")

@@ -10,8 +10,8 @@ A small client of our own on httpx instead of huggingface_hub, for these reasons
 
 The API that is used: `GET /api/models?search=` (repositories), `GET /api/models/{repo}/revision/{revision}?blobs=true`
 (files with sizes and hashes, and the commit), `GET /api/models/{repo}/refs` (branches) and
-`GET /{repo}/resolve/{commit}/{file}` (with Range; it redirects to a CDN). The hub serves every file this way, whatever its
-storage.
+`GET /{repo}/resolve/{commit}/{file}` (with Range; it redirects to a CDN). The hub serves every file this way, whatever
+its storage.
 """
 
 from __future__ import annotations

@@ -30,7 +30,15 @@ def test_sizes_are_binary(count: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "<1 ms"), (0.25, "250 ms"), (1.5, "1.5 s"), (40, "40 s"), (180, "3 min"), (7200, "2 h"), (259_200, "3 days")],
+    [
+        (0.0, "<1 ms"),
+        (0.25, "250 ms"),
+        (1.5, "1.5 s"),
+        (40, "40 s"),
+        (180, "3 min"),
+        (7200, "2 h"),
+        (259_200, "3 days"),
+    ],
 )
 def test_times_below_a_second_are_in_milliseconds(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

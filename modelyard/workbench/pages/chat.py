@@ -808,7 +808,10 @@ class WireInspector:
     def __init__(self) -> None:
         with ui.tab_panel("Request").classes("px-0"):
             self._request = CodePane("No request was sent yet.")
-        with ui.tab_panel("Events").classes("px-0"), ui.element("div").classes("code-block mono sse").props("tabindex=0"):
+        with (
+            ui.tab_panel("Events").classes("px-0"),
+            ui.element("div").classes("code-block mono sse").props("tabindex=0"),
+        ):
             self._events = StreamingText()
         with ui.tab_panel("curl").classes("px-0"):
             self._curl = CodePane()

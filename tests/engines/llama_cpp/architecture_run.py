@@ -107,7 +107,13 @@ async def _run(name: str, folder: Path) -> ArchitectureResult:
     from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 
     path = architectures.model(name)
-    usual: dict[str, Any] = {"n_threads": 1, "n_ubatch": _UBATCH, "n_batch": _UBATCH, "flash_attn": "on", "speculation": "ngram"}
+    usual: dict[str, Any] = {
+        "n_threads": 1,
+        "n_ubatch": _UBATCH,
+        "n_batch": _UBATCH,
+        "flash_attn": "on",
+        "speculation": "ngram",
+    }
     options = llama_cpp.Options(path=str(path), kv_store=str(folder), embeddings=True, **usual)
     engine = LlamaCppEngine(EngineSpec(name, options, {"main": CacheInfo(_WINDOW, 3)}))
     try:
