@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from msgspec import Struct
 
+from modelyard.core.units import format_size
+
 _F32, _Q8_0, _BLOCK, _ALIGN = 0, 8, 34, 32  # ggml's types; the bytes of 32 weights
 _PAGE = 1 << 20  # blocks
 
@@ -143,7 +145,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="0.2b")
     options = parser.parse_args()
     write(options.file, SIZES[options.size])
-    print(f"{options.file}: {options.file.stat().st_size / 1e9:.2f} GB")
+    print(f"{options.file}: {format_size(options.file.stat().st_size)}")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,11 @@ def engine_kind(module: ModuleType, options: object) -> Literal["text", "chat"]:
     return kind
 
 
+def is_remote_engine(name: str | None) -> bool:
+    """Whether the engine's models run on a server elsewhere. An unknown engine is reported where it is loaded."""
+    return name in names("engines") and bool(getattr(load("engines", name), "REMOTE", False))
+
+
 def unknown(kind: str, name: str, known: Sequence[str]) -> UnknownPlugin:
     """The error for an unknown name. It lists the known ones."""
     close = difflib.get_close_matches(name, known, 1)

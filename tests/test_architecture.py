@@ -1,8 +1,10 @@
-"""ARCHITECTURE.md is current and short, and every module says what it is."""
+"""ARCHITECTURE.md is current and short, every module says what it is, and a class name means one thing."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +29,14 @@ def test_every_module_has_a_docstring() -> None:
     tree = load_tree()
     without = [str(p.relative_to(ROOT)) for p in tree.PACKAGE.rglob("*.py") if not tree.first_line(p)]
     assert without == []
+
+
+def test_no_two_modules_have_a_public_class_of_the_same_name() -> None:
+    places = defaultdict(list)
+    for file in load_tree().PACKAGE.rglob("*.py"):
+        for name in re.findall(r"^class ([A-Za-z]\w*)", file.read_text(), re.MULTILINE):
+            places[name].append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_the_pages_that_everyone_reads_stay_short() -> None:

@@ -163,7 +163,7 @@ def error_text(error: ModelyardError) -> str:
 # --- the generator ----------------------------------------------------------------------------------------------------
 
 
-class Conversation(Protocol):
+class LoadConversation(Protocol):
     """Keeps the history of the messages. `send` never raises for a failed request: the sample has the `error`."""
 
     async def send(self, turn: UserTurn) -> Sample: ...
@@ -174,7 +174,7 @@ class LoadTarget(Protocol):
 
     name: str
 
-    def start(self) -> Conversation: ...
+    def start(self) -> LoadConversation: ...
 
 
 class RoundLength(Struct, frozen=True):

@@ -18,8 +18,8 @@ from modelyard.cli.chat_screen import ChatScreen, TerminalScreen
 from modelyard.cli.console import err, out
 from modelyard.cli.conversation import (
     PARAMETERS,
-    ChatSettings,
     Conversation,
+    ConversationSettings,
     image_part,
     image_type,
     message_parts,
@@ -42,8 +42,8 @@ _POLL_S = 0.5
 
 def read_options(
     system: str | None, parameters: list[str] | None, think: bool | None, images: list[Path] | None
-) -> tuple[ChatSettings, tuple[Image, ...]]:
-    settings = ChatSettings(system=system or "", think=think)
+) -> tuple[ConversationSettings, tuple[Image, ...]]:
+    settings = ConversationSettings(system=system or "", think=think)
     for parameter in parameters or ():
         name, is_pair, value = parameter.partition("=")
         if not is_pair:

@@ -170,7 +170,7 @@ def _model_row(entry: ModelEntry) -> ModelRow:
 def _window(cache: CacheEntry, catalog: Catalog) -> int | None:
     """That of a remote model which sets none is known to its server only."""
     model = catalog.models[cache.model]
-    is_known = model.has_window or not getattr(plugins.load("engines", model.backend), "REMOTE", False)
+    is_known = model.has_window or not plugins.is_remote_engine(model.backend)
     return cache.info.window if is_known else None
 
 

@@ -24,7 +24,7 @@ from modelyard.router.settings import DecodingSettings
 from modelyard.server.client import is_local, no_server
 
 
-class ChatSettings(Struct, kw_only=True):
+class ConversationSettings(Struct, kw_only=True):
     """What `/set` and the options change. `decoding` holds only what was set."""
 
     system: str = ""
@@ -43,9 +43,11 @@ class Conversation:
     """`ask` sends a message with everything before it. A message whose request failed is dropped, so that it can be
     sent again; the reply that an interruption cuts off is kept as far as it came."""
 
-    def __init__(self, url: str, model: str, *, key: str | None = None, settings: ChatSettings | None = None) -> None:
+    def __init__(
+        self, url: str, model: str, *, key: str | None = None, settings: ConversationSettings | None = None
+    ) -> None:
         self.url, self.model, self.key = url.rstrip("/"), model, key
-        self.settings = settings or ChatSettings()
+        self.settings = settings or ConversationSettings()
         self.messages: list[Message] = []
         self.times = ReplyTimes()
 
@@ -150,7 +152,7 @@ class SavedConversation(Struct, kw_only=True):
     """The file of `/save` and `/load`."""
 
     model: str
-    settings: ChatSettings
+    settings: ConversationSettings
     messages: list[Message]
 
 
@@ -159,7 +161,7 @@ class SavedConversation(Struct, kw_only=True):
 PARAMETERS = tuple(DecodingSettings.model_fields)
 
 
-def set_parameter(settings: ChatSettings, name: str, value: str) -> None:
+def set_parameter(settings: ConversationSettings, name: str, value: str) -> None:
     """`value` as it was typed; an empty one means that the model's default applies again."""
     if name not in PARAMETERS:
         raise InvalidRequest(f"there is no parameter {name!r}.{suggest(name, PARAMETERS)}")

@@ -86,7 +86,7 @@ class Config(BaseModel):
 
     def _unnamed_model(self) -> str | None:
         """The first model of this machine that is loaded at the start, else the only one."""
-        local = [name for name, model in self.models.items() if not _is_remote(model)]
+        local = [name for name, model in self.models.items() if not plugins.is_remote_engine(model.backend)]
         loaded = [name for name in local if self.models[name].enabled is not False]
         return loaded[0] if loaded else local[0] if len(local) == 1 else None
 
@@ -96,12 +96,6 @@ class Config(BaseModel):
         caches = {name: cache for name, cache in self.caches.items() if cache.model in self.models}
         models = {name: _without_faults(model) for name, model in self.models.items()}
         return self.model_copy(update={"models": models, "caches": caches, "routes": [], "default_model": None})
-
-
-def _is_remote(model: ModelSettings) -> bool:
-    if model.backend is None or model.backend not in plugins.names("engines"):
-        return False
-    return bool(getattr(plugins.load("engines", model.backend), "REMOTE", False))
 
 
 def _without_faults(model: ModelSettings) -> ModelSettings:

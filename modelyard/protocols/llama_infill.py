@@ -37,7 +37,7 @@ from modelyard.protocols.common.extensions import (
     write_extensions,
 )
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.llama_reply import LlamaStreamWriter, reply_text, selected, write_last
+from modelyard.protocols.common.llama_reply import LlamaStreamWriter, UpstreamTimings, reply_text, selected, write_last
 from modelyard.protocols.common.openai_errors import http_error_writer, read_error_field, read_http_error
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL, read_session, read_stop
 from modelyard.protocols.common.sse import SseReader
@@ -149,10 +149,6 @@ def write_request(request: Request) -> bytes:
     )
 
 
-class UpstreamTimings(Struct):
-    cache_n: int | None = None
-
-
 class UpstreamPiece(Struct):
     """A chunk of the stream, or the whole reply. The last one has the counts."""
 
@@ -171,8 +167,8 @@ _piece_decoder = msgspec.json.Decoder(UpstreamPiece)
 
 
 def _read_finished(piece: UpstreamPiece) -> Finished:
-    cached = piece.timings.cache_n if piece.timings is not None else None
-    usage = Usage(piece.tokens_evaluated or 0, cached or 0, piece.tokens_predicted or 0)
+    cached = piece.timings.cache_n if piece.timings is not None else 0
+    usage = Usage(piece.tokens_evaluated or 0, cached, piece.tokens_predicted or 0)
     if piece.stop_type == "word":
         return Finished("stop_string", usage, piece.stopping_word)
     return Finished("max_tokens" if piece.stop_type == "limit" else "end", usage)

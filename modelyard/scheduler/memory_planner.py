@@ -203,7 +203,7 @@ def _read_measurements(path: Path) -> dict[str, LoadMeasurement]:
 # --- the planner ----------------------------------------------------------------------------------------------------
 
 
-class MemoryBudget(Struct, frozen=True):
+class PoolMemory(Struct, frozen=True):
     """The memory of all nodes as the policy sees it; `PoolView` describes the fields."""
 
     hard: DeviceBytes
@@ -256,7 +256,7 @@ class MemoryPlanner:
         if self._available is not None:
             self.soft = _soft_limits(here, held())
 
-    def budget(self, held: Callable[[], Iterable[DeviceBytes]]) -> MemoryBudget:
+    def budget(self, held: Callable[[], Iterable[DeviceBytes]]) -> PoolMemory:
         """The memory of this machine and of the other nodes, as known now."""
         hard, soft, nodes = dict(self.hard), dict(self.soft), self._nodes()
         for node in nodes:
@@ -265,7 +265,7 @@ class MemoryPlanner:
                     self._soft_by_node[node.name] = _soft_limits(node.memory, held(), node.name)
                 soft |= self._soft_by_node[node.name]
                 hard |= with_node(self._limits.by_device(node.memory), node.name)
-        return MemoryBudget(hard, soft, tuple(node.name for node in nodes))
+        return PoolMemory(hard, soft, tuple(node.name for node in nodes))
 
     def _need(self, model: PooledModel) -> DeviceBytes:
         """A measurement may include growth of other models. It never makes a model too large for a limit that its

@@ -124,13 +124,13 @@ class WorkerClient(Peer):
 
     def __init__(self, identity: bytes, name: str, max_missed: int) -> None:
         super().__init__(identity, name, max_missed)
-        self.requests: dict[int, RunningRequest] = {}
+        self.requests: dict[int, WorkerRequest] = {}
         self.paused: set[int] = set()
         self.updates: list[msg.RequestUpdate] = []
         self.stats: dict[str, EngineStats] = {}
 
 
-class RunningRequest:
+class WorkerRequest:
     """One request in an engine. `ended` is done when its slot is free."""
 
     __slots__ = ("_generation", "_worker", "client", "ended", "hosted", "id")
@@ -226,7 +226,7 @@ class Worker(PeerServer[WorkerClient]):
         self._flush_clients: list[WorkerClient] = []
         self._idle = asyncio.Event()
         self._idle.set()
-        self._requests: set[RunningRequest] = set()
+        self._requests: set[WorkerRequest] = set()
         self._is_draining = False
         self._deduplicator = RunDeduplicator()
         handlers: dict[type, Callable[[WorkerClient, Any], None]] = {
@@ -354,7 +354,7 @@ class Worker(PeerServer[WorkerClient]):
         except ModelyardError as error:
             self.add_updates(client, [_failure(id, kind, error)])
             return
-        request = client.requests[id] = RunningRequest(id, client, hosted, self)
+        request = client.requests[id] = WorkerRequest(id, client, hosted, self)
         hosted.running += 1
         self._requests.add(request)
         self._idle.clear()
@@ -371,7 +371,7 @@ class Worker(PeerServer[WorkerClient]):
             raise Unavailable(f"the worker has no engine {engine!r}", code="engine_gone")
         return hosted, hosted.engine
 
-    def on_request_end(self, request: RunningRequest) -> None:
+    def on_request_end(self, request: WorkerRequest) -> None:
         client, hosted = request.client, request.hosted
         request.ended.set_result(None)
         client.requests.pop(request.id, None)

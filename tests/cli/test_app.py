@@ -244,7 +244,7 @@ def test_models_list_marks_the_default_as_not_downloaded():
 
 def test_a_table_never_cuts_a_name_and_wraps_only_its_last_column(monkeypatch: pytest.MonkeyPatch):
     name, note = "Qwen3-Coder-30B-A3B-Instruct-UD-Q4_K_XL", "this machine has too little memory for it"
-    for terminal, lines in ((True, 3), (False, 2)):
+    for terminal, lines in ((True, 4), (False, 2)):
         shown = Console(width=60, force_terminal=terminal, no_color=True, file=io.StringIO())
         monkeypatch.setattr(console, "out", shown)
         console.print_table(("model", "aliases", "size", ""), [(name, "", "16.5 GiB", note)])
@@ -264,7 +264,7 @@ def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
     added = invoke("models", "add", "tiny.Q4_K_M.gguf", "--name", "tiny")
     assert added.exit_code == 0
     assert added.stdout == "tiny is in the library. Try it: modelyard run tiny\n"
-    assert "tiny llama_cpp 600 B Q4_K_M" in " ".join(invoke("models", "list").stdout.split())
+    assert "tiny llama_cpp 424 B Q4_K_M" in " ".join(invoke("models", "list").stdout.split())
     shown = invoke("models", "show", "tiny").stdout
     assert all(word in shown for word in ("toy, 2 layers", "600", "Q4_K_M", "512 tokens"))
     result = CliRunner().invoke(app.app, ["models", "remove", "tiny"], input="n\n")

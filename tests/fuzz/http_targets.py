@@ -59,7 +59,7 @@ _POOL_BODY: Json = {
 }
 _LIBRARY = ("/api/pull", "/api/copy", "/api/create", "/api/delete")  # they change the library of the user
 _OPEN_ENDED = ("/v1/admin/events",)  # a stream without an end: the first event is enough
-_ARRAYS = ("/embedding", ":streamGenerateContent")  # llama-server's replies, and Google's streams
+_ARRAYS = ("/embedding", "/slots", "/lora-adapters", ":streamGenerateContent")  # of llama-server, and Google's streams
 _OMITTED = ("content-length", "content-encoding", "transfer-encoding", "connection", "host", "upgrade", "expect")
 _SLOW_SHARE = 0.15
 _MAX_REMEMBERED, _MAX_ACCEPTED = 4000, 400  # bytes of a body, bodies of a path

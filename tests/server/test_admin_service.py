@@ -205,7 +205,7 @@ async def test_a_pulled_model_reads_its_files_at_its_first_request(
         await built.admin.reload_library()
         assert built.gateway.models["demo"] is kept, "what has not changed is not read again"
         assert built.gateway.models["tiny"].text is None
-        assert "tiny: 4 conversations of 256 tokens: as trained" in caplog.text
+        assert "tiny: 8 conversations of 256 tokens: as trained" in caplog.text
         assert (await client.get("/health")).json()["tokenizer_loaded"]
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
         replies = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(3)))

@@ -519,11 +519,12 @@ def test_every_page_fits_a_phone_without_errors(page: BrowserPage) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_core_finds_no_serious_barrier(page: BrowserPage, theme: str) -> None:
+def test_axe_core_finds_no_serious_barrier(page: BrowserPage, theme: str, request: pytest.FixtureRequest) -> None:
     script = resources.files("axe_core_python").joinpath("axe.min.js").read_text()
     page.driver.set_script_timeout(TIMEOUT_S)
     page.open("/routes")
     page.run(f"localStorage['modelyard-dark'] = '{theme}'")
+    request.addfinalizer(lambda: page.run("localStorage.clear()"))
     choose(page, "demo")
     send(page, "markdown")
     page.find(".turn.assistant", "tok/s")
@@ -537,7 +538,6 @@ def test_axe_core_finds_no_serious_barrier(page: BrowserPage, theme: str) -> Non
         assert [(rule["id"], rule["nodes"][0]["html"][:200]) for rule in serious] == [], path
         assert page.driver.title == f"{title} · Modelyard"
         assert page.run("return document.documentElement.lang") == "en"
-    page.run("localStorage.clear()")
 
 
 def test_pages_can_be_opened_by_keyboard(page: BrowserPage) -> None:
@@ -647,7 +647,7 @@ def test_the_api_documentation_works_and_loads_nothing_from_outside(page: Browse
 def test_a_new_server_leads_to_its_first_model_in_three_clicks(locked: BrowserPage, tmp_path: Path) -> None:
     model = default_model.fetch().read_bytes()
     with serve_hub() as hub:
-        hub.repos["unsloth/Qwen3-1.7B-GGUF"] = {"m-Q4_1.gguf": model, "m-F16.gguf": model}
+        hub.repos["unsloth/Qwen3-1.7B-GGUF"] = {"m-Q4_1.gguf": model, "m-F16.gguf": model + bytes(1 << 20)}
         hub.held.add("m-Q4_1.gguf")
         environment = {"MODELYARD_CACHE": str(tmp_path), "MODELYARD_LIBRARY": "true", "HF_ENDPOINT": hub.url}
         unused = '[models.unused]\nbackend = "fake"\nenabled = false\n'

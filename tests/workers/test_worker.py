@@ -50,7 +50,7 @@ from modelyard.workers.messages import (
     pack_ids,
 )
 from modelyard.workers.transport import generate_keys
-from modelyard.workers.worker import RunningRequest, Worker
+from modelyard.workers.worker import Worker, WorkerRequest
 from tests.engines.fake_upstream import Answer, chat_stream, error_answer, fake_upstream
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
@@ -440,7 +440,7 @@ async def test_the_slots_of_a_client_that_is_gone_are_free_when_its_engine_has_s
         await read_until(engine.generate(prompt()), Tokens)
         (client,) = (each for each in worker._peers.values() if each.name == "dead")
         (request,) = client.requests.values()
-        monkeypatch.setattr(RunningRequest, "abort", lambda _: None)  # the engine takes its time
+        monkeypatch.setattr(WorkerRequest, "abort", lambda _: None)  # the engine takes its time
         worker._drop(client)
         asked = asyncio.create_task(two.call(lambda id: DropClient(id, "dead", unless_connected=True)))
         await two.call(lambda id: DropClient(id, "unknown"))

@@ -91,4 +91,4 @@ class CacheCard:
                 used = fmt.ago(sequence["used"], now) if sequence["used"] else "unused"
                 ui.label(f"{fmt.count(sequence['tokens'])} tokens · {used}").classes("muted")
             share = min(1.0, sequence["tokens"] / self._window)
-            ui.linear_progress(round(share, 3), show_value=False).props("rounded size=6px")
+            ui.linear_progress(round(share, 3), show_value=False).props('rounded size=6px aria-label="Filled"')

@@ -51,7 +51,9 @@ class ModelPanel:
         with box:
             self._build_header(record)
             with ui.column().classes("w-full gap-1") as self._loading:
-                self._progress = ui.linear_progress(0, show_value=False).props("rounded color=warning")
+                self._progress = ui.linear_progress(0, show_value=False).props(
+                    'rounded color=warning aria-label="Loaded"'
+                )
                 self._doing = ui.label("").classes("muted small")
             self._reason = ui.label("").classes("error small text")
             with ui.element("div").classes("stats"):

@@ -45,7 +45,7 @@ _FORMAT_SECONDS = (
 )
 _FORMAT_COUNT = "p => p.value == null ? '–' : p.value.toLocaleString('en').replaceAll(',', '\u202f')"
 _FORMAT_RATE = "p => p.value == null ? '–' : p.value.toFixed(p.value < 100 ? 1 : 0)"
-_FORMAT_TIME = "p => p.data.live ? 'now' : new Date(p.value * 1000).toLocaleTimeString('en-GB')"
+_FORMAT_TIME = "p => p.data.live ? 'now' : new Date(p.value * 1000).toTimeString().slice(0, 8)"
 _EMIT_CLICK = "p => emitEvent('modelyard-request', {id: p.data.id, act: p.column.getColId() === 'act' && p.data.live})"
 
 
