@@ -25,6 +25,7 @@ SET = "set"  # a Python set, written as a JSON list
 _CLOSER = {"{": "}", "[": "]", SET: "}"}
 _JSON_CLOSER = _CLOSER | {SET: "]"}
 _HEX = re.compile(r"\\u[0-9a-fA-F]{4}\Z")
+_CUT_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{0,3}|\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u[0-9a-fA-F]{0,3})?)?")
 _REPLACEMENT = "\\ufffd"
 
 
@@ -140,6 +141,7 @@ class JsonReader:
     def _escape(self) -> Incremental[None]:
         two = yield from self._buffer.lookahead(2)
         if len(two) < 2:
+            self._buffer.skip(1)
             raise ParseError("a string without an end")
         if two[1] == "u":
             yield from self._unicode()
@@ -159,6 +161,8 @@ class JsonReader:
     def _unicode(self) -> Incremental[None]:
         buffer = self._buffer
         escape = yield from buffer.lookahead(6)
+        if len(escape) < 6:
+            self._check_escape(escape)
         if not _HEX.match(escape):
             self._lone_backslash()
         elif not "d800" <= escape[2:].lower() <= "dfff":
@@ -166,8 +170,15 @@ class JsonReader:
         elif _is_surrogate_pair((yield from buffer.lookahead(12))):
             self._emit(buffer.skip(12))
         else:  # half a character, which no JSON parser accepts
+            self._check_escape((yield from buffer.lookahead(12)))
             buffer.skip(6)
             self._emit(_REPLACEMENT)
+
+    def _check_escape(self, escape: str) -> None:
+        """Raises if a limit cut it off: its beginning is no text."""
+        if self._buffer.truncated and _CUT_ESCAPE.fullmatch(escape):
+            self._buffer.skip(len(escape))
+            raise ParseError("cut off inside an escape")
 
 
 def _is_surrogate_pair(escapes: str) -> bool:

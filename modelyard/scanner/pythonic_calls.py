@@ -230,6 +230,7 @@ class PythonLiteralReader(JsonReader):
         elif kind:
             self._lone_backslash()
         else:
+            self._buffer.skip(1)
             raise ParseError("a string without an end")
 
     def _hex_escape(self, digits: int) -> Incremental[None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Literal
+
 import pytest
 
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart
@@ -400,3 +403,21 @@ def test_a_custom_call_that_a_limit_cuts_off_has_the_beginning_of_its_input(form
     assert (cut.kind, cut.complete) == ("tool_call", False)
     assert "*** Begin".startswith(cut.text)
     assert cut.text or format in ("qwen3_coder", "harmony")  # these wait for the end of the value
+
+
+@pytest.mark.parametrize("kind", ["custom", "function"])
+@pytest.mark.parametrize("opening", ['<tool_call>\n{"name": "patch", "arguments": ', "[TOOL_CALLS]patch[ARGS]"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_call_that_a_limit_cuts_off_inside_its_text_is_shown_once(
+    kind: Literal["custom", "function"], opening: str, stream: bool
+) -> None:
+    """Also inside an escape: neither the call nor a half escape is shown as text beside the call."""
+    text = 'a\n\\ "b" \u00e9 \U0001f600 end'
+    arguments = json.dumps({"input": text})
+    tool = Tool("patch", parameters={"properties": {"input": {"type": "string"}}}, kind=kind)
+    format = "hermes" if opening.startswith("<") else "mistral"
+    for end in range(len('{"input": "'), len(arguments) - 2):
+        for chunks in ([opening + arguments[:end]], list(opening + arguments[:end])):
+            (cut,) = scan(chunks, format, truncated=True, tools=(tool,), tool_stream=stream)
+            assert (cut.kind, cut.complete) == ("tool_call", False)
+            assert (text if kind == "custom" else arguments).startswith(cut.text), arguments[:end]

@@ -19,7 +19,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from setup import browser as setup_browser
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 20  # for a busy machine
+TIMEOUT_S = 120  # for a busy machine
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",  # not available in containers, and only our own pages are opened

@@ -648,7 +648,6 @@ def test_a_new_server_leads_to_its_first_model_in_three_clicks(locked: BrowserPa
     model = default_model.fetch().read_bytes()
     with serve_hub() as hub:
         hub.repos["unsloth/Qwen3-1.7B-GGUF"] = {"m-Q4_1.gguf": model, "m-F16.gguf": model + bytes(1 << 20)}
-        hub.held.add("m-Q4_1.gguf")
         environment = {"MODELYARD_CACHE": str(tmp_path), "MODELYARD_LIBRARY": "true", "HF_ENDPOINT": hub.url}
         unused = '[models.unused]\nbackend = "fake"\nenabled = false\n'
         with serve(tmp_path, config=unused, **environment) as running:
@@ -656,6 +655,7 @@ def test_a_new_server_leads_to_its_first_model_in_three_clicks(locked: BrowserPa
             page.open("")
             page.click("button", "Small and quick")
             page.find(".result-row", "fits")
+            hub.held.add("m-Q4_1.gguf")
             page.click(".result-row button", "Get")
             page.find(".download", "MiB of")
             page.click(".download button", "Cancel")

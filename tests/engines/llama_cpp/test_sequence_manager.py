@@ -490,11 +490,12 @@ async def test_a_changed_answer_starts_at_the_end_of_the_prompt(model: Model) ->
 
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_third_conversation_starts_where_the_first_two_diverged(model: Model) -> None:
-    system = words(1, 150)
+    """The second one starts at a checkpoint inside the first prompt."""
+    system = words(1, 200)
     runs = [system + words(n, LONG) for n in range(2, 5)]
     async with opened(model, {"main": CacheInfo(1024, 1)}) as engine:
         got = [await rewind_answer(engine, run, session=str(n)) for n, run in enumerate(runs)]
-    assert [accepted(chunks).cached_tokens for chunks in got] == [0, 0, len(system)]
+    assert [accepted(chunks).cached_tokens for chunks in got] == [0, 128, len(system)]
     for run, chunks in zip(runs, got, strict=True):
         assert_alike(chunks, await rewind_alone(model, run))
 
