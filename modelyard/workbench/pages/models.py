@@ -286,8 +286,9 @@ def _field(name: str, schema: Json) -> Any:
         field.props(f"outlined dense debounce=400 step={1 if kind == 'integer' else 'any'}")
     else:
         field = ui.input(name).props("outlined dense debounce=400")
-    with field.classes("w-full").add_slot("hint"):
-        ui.label(schema.get("description", ""))
+    if "description" in schema:
+        field.props["hint"] = schema["description"]  # a value, so that it never becomes markup
+    field.classes("w-full")
     return field
 
 
