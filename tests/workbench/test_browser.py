@@ -531,7 +531,7 @@ def test_axe_core_finds_no_serious_barrier(page: BrowserPage, theme: str, reques
     for path, title in {"/chat": "Chat", **PAGES}.items():
         if path != "/chat":
             page.open(path)
-        page.find("[role=heading]", title)
+        page.find(f"body.body--{theme} [role=heading]", title)
         page.driver.execute_script(script)
         found = page.driver.execute_async_script("axe.run(document, {resultTypes: ['violations']}).then(arguments[0])")
         serious = [rule for rule in found["violations"] if rule["impact"] in ("serious", "critical")]
