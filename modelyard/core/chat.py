@@ -86,9 +86,6 @@ class Chat(Struct, kw_only=True):
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def turn(self, id: str) -> Turn:
-        return next(turn for turn in self.turns if turn.id == id)
-
     def path(self, end: str | None = None) -> list[Turn]:
         """The turns from the first to `end`, by default to the head."""
         by_id = {turn.id: turn for turn in self.turns}

@@ -265,7 +265,7 @@ def offer(reference: HubReference, budget: MemoryBudget) -> RepositoryOffer:
         chosen, reason = choice.variant, choice.reason
     except ModelyardError as error:
         reason = error.message
-    memory = max(budget.ram, budget.ram + budget.gpu)
+    memory = budget.ram + budget.gpu
     offers = []
     for variant in sorted(found, key=lambda variant: variant.size):
         needed = variants.needed_memory(variant.size, shape, extra)

@@ -453,11 +453,13 @@ class ChatView:
 
     def rewrite(self, turn: Turn, text: str) -> None:
         """Send another version of a message; the old one stays as an alternative."""
+        chat = self._session.chat
         if not self._streams and text.strip():
-            chat = self._session.chat
-            chat.turns.append(edited := replace(turn, id=new_id(), parts=_with_text(turn.parts, text), at=time.time()))
+            shown = chat.head
+            edited = chat.rewrite(turn, text, time.time())
             if not self._answer(edited.id, chat.settings.models):
                 chat.remove(edited)
+                chat.head = shown
 
     def regenerate(self, turn: Turn) -> None:
         """Another answer to the same message, by the model that gave this one."""
@@ -475,10 +477,6 @@ class ChatView:
             parts = tuple(ToolResult(call, (Text(text),)) for call, text in results.items())
             self._session.chat.head = turn.id
             self._ask(Turn(parent=turn.id, role="tool", parts=parts, at=time.time()))
-
-
-def _with_text(parts: tuple[Part, ...], text: str) -> tuple[Part, ...]:
-    return (*(part for part in parts if not isinstance(part, Text)), Text(text))
 
 
 def _small_button(icon: str, label: str, on_click: Callable[[], Any]) -> ui.button:
@@ -781,7 +779,7 @@ class SettingsForm:
             value = event.value
             if integer and value is not None:
                 value = int(value)
-            setattr(self._settings, name, value if value is not None or name not in ("models",) else [])
+            setattr(self._settings, name, (value or []) if name == "models" else value)
             self._on_change()
 
         return changed

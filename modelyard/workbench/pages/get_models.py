@@ -159,7 +159,7 @@ def download_text(download: Json) -> str:
     if download["state"] == "finished":
         return f"in the library as {download['model']}"
     if not download["total"]:
-        return "asking the hub …"
+        return download["note"] or "asking the hub …"
     rate, left = download["bytes_per_s"], download["total"] - download["done"]
     speed = f" · {fmt.size(rate)}/s · {fmt.duration(left / rate)} left" if rate else ""
     return f"{fmt.size(download['done'])} of {fmt.size(download['total'])}{speed}"
