@@ -16,6 +16,7 @@ import msgspec
 
 from modelyard.core.chat import Chat, ChatSummary
 from modelyard.core.errors import Conflict, NotFound, Unavailable
+from modelyard.library.cache_dir import data_dir
 from modelyard.store import open_database, transaction
 
 P = ParamSpec("P")
@@ -38,16 +39,7 @@ _DELETE = "DELETE FROM chats WHERE scope = ? AND id = ?"
 
 
 def default_path(env: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path:
-    """In $XDG_DATA_HOME, else in the platform's folder for data: not in the cache, which may be deleted."""
-    if configured := env.get("XDG_DATA_HOME"):
-        folder = Path(configured)
-    elif platform == "win32":
-        folder = Path(env.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif platform == "darwin":
-        folder = Path.home() / "Library" / "Application Support"
-    else:
-        folder = Path.home() / ".local" / "share"
-    return folder / "modelyard" / "chats.sqlite"
+    return data_dir(env, platform) / "chats.sqlite"
 
 
 class ChatStore:

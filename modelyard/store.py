@@ -38,6 +38,23 @@ class StoreSettings(BaseModel):
         default=None,
         description="The file of the workbench's chats; by default chats.sqlite in the user's folder for data.",
     )
+    objects: Path | None = Field(
+        default=None,
+        description="The file of conversations, uploaded files, batches and background responses; by default "
+        "objects.sqlite in the user's folder for data. Nothing in it is evicted: when it is full, requests are refused.",
+    )
+    max_objects: int = Field(
+        default=1_000_000,
+        gt=0,
+        description="Objects in that file; each item of a conversation and each line of a batch counts.",
+    )
+    max_object_bytes: int = Field(default=4 * 1024**3, gt=0, description="Bytes of all objects in that file.")
+    object_ttl_s: float = Field(
+        default=30 * 86_400,
+        gt=0,
+        description="Seconds after which uploaded files, batches, background responses and conversations that are not "
+        "used any more expire. Clients can ask for less.",
+    )
 
     @model_validator(mode="after")
     def _require_path(self) -> Self:
@@ -148,7 +165,7 @@ class _File:
             self._db = open_database(path, _APPLICATION_ID, _SCHEMA)
 
     def get(self, scope: str, key: str) -> bytes | None:
-        full_key = _key_bytes(scope, key)
+        full_key = key_bytes(scope, key)
         with self._wrap_errors():
             row = self._db.execute(_GET, (*full_key, self._clock())).fetchone()
             if row is None:
@@ -159,7 +176,7 @@ class _File:
             return bytes(row[0])
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        full_key, size, now = _key_bytes(scope, key), len(scope) + len(key) + len(value), self._clock()
+        full_key, size, now = key_bytes(scope, key), len(scope) + len(key) + len(value), self._clock()
         if size > self._max_bytes:
             self.delete(scope, key)
             raise _too_large(size, self._max_bytes)
@@ -174,7 +191,7 @@ class _File:
     def delete(self, scope: str, key: str) -> bool:
         with self._wrap_errors(), transaction(self._db):
             self._db.execute(_EXPIRE, (self._clock(),))
-            return self._db.execute(_DELETE, _key_bytes(scope, key)).rowcount > 0
+            return self._db.execute(_DELETE, key_bytes(scope, key)).rowcount > 0
 
     def close(self) -> None:
         with self._wrap_errors():
@@ -192,7 +209,7 @@ class _File:
             ) from error
 
 
-def _key_bytes(scope: str, key: str) -> tuple[bytes, bytes]:
+def key_bytes(scope: str, key: str) -> tuple[bytes, bytes]:
     """As bytes: a key may come from a client's path, and SQLite text cannot hold lone surrogates."""
     return scope.encode("utf-8", "surrogatepass"), key.encode("utf-8", "surrogatepass")
 

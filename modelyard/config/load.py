@@ -40,6 +40,7 @@ from modelyard.config.problems import (
 from modelyard.config.settings import Config, LoadedConfig, accepted_keys, type_at
 from modelyard.config.sources import (
     ENVIRONMENT,
+    ConfigFile,
     config_files,
     environment_keys,
     ignored_note,
@@ -79,16 +80,18 @@ def load_config(
     cwd: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     library: ReadLibrary | None = None,
+    drafts: Mapping[Path, str] | None = None,
 ) -> LoadedConfig:
     """Load the configuration. Raises ConfigError with all errors; warnings are in the result.
 
     `overrides` are values of the command line under our names, such as `{"http": {"port": 9000}}`. `library` reads the
-    models of the library; None: they are left out.
+    models of the library; None: they are left out. `drafts` are texts that are read instead of those of the files.
     """
+    drafts = drafts or {}
     candidates = config_files(path, env, cwd or Path.cwd())
-    files = [file.path for file in candidates if file.state == "read"]
+    files = [file.path for file in candidates if file.state == "read" or file.path in drafts]
     in_library = library() if library is not None else []
-    layers, problems = _read_layers(files, env, overrides or {}, in_library)
+    layers, problems = _read_layers(files, env, overrides or {}, in_library, drafts)
     merged: Table = {}
     for layer in layers:
         merged = merge_tables(merged, layer.data)
@@ -102,7 +105,7 @@ def load_config(
         _mark(config, layers, in_library)
         findings = check_config(config, merged, env)
         problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]
-    problems = with_lines(dict.fromkeys(problems))
+    problems = with_lines(dict.fromkeys(problems), drafts)
     by_name: dict[str, Path | str] = {str(file): file for file in files}
     sources = [by_name.get(layer.source, layer.source) for layer in layers]
     notes = [ignored_note(file) for file in candidates if file.state == "ignored"]
@@ -110,6 +113,35 @@ def load_config(
     if loaded is None or any(problem.level == "error" for problem in problems):
         raise ConfigError([problem for problem in problems if problem.level in ("error", "unavailable")], loaded)
     return loaded
+
+
+class ConfigSources:
+    """Where a server's configuration comes from, to be read again: call it."""
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        env: Mapping[str, str] = os.environ,
+        cwd: Path | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        library: ReadLibrary | None = None,
+    ) -> None:
+        self._path, self._env, self._cwd = path, env, cwd
+        self._overrides, self._library = overrides, library
+
+    def __call__(self, drafts: Mapping[Path, str] | None = None) -> LoadedConfig:
+        return load_config(
+            self._path,
+            env=self._env,
+            cwd=self._cwd,
+            overrides=self._overrides,
+            library=self._library,
+            drafts=drafts,
+        )
+
+    def files(self) -> list[ConfigFile]:
+        return config_files(self._path, self._env, self._cwd or Path.cwd())
 
 
 def read_address(
@@ -142,9 +174,10 @@ def _read_layers(
     env: Mapping[str, str],
     overrides: Mapping[str, Any],
     in_library: Sequence[LibraryModel] = (),
+    drafts: Mapping[Path, str] = {},
 ) -> tuple[list[ConfigLayer], list[ConfigProblem]]:
     """All sources under our names, lowest priority first. The embedded model is added if no other is defined."""
-    tables = _read_files(files)
+    tables = _read_files(files, drafts)
     found = [normalize_layer(str(file), table) for file, table in zip(files, tables, strict=True)]
     names = {
         key: [name for layer, _ in found if isinstance(table := layer.data.get(key), dict) for name in table]
@@ -234,12 +267,12 @@ def _mark(config: Config, layers: list[ConfigLayer], in_library: Sequence[Librar
     config.mark(found, any(layer.source == EMBEDDED_SOURCE for layer in layers))
 
 
-def _read_files(files: list[Path]) -> list[Table]:
+def _read_files(files: list[Path], drafts: Mapping[Path, str]) -> list[Table]:
     """Raises ConfigError with the syntax errors of all files."""
     tables, problems = list[Table](), list[ConfigProblem]()
     for file in files:
         try:
-            tables.append(read_file(file))
+            tables.append(read_file(file, drafts.get(file)))
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -11,11 +11,12 @@ from msgspec import Struct
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from modelyard import plugins
+from modelyard.accounts.settings import AccountSettings, KeySettings
 from modelyard.config.library_models import EMBEDDED_SOURCE, LIBRARY_SOURCE, LibraryModel, folder_backend
 from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import ModelyardError
-from modelyard.http.settings import HttpSettings, KeySettings
+from modelyard.http.settings import HttpSettings
 from modelyard.library.model_files import find_model_file, find_model_folder, leads_to_gguf
 from modelyard.prompt.settings import ImageSettings
 from modelyard.prompt.template_source import engine_template, prompt_formats
@@ -35,6 +36,9 @@ class Config(BaseModel):
     http: HttpSettings = Field(default=HttpSettings(), description="The HTTP server.")
     keys: list[KeySettings] = Field(
         default_factory=list, description="API keys; an empty list turns authentication off."
+    )
+    accounts: AccountSettings = Field(
+        default=AccountSettings(), description="Created keys, and the usage and cost of all keys."
     )
     log: LogSettings = Field(default=LogSettings(), description="The log, request capture and the request history.")
     store: StoreSettings = Field(

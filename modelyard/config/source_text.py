@@ -9,33 +9,55 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import Struct
+
 from modelyard.config.problems import ConfigPath, Table
 
 # --- TOML -------------------------------------------------------------------------------------------------------------
 
 
-def toml_lines(text: str) -> dict[ConfigPath, int]:
-    """The line of each section and key of a valid text; lines are counted from 1."""
-    found: dict[ConfigPath, int] = {}
+class TomlStatement(Struct, frozen=True):
+    """A header or a key with its value, which may span the lines from `line` to `end`, counted from 1. `path` is the
+    section, or the section and the key; `table` is what the statement says by itself."""
+
+    line: int
+    end: int
+    path: ConfigPath
+    is_header: bool
+    table: Table
+
+
+def toml_statements(text: str) -> Iterator[TomlStatement]:
+    """The statements of a valid text. An entry of a list of sections, `[[routes]]`, has its number in the path."""
     entries: dict[ConfigPath, int] = {}  # how many [[…]] a path has had
     section: ConfigPath = ()
     for line, statement, table in _statements(text):
-        path: ConfigPath = ()
-        if statement.lstrip().startswith("["):
-            is_entry = statement.lstrip().startswith("[[")
-            keys = [*_header_keys(table)]
-            for depth, key in enumerate(keys, 1):
-                path = (*path, key)
-                found.setdefault(path, line)
-                if is_entry and depth == len(keys):
-                    entries[path] = entries.get(path, 0) + 1
-                if path in entries:
-                    path = (*path, entries[path] - 1)
-                found.setdefault(path, line)
-            section = path
+        end = line + statement.rstrip("\n").count("\n")
+        if not statement.lstrip().startswith("["):
+            yield TomlStatement(line, end, (*section, next(iter(table))), False, table)
+            continue
+        section = ()
+        keys = [*_header_keys(table)]
+        for depth, key in enumerate(keys, 1):
+            section = (*section, key)
+            if depth == len(keys) and statement.lstrip().startswith("[["):
+                entries[section] = entries.get(section, 0) + 1
+            if section in entries:
+                section = (*section, entries[section] - 1)
+        yield TomlStatement(line, end, section, True, table)
+
+
+def toml_lines(text: str) -> dict[ConfigPath, int]:
+    """The line of each section and key of a valid text; lines are counted from 1."""
+    found: dict[ConfigPath, int] = {}
+    for statement in toml_statements(text):
+        path = statement.path
+        if statement.is_header:
+            for length in range(1, len(path) + 1):
+                found.setdefault(path[:length], statement.line)
         else:
-            for path in _paths(table):
-                found.setdefault((*section, *path), line)
+            for inner in _paths(statement.table):
+                found.setdefault((*path[:-1], *inner), statement.line)
     return found
 
 

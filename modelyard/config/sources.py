@@ -140,8 +140,8 @@ def _fits(section: str, value: Any) -> bool:
     return isinstance(value, dict) and any(key in known for key in value)
 
 
-def read_file(path: Path) -> Table:
-    """Raises ConfigError with all syntax errors."""
+def read_file(path: Path, draft: str | None = None) -> Table:
+    """`draft` is read instead of the file's text. Raises ConfigError with all syntax errors."""
 
     def error(message: str, line: int = 0) -> ConfigError:
         return ConfigError([ConfigProblem(str(path), "", message, line=line)])
@@ -150,7 +150,7 @@ def read_file(path: Path) -> Table:
     if kind not in (".toml", ".json"):
         raise error("a configuration is a .toml or a .json file")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig") if draft is None else draft
         table = tomllib.loads(text) if kind == ".toml" else json.loads(text, object_pairs_hook=_unique_keys)
     except FileNotFoundError:
         raise error("there is no such file") from None
@@ -190,13 +190,13 @@ def _json_reason(error: json.JSONDecodeError) -> str:
     return error.msg[:1].lower() + error.msg[1:]
 
 
-def with_lines(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
+def with_lines(problems: Iterable[ConfigProblem], drafts: Mapping[Path, str] = {}) -> list[ConfigProblem]:
     """The problems with their lines in files, in the order of the lines."""
     files: dict[str, dict[str, int]] = {}
     found = []
     for problem in problems:
         if problem.source not in files:
-            files[problem.source] = _lines(Path(problem.source))
+            files[problem.source] = _lines(Path(problem.source), drafts.get(Path(problem.source)))
         lines, path = files[problem.source], problem.path
         while path and path not in lines:
             path = path[: max(path.rfind("."), path.rfind("["), 0)]
@@ -204,11 +204,12 @@ def with_lines(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
     return sorted(found, key=lambda problem: (list(files).index(problem.source), problem.line))
 
 
-def _lines(path: Path) -> dict[str, int]:
+def _lines(path: Path, draft: str | None = None) -> dict[str, int]:
     """Empty for sources that are not files."""
     find = {".toml": toml_lines, ".json": json_lines}.get(path.suffix.lower())
     try:
-        lines = find(path.read_text(encoding="utf-8-sig")) if find is not None else {}
+        text = draft if draft is not None or find is None else path.read_text(encoding="utf-8-sig")
+        lines = find(text) if find is not None and text is not None else {}
     except (OSError, ValueError, IndexError):
         return {}
     return {format_path(setting): line for setting, line in lines.items()}

@@ -10,7 +10,8 @@
     ├── NotFound                no such model, response or path
     ├── Conflict                not possible in the current state (a model that is not loaded)
     ├── TooLarge                body or headers over their limit
-    ├── RateLimited             the key's limit; always with Retry-After
+    ├── RateLimited             the key's limit; with Retry-After
+    │   └── BudgetExceeded      the key's budget is used; with Retry-After if it resets
     ├── Overloaded              the queue is full; with Retry-After and the queue position
     ├── Unavailable             engine, worker or scheduler lost; a retry may succeed
     ├── Timeout                 a deadline passed
@@ -142,8 +143,17 @@ class RateLimited(ModelyardError):
     kind = "rate_limited"
     default_code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, retry_after: float, code: str | None = None) -> None:
+    def __init__(self, message: str, *, retry_after: float | None, code: str | None = None) -> None:
         super().__init__(message, retry_after=retry_after, code=code)
+
+
+class BudgetExceeded(RateLimited):
+    """The code is OpenAI's: its clients know that to try again at once is in vain."""
+
+    default_code = "insufficient_quota"
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message, retry_after=retry_after)
 
 
 class Overloaded(ModelyardError):

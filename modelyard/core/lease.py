@@ -34,6 +34,14 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, gc=False):
     keep_alive: float | None = None  # seconds; the model's idle time until it is unloaded, if no later request sets it
 
 
+class KeyLimits(Struct, frozen=True, kw_only=True):
+    """The rate limits of an API key."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+
+
 class Lease(Protocol):
     """A slot in an engine. Released once, when the engine reports that the slot is free."""
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct, field
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, Capabilities, Engine, MemoryEstimate
-from modelyard.core.lease import ModelState
+from modelyard.core.lease import KeyLimits, ModelState
 from modelyard.core.request import Priority
 
 Overrides = Mapping[str, Any]
@@ -176,6 +176,10 @@ class Pool(Protocol):
     def reconfigure(self, specs: Mapping[str, ModelSpec]) -> None:
         """Replace the models. A removed model, or one with another engine, finishes its requests and stops; a loaded
         one is loaded again in its new form."""
+        ...
+
+    def set_limits(self, limits: Mapping[str, KeyLimits]) -> None:
+        """By the names of API keys. A key with unchanged limits keeps its usage."""
         ...
 
     def subscribe(self) -> AsyncIterator[ModelStateChange]:

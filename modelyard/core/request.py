@@ -228,6 +228,9 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     metadata: dict[str, Any] | None = None
     previous: str | None = None  # previous_response_id, resolved by the gateway
     store: bool | None = None
+    background: bool = False  # Responses: it runs without its client, which asks for the result later
+    conversation: str | None = None  # the stored conversation that it continues, resolved by the gateway
+    earlier: int = 0  # how many of the first messages are instructions or come from that conversation
     load_only: bool = False  # the model is loaded, or with `keep_alive` 0 unloaded; nothing is generated
     keep_alive: float | None = None  # seconds that the model stays loaded without a request after this one; inf: always
     warm_up: bool = False  # the engine reads the prompt for a later request; what it generates is dropped
@@ -275,6 +278,8 @@ class Caller(Struct, frozen=True, kw_only=True, gc=False):
     key: str = ""
     allow_remote: bool = False  # consent to remote engines: of the key, or of the request on a server without keys
     forbid_remote: bool = False  # by the key; nothing overrides it
+    allowed: tuple[str, ...] = ()  # the models, caches and routes that the key may use; empty: all
     arrived: float | None = None  # when the request came in, on `time.perf_counter`'s clock
     deadline: float | None = None  # `time.monotonic`; queue and engine drop the request then
     idempotency: str | None = None  # the client's idempotency key
+    priority: Priority | None = None  # of all its requests; None: each request's own

@@ -1,4 +1,4 @@
-"""The store interface: data kept between requests, bounded and scoped by API key."""
+"""The store interfaces: data kept between requests, bounded and scoped by API key."""
 
 from __future__ import annotations
 
@@ -11,4 +11,30 @@ class Store(Protocol):
     async def get(self, scope: str, key: str) -> bytes | None: ...
     async def put(self, scope: str, key: str, value: bytes) -> None: ...
     async def delete(self, scope: str, key: str) -> bool: ...
+    async def close(self) -> None: ...
+
+
+class ObjectStore(Protocol):
+    """Objects that clients create, list and delete: bytes by (scope, key), in the order of their creation.
+
+    Nothing is evicted: a full store refuses. The parts of an object have the scope `<scope>/<key>`; they are deleted
+    and expire with it. Every write is atomic and durable, and several processes may share a store.
+    """
+
+    async def get(self, scope: str, key: str) -> bytes | None: ...
+    async def put(self, scope: str, key: str, value: bytes, ttl_s: float | None = None) -> None:
+        """Create or replace. Without `ttl_s` an object keeps its expiry; a new one has none."""
+        ...
+
+    async def swap(self, scope: str, key: str, old: bytes | None, new: bytes, ttl_s: float | None = None) -> bool:
+        """Replace, if the value is still `old`; create, if `old` is None and there is no such object."""
+        ...
+
+    async def delete(self, scope: str, key: str) -> bool: ...
+    async def page(
+        self, scope: str, *, after: str = "", limit: int = 100, newest_first: bool = False, values: bool = True
+    ) -> list[tuple[str, bytes]]:
+        """Keys and values; with `values` False all values are empty. Raise NotFound if there is no object `after`."""
+        ...
+
     async def close(self) -> None: ...

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
-import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from msgspec import Struct
-
+from modelyard.accounts.keys import Key, KeyRing
 from modelyard.core.errors import Forbidden, InvalidRequest, Unauthenticated
 from modelyard.http.request_context import ADMIN_PATH, RequestContext
-from modelyard.http.settings import HttpSettings, KeySettings
+from modelyard.http.settings import HttpSettings
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 GOOGLE_KEY = "x-goog-api-key"  # of Google's clients
 _WORKBENCH = "/workbench"
 _MAX_KNOWN_HOSTS = 64
 _MAX_QUOTED = 256  # characters of a client's text in our messages
-
-
-class Key(Struct, frozen=True):
-    name: str
-    digest: bytes
-    admin: bool
-    allow_remote: bool | None
-
-
-def read_keys(settings: Sequence[KeySettings], env: Mapping[str, str] = os.environ) -> tuple[Key, ...]:
-    return tuple(Key(s.name, _digest(s, env), s.admin, s.allow_remote) for s in settings)
-
-
-def _digest(key: KeySettings, env: Mapping[str, str]) -> bytes:
-    if key.hash is not None:
-        return bytes.fromhex(key.hash.removeprefix("sha256:"))
-    secret = key.key if key.key is not None else env.get(key.env or "")
-    if not secret:
-        raise InvalidRequest(f"keys.{key.name}: the environment variable {key.env} is not set")
-    return hashlib.sha256(secret.encode()).digest()
 
 
 @lru_cache(maxsize=256)
@@ -75,8 +51,8 @@ def is_docs(path: str) -> bool:
 class Authenticator:
     """Admits or refuses each request before anything else happens."""
 
-    def __init__(self, settings: HttpSettings, keys: Sequence[Key]) -> None:
-        self._keys = tuple(keys)
+    def __init__(self, settings: HttpSettings, keys: KeyRing) -> None:
+        self._keys = keys
         self._is_loopback = is_loopback(settings.host)
         self._hosts = frozenset(h.lower() for h in (settings.host, *settings.allowed_hosts))
         self._known_hosts: set[str] = set()  # accepted Host headers; nearly all clients send the same
@@ -118,13 +94,13 @@ class Authenticator:
         )
 
     def _identify(self, context: RequestContext) -> None:
-        if not self._keys:
+        if not self._keys.keys and self._is_loopback:
             context.admin = True  # no keys: a user of the loopback address owns the server
             context.allow_remote = context.headers.get("x-modelyard-allow-remote", "").lower() == "true"
             return
-        key = self._match(context.headers)
+        key = self._keys.match(_secrets(context.headers))
         if key is not None:
-            context.key, context.admin = key.name, key.admin
+            context.key, context.admin, context.allowed = key.name, key.admin, key.models
             context.allow_remote, context.forbid_remote = key.allow_remote is True, key.allow_remote is False
         elif not self._is_open(context.path):
             raise Unauthenticated(
@@ -136,16 +112,6 @@ class Authenticator:
     def _is_open(self, path: str) -> bool:
         is_page = (self._has_workbench and is_workbench(path)) or (self._has_docs and is_docs(path))
         return path in OPEN_PATHS or is_page
-
-    def _match(self, headers: Mapping[str, str]) -> Key | None:
-        """Compare every key with every secret sent, so that the time taken reveals nothing."""
-        found: Key | None = None
-        for secret in _secrets(headers):
-            digest = hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
-            for key in self._keys:
-                if hmac.compare_digest(digest, key.digest) and found is None:
-                    found = key
-        return found
 
 
 def _secrets(headers: Mapping[str, str]) -> list[str]:

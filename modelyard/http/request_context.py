@@ -66,6 +66,7 @@ class RequestContext(Struct):
     admin: bool = False
     allow_remote: bool = False
     forbid_remote: bool = False
+    allowed: tuple[str, ...] = ()
     status: int = 0
     error: str = ""
     reuse: CacheReuse | None = None
@@ -85,6 +86,7 @@ class RequestContext(Struct):
             key=self.key,
             allow_remote=self.allow_remote,
             forbid_remote=self.forbid_remote,
+            allowed=self.allowed,
             arrived=self.arrived,
             deadline=None if timeout is None else _deadline(timeout),
             idempotency=headers.get("idempotency-key"),

@@ -24,13 +24,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from modelyard import __version__
+from modelyard.accounts.keys import KeyRing
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.core.protocol import WireProtocol
 from modelyard.gateway.gateway import Gateway
 from modelyard.http import ollama, tokens
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.routes import admin_router
-from modelyard.http.auth import Authenticator, Key
+from modelyard.http.auth import Authenticator
 from modelyard.http.connection import LimitedConnection
 from modelyard.http.engine_lookups import EngineLookups
 from modelyard.http.errors import as_modelyard_error, load_protocol, write_error
@@ -63,7 +64,7 @@ class HttpContext(Struct, frozen=True):
 
     gateway: Gateway
     settings: HttpSettings
-    keys: tuple[Key, ...]
+    keys: KeyRing
     scrape: Callable[[], Awaitable[bytes]]
     captures: CaptureSink | None = None
     admin: AdminContext | None = None  # None: no admin API

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class HttpSettings(BaseModel):
@@ -72,52 +69,4 @@ class HttpSettings(BaseModel):
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             given, absent = ("ssl_certfile", "ssl_keyfile") if self.ssl_certfile else ("ssl_keyfile", "ssl_certfile")
             raise ValueError(f"{given} is set but {absent} is not; TLS needs both")
-        return self
-
-
-class KeySettings(BaseModel):
-    """One API key. Exactly one of `hash`, `env` and `key` says what the secret is."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(min_length=1, description="What logs, metrics and stored responses call the owner of this key.")
-    hash: str | None = Field(
-        default=None, description='The SHA-256 of the key as "sha256:<64 hex digits>": the file then holds no secret.'
-    )
-    env: str | None = Field(default=None, description="Name of the environment variable that holds the key.")
-    key: str | None = Field(
-        default=None,
-        min_length=1,
-        repr=False,
-        description="The key itself, in plain text. Prefer hash or env.",
-    )
-    admin: bool = Field(default=False, description="Whether this key may also load, unload and inspect models.")
-    allow_remote: bool | None = Field(
-        default=None,
-        description="Whether this key may use models that send data to another server: true allows it, false forbids "
-        "it on every route, unset allows it on routes with allow_remote only. No request can change it.",
-    )
-    requests_per_minute: int | None = Field(
-        default=None, gt=0, description="Requests a minute; more are answered 429 with when to come back."
-    )
-    tokens_per_minute: int | None = Field(
-        default=None, gt=0, description="Tokens a minute, of prompts and answers together."
-    )
-    max_concurrent: int | None = Field(
-        default=None, gt=0, description="Requests that may wait or run at a time with this key."
-    )
-
-    @field_validator("hash")
-    @classmethod
-    def _hash_is_sha256(cls, value: str | None) -> str | None:
-        if value is not None and not _HASH.fullmatch(value.lower()):
-            raise ValueError('a hash is written "sha256:" and 64 hex digits')
-        return value.lower() if value else value
-
-    @model_validator(mode="after")
-    def _one_secret(self) -> Self:
-        given = [name for name in ("hash", "env", "key") if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none of them"
-            raise ValueError(f"a key needs exactly one of hash, env and key; found {found}")
         return self

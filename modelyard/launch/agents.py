@@ -1,6 +1,7 @@
-"""The agents that `modelyard launch` supports: where each comes from, and how it is configured for a local model.
+"""The agents that `modelyard launch` supports: where each comes from, what it needs, and how it is told about a server.
 
-A new agent is one more section here: a function that makes its plan, an `Agent`, and a row in `AGENTS`.
+A new agent is a function that makes its settings and a row in `AGENTS`, at the end of this file. Settings go into
+variables, arguments and a private folder; only editors, which have no such folder, get theirs in the user's own file.
 """
 
 from __future__ import annotations
@@ -8,96 +9,53 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Struct
+from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.launch.plan import LaunchPlan, LaunchTarget, as_json
 from modelyard.library.cache_dir import cache_dir
 
-# --- how to start an agent, as data -----------------------------------------------------------------------------------
-
-PLACEHOLDER_KEY = "modelyard"  # agents refuse to start without a key, even if the server needs none
-_HEREDOC_END = "END_OF_FILE"
-
-
-class LaunchTarget(Struct, frozen=True, kw_only=True):
-    """The server and the model that an agent uses. `background` is the model name for small side requests."""
-
-    url: str
-    model: str
-    window: int | None = None  # tokens; None: a remote model that does not report it
-    background: str = ""
-    key: str = PLACEHOLDER_KEY
-
-    @property
-    def v1_url(self) -> str:
-        return f"{self.url}/v1"
-
-    @property
-    def small_model(self) -> str:
-        return self.background or self.model
-
-    def is_smaller_than(self, tokens: int) -> bool:
-        return self.window is not None and self.window < tokens
-
-
-class LaunchPlan(Struct, frozen=True, kw_only=True):
-    """`arguments` go before the user's. `files` are written at every launch, `initial_files` only if they do not exist,
-    because the agent writes to them. `notes` are shown to the user before the agent starts."""
-
-    arguments: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    unset: tuple[str, ...] = ()
-    files: Mapping[Path, str] = field(default_factory=dict)
-    initial_files: Mapping[Path, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def shell_script(plan: LaunchPlan, program: str, arguments: Sequence[str]) -> str:
-    """The plan as commands for a POSIX shell: what `modelyard launch --print` shows."""
-    return "\n".join(_shell_lines(plan, [program, *plan.arguments, *arguments])) + "\n"
-
-
-def _shell_lines(plan: LaunchPlan, command: Sequence[str]) -> Iterator[str]:
-    for note in plan.notes:
-        yield f"# {note}"
-    for path, text in plan.initial_files.items():
-        file = shlex.quote(str(path))
-        yield f"mkdir -p {shlex.quote(str(path.parent))}"
-        yield f"[ -e {file} ] || printf %s {shlex.quote(text)} > {file}"
-    for path, text in plan.files.items():
-        yield f"mkdir -p {shlex.quote(str(path.parent))}"
-        yield f"cat > {shlex.quote(str(path))} <<'{_HEREDOC_END}'\n{text.rstrip()}\n{_HEREDOC_END}"
-    if plan.unset:
-        yield f"unset {' '.join(plan.unset)}"
-    for name, value in plan.env.items():
-        yield f"export {name}={shlex.quote(value)}"
-    yield shlex.join(command)
-
-
-Planner = Callable[[LaunchTarget, Path], LaunchPlan]
-
 _ARCHITECTURES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
-_MAX_OUTPUT = 32_000
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
 
 
 class Agent(Struct, frozen=True, kw_only=True):
-    """`version` is the version that the tests run; `inside` is the path of its program in its installation.
-    `plan(target, home)` makes the launch plan; `home` is the folder for the agent's settings under our launches."""
+    """`settings(target, home)` makes the launch plan; `home` is the folder for the agent's settings under our launches.
+
+    `version` is the one that the tests run; without one the agent was not run here, because no package registry has
+    its program. `window` is the number of tokens below which its own prompt does not fit. An agent that `stays_open` is
+    an editor: its command ends at once, so no server can be started for as long as it runs."""
 
     title: str
     program: str
-    package: str
-    version: str
-    source: Literal["npm", "PyPI"]
-    inside: str
-    plan: Planner
+    settings: Callable[[LaunchTarget, Path], LaunchPlan]
+    package: str = ""
+    version: str = ""
+    source: Literal["npm", "PyPI", ""] = ""
+    inside: str = ""  # the program in its package, if it is not where the registry's installer puts programs
+    install: str = ""  # how a user installs it, if not as a package
+    window: int = 0
+    tools: bool = True
+    stays_open: bool = False
+
+    def plan(self, target: LaunchTarget, home: Path) -> LaunchPlan:
+        plan = self.settings(target, home)
+        if not target.is_smaller_than(self.window):
+            return plan
+        note = (
+            f"{target.model} has a window of {target.window} tokens, and {self.title} itself needs about {self.window}: "
+            "its requests will be too long. Serve the model with a larger n_ctx, or launch aider, which needs 1,000."
+        )
+        return replace(plan, notes=(*plan.notes, note))
+
+    # --- its program --------------------------------------------------------------------------------------------------
 
     @property
     def requirement(self) -> str:
@@ -105,20 +63,21 @@ class Agent(Struct, frozen=True, kw_only=True):
 
     @property
     def install_command(self) -> str:
-        return f"npm install -g {self.package}" if self.source == "npm" else f"pipx install {self.package}"
+        return self.install or f"{'npm install -g' if self.source == 'npm' else 'pipx install'} {self.package}"
 
     def install_dir(self, env: Mapping[str, str] = os.environ) -> Path:
         """Where setup/clients.py installs the pinned version."""
         return cache_dir(env) / "clients" / f"{self.program}-{self.version}"
 
     def pinned_program(self, env: Mapping[str, str] = os.environ) -> Path:
-        return self.install_dir(env) / self.inside.format(platform=npm_platform(sys.platform, platform.machine()))
+        where = self.inside or f"{'node_modules/.bin' if self.source == 'npm' else 'bin'}/{self.program}"
+        return self.install_dir(env) / where.format(platform=npm_platform(sys.platform, platform.machine()))
 
     def find_program(self, env: Mapping[str, str] = os.environ) -> Path:
         """The user's installation comes first, since the user keeps it up to date; then the pinned version."""
         if found := shutil.which(self.program, path=env.get("PATH")):
             return Path(found)
-        if (pinned := self.pinned_program(env)).is_file():
+        if self.version and (pinned := self.pinned_program(env)).is_file():
             return pinned
         raise NotFound(f"{self.title} is not installed; install it with: {self.install_command}")
 
@@ -134,30 +93,25 @@ def get_agent(name: str) -> Agent:
     return AGENTS[name]
 
 
-def _output_limit(window: int) -> int:
-    return min(_MAX_OUTPUT, window // 4)
+# --- the settings of each agent ---------------------------------------------------------------------------------------
 
 
-# --- aider: environment variables for the address, and a file with the window --------------------------------------
-
-
-def _plan_aider(target: LaunchTarget, home: Path) -> LaunchPlan:
+def _aider(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """Variables for the address, and a file with the window."""
     model, small_model = f"openai/{target.model}", f"openai/{target.small_model}"
     arguments = ["--model", model, "--weak-model", small_model, "--timeout", "3600"]
     arguments += ["--no-show-model-warnings", "--no-check-update", "--no-show-release-notes"]
     files: dict[Path, str] = {}
     if target.window is not None:
-        output = _output_limit(target.window)
         metadata = {
-            "max_input_tokens": target.window,
-            "max_tokens": output,
-            "max_output_tokens": output,
+            **target.limits("max_input_tokens", "max_tokens"),
+            "max_output_tokens": target.max_output,
             "litellm_provider": "openai",
             "mode": "chat",
         }
         path = home / "models.json"
         # The small model's name as well: aider looks up unknown names on the internet.
-        files[path] = json.dumps(dict.fromkeys((model, small_model), metadata), indent=2) + "\n"
+        files[path] = as_json(dict.fromkeys((model, small_model), metadata))
         arguments += ["--model-metadata-file", str(path)]
     return LaunchPlan(
         arguments=tuple(arguments),
@@ -166,26 +120,14 @@ def _plan_aider(target: LaunchTarget, home: Path) -> LaunchPlan:
     )
 
 
-AIDER = Agent(
-    title="aider",
-    program="aider",
-    package="aider-chat",
-    version="0.86.2",
-    source="PyPI",
-    inside="bin/aider",
-    plan=_plan_aider,
-)
-
-
-# --- Claude Code: everything is set by environment variables --------------------------------------------------------
-
-# Its full prompt takes 11,000 to 16,000 tokens, and it compacts as soon as less than 13,000 tokens plus its longest
-# answer are free. Below this window it would only compact, so it runs in its bare mode.
+# Claude Code's full prompt takes 11,000 to 16,000 tokens, and it compacts as soon as less than 13,000 tokens plus its
+# longest answer are free. Below this window it would only compact, so it runs in its bare mode.
 CLAUDE_MIN_WINDOW = 36_000
 CLAUDE_GOOD_WINDOW = 64_000
 
 
-def _plan_claude(target: LaunchTarget, home: Path) -> LaunchPlan:
+def _claude(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """Everything is set by variables."""
     env = {
         "CLAUDE_CONFIG_DIR": str(home),
         "ANTHROPIC_BASE_URL": target.url,
@@ -198,7 +140,7 @@ def _plan_claude(target: LaunchTarget, home: Path) -> LaunchPlan:
     }
     if target.window is not None:
         env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(target.window)
-        env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(min(_MAX_OUTPUT, max(1024, target.window // 8)))
+        env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(min(32_000, max(1024, target.window // 8)))
     notes: tuple[str, ...] = ()
     if target.is_smaller_than(CLAUDE_MIN_WINDOW):
         notes = (
@@ -220,27 +162,40 @@ def _plan_claude(target: LaunchTarget, home: Path) -> LaunchPlan:
     )
 
 
-CLAUDE = Agent(
-    title="Claude Code",
-    program="claude",
-    package="@anthropic-ai/claude-code",
-    version="2.1.325",
-    source="npm",
-    inside="node_modules/@anthropic-ai/claude-code-{platform}/claude",
-    plan=_plan_claude,
-)
+def _cline(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """A file with its providers in its private folder. Its extension for editors keeps its own settings."""
+    settings = {
+        "provider": "openai-compatible",
+        "apiKey": target.key,
+        "model": target.model,
+        "baseUrl": target.v1_url,
+        **target.limits("contextWindow", "maxTokens"),
+    }
+    provider = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
+    providers = {
+        "version": 1,
+        "lastUsedProvider": settings["provider"],
+        "modes": {},
+        "providers": {settings["provider"]: provider},
+    }
+    return LaunchPlan(
+        env={
+            "CLINE_DIR": str(home),
+            "CLINE_SESSION_BACKEND_MODE": "local",  # else it starts a process that outlives it
+            "CLINE_NO_AUTO_UPDATE": "1",
+        },
+        files={home / "data" / "settings" / "providers.json": as_json(providers)},
+    )
 
 
-# --- Codex: uses the Responses API only and takes every setting as an argument --------------------------------------
-
-_CODEX_MIN_WINDOW = 16_000  # its own prompt takes about 12,000
 # Codex compacts when nine tenths of the window are full, but counts four bytes as one token: a tool result with twice
 # as many tokens must still fit into the last tenth. By default it truncates results at 2,500 of its tokens.
 _CODEX_SAFE_WINDOW = 40_000
 _CODEX_KEY = "CODEX_MODELYARD_KEY"  # not MODELYARD_API_KEY, because the agent may run modelyard itself
 
 
-def _plan_codex(target: LaunchTarget, home: Path) -> LaunchPlan:
+def _codex(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """Every setting is an argument. It speaks Responses only."""
     settings: dict[str, str | int] = {
         "model": target.model,
         "model_provider": "modelyard",
@@ -254,38 +209,19 @@ def _plan_codex(target: LaunchTarget, home: Path) -> LaunchPlan:
         settings["model_context_window"] = target.window
         if target.window < _CODEX_SAFE_WINDOW:
             settings["tool_output_token_limit"] = max(500, target.window // 16)
-    notes: tuple[str, ...] = ()
-    if target.is_smaller_than(_CODEX_MIN_WINDOW):
-        notes = (
-            f"{target.model} has a window of {target.window} tokens, and Codex itself needs about {_CODEX_MIN_WINDOW}: "
-            "every request will be too long. Serve the model with a larger n_ctx, or launch aider, which needs 1,000.",
-        )
     return LaunchPlan(
         arguments=tuple(word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")),
         env={"CODEX_HOME": str(home), _CODEX_KEY: target.key},
         initial_files={home / ".keep": ""},  # it refuses a home folder that does not exist
-        notes=notes,
     )
 
-
-CODEX = Agent(
-    title="Codex",
-    program="codex",
-    package="@openai/codex",
-    version="0.166.0",
-    source="npm",
-    inside="node_modules/.bin/codex",
-    plan=_plan_codex,
-)
-
-
-# --- Continue: a configuration file in its private folder -----------------------------------------------------------
 
 # Continue reads this as milliseconds in one place and as seconds in another, whose timer is limited to 2**31 ms.
 _CONTINUE_TIMEOUT = 2_100_000
 
 
-def _plan_continue(target: LaunchTarget, home: Path) -> LaunchPlan:
+def _continue(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """A configuration file in its private folder."""
     model: dict[str, Any] = {
         "name": target.model,
         "provider": "openai",
@@ -298,35 +234,57 @@ def _plan_continue(target: LaunchTarget, home: Path) -> LaunchPlan:
     }
     if target.window is not None:
         model["contextLength"] = target.window
-        model["defaultCompletionOptions"] = {"contextLength": target.window, "maxTokens": _output_limit(target.window)}
-    settings = {"name": "Modelyard", "version": "1.0.0", "schema": "v1", "models": [model]}
+        model["defaultCompletionOptions"] = target.limits("contextLength", "maxTokens")
     path = home / "modelyard.yaml"
     return LaunchPlan(
         arguments=("--config", str(path)),
         env={"CONTINUE_GLOBAL_DIR": str(home), "CONTINUE_CLI_ENABLE_TELEMETRY": "0", "CONTINUE_METRICS_ENABLED": "0"},
-        files={path: json.dumps(settings, indent=2) + "\n"},  # JSON is valid YAML
+        # JSON is valid YAML.
+        files={path: as_json({"name": "Modelyard", "version": "1.0.0", "schema": "v1", "models": [model]})},
     )
 
 
-CONTINUE = Agent(
-    title="Continue",
-    program="cn",
-    package="@continuedev/cli",
-    version="1.5.47",
-    source="npm",
-    inside="node_modules/.bin/cn",
-    plan=_plan_continue,
-)
+_CRUSH_KEY = "MODELYARD_CRUSH_KEY"  # its file expands variables: a key in it could contain a dollar sign
 
 
-# --- Gemini CLI: environment variables for the address, and a settings file in its private folder --------------------
+def _crush(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """A configuration file in its private folder; it also reads the project's own."""
+    names = dict.fromkeys((target.model, target.small_model))
+    limits = target.limits("context_window", "default_max_tokens")
+    provider = {
+        "name": "Modelyard",
+        "type": "openai-compat",
+        "base_url": target.v1_url,
+        "api_key": f"${_CRUSH_KEY}",
+        "models": [{"id": name, "name": name, **limits} for name in names],
+    }
+    settings = {
+        "$schema": "https://charm.land/crush.json",
+        "providers": {"modelyard": provider},
+        "models": {
+            "large": {"provider": "modelyard", "model": target.model},
+            "small": {"provider": "modelyard", "model": target.small_model},
+        },
+        "options": {"disable_metrics": True, "disable_provider_auto_update": True},
+    }
+    return LaunchPlan(
+        env={
+            "CRUSH_GLOBAL_CONFIG": str(home),
+            "CRUSH_GLOBAL_DATA": str(home / "data"),
+            "CRUSH_DISABLE_METRICS": "1",
+            "CRUSH_DISABLE_PROVIDER_AUTO_UPDATE": "1",
+            _CRUSH_KEY: target.key,
+        },
+        files={home / "crush.json": as_json(settings)},
+    )
 
-_GEMINI_MIN_WINDOW = 16_000  # its own prompt takes about 12,000
+
 _GEMINI_LIMIT = 1_048_576  # the window that it assumes for a model that it does not know
 _GEMINI_COMPRESS_AT = 0.7  # of the window, since a tool's result must fit into the rest
 
 
-def _plan_gemini(target: LaunchTarget, home: Path) -> LaunchPlan:
+def _gemini(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """Variables for the address, and a settings file in its private folder."""
     # Its side requests name Google's models. The first rule leads all of them here, the second is for conversations.
     rules = [
         {"match": {}, "modelConfig": {"model": target.small_model}},
@@ -343,13 +301,6 @@ def _plan_gemini(target: LaunchTarget, home: Path) -> LaunchPlan:
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
     }
-    notes: tuple[str, ...] = ()
-    if target.is_smaller_than(_GEMINI_MIN_WINDOW):
-        notes = (
-            f"{target.model} has a window of {target.window} tokens, and Gemini CLI itself needs about "
-            f"{_GEMINI_MIN_WINDOW}: every request will be too long. Serve the model with a larger n_ctx, or launch "
-            "aider, which needs 1,000.",
-        )
     return LaunchPlan(
         arguments=("--model", target.model),
         env={
@@ -359,37 +310,40 @@ def _plan_gemini(target: LaunchTarget, home: Path) -> LaunchPlan:
             "GEMINI_MODEL": target.model,
         },
         unset=("GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_GENAI_USE_GCA"),  # they select Google's servers
-        files={home / ".gemini" / "settings.json": json.dumps(settings, indent=2) + "\n"},
-        notes=notes,
+        files={home / ".gemini" / "settings.json": as_json(settings)},
     )
 
 
-GEMINI = Agent(
-    title="Gemini CLI",
-    program="gemini",
-    package="@google/gemini-cli",
-    version="0.61.0",
-    source="npm",
-    inside="node_modules/.bin/gemini",
-    plan=_plan_gemini,
-)
+def _goose(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """Everything is set by variables."""
+    limits = target.limits("GOOSE_CONTEXT_LIMIT", "GOOSE_MAX_TOKENS")
+    return LaunchPlan(
+        env={
+            "GOOSE_PATH_ROOT": str(home),
+            "GOOSE_PROVIDER": "openai",
+            "GOOSE_MODEL": target.model,
+            "OPENAI_HOST": target.url,
+            "OPENAI_BASE_PATH": "v1/chat/completions",
+            "OPENAI_API_KEY": target.key,
+            "OPENAI_TIMEOUT": "3600",
+            "GOOSE_DISABLE_KEYRING": "1",
+            "GOOSE_TELEMETRY_ENABLED": "false",
+            **{name: str(tokens) for name, tokens in limits.items()},
+        },
+        unset=("OPENAI_BASE_URL", "OPENAI_ORGANIZATION", "OPENAI_PROJECT", "OPENAI_CUSTOM_HEADERS"),
+        initial_files={home / "config" / "config.yaml": ""},
+    )
 
 
-# --- opencode: a provider in settings that are merged over the user's for this run ----------------------------------
-
-_OPENCODE_MIN_WINDOW = 12_000  # its own prompt takes about 8,000
-
-
-def _plan_opencode(target: LaunchTarget, home: Path) -> LaunchPlan:
+def _opencode(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """A provider in settings that are merged over the user's for this run."""
     del home  # it needs no files
-    model: dict[str, Any] = {}
-    if target.window is not None:
-        model["limit"] = {"context": target.window, "output": _output_limit(target.window)}
+    limit = {"limit": limits} if (limits := target.limits("context", "output")) else {}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Modelyard",
         "options": {"baseURL": target.v1_url, "apiKey": target.key, "timeout": False},
-        "models": dict.fromkeys((target.model, target.small_model), model),
+        "models": dict.fromkeys((target.model, target.small_model), limit),
     }
     settings: dict[str, Any] = {
         "$schema": "https://opencode.ai/config.json",
@@ -397,42 +351,31 @@ def _plan_opencode(target: LaunchTarget, home: Path) -> LaunchPlan:
         "small_model": f"modelyard/{target.small_model}",
         "provider": {"modelyard": provider},
     }
-    notes: tuple[str, ...] = ()
-    if target.is_smaller_than(_OPENCODE_MIN_WINDOW):
+    if target.is_smaller_than(AGENTS["opencode"].window):
         # Its own prompt does not fit, so compaction cannot help, and it would compact for ever.
         settings["compaction"] = {"auto": False}
-        notes = (
-            f"{target.model} has a window of {target.window} tokens, and opencode needs about {_OPENCODE_MIN_WINDOW}: "
-            "its requests may be too long. Serve the model with a larger n_ctx, or launch aider, which needs 1,000.",
-        )
     env = {
         "OPENCODE_CONFIG_CONTENT": json.dumps(settings),
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
         "OPENCODE_DISABLE_MODELS_FETCH": "1",
     }
-    return LaunchPlan(env=env, notes=notes)
+    return LaunchPlan(env=env)
 
 
-OPENCODE = Agent(
-    title="opencode",
-    program="opencode",
-    package="opencode-ai",
-    version="1.18.33",
-    source="npm",
-    inside="node_modules/opencode-{platform}/bin/opencode",
-    plan=_plan_opencode,
-)
-
-
-# --- Qwen Code: environment variables for the address, and a settings file in its private folder --------------------
-
-_QWEN_MIN_WINDOW = 28_000  # its own prompt takes about 22,000
-
-
-def _plan_qwen(target: LaunchTarget, home: Path) -> LaunchPlan:
+def _qwen(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """Variables for the address, and a settings file in its private folder."""
     generation: dict[str, Any] = {"timeout": 3_600_000}
+    env = {
+        "QWEN_HOME": str(home),
+        "OPENAI_BASE_URL": target.v1_url,
+        "OPENAI_API_KEY": target.key,
+        "OPENAI_MODEL": target.model,
+        # It would send requests to a local server through the proxy, too: it does not read NO_PROXY.
+        **dict.fromkeys(_PROXIES, ""),
+    }
     if target.window is not None:
         generation["contextWindowSize"] = target.window
+        env["QWEN_CODE_MAX_OUTPUT_TOKENS"] = str(target.max_output)
     settings = {
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": target.model, "generationConfig": generation},
@@ -440,48 +383,178 @@ def _plan_qwen(target: LaunchTarget, home: Path) -> LaunchPlan:
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
     }
-    env = {
-        "QWEN_HOME": str(home),
-        "OPENAI_BASE_URL": target.v1_url,
-        "OPENAI_API_KEY": target.key,
-        "OPENAI_MODEL": target.model,
-        # It would send requests to a local server through the proxy, too: it does not read NO_PROXY.
-        **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), ""),
-    }
-    if target.window is not None:
-        env["QWEN_CODE_MAX_OUTPUT_TOKENS"] = str(_output_limit(target.window))
-    notes: tuple[str, ...] = ()
-    if target.is_smaller_than(_QWEN_MIN_WINDOW):
-        notes = (
-            f"{target.model} has a window of {target.window} tokens, and Qwen Code itself needs about "
-            f"{_QWEN_MIN_WINDOW}: every request will be too long. Serve the model with a larger n_ctx, or launch "
-            "aider, which needs 1,000.",
-        )
     return LaunchPlan(
-        arguments=("--model", target.model),
-        env=env,
-        files={home / "settings.json": json.dumps(settings, indent=2) + "\n"},
-        notes=notes,
+        arguments=("--model", target.model), env=env, files={home / "settings.json": as_json(settings)}
     )
 
 
-QWEN = Agent(
-    title="Qwen Code",
-    program="qwen",
-    package="@qwen-code/qwen-code",
-    version="0.15.10",
-    source="npm",
-    inside="node_modules/.bin/qwen",
-    plan=_plan_qwen,
-)
+def _roo(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """A profile that Roo Code imports when VS Code starts. The user's own profiles stay."""
+    profile = {
+        "apiProvider": "openai",
+        "openAiBaseUrl": target.v1_url,
+        "openAiApiKey": target.key,
+        "openAiModelId": target.model,
+        "openAiCustomModelInfo": {
+            **target.limits("contextWindow", "maxTokens"),
+            "supportsImages": "vision" in target.capabilities,
+            "supportsPromptCache": False,
+        },
+    }
+    profiles = {"currentApiConfigName": "modelyard", "apiConfigs": {"modelyard": profile}}
+    path = home / "profiles.json"
+    return LaunchPlan(
+        files={path: as_json({"providerProfiles": profiles, "globalSettings": {}})},
+        user_settings={_vs_code_settings(): {"roo-cline.autoImportSettingsPath": str(path)}},
+    )
 
+
+def _zed(target: LaunchTarget, home: Path) -> LaunchPlan:
+    """A provider in the user's settings, and its key in a variable that Zed names after the provider."""
+    del home  # it has one settings file
+    model = {
+        "name": target.model,
+        "display_name": target.model,
+        **target.limits("max_tokens", "max_output_tokens"),
+        "capabilities": {
+            "tools": "tools" in target.capabilities,
+            "images": "vision" in target.capabilities,
+            "parallel_tool_calls": False,
+            "prompt_cache_key": False,
+        },
+    }
+    provider = {"api_url": target.v1_url, "available_models": [model]}
+    return LaunchPlan(
+        env={"MODELYARD_API_KEY": target.key},
+        user_settings={
+            _config_home() / "zed" / "settings.json": {
+                "language_models": {"openai_compatible": {"Modelyard": provider}}
+            }
+        },
+        notes=(f"choose {target.model} of Modelyard in Zed's agent panel; Zed remembers it",),
+    )
+
+
+def _config_home() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+
+
+def _vs_code_settings() -> Path:
+    home = Path.home() / "Library" / "Application Support" if sys.platform == "darwin" else _config_home()
+    return home / "Code" / "User" / "settings.json"
+
+
+# --- the agents -------------------------------------------------------------------------------------------------------
 
 AGENTS: dict[str, Agent] = {
-    "aider": AIDER,
-    "claude": CLAUDE,
-    "codex": CODEX,
-    "continue": CONTINUE,
-    "gemini": GEMINI,
-    "opencode": OPENCODE,
-    "qwen": QWEN,
+    "aider": Agent(
+        title="aider",
+        program="aider",
+        settings=_aider,
+        package="aider-chat",
+        version="0.86.2",
+        source="PyPI",
+        window=1_000,
+        tools=False,
+    ),
+    "claude": Agent(
+        title="Claude Code",
+        program="claude",
+        settings=_claude,
+        package="@anthropic-ai/claude-code",
+        version="2.1.325",
+        source="npm",
+        inside="node_modules/@anthropic-ai/claude-code-{platform}/claude",
+        window=4_000,  # in its bare mode
+    ),
+    "cline": Agent(
+        title="Cline",
+        program="cline",
+        settings=_cline,
+        package="cline",
+        version="3.0.65",
+        source="npm",
+        inside="node_modules/@cline/cli-{platform}/bin/cline",
+        window=12_000,
+    ),
+    "codex": Agent(
+        title="Codex",
+        program="codex",
+        settings=_codex,
+        package="@openai/codex",
+        version="0.166.0",
+        source="npm",
+        window=16_000,  # its own prompt takes about 12,000
+    ),
+    "continue": Agent(
+        title="Continue",
+        program="cn",
+        settings=_continue,
+        package="@continuedev/cli",
+        version="1.5.47",
+        source="npm",
+        window=4_000,
+    ),
+    "crush": Agent(
+        title="Crush",
+        program="crush",
+        settings=_crush,
+        install="npm install -g @charmland/crush",  # the package fetches the program from GitHub
+        window=16_000,
+    ),
+    "gemini": Agent(
+        title="Gemini CLI",
+        program="gemini",
+        settings=_gemini,
+        package="@google/gemini-cli",
+        version="0.61.0",
+        source="npm",
+        window=16_000,  # its own prompt takes about 12,000
+    ),
+    "goose": Agent(
+        title="goose",
+        program="goose",
+        settings=_goose,
+        package="@aaif/goose-binary-{platform}",
+        version="1.52.0",
+        source="npm",
+        inside="node_modules/@aaif/goose-binary-{platform}/bin/goose",
+        install="npm install -g @aaif/goose-acp",
+        window=8_000,
+    ),
+    "opencode": Agent(
+        title="opencode",
+        program="opencode",
+        settings=_opencode,
+        package="opencode-ai",
+        version="1.18.33",
+        source="npm",
+        inside="node_modules/opencode-{platform}/bin/opencode",
+        window=12_000,  # its own prompt takes about 8,000
+    ),
+    "qwen": Agent(
+        title="Qwen Code",
+        program="qwen",
+        settings=_qwen,
+        package="@qwen-code/qwen-code",
+        version="0.15.10",
+        source="npm",
+        window=28_000,  # its own prompt takes about 22,000
+    ),
+    "roo": Agent(
+        title="Roo Code",
+        program="code",
+        settings=_roo,
+        install="code --install-extension RooVeterinaryInc.roo-cline",
+        window=16_000,
+        stays_open=True,
+    ),
+    "zed": Agent(
+        title="Zed",
+        program="zed",
+        settings=_zed,
+        install="curl -f https://zed.dev/install.sh | sh",
+        window=8_000,
+        stays_open=True,
+    ),
 }

@@ -1,4 +1,5 @@
-"""Modelyard's folder in the user's cache, its private folder for sockets and keys, and locks between processes."""
+"""Modelyard's folders: the user's cache, the user's data, and a private one for sockets and keys; locks between
+processes."""
 
 from __future__ import annotations
 
@@ -22,6 +23,20 @@ def cache_dir(env: Mapping[str, str] = os.environ) -> Path:
     if configured := env.get("MODELYARD_CACHE"):
         return Path(configured).expanduser()
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "modelyard"
+
+
+def data_dir(env: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path:
+    """In $XDG_DATA_HOME, else in the platform's folder for data: for what must outlive the cache, which may be
+    deleted."""
+    if configured := env.get("XDG_DATA_HOME"):
+        folder = Path(configured)
+    elif platform == "win32":
+        folder = Path(env.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif platform == "darwin":
+        folder = Path.home() / "Library" / "Application Support"
+    else:
+        folder = Path.home() / ".local" / "share"
+    return folder / "modelyard"
 
 
 def models_dir(env: Mapping[str, str] = os.environ) -> Path:

@@ -1,9 +1,8 @@
 """Images and documents of a request: every URL becomes a `data:` URL, or an error that names the setting at fault.
 
 Images are fetched only from allowed hosts and folders, because a request could otherwise make the gateway read its
-owner's network (SSRF) or disk. A host is checked by name, then by every address it resolves to, and the connection goes
-to the checked address: a second lookup could answer differently. Each redirect is checked the same way. A file is
-checked after its symbolic links are resolved.
+owner's network or disk; `modelyard.outbound` says how hosts are checked. A file is checked after its symbolic links are
+resolved.
 """
 
 from __future__ import annotations
@@ -13,11 +12,8 @@ import base64
 import binascii
 import hashlib
 import os
-import socket
 import stat
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -28,6 +24,7 @@ from msgspec.structs import replace
 from modelyard.core.engine import Media
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unsupported
 from modelyard.core.request import Audio, Document, Image, Message, Part, Request, ResultPart, Text, ToolResult
+from modelyard.outbound import AddressGuard, PrivateAddress, host_name
 from modelyard.prompt.media import media_parts
 from modelyard.prompt.pdf_pages import PdfReader
 from modelyard.prompt.settings import ImageSettings
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
 
 PDF, PDF_START = "application/pdf", b"%PDF-"
 _REDIRECTS = 3
-_NAT64 = ip_network("64:ff9b::/96")
 _MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "image/png"),
     (b"\xff\xd8\xff", "image/jpeg"),
@@ -58,7 +54,8 @@ class FetchedImage(Struct, frozen=True):
 class ImageFetcher:
     def __init__(self, settings: ImageSettings) -> None:
         self._settings = settings
-        self._hosts = [allowed.lower() for allowed in settings.allow if not allowed.startswith("file://")]
+        hosts = [allowed for allowed in settings.allow if not allowed.startswith("file://")]
+        self._guard = AddressGuard(hosts, allow_private=settings.allow_private)
         self._folders = [Path(unquote(urlsplit(a).path)) for a in settings.allow if a.startswith("file://")]
         self._client: httpx.AsyncClient | None = None
 
@@ -105,7 +102,7 @@ class ImageFetcher:
         """One request: the image, or the redirect's location. Tries each address until one accepts."""
         import httpx
 
-        host = url.raw_host.decode("ascii").lower().rstrip(".")
+        host = host_name(url.raw_host)
         self._check_host(host)
         *others, last = await self._resolve(host)
         for address in others:
@@ -138,20 +135,18 @@ class ImageFetcher:
         return self._client
 
     def _check_host(self, host: str) -> None:
-        if not any(fnmatchcase(host, allowed) for allowed in self._hosts):
+        if not self._guard.allows(host):
             raise refused(f"images from {host!r} are not allowed; the setting images.allow lists the hosts that are")
 
     async def _resolve(self, host: str) -> list[str]:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be encoded
-            raise unreachable(f"the image's host {host[:100]!r} has no address: {error}") from None
-        addresses = list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in found))
-        if not self._settings.allow_private and not all(is_public(ip_address(a)) for a in addresses):
+            return await self._guard.resolve(host)
+        except PrivateAddress:
             raise refused(
                 f"the image's host {host!r} has a private address; the setting images.allow_private permits that"
-            )
-        return addresses
+            ) from None
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be encoded
+            raise unreachable(f"the image's host {host[:100]!r} has no address: {error}") from None
 
     async def _body(self, response: httpx.Response, host: str) -> FetchedImage:
         limit = self._settings.max_bytes
@@ -206,17 +201,6 @@ def sniff(data: bytes) -> str | None:
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for magic, kind in _MAGIC if data.startswith(magic)), None)
-
-
-def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Also check the IPv4 address that some IPv6 addresses embed."""
-    if isinstance(address, IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour
-        if address in _NAT64:
-            inner = IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(inner)
-    return address.is_global and not address.is_multicast
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

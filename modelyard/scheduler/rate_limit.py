@@ -7,17 +7,10 @@ is paid. A prompt larger than the whole bucket passes when the bucket is full, o
 
 from __future__ import annotations
 
-from msgspec import Struct
-
 from modelyard.core.errors import RateLimited
+from modelyard.core.lease import KeyLimits
 
 _ROUNDING = 1e-6
-
-
-class KeyLimits(Struct, frozen=True, kw_only=True):
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent: int | None = None
 
 
 class TokenBucket:

@@ -26,11 +26,11 @@ from functools import partial
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import BY_ADMINISTRATOR, Cancelled, Conflict, InvalidRequest, NotFound, Timeout, Unavailable
-from modelyard.core.lease import LeaseRequest, ModelStatus
+from modelyard.core.lease import KeyLimits, LeaseRequest, ModelStatus
 from modelyard.core.pool import DeviceSnapshot, ModelSpec, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.scheduler.memory_planner import DeviceBytes, MemoryPlanner
 from modelyard.scheduler.pooled_model import Clock, PendingCommand, PooledModel, SlotLease
-from modelyard.scheduler.rate_limit import KeyLimits, KeyRateLimiter
+from modelyard.scheduler.rate_limit import KeyRateLimiter
 from modelyard.scheduler.replica_manager import ReplicaManager, model_failed
 from modelyard.scheduler.settings import SchedulerOptions
 from modelyard.telemetry.broadcast import ModelChangeSubscription

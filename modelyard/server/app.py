@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
@@ -14,11 +14,17 @@ from typing import Any
 from msgspec import Struct
 from starlette.types import ASGIApp
 
+from modelyard.accounts.accounts import Accounts
+from modelyard.accounts.file import AccountsFile
+from modelyard.accounts.file import default_path as accounts_path
+from modelyard.accounts.keys import Key, read_keys
+from modelyard.accounts.settings import KeySettings
 from modelyard.chat_store import ChatStore, default_path
 from modelyard.config.secrets import config_paths, config_secrets
 from modelyard.config.settings import Config
 from modelyard.core.engine import Node
 from modelyard.core.errors import Unavailable
+from modelyard.core.lease import KeyLimits
 from modelyard.core.store import Store
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.replay_memory import ReplayMemory
@@ -26,18 +32,18 @@ from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.http import server as front
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import PeerGateways
-from modelyard.http.auth import Key, check_bind, read_keys
+from modelyard.http.auth import check_bind
 from modelyard.library.cache_dir import cache_dir
 from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
 from modelyard.prompt.images import Images
 from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
-from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import AdminService, ConfigLoader, define_models
 from modelyard.server.downloads import Downloads
 from modelyard.server.engine_factory import model_specs
 from modelyard.server.memory_estimate import available_memory
 from modelyard.server.model_library import ModelLibrary
+from modelyard.server.running_servers import TEMPORARY_VARIABLE
 from modelyard.store import open_store
 from modelyard.telemetry.history import History
 from modelyard.telemetry.masking import add_paths, add_secrets
@@ -54,7 +60,7 @@ class ServerApp(Struct):
     """One gateway process, built and not yet running."""
 
     config: Config
-    keys: tuple[Key, ...]
+    accounts: Accounts
     scheduler: Scheduler | RemotePool
     gateway: Gateway
     admin: AdminService
@@ -81,8 +87,8 @@ def compose(
     server can be reached, before the first model is loaded."""
     add_secrets(config_secrets(config, env))
     add_paths(config_paths(config))
-    keys = read_keys(config.keys, env)
-    check_bind(config.http, keys)
+    accounts = make_accounts(config, env)
+    check_bind(config.http, accounts.ring.keys)
     metrics, router = Metrics(), config.router()
     models = {name: definition.model for name, definition in define_models(config).items()}
     scheduler = pool or make_scheduler(config, env)
@@ -103,13 +109,15 @@ def compose(
         metrics.set_pool_source(scheduler.metrics)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
     service = AdminService(config, scheduler, gateway, load_config)
+    accounts.on_change = lambda: scheduler.set_limits(key_limits(accounts.ring.keys))
+    accounts.on_change()
     return ServerApp(
         config,
-        keys,
+        accounts,
         scheduler,
         gateway,
         service,
-        _build_http(config, keys, scheduler, gateway, peer, service, store, on_ready),
+        _build_http(config, accounts, scheduler, gateway, peer, service, store, on_ready),
     )
 
 
@@ -127,13 +135,20 @@ def make_scheduler(
         measurements=measurements,
         nodes=nodes,
     )
-    return Scheduler(settings.options(), limits=key_limits(config), memory_planner=planner)
+    return Scheduler(settings.options(), limits=key_limits(config.keys), memory_planner=planner)
 
 
-def key_limits(config: Config) -> dict[str, KeyLimits]:
+def make_accounts(config: Config, env: Mapping[str, str] = os.environ) -> Accounts:
+    """A server for one command keeps nothing: created keys are for the servers that others use."""
+    settings = config.accounts
+    file = None if env.get(TEMPORARY_VARIABLE) else AccountsFile(settings.path or accounts_path())
+    return Accounts(read_keys(config.keys, env), file, currency=settings.currency)
+
+
+def key_limits(keys: Iterable[Key | KeySettings]) -> dict[str, KeyLimits]:
     """Only of keys that have limits."""
     fields = KeyLimits.__struct_fields__
-    limits = {key.name: KeyLimits(**{field: getattr(key, field) for field in fields}) for key in config.keys}
+    limits = {key.name: KeyLimits(**{field: getattr(key, field) for field in fields}) for key in keys}
     return {name: its for name, its in limits.items() if its != KeyLimits()}
 
 
@@ -147,7 +162,7 @@ def _store(config: Config, scheduler: Scheduler | RemotePool) -> tuple[Store, bo
 
 def _build_http(
     config: Config,
-    keys: tuple[Key, ...],
+    accounts: Accounts,
     scheduler: Scheduler | RemotePool,
     gateway: Gateway,
     peer: MetricsPeer | None,
@@ -166,6 +181,7 @@ def _build_http(
     async def lifespan(_: Any) -> AsyncIterator[None]:
         if peer is not None:
             await peer.open()
+        accounts.open()
         await workbench.listen(built)
         on_ready()
         for name, model in config.models.items():
@@ -178,6 +194,7 @@ def _build_http(
         await _stop(gateway, scheduler)  # not every ASGI server calls `ServerApp.stop` first
         await service.close()
         await gateway.close()
+        await accounts.close()
         await store.close()
         await chats.close()
         await downloads.close()
@@ -205,6 +222,7 @@ def _build_http(
         chats,
         downloads,
         library.remove,
+        accounts,
         peers,
     )
     workbench = WorkbenchApp(
@@ -213,7 +231,7 @@ def _build_http(
     context = front.HttpContext(
         gateway,
         config.http,
-        keys,
+        accounts.ring,
         scrape,
         captures,
         admin,

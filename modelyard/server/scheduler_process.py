@@ -15,9 +15,10 @@ from modelyard.core.errors import ModelyardError
 from modelyard.library.cache_dir import run_dir
 from modelyard.library.model_files import library_file
 from modelyard.library.progress import ProgressReporter
+from modelyard.object_store import objects_path, open_object_store
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import ConfigLoader, reread_config
-from modelyard.server.app import make_scheduler
+from modelyard.server.app import key_limits, make_scheduler
 from modelyard.server.config_watcher import watch_library
 from modelyard.server.engine_factory import model_specs, prepare_engines
 from modelyard.store import open_store
@@ -55,6 +56,7 @@ class SchedulerProcess:
         )
         self.scheduler: Scheduler = make_scheduler(config, env, self.workers.nodes)
         self._store = open_store(config.store)
+        self._objects = open_object_store(config.store, objects_path())
         self.server: SchedulerServer | None = None
 
     async def open(self) -> None:
@@ -74,6 +76,8 @@ class SchedulerProcess:
             self.workers,
             self._store,
             self.reload,
+            objects=self._objects,
+            limits=key_limits(self._config.keys),
             keys=self._keys,
             heartbeat=self._heartbeat,
         )
@@ -111,6 +115,7 @@ class SchedulerProcess:
             await self._cluster.close()
         self.workers.remove_files()
         await self._store.close()
+        await self._objects.close()
 
 
 def run_scheduler(config: Config, endpoint: str | None, load_config: ConfigLoader) -> int:

@@ -19,18 +19,18 @@ from starlette.types import ASGIApp
 
 from modelyard import plugins
 from modelyard.config.library_models import machine_budget, missing_hub_model, read_library_models
-from modelyard.config.load import load_config
+from modelyard.config.load import ConfigSources
 from modelyard.config.settings import Config
 from modelyard.config.sources import config_files
 from modelyard.core.errors import ModelyardError
 from modelyard.http import server as front
-from modelyard.http.auth import check_bind, read_keys
+from modelyard.http.auth import check_bind
 from modelyard.library import default_model, models
 from modelyard.library.progress import ProgressReporter
 from modelyard.processes.ports import listen, reserve_port
 from modelyard.processes.supervisor import INDEX_VARIABLE, run_supervised
 from modelyard.server.admin_service import ConfigLoader
-from modelyard.server.app import compose, key_limits
+from modelyard.server.app import compose, key_limits, make_accounts
 from modelyard.server.config_watcher import on_hangup, watch, watch_library
 from modelyard.server.engine_factory import prepare_engines
 from modelyard.server.running_servers import announced
@@ -49,7 +49,7 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     `scheduler` is the address of a scheduler in another process, or "auto": then no engine runs in this one.
     """
     log.setup(config.log)
-    check_bind(config.http, read_keys(config.keys))
+    check_bind(config.http, make_accounts(config).ring.keys)
     prepare(config)
     scheduler = scheduler or config.scheduler.endpoint or None
     scheduler = None if scheduler is None else scheduler_address(scheduler)
@@ -57,17 +57,17 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     if split and INDEX_VARIABLE not in os.environ:
         return _serve_supervised(config, path, http, debug, scheduler)
     with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
-        reload = partial(load_config, path, overrides=_overrides(http, debug), library=read_library_models)
+        reload = ConfigSources(path, overrides=_overrides(http, debug), library=read_library_models)
         return runner.run(_serve_one(config, reload, path, scheduler))
 
 
 def create_app() -> ASGIApp:
     """The server as an app, for `uvicorn modelyard.server.serve:create_app --factory`: one process, with the files that
     `modelyard serve` finds. Address, TLS and the limits of connections are uvicorn's."""
-    reload = partial(load_config, library=read_library_models)
+    reload = ConfigSources(library=read_library_models)
     config = reload().config
     log.setup(config.log)
-    check_bind(config.http, read_keys(config.keys))
+    check_bind(config.http, make_accounts(config).ring.keys)
     prepare(config)
     return compose(config, load_config=reload).app
 
@@ -197,6 +197,6 @@ def needs_scheduler(config: Config) -> bool:
     """Whether several gateways need one scheduler: if each would load the weights, or if keys have limits. Otherwise
     each gateway has its own engines, and tokens take no detour."""
     backends = {entry.backend for entry in config.router().catalog.models.values()} & set(plugins.names("engines"))
-    return bool(key_limits(config) or config.workers.cluster) or any(
+    return bool(key_limits(make_accounts(config).ring.keys) or config.workers.cluster) or any(
         plugins.load("engines", backend).HOLDS_WEIGHTS for backend in backends
     )

@@ -281,7 +281,8 @@ class TextFormatter(logging.Formatter):
         line = f"{clock} {record.levelname:<8}{prefix}{_escape(mask_secrets(record.getMessage()))}{fields}"
         if self._colour and (colour := _COLOURS.get(record.levelname)):
             line = f"{colour}{line}{_RESET}"
-        return f"{line}\n{mask_secrets(self.formatException(record.exc_info))}" if record.exc_info else line
+        error = self.formatException(record.exc_info) if record.exc_info else record.exc_text
+        return f"{line}\n{mask_secrets(error)}" if error else line
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

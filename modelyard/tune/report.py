@@ -23,7 +23,7 @@ from modelyard.core.errors import Unavailable
 from modelyard.core.knobs import COUNTS, Goal, Setting, Value
 from modelyard.core.units import format_size
 from modelyard.tune import goals
-from modelyard.tune.config_writer import toml_fragment
+from modelyard.config.file_editor import toml_fragment
 from modelyard.tune.goals import RankedSetting
 from modelyard.tune.optimizer import Optimizer
 from modelyard.tune.search import ScoreRequest, SearchResult

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelyard.core.errors import InvalidRequest, TooLarge
+from modelyard.accounts.keys import KeyRing
 from modelyard.http.auth import Authenticator
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.server import loop_factory, make_server
@@ -177,7 +178,7 @@ def _build_app(url: str, settings: HttpSettings) -> ASGIApp:
         return RedirectResponse(PREFIX)
 
     app = Starlette(routes=[Route("/", home)], lifespan=lifespan)
-    return RequestMiddleware(app, {}, settings, Authenticator(settings, ()), Metrics(), workbench)
+    return RequestMiddleware(app, {}, settings, Authenticator(settings, KeyRing()), Metrics(), workbench)
 
 
 async def _serve(app: ASGIApp, settings: HttpSettings, url: str) -> int:

@@ -65,7 +65,8 @@ class SessionRequest:
 class WorkerSession:
     """`lost` resolves when the session ends, whatever the reason. `on_broken` is called instead of `end` when the
     connection breaks: a caller that expects a better error may wait for it, and must then call `end`. With
-    `connect_timeout_s` the session ends if the worker does not answer in that time."""
+    `connect_timeout_s` the session ends if the worker does not answer in that time. `wants_log`: what the worker's
+    process logs is logged here, too."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class WorkerSession:
         heartbeat: HeartbeatConfig = HeartbeatConfig(),
         on_broken: Callable[[ModelyardError], None] | None = None,
         connect_timeout_s: float | None = None,
+        wants_log: bool = False,
     ) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self.endpoint, self._heartbeat = endpoint, heartbeat
@@ -107,9 +109,10 @@ class WorkerSession:
             msg.EngineClosed: self._on_closed,
             msg.EngineLost: self._on_engine_lost,
             msg.WorkerReply: self._on_reply,
+            msg.WorkerLog: self._on_log,
             msg.Goodbye: self._on_goodbye,
         }
-        self.send(msg.Hello(msg.VERSION, name))
+        self.send(msg.Hello(msg.VERSION, name, (msg.LOG_FEATURE,) if wants_log else ()))
         if connect_timeout_s is not None:
             self._timer = self._loop.call_later(connect_timeout_s, self._on_connect_timeout)
 
@@ -307,6 +310,23 @@ class WorkerSession:
         self.stats.update(reply.stats)
         if (future := self._calls.pop(reply.request_id, None)) is not None and not future.done():
             future.set_result(reply)
+
+    def _on_log(self, received: msg.WorkerLog) -> None:
+        fields = {} if self.welcome is None else {"worker": self.welcome.worker, "pid": self.welcome.pid}
+        for line in received.lines:
+            if log.isEnabledFor(line.level):
+                record = {
+                    "name": line.logger,
+                    "levelno": line.level,
+                    "levelname": logging.getLevelName(line.level),
+                    "msg": line.message,
+                    "created": line.created,
+                    "msecs": line.created % 1 * 1000,
+                    "exc_text": line.error or None,
+                    "request_id": line.request_id,
+                    "fields": fields,
+                }
+                log.handle(logging.makeLogRecord(record))
 
     def _on_goodbye(self, goodbye: msg.Goodbye) -> None:
         self.is_draining = True

@@ -22,7 +22,7 @@ only ever added at the end, and nothing is ever unpickled. Another protocol vers
                                ←──  LeaseQueued? · (LeaseGranted | LeaseDenied)
     ReleaseLease(ticket)       ──→                                          returned, or no longer wanted
                                ←──  LeaseRevoked(ticket)
-    PoolCommand, GetSnapshot, GetLog, StoreOperation ──→
+    PoolCommand, GetSnapshot, GetLog, StoreOperation, ObjectOperation ──→
                                ←──  SchedulerReply(id)
 
 Tokens do not pass the scheduler: a grant names the worker and the engine, and the gateway talks to the worker directly.
@@ -63,9 +63,10 @@ from modelyard.core.request import Constraint, EmbeddingRequest, Priority, Reque
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.workers.definitions import define, message_options
 
-VERSION = 4  # 4: gateways ask the scheduler for its log
+VERSION = 5  # 5: the scheduler keeps conversations, files and batches
 TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
 FORWARD_FEATURE = "forward"  # the worker understands `EmbedInputs` and `RerankDocuments`
+LOG_FEATURE = "log"  # in `Hello.features`: the client wants `WorkerLog`
 _AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
 
 # --- wire forms of token ids, vectors, prompts and errors -----------------------------------------------------------
@@ -401,6 +402,23 @@ class EngineClosed(ToClient, frozen=True, tag="closed"):
     engine: str
 
 
+class LogLine(LinkMessage, frozen=True):
+    """A log record. `error` is its traceback."""
+
+    created: float
+    level: int
+    logger: str
+    message: str
+    request_id: str = ""
+    error: str = ""
+
+
+class WorkerLog(ToClient, frozen=True, tag="log"):
+    """What the worker's process has logged."""
+
+    lines: list[LogLine]
+
+
 class EngineLost(ToClient, frozen=True, tag="lost"):
     """The engine died; its worker is alive."""
 
@@ -547,10 +565,10 @@ class ReleaseLease(ToScheduler, frozen=True, tag="leave"):
 
 
 class PoolCommand(ToScheduler, frozen=True, tag="command"):
-    """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace id."""
+    """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace id, limits of keys."""
 
     id: int
-    verb: Literal["load", "unload", "drain", "scale", "cancel", "reload"]
+    verb: Literal["load", "unload", "drain", "scale", "cancel", "reload", "limits"]
     model: str = ""
     argument: bytes = b"null"
 
@@ -578,6 +596,22 @@ class StoreOperation(ToScheduler, frozen=True, tag="keep"):
     key: bytes
     value: bytes | None = None
     delete: bool = False
+
+
+class ObjectOperation(ToScheduler, frozen=True, tag="object"):
+    """An operation on the object store that all gateways share: a method of `core.store.ObjectStore`. `key` is also
+    the object after which a page begins."""
+
+    id: int
+    verb: Literal["get", "put", "swap", "delete", "page"]
+    scope: bytes
+    key: bytes
+    value: bytes = b""
+    old: bytes | None = None
+    ttl_s: float | None = None
+    limit: int = 0
+    newest_first: bool = False
+    values: bool = True
 
 
 # --- to a gateway ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The scheduler as a gateway sees it: the interfaces of a local scheduler, over a link that may break and recover.
 
 The scheduler's state is mirrored here as it changes, so that queries are answered at once. While the link is broken,
-running requests continue, because they talk to their workers directly. Waiting requests are sent again when the link is
-back. When that takes longer than the restart of a scheduler, they are refused, and new ones at once.
+running requests continue, because they talk to their workers directly. Waiting requests and calls are sent again when
+the link is back. When that takes longer than the restart of a scheduler, they are refused, and new ones at once.
 
     connect ─ JoinGateway ─→ JoinAccepted: connected ─→ silent, broken or refused: disconnected ─→ connect …
 
@@ -16,13 +16,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError, NotFound, Unavailable
-from modelyard.core.lease import Lease, LeaseRequest, ModelStatus, RevocableLease
+from modelyard.core.lease import KeyLimits, Lease, LeaseRequest, ModelStatus, RevocableLease
 from modelyard.core.pool import ModelSpec, ModelStateChange, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.telemetry.broadcast import ModelChangeBroadcast
 from modelyard.workers import messages as msg
@@ -32,7 +32,7 @@ from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConf
 log = logging.getLogger(__name__)
 
 _AVOID_S = 3.0  # a lost engine is reported with every lease request for this long
-_RECONNECT_S = 5.0  # requests wait this long for a lost scheduler; a supervised one is back in two or three
+_RECONNECT_S = 5.0  # the least time that requests wait for a lost scheduler; a supervised one is back in two or three
 _RETRY_AFTER_S = 2.0  # for clients that are refused because the scheduler is lost
 
 
@@ -104,6 +104,13 @@ class RemoteLease(RevocableLease, eq=False):
     release = cancel
 
 
+class PendingCall(NamedTuple):
+    """A message whose reply is awaited."""
+
+    message: msg.LinkMessage
+    reply: asyncio.Future[bytes | None]
+
+
 def _cancelled() -> Cancelled:
     return Cancelled("the request was cancelled while it waited")
 
@@ -129,13 +136,14 @@ class RemotePool:
         self.on_new_engine: Callable[[str], None] | None = None  # called with the model's name
         self._ids = count(1)
         self._leases: dict[int, RemoteLease] = {}
-        self._calls: dict[int, asyncio.Future[bytes | None]] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._sessions: dict[str, WorkerSession] = {}  # by endpoint
         self._engines: dict[str, RemoteTextEngine | RemoteChatEngine] = {}
         self._engines_by_model: dict[str, list[str]] = {}
         self._lost_engines: dict[str, float] = {}
         self._snapshot = PoolSnapshot(models={})
         self._requests: tuple[RequestSnapshot, ...] = ()
+        self._limits: Mapping[str, KeyLimits] | None = None  # of keys, for the scheduler
         self._changes = ModelChangeBroadcast()
         self._answered = asyncio.Event()  # the first state or a refusal has arrived
         self._closing: asyncio.Task[None] | None = None
@@ -203,7 +211,6 @@ class RemotePool:
         self.is_connected = False
         if self._disconnected_since is None:
             self._disconnected_since = self._loop.time()
-        self._fail_calls(self._unreachable())
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._heartbeat.interval_s, self._tick)
@@ -218,11 +225,14 @@ class RemotePool:
             for lease in [lease for lease in self._leases.values() if lease.is_waiting]:
                 del self._leases[lease.id]
                 lease.refuse(self._unreachable())
+            self._fail_calls(self._unreachable())
 
     def _is_unreachable(self) -> bool:
-        """Whether requests no longer wait for the scheduler."""
+        """Whether requests no longer wait for the scheduler. Where a worker may be silent for longer, because the
+        machine is slow, a scheduler may take longer to start."""
         since = self._disconnected_since
-        return since is not None and self._loop.time() - since >= min(self._timeout_s, _RECONNECT_S)
+        patience_s = max(_RECONNECT_S, self._heartbeat.detection_s)
+        return since is not None and self._loop.time() - since >= min(self._timeout_s, patience_s)
 
     def _unreachable(self) -> Unavailable:
         reason = "the scheduler is unreachable; try again" if self._refusal is None else self._refusal.message
@@ -247,6 +257,9 @@ class RemotePool:
         for lease in self._leases.values():
             if lease.is_waiting:
                 self._send_lease_request(lease)
+        for call in self._calls.values():
+            self._send(call.message)
+        self._send_limits()
 
     def _on_refused(self, refused: msg.ConnectionRefused) -> None:
         """The next heartbeat connects again."""
@@ -417,30 +430,33 @@ class RemotePool:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     async def call(self, message: Callable[[int], msg.LinkMessage]) -> bytes | None:
-        """Send a message and wait for the value of its reply."""
-        if not self.is_connected:
+        """Send a message and wait for the value of its reply. To receive it twice changes nothing: it is sent again
+        to a scheduler that was lost."""
+        if self._closing is not None:
+            raise _shutting_down()
+        if self._is_unreachable():
             raise self._unreachable()
         id = next(self._ids)
-        pending: asyncio.Future[bytes | None] = self._loop.create_future()
-        self._calls[id] = pending
-        self._send(message(id))
+        call = self._calls[id] = PendingCall(message(id), self._loop.create_future())
+        if self.is_connected:
+            self._send(call.message)
         try:
-            return await pending
+            return await call.reply
         finally:
             self._calls.pop(id, None)
 
     def _on_reply(self, reply: msg.SchedulerReply) -> None:
-        if (pending := self._calls.pop(reply.id, None)) is not None and not pending.done():
+        if (call := self._calls.pop(reply.id, None)) is not None and not call.reply.done():
             if reply.error is not None:
-                pending.set_exception(reply.error)
+                call.reply.set_exception(reply.error)
             else:
-                pending.set_result(reply.value)
+                call.reply.set_result(reply.value)
 
     def _fail_calls(self, error: ModelyardError) -> None:
-        for pending in self._calls.values():
-            if not pending.done():
-                pending.set_exception(error)
-                pending.exception()  # mark it retrieved: it may have no waiter
+        for call in self._calls.values():
+            if not call.reply.done():
+                call.reply.set_exception(error)
+                call.reply.exception()  # mark it retrieved: it may have no waiter
         self._calls.clear()
 
     # --- admin operations -------------------------------------------------------------------------------------------
@@ -483,6 +499,16 @@ class RemotePool:
     def reconfigure(self, specs: Mapping[str, ModelSpec]) -> None:
         """The scheduler reads its own configuration (`reload`)."""
         del specs
+
+    def set_limits(self, limits: Mapping[str, KeyLimits]) -> None:
+        """The scheduler applies them, for all gateways. A new scheduler gets them, too."""
+        self._limits = limits
+        if self.is_connected:
+            self._send_limits()
+
+    def _send_limits(self) -> None:
+        if self._limits is not None:
+            self._send(msg.PoolCommand(next(self._ids), "limits", argument=msgspec.json.encode(self._limits)))
 
     async def reload(self) -> None:
         """The scheduler reloads its configuration and notifies all other gateways."""
@@ -538,6 +564,42 @@ class RemoteStore:
 
     async def close(self) -> None:
         """The pool closes the link."""
+
+
+class RemoteObjectStore:
+    """`ObjectStore` of `core`, kept by the scheduler for all its gateways."""
+
+    def __init__(self, pool: RemotePool) -> None:
+        self._pool = pool
+
+    async def get(self, scope: str, key: str) -> bytes | None:
+        return await self._call("get", scope, key)
+
+    async def put(self, scope: str, key: str, value: bytes, ttl_s: float | None = None) -> None:
+        await self._call("put", scope, key, value=value, ttl_s=ttl_s)
+
+    async def swap(self, scope: str, key: str, old: bytes | None, new: bytes, ttl_s: float | None = None) -> bool:
+        return await self._call("swap", scope, key, value=new, old=old, ttl_s=ttl_s) is not None
+
+    async def delete(self, scope: str, key: str) -> bool:
+        return await self._call("delete", scope, key) is not None
+
+    async def page(
+        self, scope: str, *, after: str = "", limit: int = 100, newest_first: bool = False, values: bool = True
+    ) -> list[tuple[str, bytes]]:
+        found = await self._call("page", scope, after, limit=limit, newest_first=newest_first, values=values)
+        rows = msgspec.msgpack.decode(found or b"\x90", type=list[tuple[bytes, bytes]])
+        return [(key.decode("utf-8", "surrogatepass"), value) for key, value in rows]
+
+    async def close(self) -> None:
+        """The pool closes the link."""
+
+    async def _call(
+        self, verb: Literal["get", "put", "swap", "delete", "page"], scope: str, key: str, **fields: Any
+    ) -> bytes | None:
+        return await self._pool.call(
+            lambda id: msg.ObjectOperation(id, verb, _encode(scope), _encode(key), **fields)
+        )
 
 
 def _encode(text: str) -> bytes:

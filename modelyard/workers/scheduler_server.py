@@ -17,10 +17,10 @@ from typing import Any, Literal, Protocol, cast
 import msgspec
 
 from modelyard.core.engine import AvailableMemory, Node
-from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.core.lease import Lease, LeaseProvider, Ticket
+from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
+from modelyard.core.lease import KeyLimits, Lease, LeaseProvider, Ticket
 from modelyard.core.pool import Pool
-from modelyard.core.store import Store
+from modelyard.core.store import ObjectStore, Store
 from modelyard.telemetry.log import recent_records
 from modelyard.workers import messages as msg
 from modelyard.workers.peer_server import Peer, PeerServer
@@ -30,6 +30,7 @@ from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerEngine, WorkerPool
 log = logging.getLogger(__name__)
 
 _PUBLISH_DELAY_S = 0.02  # changes within it are published together
+_MAX_PAGE = 10_001  # objects
 _REJOIN_S = 5.0  # for a gateway that its workers still know to reconnect; it tries every 1.6 s
 
 
@@ -70,14 +71,18 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         store: Store,
         reload: Callable[[], Awaitable[Any]],
         *,
+        objects: ObjectStore | None = None,
+        limits: Mapping[str, KeyLimits] | None = None,
         keys: ClusterKeys | None = None,
         heartbeat: HeartbeatConfig = HeartbeatConfig(),
     ) -> None:
         self._backend, self._workers, self._store, self._reload = backend, workers, store, reload
+        self._objects = objects
         self.config_version = 0
         self._leases: dict[str, dict[int, GatewayLease]] = {}  # by the gateway's name and its ticket number
         # Leases of a previous scheduler that cannot be counted yet, because their engine is not ready here.
         self._inherited: dict[tuple[str, int], msg.WireLeaseRequest] = {}
+        self._limits = {"": dict(limits or {})}  # of keys, by gateway; the newest last
         self._published = b""
         self._published_engines: set[str] = set()
         self._publish_timer: asyncio.TimerHandle | None = None
@@ -88,6 +93,7 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             msg.GetSnapshot: self._on_get_snapshot,
             msg.GetLog: self._on_get_log,
             msg.StoreOperation: self._on_store_operation,
+            msg.ObjectOperation: self._on_object_operation,
             msg.RegisterWorker: self._on_register_worker,
             msg.Heartbeat: lambda peer, heartbeat: self._send(peer, msg.Heartbeat(heartbeat.number)),
         }
@@ -179,6 +185,7 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
                     await asyncio.sleep(self._heartbeat.interval_s)
         if self._has_joined(gateway):
             return
+        self._limits.pop(gateway, None)
         leases = list(self._leases.pop(gateway, {}).values())
         self._inherited = {key: request for key, request in self._inherited.items() if key[0] != gateway}
         # A slot is free when nothing runs in it: the workers must end the gateway's requests first.
@@ -303,7 +310,19 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             argument = msgspec.json.decode(command.argument)
         except msgspec.DecodeError as error:
             raise msg.MalformedMessage(str(error)) from None
+        if command.verb == "limits":
+            self._set_limits(peer, argument)
         self._reply_value(peer, command.id, self._run_command(command, argument))
+
+    def _set_limits(self, peer: SchedulerPeer, argument: Any) -> None:
+        """Each gateway sends the limits of the keys that it knows. The newest ones of a key count."""
+        try:
+            limits = msgspec.convert(argument, dict[str, KeyLimits])
+        except msgspec.ValidationError as error:
+            raise msg.MalformedMessage(str(error)) from None
+        self._limits.pop(peer.name, None)
+        self._limits[peer.name] = limits
+        self._backend.set_limits({name: one for each in self._limits.values() for name, one in each.items()})
 
     async def reload(self) -> None:
         """Read the configuration again, and let all gateways do it."""
@@ -344,6 +363,9 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
     def _on_store_operation(self, peer: SchedulerPeer, operation: msg.StoreOperation) -> None:
         self._reply_value(peer, operation.id, run_store_operation(self._store, operation))
 
+    def _on_object_operation(self, peer: SchedulerPeer, operation: msg.ObjectOperation) -> None:
+        self._reply_value(peer, operation.id, run_object_operation(self._objects, operation))
+
     async def close(self) -> None:
         self._timer.cancel()
         if self._publish_timer is not None:
@@ -360,13 +382,41 @@ def _engines_of(leases: Iterable[GatewayLease]) -> set[WorkerEngine]:
 
 async def run_store_operation(store: Store, operation: msg.StoreOperation) -> bytes | None:
     """The value found; for a deletion a non-empty value if there was one."""
-    try:
-        scope, key = (part.decode("utf-8", "surrogatepass") for part in (operation.scope, operation.key))
-    except UnicodeDecodeError:
-        raise InvalidRequest("a scope or key of the store is not UTF-8") from None
+    scope, key = _names(operation)
     if operation.delete:
         return b"\1" if await store.delete(scope, key) else None
     if operation.value is None:
         return await store.get(scope, key)
     await store.put(scope, key, operation.value)
     return None
+
+
+async def run_object_operation(objects: ObjectStore | None, operation: msg.ObjectOperation) -> bytes | None:
+    """The value or the page found; for a deletion or an exchange a non-empty value if it took place."""
+    if objects is None:
+        raise Unavailable("this scheduler keeps no conversations, files and batches", code="store_unusable")
+    scope, key = _names(operation)
+    match operation.verb:
+        case "get":
+            return await objects.get(scope, key)
+        case "put":
+            await objects.put(scope, key, operation.value, operation.ttl_s)
+            return None
+        case "swap":
+            swapped = await objects.swap(scope, key, operation.old, operation.value, operation.ttl_s)
+            return b"\1" if swapped else None
+        case "delete":
+            return b"\1" if await objects.delete(scope, key) else None
+        case "page":
+            limit, newest_first = min(operation.limit, _MAX_PAGE), operation.newest_first
+            rows = await objects.page(
+                scope, after=key, limit=limit, newest_first=newest_first, values=operation.values
+            )
+            return msgspec.msgpack.encode([(name.encode("utf-8", "surrogatepass"), value) for name, value in rows])
+
+
+def _names(operation: msg.StoreOperation | msg.ObjectOperation) -> tuple[str, str]:
+    try:
+        return operation.scope.decode("utf-8", "surrogatepass"), operation.key.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise InvalidRequest("a scope or key of the store is not UTF-8") from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, cast
@@ -40,6 +41,7 @@ from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 log = logging.getLogger(__name__)
 
 _MAX_CLIENTS = 4096
+_KEPT_LINES = 200  # of the log, until a client wants them
 
 
 # --- engines --------------------------------------------------------------------------------------------------------
@@ -122,8 +124,9 @@ class HostedEngine:
 class WorkerClient(Peer):
     """`updates` and `stats` leave with the next batch. `paused` are the requests whose reader lags."""
 
-    def __init__(self, identity: bytes, name: str, max_missed: int) -> None:
+    def __init__(self, identity: bytes, name: str, max_missed: int, *, wants_log: bool) -> None:
         super().__init__(identity, name, max_missed)
+        self.wants_log = wants_log
         self.requests: dict[int, WorkerRequest] = {}
         self.paused: set[int] = set()
         self.updates: list[msg.RequestUpdate] = []
@@ -192,6 +195,23 @@ class TrafficReport:
     def close(self) -> None: ...
 
 
+class LogForwarder(logging.Handler):
+    """Sends the log records of the worker's process to the clients that want them."""
+
+    def __init__(self, forward: Callable[[msg.LogLine], None]) -> None:
+        super().__init__(logging.INFO)
+        self._forward = forward
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            error = logging.Formatter().formatException(record.exc_info) if record.exc_info else record.exc_text or ""
+            request_id = getattr(record, "request_id", "")
+            line = (record.created, record.levelno, record.name, record.getMessage(), request_id, error)
+            self._forward(msg.LogLine(*line))
+        except Exception:
+            self.handleError(record)
+
+
 def _failure(id: int, kind: str, error: ModelyardError) -> msg.RequestUpdate:
     return msg.ChatEvents(id, [Failed(error)]) if kind == "chat" else msg.RequestFailed(id, error)
 
@@ -229,6 +249,7 @@ class Worker(PeerServer[WorkerClient]):
         self._requests: set[WorkerRequest] = set()
         self._is_draining = False
         self._deduplicator = RunDeduplicator()
+        self._log_lines: deque[msg.LogLine] = deque(maxlen=_KEPT_LINES)
         handlers: dict[type, Callable[[WorkerClient, Any], None]] = {
             msg.AddRequest: self._on_add_request,
             msg.AddChat: self._on_add_chat,
@@ -267,7 +288,8 @@ class Worker(PeerServer[WorkerClient]):
     def _on_first_message(self, identity: bytes, message: msg.LinkMessage) -> None:
         if not isinstance(message, msg.Hello):
             raise msg.MalformedMessage("the first message must be Hello")
-        client = WorkerClient(identity, message.name, self._heartbeat.client_misses)
+        wants_log = msg.LOG_FEATURE in message.features
+        client = WorkerClient(identity, message.name, self._heartbeat.client_misses, wants_log=wants_log)
         reason = msg.version_mismatch(message.version)
         if reason is None and len(self._peers) >= _MAX_CLIENTS:
             reason = f"the worker has {_MAX_CLIENTS} clients already"
@@ -278,6 +300,7 @@ class Worker(PeerServer[WorkerClient]):
         engines = [hosted.info() for hosted in self.engines]
         features = (msg.TOKENIZER_FEATURE, msg.FORWARD_FEATURE)
         self._send(client, msg.Welcome(msg.VERSION, self.name, os.getpid(), engines, features))
+        self._send_log()
 
     def _on_dropped(self, peer: WorkerClient) -> None:
         for request in list(peer.requests.values()):
@@ -321,6 +344,25 @@ class Worker(PeerServer[WorkerClient]):
             stats, client.stats = client.stats, {}
             if updates:
                 self._send(client, msg.UpdateBatch(updates, stats))
+
+    # --- the log ----------------------------------------------------------------------------------------------------
+
+    def forward_log(self, line: msg.LogLine) -> None:
+        """Any thread may log."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._add_log_line, line)
+
+    def _add_log_line(self, line: msg.LogLine) -> None:
+        self._log_lines.append(line)
+        self._send_log()
+
+    def _send_log(self) -> None:
+        # A scheduler has a connection for each engine, and wants each line once.
+        readers = {client.name: client for client in self._peers.values() if client.wants_log and not client.backlog}
+        if readers and self._log_lines:
+            lines = list(self._log_lines)
+            self._log_lines.clear()
+            self._send_all(readers.values(), msg.WorkerLog(lines))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

@@ -286,7 +286,7 @@ class WorkerPool:
         return worker
 
     def _session(self, endpoint: str) -> WorkerSession:
-        return WorkerSession(endpoint, self.name, keys=self._keys, heartbeat=self._heartbeat)
+        return WorkerSession(endpoint, self.name, keys=self._keys, heartbeat=self._heartbeat, wants_log=True)
 
     async def _start_actor(self, cluster: RayCluster, definition: EngineDefinition) -> WorkerHandle:
         actor, endpoint = await cluster.start(definition)

@@ -27,7 +27,7 @@ from modelyard.workers.messages import (
     encode,
 )
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, read_keys
-from modelyard.workers.worker import Worker
+from modelyard.workers.worker import LogForwarder, Worker
 from modelyard.workers.worker_pool import machine_name
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ async def run_worker(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     worker = Worker(endpoint, definitions, keys=keys, heartbeat=heartbeat)
+    forwarder = LogForwarder(worker.forward_log)
+    logging.getLogger().addHandler(forwarder)
     reasons: list[Coroutine[Any, Any, object]] = [stopping.wait(), worker.shutdown_requested.wait()]
     if exit_when_orphaned:
         reasons += [_wait_orphaned(worker), _wait_parent_exit()]
@@ -92,6 +94,7 @@ async def run_worker(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await worker.close()
+        logging.getLogger().removeHandler(forwarder)
 
 
 async def _wait_orphaned(worker: Worker) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unauthenticated
 from modelyard.http import auth
-from modelyard.http.auth import OPEN_PATHS, Authenticator, check_bind, is_loopback, read_keys
+from modelyard.http.auth import OPEN_PATHS, Authenticator, check_bind, is_loopback
 from modelyard.http.request_context import RequestContext
-from modelyard.http.settings import HttpSettings, KeySettings
+from modelyard.http.settings import HttpSettings
 
 HASH = "sha256:" + hashlib.sha256(b"hashed-secret").hexdigest()
 KEYS = read_keys(

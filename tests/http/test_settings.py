@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from modelyard.http.settings import HttpSettings, KeySettings
+from modelyard.http.settings import HttpSettings
 
 
 def test_the_default_is_loopback_without_cors() -> None:

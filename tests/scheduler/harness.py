@@ -14,7 +14,7 @@ from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSnapshot, ModelSpec
 from modelyard.scheduler.memory_planner import MemoryLimits, MemoryPlanner
 from modelyard.scheduler.pooled_model import Clock
-from modelyard.scheduler.rate_limit import KeyLimits
+from modelyard.core.lease import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.scheduler.settings import SchedulerOptions
 

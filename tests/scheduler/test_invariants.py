@@ -10,7 +10,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
-from modelyard.scheduler.rate_limit import KeyLimits
+from modelyard.core.lease import KeyLimits
 from tests.scheduler.harness import Harness
 
 LIMIT = 10

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import RateLimited
-from modelyard.scheduler.rate_limit import KeyLimits, KeyRateLimiter
+from modelyard.core.lease import KeyLimits
+from modelyard.scheduler.rate_limit import KeyRateLimiter
 
 
 def limiter_with(**limits: Any) -> KeyRateLimiter:

@@ -22,7 +22,7 @@ from modelyard.core.errors import (
     Unavailable,
 )
 from modelyard.core.pool import ModelStateChange
-from modelyard.scheduler.rate_limit import KeyLimits
+from modelyard.core.lease import KeyLimits
 from tests.scheduler.harness import EPOCH, Harness, until
 
 CACHES = {"main": CacheInfo(window=100, parallel=1), "fast": CacheInfo(window=100, parallel=2)}

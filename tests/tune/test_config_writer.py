@@ -3,122 +3,13 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict, Unavailable
-from modelyard.tune import config_writer
-from modelyard.tune.config_writer import apply, edit_json, edit_toml, overridden, toml_fragment
-
-TOML = """\
-# at the top
-[http]
-port = 8000   # a port
-
-[models.m]    # the model
-path = "m.gguf"
-n_threads = 1   # too few?
-flash_attn = "off"
-
-[caches.main]
-model = "m"
-n_ctx = 4096
-
-# at the end
-"""
-
-
-def test_a_value_is_replaced_and_everything_else_stays():
-    new = edit_toml(TOML, {("models", "m", "n_threads"): 4})
-    assert new == TOML.replace("n_threads = 1 ", "n_threads = 4 ")
-
-
-def test_a_new_key_goes_to_the_end_of_its_section():
-    new = edit_toml(TOML, {("models", "m", "n_ubatch"): 256})
-    assert new == TOML.replace('flash_attn = "off"\n', 'flash_attn = "off"\nn_ubatch = 256\n')
-
-
-def test_a_missing_section_is_created():
-    new = edit_toml(TOML, {("caches", "fast", "n_ubatch"): 128})
-    assert tomllib.loads(new)["caches"] == {"main": {"model": "m", "n_ctx": 4096}, "fast": {"n_ubatch": 128}}
-    assert "[caches.fast]" in new
-    assert new.startswith(TOML.split("# at the end")[0].rstrip())
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        'models = { m = { path = "x", n_threads = 1 } }\n',
-        'models.m.path = "x"\nmodels.m.n_threads = 1\n',
-        '[models]\nm = { path = "x", n_threads = 1 }\n',
-        '[models.m]\npath = "x"\nn_threads = 1\n[http]\nport = 1\n[models.other]\npath = "y"\n',
-    ],
-    ids=["inline", "dotted", "half inline", "out of order"],
-)
-def test_every_syntax_of_a_section_is_understood(text):
-    new = edit_toml(text, {("models", "m", "n_threads"): 8, ("models", "m", "flash_attn"): "on"})
-    assert tomllib.loads(new)["models"]["m"] == {"path": "x", "n_threads": 8, "flash_attn": "on"}
-
-
-def test_a_value_where_a_section_should_be_is_refused():
-    with pytest.raises(Conflict, match="is not a section"):
-        edit_toml("models = 3\n", {("models", "m", "n_threads"): 1})
-
-
-def test_a_fragment_has_only_what_changes():
-    text_ = toml_fragment({("models", "a.b", "n_threads"): 2, ("models", "a.b", "flash_attn"): "on"})
-    assert text_ == '[models."a.b"]\nn_threads = 2\nflash_attn = "on"'
-
-
-JSON = """{
-  "service": {"port": 8000},
-  "engine": {
-    "models": {
-      "m": {
-        "model_path": "m.gguf",
-        "list": [1, 2,   3],
-        "n_threads": 1
-      }
-    }
-  }
-}
-"""
-
-
-def test_json_is_changed_at_the_value_only():
-    new = edit_json(JSON, {("engine", "models", "m", "n_threads"): 4})
-    assert new == JSON.replace('"n_threads": 1', '"n_threads": 4')
-
-
-def test_a_new_json_key_gets_a_line_like_its_neighbours():
-    new = edit_json(JSON, {("engine", "models", "m", "flash_attn"): "on"})
-    assert new == JSON.replace('"n_threads": 1\n', '"n_threads": 1,\n        "flash_attn": "on"\n')
-
-
-def test_a_json_object_on_one_line_stays_on_it():
-    assert edit_json(JSON, {("service", "host"): "::1"}) == JSON.replace("8000}", '8000, "host": "::1"}')
-
-
-def test_missing_json_objects_are_created():
-    new = json.loads(edit_json(JSON, {("caches", "main", "n_ubatch"): 64}))
-    assert new["caches"] == {"main": {"n_ubatch": 64}}
-    assert json.loads(edit_json("{}", {("a", "b"): True})) == {"a": {"b": True}}
-    assert json.loads(edit_json("{ }", {("a",): "ü"})) == {"a": "ü"}
-
-
-def test_text_that_looks_like_a_key_is_not_changed():
-    tricky = '{"about": "\\"n_threads\\": 7, }", "n_threads" : 1, "z": {"n_threads": 9}}'
-    new = edit_json(tricky, {("n_threads",): 2})
-    assert new == tricky.replace('"n_threads" : 1', '"n_threads" : 2')
-
-
-def test_a_json_value_where_an_object_should_be_is_refused():
-    with pytest.raises(Conflict, match="is not an object"):
-        edit_json('{"models": 3}', {("models", "m"): 1})
-
+from modelyard.tune.config_writer import apply, overridden
 
 USER_TOML = """\
 # mine
@@ -208,23 +99,13 @@ def test_the_file_that_has_the_key_is_changed(tmp_path: Path):
     assert base.read_text() == '{"models": {"m": {"backend": "llama_cpp", "path": "/x.gguf"}}}'
 
 
-def test_a_text_that_does_not_read_back_leaves_the_file_and_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "modelyard.toml"
-    file.write_text(USER_TOML)
-    monkeypatch.setitem(config_writer._EDITORS, ".toml", lambda text, _: text)
-    with pytest.raises(Conflict, match="could not be written"):
-        apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
-    assert file.read_text() == USER_TOML
-    assert [path.name for path in tmp_path.iterdir()] == ["modelyard.toml"]
-
-
 def test_a_full_disk_leaves_the_file_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     file = tmp_path / "modelyard.toml"
     file.write_text(USER_TOML)
-    monkeypatch.setattr(config_writer.shutil, "copy2", full)
+    monkeypatch.setattr("modelyard.config.file_editor.shutil.copy2", full)
     with pytest.raises(Unavailable, match="No space left"):
         apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
     assert [path.name for path in tmp_path.iterdir()] == ["modelyard.toml"]

@@ -21,7 +21,7 @@ from modelyard.engines import fake, llama_cpp
 from modelyard.workers.definitions import define, engine_spec, read_definition, write_definition
 from modelyard.workers.messages import open_engine_message
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
-from modelyard.workers.transport import HeartbeatConfig
+from modelyard.workers.transport import DealerSocket, HeartbeatConfig
 from tests.e2e.helpers import wait_for_running
 from tests.engines.reading import end, read, until
 from tests.live_server import demo_config, live_server
@@ -51,6 +51,17 @@ async def test_the_engine_runs_in_a_child_that_exits_with_it() -> None:
         folder = Path(engine._folder.name)
     assert not psutil.pid_exists(pid)
     assert not await asyncio.to_thread(folder.exists)
+
+
+async def test_what_its_process_logs_is_logged_here_with_its_process_id(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_engine() as engine:
+        stranger = DealerSocket(engine._session.endpoint, lambda _: None, lambda _: None)
+        stranger.send(b"garbage")  # the worker logs why it refuses this
+        await wait_until(lambda: any("refusing a peer" in record.message for record in caplog.records))
+        await stranger.close()
+        (line,) = (record for record in caplog.records if "refusing a peer" in record.message)
+        assert line.name == "modelyard.workers.peer_server"
+        assert line.fields["pid"] == engine.pid
 
 
 async def test_a_killed_process_is_reported_with_its_cause_and_its_requests_end() -> None:

@@ -21,7 +21,7 @@ from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
 from modelyard.engines.fake.engine import FakeTextEngine
-from modelyard.scheduler.rate_limit import KeyLimits
+from modelyard.core.lease import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.app import compose
 from modelyard.store import MemoryStore
@@ -275,6 +275,21 @@ async def test_running_requests_survive_a_restart_of_the_scheduler(tmp_path: Pat
         second.release()
 
 
+async def test_calls_wait_for_a_scheduler_that_is_restarted(tmp_path: Path) -> None:
+    """As requests do: one that the old scheduler did not answer, and one that begins while there is none."""
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        deployment.server._handlers[StoreOperation] = lambda *_: None
+        unanswered = asyncio.create_task(RemoteStore(pool).put("s", "k", b"kept"))
+        await until(lambda: len(pool._calls) == 1)
+        await deployment.kill()
+        await until(lambda: not pool.is_connected)
+        begun = asyncio.create_task(pool.refresh())
+        await deployment.start()
+        await asyncio.wait_for(asyncio.gather(unanswered, begun), DEADLINE_S)
+        assert await RemoteStore(pool).get("s", "k") == b"kept"
+        assert set(pool.snapshot().models) == {"demo"}
+
+
 async def test_a_gateway_joins_again_if_its_first_message_was_lost(closing: Closing) -> None:
     """ZeroMQ reconnects by itself but does not send lost messages again."""
     joins: list[bytes] = []
@@ -307,9 +322,13 @@ async def test_requests_wait_for_a_lost_scheduler_only_for_the_time_of_a_restart
         await deployment.kill()
         await until(lambda: not pool.is_connected)
         waiting = pool.request(lease_request())
+        calling = asyncio.create_task(pool.refresh())
         monkeypatch.setattr("modelyard.workers.remote_pool._RECONNECT_S", 0.0)
+        pool._heartbeat = STRICT
         with pytest.raises(Unavailable, match="unreachable"):
             await asyncio.wait_for(waiting.lease(), DEADLINE_S)
+        with pytest.raises(Unavailable, match="unreachable"):
+            await asyncio.wait_for(calling, DEADLINE_S)
         with pytest.raises(Unavailable, match="unreachable"):
             pool.request(lease_request())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from modelyard.core.request import EmbeddingRequest, Request, RerankRequest, Tex
 from modelyard.core.request import Message as Turn
 from modelyard.engines import fake, openai_remote
 from modelyard.engines.fake.engine import FakeChatEngine
+from modelyard.telemetry.log import TextFormatter
 from modelyard.telemetry.request_capture import MemoryCaptureSink, current_capture
 from modelyard.workers.client import RemoteChatEngine, WorkerSession, remote_engine
 from modelyard.workers.messages import (
@@ -50,7 +53,7 @@ from modelyard.workers.messages import (
     pack_ids,
 )
 from modelyard.workers.transport import generate_keys
-from modelyard.workers.worker import Worker, WorkerRequest
+from modelyard.workers.worker import LogForwarder, Worker, WorkerRequest
 from tests.engines.fake_upstream import Answer, chat_stream, error_answer, fake_upstream
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
@@ -526,6 +529,33 @@ async def test_one_loop_iteration_sends_one_batch_per_client(closing: Closing) -
 
 
 # --- shutdown ---------------------------------------------------------------------------------------------------------
+
+
+async def test_log_lines_wait_for_a_client_that_wants_them_and_reach_it_once(
+    caplog: pytest.LogCaptureFixture, closing: Closing
+) -> None:
+    """A scheduler has a session for each engine; gateways that only send requests want none."""
+    caplog.set_level(logging.INFO)
+    async with running_worker() as worker, connected(worker, "gateway"):
+        forward = LogForwarder(worker.forward_log)
+        fields = {"name": "engine", "levelno": logging.INFO, "levelname": "INFO"}
+        forward.handle(logging.makeLogRecord(fields | {"msg": "before %s", "args": ("any",), "request_id": "r1"}))
+        sessions = [
+            closing(WorkerSession(worker.endpoint, "scheduler-1", heartbeat=LENIENT, wants_log=True)) for _ in range(2)
+        ]
+        for session in sessions:
+            await asyncio.wait_for(session.connect(), DEADLINE_S)
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            forward.handle(logging.makeLogRecord(fields | {"msg": "after", "exc_info": sys.exc_info()}))
+        await until(lambda: "after" in caplog.messages)
+        lines = [record for record in caplog.records if record.name == "engine"]
+        assert [line.getMessage() for line in lines] == ["before any", "after"]
+        assert (lines[0].request_id, lines[0].fields["worker"]) == ("r1", "w")
+        assert "ValueError: broken" in TextFormatter(colour=False).format(lines[1])
+        for session in sessions:
+            await session.close()
 
 
 async def test_a_draining_worker_finishes_its_requests_and_takes_no_new_ones() -> None:

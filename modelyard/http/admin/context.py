@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from modelyard.accounts.accounts import Accounts
 from modelyard.chat_store import ChatStore
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.pool import Pool
@@ -70,4 +71,5 @@ class AdminContext(Struct, frozen=True):
     chats: ChatStore
     downloads: ModelDownloads
     remove_model: Callable[[str], Awaitable[None]]  # from the library, with its files
+    accounts: Accounts
     peers: PeerGateways = PeerGateways()

@@ -92,7 +92,7 @@ def write_items(messages: tuple[Message, ...]) -> Iterator[JsonObject]:
         if not message.parts:
             yield _write_message(message.role, ())
         for is_content, parts in groupby(
-            message.parts, key=lambda p: isinstance(p, Text | Image | Audio | ToolReference)
+            message.parts, key=lambda p: isinstance(p, Text | Image | Audio | Document | ToolReference)
         ):
             if is_content:
                 yield _write_message(message.role, tuple(parts))
@@ -111,6 +111,9 @@ def _write_content(part: Part, text_type: str) -> JsonObject:
         return write_audio(part)
     if isinstance(part, Image):
         return {"type": "input_image", "image_url": part.url} | present(detail=part.detail)
+    if isinstance(part, Document):
+        where = "file_data" if part.url.startswith("data:") else "file_url"
+        return {"type": "input_file", where: part.url} | present(filename=part.name or None)
     if isinstance(part, ToolReference):
         return {"type": text_type, "text": part.name}
     return {"type": text_type, "text": part.text if isinstance(part, Text) else ""}

@@ -15,7 +15,7 @@ from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.common.response_metrics import write_metrics
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 _EMPTY_LIST = Raw(b"[]")
 _NOT_STORED = {
@@ -26,8 +26,8 @@ _NOT_STORED = {
 _CONSTANT_FIELDS = (
     b","
     + encode(
-        {"background": False, "service_tier": "default", "truncation": "disabled"}
-        | dict.fromkeys(("access_programs", "conversation", "image", "moderation", "prompt"))
+        {"service_tier": "default", "truncation": "disabled"}
+        | dict.fromkeys(("access_programs", "image", "moderation", "prompt"))
         | dict.fromkeys(("prompt_cache_diagnostics", "prompt_cache_options", "tool_usage"))
     )[1:]
 )
@@ -104,6 +104,8 @@ def _echo(request: Request) -> JsonObject:
     if verbosity := repeated.get("verbosity"):
         text_format["verbosity"] = verbosity
     return {
+        "background": request.background,
+        "conversation": None if request.conversation is None else {"id": request.conversation},
         "instructions": split_instructions(request)[0],
         "max_output_tokens": request.max_tokens,
         "max_tool_calls": repeated.get("max_tool_calls"),

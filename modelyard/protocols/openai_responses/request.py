@@ -173,13 +173,11 @@ _SESSION_HEADERS = ("thread-id", "session-id", "x-session-id", "x-session-affini
 def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
     if not body.model:
         raise InvalidRequest("model is required: send one of the names that GET /v1/models lists", param="model")
-    if not body.input and not body.previous_response_id:
+    if not body.input and not body.previous_response_id and not body.conversation:
         raise InvalidRequest("input is empty: send a text or a list of items", param="input")
-    if body.background:
-        raise Unsupported("background must be false: stream the answer instead", param="background")
-    if body.conversation:
-        instead = "send the items as input, or previous_response_id"
-        raise Unsupported(f"conversation: conversations are not stored here; {instead}", param="conversation")
+    if body.background and body.store is False:
+        raise InvalidRequest("background needs store: its result is fetched later", param="background")
+    conversation = _read_conversation(body)
     if body.prompt:
         raise Unsupported("prompt: prompts are not stored here; send instructions and input", param="prompt")
     check_positive("max_output_tokens", body.max_output_tokens)
@@ -212,9 +210,24 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         warm_up=body.generate is False,
         previous=body.previous_response_id,
         store=body.store,
+        background=bool(body.background),
+        conversation=conversation,
         encrypted_reasoning=INCLUDE_ENCRYPTED in include,
         warnings=tuple(warnings),
     )
+
+
+def _read_conversation(body: ResponsesBody) -> str | None:
+    """Its id, by itself or in an object."""
+    found = body.conversation
+    if not found:
+        return None
+    id = found.get("id") if isinstance(found, dict) else found
+    if not isinstance(id, str) or not id:
+        raise InvalidRequest('conversation must be an id, or {"id": …}', param="conversation")
+    if body.previous_response_id:
+        raise InvalidRequest("send conversation or previous_response_id, not both", param="previous_response_id")
+    return limits.check_length("conversation", id, limits.MAX_NAME)
 
 
 # Fields of the body that only the reply repeats.
@@ -234,7 +247,7 @@ def _read_messages(body: ResponsesBody, warnings: list[str]) -> tuple[Message, .
     system = [] if body.instructions is None else [Message("system", (Text(body.instructions),))]
     if isinstance(body.input, str):
         return (*system, Message("user", (Text(body.input),)))
-    turns = (_read_item(item, f"input[{index}]", warnings) for index, item in enumerate(body.input or ()))
+    turns = (read_item(item, f"input[{index}]", warnings) for index, item in enumerate(body.input or ()))
     return (*system, *join_turns(turn for turn in turns if turn is not None))
 
 
@@ -282,7 +295,7 @@ def join_turns(turns: Iterable[Turn]) -> list[Message]:
     return [Message(role, tuple(parts)) for role, parts in joined]
 
 
-def _read_item(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
+def read_item(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
     kind = item.type or ("message" if item.role is not None else None)
     if kind is None:
         raise InvalidRequest(f"{path} needs a type or a role", param=path)

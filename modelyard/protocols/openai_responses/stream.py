@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from msgspec import Raw
 
+from modelyard.core.errors import Cancelled
 from modelyard.core.events import (
     Block,
     BlockDelta,
@@ -73,6 +74,13 @@ class ResponsesStreamWriter:
     def end(self) -> bytes:
         return b""
 
+    def queued(self, created: int) -> bytes:
+        """The first events of a background response, which waits without its client."""
+        self._started = Started(self._key, self._request.model, created)
+        self._is_created = True
+        response = {"response": self._response.at("queued", self._started)}
+        return self._frame("response.created", response) + self._frame("response.queued", response)
+
     def _frame(self, name: str, fields: JsonObject) -> bytes:
         number = self._sequence_number
         self._sequence_number += 1
@@ -98,6 +106,9 @@ class ResponsesStreamWriter:
         return empty + self._frame(f"response.{status}", {"response": response})
 
     def _fail(self, failed: Failed) -> bytes:
+        if self._request.background and isinstance(failed.error, Cancelled):
+            response = self._response.at("cancelled", self._started, output=self._output)
+            return self._created() + self._frame("response.incomplete", {"response": response})
         error = write_failure(failed.error, self._request)
         response = self._response.at("failed", self._started, output=self._output, error=error)
         return self._created() + self._frame("response.failed", {"response": response})

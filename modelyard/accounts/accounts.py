@@ -1,0 +1,253 @@
+"""The accounts of a running server: its keys, their usage, and the file that keeps both.
+
+Keys and usage are in memory, where a request finds them; a task writes the usage every few seconds and reads what other
+processes have changed. A change of a key is written first and takes effect in this process when the call returns; the
+others read it when they are asked to (`refresh`), or at their next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+from modelyard.accounts.file import AccountsFile, key_not_found, name_taken
+from modelyard.accounts.keys import Key, KeyRing, make_key, new_secret, secret_digest, secret_hint
+from modelyard.accounts.settings import KeyRules, NewKey
+from modelyard.accounts.usage import Price, UsageCounts, UsageLedger, period
+from modelyard.core.errors import Conflict, ModelyardError
+from modelyard.core.events import Usage
+
+log = logging.getLogger("modelyard.accounts")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SYNC_S = 2.0
+
+
+class Accounts:
+    """`file` None: nothing is kept, and keys cannot be created (a server that runs for one command)."""
+
+    def __init__(
+        self,
+        configured: Sequence[Key] = (),
+        file: AccountsFile | None = None,
+        *,
+        currency: str = "USD",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.ring, self.ledger, self.currency = KeyRing(configured, clock), UsageLedger(), currency
+        self.on_change: Callable[[], None] = lambda: None  # the keys or their limits have changed
+        self._file, self._clock = file, clock
+        self._thread: ThreadPoolExecutor | None = None
+        self._turns: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._exchanges: set[asyncio.Task[None]] = set()
+        self._revoked: tuple[Key, ...] = ()
+        self._is_unwritten = False  # the last write failed
+        self.ledger.set_keys(self.ring.keys, clock())
+        if file is not None:
+            self._install(file.keys())
+            self.ledger.read(file.usage_since(self.ledger.periods(clock())))
+            file.close()  # from now on another thread uses it
+
+    def __repr__(self) -> str:
+        return f"<Accounts {self.ring!r}>"
+
+    def configure(self, keys: Sequence[Key], prices: Mapping[str, Price], currency: str) -> None:
+        """A new configuration."""
+        self.ring.configure(keys)
+        self.ledger.prices, self.currency = prices, currency
+        self._changed()
+
+    def set_prices(self, prices: Mapping[str, Price]) -> None:
+        self.ledger.prices = prices
+
+    # --- the request path ---------------------------------------------------------------------------------------------
+
+    def check_budget(self, key: str) -> None:
+        """Raise BudgetExceeded if this key may not start another request."""
+        if key:
+            self.ledger.check_budget(key, self._clock())
+
+    def add(self, key: str, model: str, usage: Usage, *, failed: bool = False, requests: int = 1) -> float:
+        """Count a request; returns its cost."""
+        return self.ledger.add(key, model, usage, self._clock(), failed=failed, requests=requests)
+
+    # --- keys ---------------------------------------------------------------------------------------------------------
+
+    async def create(self, wanted: NewKey, *, open_to_all: bool) -> tuple[Key, str]:
+        """The new key and its secret, which is nowhere else. `open_to_all`: the server needs no key by now."""
+        await self.refresh()
+        if open_to_all and not wanted.admin and not self.ring.has_admin():
+            raise Conflict(
+                "this server has no keys yet, and with the first one every request needs a key: create an admin key "
+                "first (admin: true)",
+                code="first_key_not_admin",
+                param="admin",
+            )
+        if wanted.name in self.ring.by_name:
+            raise name_taken(wanted.name)
+        secret = new_secret()
+        key = make_key(
+            "key_" + secrets.token_hex(8),
+            wanted.name,
+            secret_digest(secret),
+            wanted,
+            hint=secret_hint(secret),
+            created=self._clock(),
+        )
+        await self._run(self._opened_file().add, key)
+        await self.refresh()
+        log.info("the key %r was created", key.name)
+        return key, secret
+
+    async def change(self, id: str, changes: Mapping[str, Any]) -> Key:
+        """`changes` are fields of `KeyRules`."""
+        await self.refresh()
+        key = self._created(id)
+        rules = KeyRules.model_validate(key.rules().model_dump() | changes)
+        if key.admin and not rules.admin:
+            self._check_not_last_admin(key)
+        await self._run(self._opened_file().update, id, rules)
+        await self.refresh()
+        log.info("the key %r was changed: %s", key.name, ", ".join(changes))
+        return self._created(id)
+
+    async def revoke(self, id: str, *, may_open: bool) -> Key:
+        """`may_open`: without any key the server would be open to its own machine only."""
+        await self.refresh()
+        key = self._created(id)
+        is_only = self.ring.keys == (key,)
+        if key.admin and not (is_only and may_open):
+            self._check_not_last_admin(key)
+        await self._run(self._opened_file().revoke, id, self._clock())
+        await self.refresh()
+        log.info("the key %r was revoked", key.name)
+        return next(each for each in self._revoked if each.id == id)
+
+    def _created(self, id: str) -> Key:
+        key = next((each for each in self.ring.keys if each.id == id), None)
+        if key is None:
+            raise key_not_found(id)
+        if key.is_configured:
+            raise Conflict(
+                f"the key {key.name!r} is defined in the configuration; change it there, then reload",
+                code="key_is_configured",
+            )
+        return key
+
+    def _check_not_last_admin(self, key: Key) -> None:
+        if not self.ring.has_admin(without=key.id):
+            raise Conflict(
+                f"{key.name!r} is the last admin key; create another one first, or nobody can manage this server",
+                code="last_admin_key",
+            )
+
+    def revoked(self) -> tuple[Key, ...]:
+        return self._revoked
+
+    async def refresh(self) -> None:
+        """Read the created keys again: another process may have changed them."""
+        if self._file is not None:
+            self._install(await self._run(self._file.keys))
+
+    def _install(self, created: Iterable[Key]) -> None:
+        found = tuple(created)
+        self._revoked = tuple(key for key in found if key.revoked is not None)
+        before = self.ring.keys
+        self.ring.set_created(found)
+        if self.ring.keys != before:
+            self._changed()
+
+    def _changed(self) -> None:
+        self.ledger.set_keys(self.ring.keys, self._clock())
+        self.on_change()
+
+    # --- usage --------------------------------------------------------------------------------------------------------
+
+    async def usage(
+        self, by: Sequence[str], first: int, last: int, key: str | None = None, model: str | None = None
+    ) -> list[tuple[tuple[int | str, ...], UsageCounts]]:
+        await self.sync()
+        return [] if self._file is None else await self._run(self._file.usage, by, first, last, key, model)
+
+    async def usage_of_keys(self, keys: Iterable[Key]) -> dict[str, UsageCounts]:
+        """Of each key in its budget period."""
+        await self.sync()
+        if self._file is None:
+            return {}
+        periods = {key.name: period(key.budget_period, self._clock())[0] for key in keys}
+        found = await self._run(self._file.usage_since, periods)
+        return {name: counts for name, (_, counts) in found.items()}
+
+    async def sync(self) -> None:
+        """Write what was used, and read what all processes have used and changed. It is finished even if the caller is
+        cancelled."""
+        if self._file is not None:
+            exchange = asyncio.get_running_loop().create_task(self._exchange(self._file))
+            self._exchanges.add(exchange)
+            exchange.add_done_callback(self._exchanges.discard)
+            await asyncio.shield(exchange)
+
+    async def _exchange(self, file: AccountsFile) -> None:
+        taken, periods = self.ledger.take(), self.ledger.periods(self._clock())
+
+        def exchange() -> tuple[list[Key], dict[str, tuple[int, UsageCounts]]]:
+            file.add_usage(taken)
+            return file.keys(), file.usage_since(periods)
+
+        try:
+            keys, spent = await self._run(exchange)
+        except ModelyardError as error:
+            self.ledger.put_back(taken)
+            if not self._is_unwritten:
+                log.error("usage is not written: %s", error.message)
+            self._is_unwritten = True
+            return
+        self._is_unwritten = False
+        self.ledger.wrote(taken)
+        self._install(keys)
+        self.ledger.read(spent)
+
+    # --- the file -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin to exchange with the file; call it on the event loop."""
+        if self._file is not None and self._turns is None:
+            self._turns = asyncio.get_running_loop().create_task(self._take_turns())
+
+    async def _take_turns(self) -> None:
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), _SYNC_S)
+            await self.sync()
+
+    async def close(self) -> None:
+        """Write the rest."""
+        self._closing.set()
+        if self._turns is not None:
+            await self._turns
+        elif self.ledger.pending:
+            await self.sync()
+        await asyncio.gather(*self._exchanges, return_exceptions=True)
+        if self._thread is not None and self._file is not None:
+            await self._run(self._file.close)
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
+    def _opened_file(self) -> AccountsFile:
+        if self._file is None:
+            raise Conflict("this server runs for one command only and keeps no keys", code="no_accounts_file")
+        return self._file
+
+    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="accounts")
+        return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))

@@ -1,0 +1,163 @@
+"""The file of created keys and of the usage of all keys: SQLite, shared by the processes of a server.
+
+Secrets are not in it, only their SHA-256. Everything here is synchronous and used by one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from modelyard.accounts.keys import Key, make_key
+from modelyard.accounts.settings import KeyRules
+from modelyard.accounts.usage import UsageCounts, UsageKey
+from modelyard.core.errors import Conflict, NotFound, Unavailable
+from modelyard.library.cache_dir import data_dir
+from modelyard.store import open_database, transaction
+
+_APPLICATION_ID = 0x4D594143  # SQLite's "application_id" of this file
+_SCHEMA = (
+    """CREATE TABLE keys (
+        id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE, digest BLOB NOT NULL UNIQUE, hint TEXT NOT NULL,
+        created REAL NOT NULL, revoked REAL, rules TEXT NOT NULL
+    )""",
+    """CREATE TABLE usage (
+        day INTEGER NOT NULL, key TEXT NOT NULL, model TEXT NOT NULL, requests INTEGER NOT NULL,
+        failed INTEGER NOT NULL, prompt INTEGER NOT NULL, cached INTEGER NOT NULL, output INTEGER NOT NULL,
+        reasoning INTEGER NOT NULL, cost REAL NOT NULL, last REAL NOT NULL, PRIMARY KEY (day, key, model)
+    ) WITHOUT ROWID""",
+    "CREATE INDEX usage_by_key ON usage (key, day)",
+)
+_COUNTS = UsageCounts.__struct_fields__
+_SUMS = ", ".join(f"sum({name})" for name in _COUNTS[:-1]) + ", max(last)"
+_ADD = f"""INSERT INTO usage VALUES ({", ".join("?" * (3 + len(_COUNTS)))})
+    ON CONFLICT (day, key, model) DO UPDATE SET
+    {", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS[:-1])}, last = max(last, excluded.last)"""
+
+
+def default_path(env: Mapping[str, str] = os.environ) -> Path:
+    return data_dir(env) / "accounts.sqlite"
+
+
+class AccountsFile:
+    """Created at the first write: a server whose keys are all in its configuration needs none until it has usage."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._db: sqlite3.Connection | None = None
+
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    # --- keys ---------------------------------------------------------------------------------------------------------
+
+    def keys(self) -> list[Key]:
+        """All created keys, revoked ones too, oldest first."""
+        if self._db is None and not self.exists():
+            return []
+        with self._opened() as db:
+            rows = db.execute("SELECT id, name, digest, hint, created, revoked, rules FROM keys ORDER BY created, id")
+            return [_key(row) for row in rows]
+
+    def add(self, key: Key) -> None:
+        row = (key.id, key.name, key.digest, key.hint, key.created, key.revoked, _rules(key))
+        with self._opened() as db:
+            try:
+                with transaction(db):
+                    db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            except sqlite3.IntegrityError:
+                raise name_taken(key.name) from None
+
+    def update(self, id: str, rules: KeyRules) -> None:
+        self._change(id, "UPDATE keys SET rules = ? WHERE id = ? AND revoked IS NULL", rules.model_dump_json())
+
+    def revoke(self, id: str, at: float) -> None:
+        self._change(id, "UPDATE keys SET revoked = ? WHERE id = ? AND revoked IS NULL", at)
+
+    def _change(self, id: str, statement: str, value: str | float) -> None:
+        with self._opened() as db, transaction(db):
+            if not db.execute(statement, (value, id)).rowcount:
+                raise key_not_found(id)
+
+    # --- usage --------------------------------------------------------------------------------------------------------
+
+    def add_usage(self, rows: Mapping[UsageKey, UsageCounts]) -> None:
+        if rows:
+            with self._opened() as db, transaction(db):
+                values = ((*at, *(getattr(counts, name) for name in _COUNTS)) for at, counts in rows.items())
+                db.executemany(_ADD, values)
+
+    def usage_since(self, periods: Mapping[str, int]) -> dict[str, tuple[int, UsageCounts]]:
+        """The usage of each of these keys, from its day on."""
+        if not periods or (self._db is None and not self.exists()):
+            return {}
+        query = f"SELECT {_SUMS} FROM usage WHERE key = ? AND day >= ?"  # noqa: S608  column names of ours
+        with self._opened() as db:
+            return {
+                name: (since, _counts(db.execute(query, (name, since)).fetchone())) for name, since in periods.items()
+            }
+
+    def usage(
+        self, by: Sequence[str], first: int, last: int, key: str | None = None, model: str | None = None
+    ) -> list[tuple[tuple[int | str, ...], UsageCounts]]:
+        """Sums of the days from `first` to `last`, grouped by these columns and in their order."""
+        if self._db is None and not self.exists():
+            return []
+        columns = "".join(f"{name}, " for name in by)
+        group = f" GROUP BY {', '.join(by)} ORDER BY {', '.join(by)}" if by else ""
+        query = f"SELECT {columns}{_SUMS} FROM usage WHERE day BETWEEN ? AND ?"  # noqa: S608  column names of ours
+        values: list[int | str] = [first, last]
+        for column, value in (("key", key), ("model", model)):
+            if value is not None:
+                query += f" AND {column} = ?"
+                values.append(value)
+        with self._opened() as db:
+            rows = db.execute(query + group, values).fetchall()
+        return [(row[: len(by)], _counts(row[len(by) :])) for row in rows if row[len(by)] is not None]
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        try:
+            if self._db is None:
+                self._db = open_database(self.path, _APPLICATION_ID, _SCHEMA)
+            yield self._db
+        except (sqlite3.Error, OSError) as error:
+            raise Unavailable(
+                f"the file of keys and usage, {self.path}, cannot be used: {error}. "
+                "Move it away, or set accounts.path to another file.",
+                code="store_unusable",
+            ) from error
+
+
+def _key(row: tuple[str, str, bytes, str, float, float | None, str]) -> Key:
+    id, name, digest, hint, created, revoked, rules = row
+    read = KeyRules.model_validate_json(rules)
+    return make_key(id, name, bytes(digest), read, hint=hint, created=created, revoked=revoked)
+
+
+def _rules(key: Key) -> str:
+    return key.rules().model_dump_json()
+
+
+def _counts(row: Sequence[int | float | None]) -> UsageCounts:
+    return UsageCounts(*(value or 0 for value in row))  # type: ignore[arg-type]
+
+
+def name_taken(name: str) -> Conflict:
+    return Conflict(
+        f"there is, or was, a key named {name!r}. Its stored responses belong to the name: choose another one",
+        code="key_exists",
+        param="name",
+    )
+
+
+def key_not_found(id: str) -> NotFound:
+    return NotFound(f"there is no key {id!r}; GET /v1/admin/keys lists them", code="key_not_found")

@@ -1,0 +1,199 @@
+"""What keys have used: tokens and cost by day, key and model, and the budgets of keys. Pure: time is an argument.
+
+A request adds to one entry. Entries are taken for the file every few seconds; budgets are compared with what the file
+has of all processes, and what this one has added since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+
+from msgspec import Struct
+
+from modelyard.accounts.keys import Key
+from modelyard.accounts.settings import BudgetPeriod
+from modelyard.core.errors import BudgetExceeded
+from modelyard.core.events import Usage
+
+DAY_S = 86_400
+_MILLION = 1_000_000
+
+
+class Price(Struct, frozen=True):
+    """Per million tokens."""
+
+    input: float = 0.0
+    cached_input: float = 0.0
+    output: float = 0.0
+
+    def cost(self, usage: Usage) -> float:
+        fresh = usage.prompt - usage.cached
+        return (fresh * self.input + usage.cached * self.cached_input + usage.output * self.output) / _MILLION
+
+
+class UsageCounts(Struct):
+    """`prompt` includes the cached tokens, `output` those of reasoning. `last` is the unix time of the last request."""
+
+    requests: int = 0
+    failed: int = 0
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    reasoning: int = 0
+    cost: float = 0.0
+    last: float = 0.0
+
+    def add(self, other: UsageCounts) -> None:
+        self.requests += other.requests
+        self.failed += other.failed
+        self.prompt += other.prompt
+        self.cached += other.cached
+        self.output += other.output
+        self.reasoning += other.reasoning
+        self.cost += other.cost
+        self.last = max(self.last, other.last)
+
+
+UsageKey = tuple[int, str, str]  # day since 1970, name of the API key, model
+
+
+class BudgetUse(Struct):
+    """What a key has used of its budget in the period that ends at `resets` (None: never). `since` is its first day."""
+
+    key: Key
+    since: int
+    resets: float | None
+    tokens: int = 0
+    cost: float = 0.0
+
+    def restart(self, now: float) -> None:
+        """If the period is over, the next one begins."""
+        if self.resets is not None and now >= self.resets:
+            self.since, self.resets = period(self.key.budget_period, now)
+            self.tokens, self.cost = 0, 0.0
+
+    def check(self, now: float) -> None:
+        key = self.key
+        if key.token_budget is not None and self.tokens >= key.token_budget:
+            raise self._exceeded(f"{key.token_budget} tokens", now)
+        if key.cost_budget is not None and self.cost >= key.cost_budget:
+            raise self._exceeded(f"{key.cost_budget:g} (its cost)", now)
+
+    def _exceeded(self, amount: str, now: float) -> BudgetExceeded:
+        key, resets = self.key, self.resets
+        if resets is None:
+            return BudgetExceeded(f"the key {key.name!r} has used its whole budget of {amount}; it does not reset")
+        when = datetime.fromtimestamp(resets, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        message = f"the key {key.name!r} has used its budget of {amount} a {key.budget_period}; it resets at {when}"
+        return BudgetExceeded(message, retry_after=resets - now)
+
+
+def day_of(now: float) -> int:
+    return int(now // DAY_S)
+
+
+def period(kind: BudgetPeriod, now: float) -> tuple[int, float | None]:
+    """The first day of the period, and the unix time of its end."""
+    if kind == "total":
+        return 0, None
+    if kind == "day":
+        return day_of(now), float((day_of(now) + 1) * DAY_S)
+    first = datetime.fromtimestamp(now, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    following = (first + timedelta(days=32)).replace(day=1)
+    return day_of(first.timestamp()), following.timestamp()
+
+
+class UsageLedger:
+    """The usage of this process. `pending` is not in the file yet; `written` is since the start of the process."""
+
+    def __init__(self) -> None:
+        self.prices: Mapping[str, Price] = {}
+        self.pending: dict[UsageKey, UsageCounts] = {}
+        self.written: dict[tuple[str, str], UsageCounts] = {}
+        self._budgets: dict[str, BudgetUse] = {}
+
+    def add(self, key: str, model: str, usage: Usage, now: float, *, failed: bool = False, requests: int = 1) -> float:
+        """Returns the cost."""
+        at = (int(now // DAY_S), key, model)
+        counts = self.pending.get(at)
+        if counts is None:
+            counts = self.pending[at] = UsageCounts()
+        price = self.prices.get(model)
+        cost = 0.0 if price is None else price.cost(usage)
+        counts.requests += requests
+        counts.failed += failed
+        counts.prompt += usage.prompt
+        counts.cached += usage.cached
+        counts.output += usage.output
+        counts.reasoning += usage.reasoning
+        counts.cost += cost
+        counts.last = now
+        if self._budgets and (budget := self._budgets.get(key)) is not None:
+            budget.restart(now)
+            budget.tokens += usage.prompt + usage.output
+            budget.cost += cost
+        return cost
+
+    # --- budgets ------------------------------------------------------------------------------------------------------
+
+    def check_budget(self, key: str, now: float) -> None:
+        """Raise BudgetExceeded if this key may not start another request."""
+        if (budget := self._budgets.get(key)) is not None:
+            budget.restart(now)
+            budget.check(now)
+
+    def set_keys(self, keys: Iterable[Key], now: float) -> None:
+        """A key with the same period keeps what it has used."""
+        before, self._budgets = self._budgets, {}
+        for key in keys:
+            if key.token_budget is None and key.cost_budget is None:
+                continue
+            use = before.get(key.name)
+            if use is None or use.key.budget_period != key.budget_period:
+                use = BudgetUse(key, *period(key.budget_period, now))
+            use.key = key
+            self._budgets[key.name] = use
+
+    def periods(self, now: float) -> dict[str, int]:
+        """The keys with budgets, and the first day of their periods."""
+        for budget in self._budgets.values():
+            budget.restart(now)
+        return {name: budget.since for name, budget in self._budgets.items()}
+
+    def used(self, key: str) -> BudgetUse | None:
+        return self._budgets.get(key)
+
+    # --- the file -----------------------------------------------------------------------------------------------------
+
+    def take(self) -> dict[UsageKey, UsageCounts]:
+        """What is to be written now. `wrote` or `put_back` follows."""
+        taken, self.pending = self.pending, {}
+        return taken
+
+    def put_back(self, taken: Mapping[UsageKey, UsageCounts]) -> None:
+        for at, counts in taken.items():
+            self.pending.setdefault(at, UsageCounts()).add(counts)
+
+    def wrote(self, taken: Mapping[UsageKey, UsageCounts]) -> None:
+        for (_, key, model), counts in taken.items():
+            self.written.setdefault((key, model), UsageCounts()).add(counts)
+
+    def read(self, spent: Mapping[str, tuple[int, UsageCounts]]) -> None:
+        """What the file has of keys with budgets, each since its first day: of all processes."""
+        for name, (since, counts) in spent.items():
+            if (budget := self._budgets.get(name)) is not None and budget.since == since:
+                budget.tokens, budget.cost = counts.prompt + counts.output, counts.cost
+        for (day, key, _), counts in self.pending.items():
+            if key in spent and (budget := self._budgets.get(key)) is not None and day >= budget.since == spent[key][0]:
+                budget.tokens += counts.prompt + counts.output
+                budget.cost += counts.cost
+
+    def totals(self) -> dict[tuple[str, str], UsageCounts]:
+        """By key and model, since the start of this process."""
+        found = {at: UsageCounts() for at in self.written}
+        for at, counts in self.written.items():
+            found[at].add(counts)
+        for (_, key, model), counts in self.pending.items():
+            found.setdefault((key, model), UsageCounts()).add(counts)
+        return found

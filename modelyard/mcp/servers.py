@@ -1,0 +1,142 @@
+"""The MCP servers of a gateway: those of the configuration by name, and those that requests name by URL.
+
+A request can use a program (`command`) only if the configuration has it. Whether it may name a URL is a setting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from modelyard.core.errors import Forbidden, InvalidRequest, NotFound
+from modelyard.core.request import ToolServer
+from modelyard.mcp.connection import McpConnection, endpoint, program
+from modelyard.mcp.settings import McpServerSettings, McpSettings
+from modelyard.outbound import AddressGuard, host_name
+
+SCHEME = "mcp://"  # how a request names a server of the configuration where its protocol requires a URL
+_MAX_BY_URL = 32
+_IDLE_S = 300.0
+
+_AddressKey = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class McpServers:
+    def __init__(self, settings: McpSettings, env: Mapping[str, str] = os.environ) -> None:
+        self.settings, self._env = settings, env
+        self._configured: dict[str, McpConnection] = {}
+        self._by_url: dict[_AddressKey, McpConnection] = {}
+        self._guard = AddressGuard(settings.allow_urls, allow_private=settings.allow_private)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<McpServers {[*self._configured.values(), *self._by_url.values()]}>"
+
+    def named(self, name: str) -> McpConnection:
+        """A server of the configuration."""
+        connection = self._configured.get(name)
+        if connection is None:
+            connection = self._configured[name] = self._connect(name, self.settings.servers[name])
+        return connection
+
+    def find(self, server: ToolServer) -> McpConnection:
+        """The server that a request names."""
+        name, settings = self._configured_name(server), self.settings
+        if name is None:
+            return self._at_url(server)
+        if name not in settings.servers or not settings.servers[name].by_request:
+            known = [name for name, its in settings.servers.items() if its.by_request]
+            raise NotFound(
+                f"there is no MCP server {name!r} here; those that requests may name: {', '.join(known) or 'none'}",
+                code="mcp_server_unknown",
+                param="tools",
+            )
+        if server.headers:
+            raise InvalidRequest(
+                f"the MCP server {name!r} is configured here with its own credentials: send no headers or tokens for it",
+                param="tools",
+            )
+        return self.named(name)
+
+    def allowed_tools(self, name: str) -> list[str]:
+        """Globs of the tools that the configuration offers of this server; everything of one by URL."""
+        server = self.settings.servers.get(name)
+        return ["*"] if server is None else server.tools
+
+    def _configured_name(self, server: ToolServer) -> str | None:
+        if not server.url:
+            return server.label
+        if server.url.startswith(SCHEME):
+            return server.url.removeprefix(SCHEME).rstrip("/")
+        return next((name for name, its in self.settings.servers.items() if its.url == server.url), None)
+
+    def _at_url(self, server: ToolServer) -> McpConnection:
+        url, settings = server.url or "", self.settings
+        parts = urlsplit(url)
+        try:
+            host = host_name((parts.hostname or "").encode("idna"))
+        except UnicodeError:
+            host = ""
+        if parts.scheme not in ("http", "https") or not host:
+            raise InvalidRequest(f"{url[:200]!r} is not the http(s) URL of an MCP server", param="tools")
+        if not self._guard.allows(host):
+            raise Forbidden(
+                f"MCP servers of {host[:200]!r} are not allowed; the setting mcp.allow_urls lists the hosts that are",
+                code="mcp_url_not_allowed",
+            )
+        key = url, tuple(sorted(server.headers.items()))
+        connection = self._by_url.get(key)
+        if connection is None:
+            self._drop_idle()
+            transport = endpoint(url, server.headers, self._guard)
+            connection = self._by_url[key] = McpConnection(
+                server.label, transport, timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s
+            )
+        return connection
+
+    def _drop_idle(self) -> None:
+        now = asyncio.get_running_loop().time()
+        by_age = sorted(self._by_url.items(), key=lambda item: item[1].used)
+        for number, (key, connection) in enumerate(by_age):
+            if len(by_age) - number >= _MAX_BY_URL or now - connection.used > _IDLE_S:
+                del self._by_url[key]
+                self._close_later(connection)
+
+    def _connect(self, name: str, server: McpServerSettings) -> McpConnection:
+        settings = self.settings
+        if server.command is not None:
+            env = {variable: self._env[variable] for variable in server.env_from if variable in self._env}
+            transport = program(server.command, server.args, env | server.env, server.cwd)
+        else:
+            token = self._env.get(server.token_env or "")
+            authorization = {"authorization": f"Bearer {token}"} if token else {}
+            transport = endpoint(server.url or "", authorization | server.headers)
+        return McpConnection(
+            name,
+            transport,
+            timeout_s=server.timeout_s or settings.timeout_s,
+            connect_timeout_s=settings.connect_timeout_s,
+        )
+
+    def reconfigure(self, settings: McpSettings) -> None:
+        """Connections to servers that changed or are gone end; calls that run on them fail."""
+        before, self.settings = self.settings, settings
+        self._guard = AddressGuard(settings.allow_urls, allow_private=settings.allow_private)
+        is_same = (before.timeout_s, before.connect_timeout_s) == (settings.timeout_s, settings.connect_timeout_s)
+        for name in list(self._configured):
+            if not is_same or before.servers.get(name) != settings.servers.get(name):
+                self._close_later(self._configured.pop(name))
+        while self._by_url:
+            self._close_later(self._by_url.popitem()[1])
+
+    def _close_later(self, connection: McpConnection) -> None:
+        task = asyncio.get_running_loop().create_task(connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        connections = [*self._configured.values(), *self._by_url.values()]
+        self._configured, self._by_url = {}, {}
+        await asyncio.gather(*(connection.close() for connection in connections), *self._closing)
