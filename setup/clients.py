@@ -1,6 +1,6 @@
 """Installs the coding agents into the cache folder, in the versions that the tests use.
 
-python setup/clients.py               all that are missing (about 2 GiB)
+python setup/clients.py               all that are missing (about 3 GiB)
 python setup/clients.py claude aider  only these
 
 Agents from npm are installed without their install scripts; aider gets its own virtual environment. Nothing outside
@@ -23,7 +23,7 @@ from setup.installer import install_once, npm_install
 def main(arguments: list[str] | None = None) -> int:
     wanted = sys.argv[1:] if arguments is None else arguments
     try:
-        for name in wanted or AGENTS:
+        for name in wanted or [name for name, agent in AGENTS.items() if agent.version]:
             agent = get_agent(name)
             print(f"{agent.title} {agent.version}: {install(agent, os.environ)}", flush=True)
     except ModelyardError as error:
@@ -42,6 +42,10 @@ def install(agent: Agent, env: Mapping[str, str]) -> Path:
 
 
 def commands(agent: Agent, folder: Path, npm: str | None) -> list[list[str]]:
+    if not agent.version:
+        raise Unavailable(
+            f"no package registry has the program of {agent.title}; install it with: {agent.install_command}"
+        )
     if agent.source == "PyPI":
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
         return [[sys.executable, "-m", "venv", str(folder)], [*pip, agent.requirement]]

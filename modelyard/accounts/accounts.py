@@ -44,6 +44,7 @@ class Accounts:
     ) -> None:
         self.ring, self.ledger, self.currency = KeyRing(configured, clock), UsageLedger(), currency
         self.on_change: Callable[[], None] = lambda: None  # the keys or their limits have changed
+        self.on_revoked: Callable[[str], None] = lambda _: None
         self._file, self._clock = file, clock
         self._thread: ThreadPoolExecutor | None = None
         self._turns: asyncio.Task[None] | None = None
@@ -112,7 +113,7 @@ class Accounts:
         """`changes` are fields of `KeyRules`."""
         await self.refresh()
         key = self._created(id)
-        rules = KeyRules.model_validate(key.rules().model_dump() | changes)
+        rules = KeyRules.model_validate({**key.rules().model_dump(), **changes})
         if key.admin and not rules.admin:
             self._check_not_last_admin(key)
         await self._run(self._opened_file().update, id, rules)
@@ -165,6 +166,8 @@ class Accounts:
         self.ring.set_created(found)
         if self.ring.keys != before:
             self._changed()
+            for name in {key.name for key in before} - self.ring.by_name.keys():
+                self.on_revoked(name)
 
     def _changed(self) -> None:
         self.ledger.set_keys(self.ring.keys, self._clock())

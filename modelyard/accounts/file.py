@@ -35,7 +35,7 @@ _COUNTS = UsageCounts.__struct_fields__
 _SUMS = ", ".join(f"sum({name})" for name in _COUNTS[:-1]) + ", max(last)"
 _ADD = f"""INSERT INTO usage VALUES ({", ".join("?" * (3 + len(_COUNTS)))})
     ON CONFLICT (day, key, model) DO UPDATE SET
-    {", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS[:-1])}, last = max(last, excluded.last)"""
+    {", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS[:-1])}, last = max(last, excluded.last)"""  # noqa: S608  names of ours
 
 
 def default_path(env: Mapping[str, str] = os.environ) -> Path:

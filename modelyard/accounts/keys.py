@@ -135,7 +135,7 @@ class KeyRing:
             key = self._by_digest.get(secret_digest(secret))
             if key is not None:
                 if key.expires is not None and self._clock() >= key.expires:
-                    raise Unauthenticated(f"the API key {key.name!r} has expired; ask for a new one", code="key_expired")
+                    raise Unauthenticated(f"the API key {key.name!r} has expired: get a new one", code="key_expired")
                 return key
         return None
 
@@ -149,6 +149,4 @@ class KeyRing:
 def may_use(allowed: tuple[str, ...], model: str, cache: str, route: tuple[str, ...]) -> bool:
     """Whether a key with these `models` may use a target. `route` is the `match` of the route that led to it. The name
     that a client sends does not count: a glob would also cover names that lead elsewhere."""
-    return any(
-        fnmatchcase(model, pattern) or fnmatchcase(cache, pattern) or pattern in route for pattern in allowed
-    )
+    return any(fnmatchcase(model, pattern) or fnmatchcase(cache, pattern) or pattern in route for pattern in allowed)

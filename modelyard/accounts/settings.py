@@ -24,7 +24,7 @@ def _as_unix_time(value: Any) -> Any:
         except ValueError:
             raise ValueError("a time is written 2026-12-31 or 2026-12-31T18:00:00Z, or as seconds since 1970") from None
     if hasattr(value, "isoformat") and not isinstance(value, datetime):  # a date of TOML
-        value = datetime(value.year, value.month, value.day)  # noqa: DTZ001  the next line sets the zone
+        value = datetime(value.year, value.month, value.day)
     if isinstance(value, datetime):
         return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
     return value

@@ -13,13 +13,14 @@ import re
 import shutil
 import tomllib
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 from msgspec import Struct
+from tomlkit.container import OutOfOrderTableProxy
 from tomlkit.exceptions import TOMLKitError
 
 from modelyard.config.problems import ConfigPath, Table, format_path, path_exists
@@ -136,7 +137,7 @@ def toml_value(value: Any) -> str:
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, str) and "\n" in value:
         return tomlkit.string(value, multiline=True).as_string()
-    return tomlkit.item(value).as_string()
+    return str(tomlkit.item(value).as_string())
 
 
 def toml_key(*keys: str | int) -> str:
@@ -176,11 +177,11 @@ def _toml_candidates(text: str, edit: FileEdit) -> Iterator[str]:
 
 def _by_tomlkit(text: str, edit: FileEdit) -> str:
     """For inline tables, dotted keys and lists of them. Comments between sections may move."""
-    document: Any = tomlkit.parse(text)
+    document = tomlkit.parse(text)
     *parents, last = edit.path
-    table = document
+    table: Any = document
     for depth, key in enumerate(parents):
-        if isinstance(table, Mapping) and key not in table:
+        if isinstance(table, MutableMapping | OutOfOrderTableProxy) and key not in table:
             table[key] = [] if isinstance(edit, InsertEntry) else tomlkit.table(is_super_table=depth == 0)
         table = table[key]
     if isinstance(edit, SetValue):
@@ -467,6 +468,27 @@ def write_with_backup(file: Path, text: str, expected: bytes | None) -> Path | N
     finally:
         _remove(draft)
     return backup
+
+
+def restore(file: Path, written: str, before: bytes | None, backup: Path | None) -> str:
+    """Undo `write_with_backup`, unless another program has changed the file since. Says what became of the file."""
+    file = file.resolve()
+    if _content(file) != encode(written, before):
+        return f"another program has changed {file} meanwhile" + (f"; it was {backup} before" if backup else "")
+    try:
+        if before is None:
+            file.unlink()
+        else:
+            draft = file.with_name(f".{file.name}.new{file.suffix}")
+            draft.write_bytes(before)
+            shutil.copymode(file, draft)
+            _replace(draft, file)
+            _remove(draft)
+            if backup is not None:
+                _remove(backup)
+    except OSError as error:
+        return f"{file} could not be restored ({error.strerror}); it was {backup} before"
+    return f"{file} is as it was"
 
 
 def _replace(draft: Path, file: Path) -> None:

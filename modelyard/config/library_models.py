@@ -26,7 +26,7 @@ from modelyard import libmtmd, plugins
 from modelyard.config.problems import Table
 from modelyard.core.engine import AvailableMemory, CacheInfo
 from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.engines.hf_folder import CONFIG, read_config, read_json
+from modelyard.engines.hf_folder import CONFIG, read_config, read_json, read_template
 from modelyard.engines.llama_cpp.estimate import estimate_memory
 from modelyard.engines.llama_cpp.library import visible_memory
 from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
@@ -35,7 +35,7 @@ from modelyard.engines.vllm.model_folder import find_folder
 from modelyard.library import gguf, hub, llama_server, vllm_env
 from modelyard.library.cache_dir import models_dir
 from modelyard.library.default_model import DEFAULT_MODEL, is_default
-from modelyard.library.gguf import ModelPurpose
+from modelyard.library.gguf import ModelPurpose, Task
 from modelyard.library.model_files import (
     LibraryEntry,
     candidate_paths,
@@ -45,6 +45,7 @@ from modelyard.library.model_files import (
     split_parts,
 )
 from modelyard.library.variants import MemoryBudget
+from modelyard.prompt.render import mentions_thinking_switch
 from modelyard.router.router import model_entry
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings
 from modelyard.telemetry import system
@@ -77,7 +78,7 @@ def machine_budget(*, of_llama_cpp: bool = True) -> MemoryBudget:
 # Reading the header of a GGUF file takes a tenth of a second or more, so it is stored, with the size and time of the
 # file by which a change is noticed.
 
-_FACTS = "facts-2.json"
+_FACTS = "facts-3.json"
 
 # names of llama.cpp (general.sampling.*) and of generation_config.json → ours
 _SAMPLING = {
@@ -103,6 +104,7 @@ class ModelFacts(Struct, frozen=True):
     stamp: tuple[int, int]  # bytes and modification time
     shape: ModelShape
     sampling: dict[str, float] = field(default_factory=dict)
+    switches_thinking: bool = False  # its template has a switch for thinking
 
     @property
     def is_chat(self) -> bool:
@@ -116,7 +118,8 @@ def read_facts(path: Path) -> ModelFacts:
     with path.open("rb") as file:
         metadata = gguf.read_first_metadata(file)
     shape = replace(read_model_shape(path), files=())
-    return ModelFacts(_stamp(path), shape, _sampling(metadata, "general.sampling."))
+    thinking = mentions_thinking_switch(str(metadata.get("tokenizer.chat_template", "")))
+    return ModelFacts(_stamp(path), shape, _sampling(metadata, "general.sampling."), thinking)
 
 
 def recommended_sampling(path: Path) -> dict[str, float]:
@@ -131,10 +134,11 @@ def recommended_sampling(path: Path) -> dict[str, float]:
 
 def _folder_facts(folder: Path) -> ModelFacts:
     config: Mapping[str, Any] = read_config(folder) if (folder / CONFIG).is_file() else {}
+    thinking = mentions_thinking_switch(read_template(folder) or "")
+    sampling: dict[str, float] = {}
     with suppress(ModelyardError):
-        generation = read_json(folder / "generation_config.json")
-        return ModelFacts(_stamp(folder), _folder_shape(folder, config), _sampling(generation, ""))
-    return ModelFacts(_stamp(folder), _folder_shape(folder, config))
+        sampling = _sampling(read_json(folder / "generation_config.json"), "")
+    return ModelFacts(_stamp(folder), _folder_shape(folder, config), sampling, thinking)
 
 
 def _folder_shape(folder: Path, config: Mapping[str, Any]) -> ModelShape:
@@ -338,6 +342,8 @@ class LibraryModel(Struct, frozen=True):
     reason: str = ""
     is_chat: bool = False
     stamp: tuple[int, int] = (0, 0)  # changes with its files
+    task: Task = "chat"
+    switches_thinking: bool = False
 
 
 def read_library_models(budget: MemoryBudget | None = None) -> list[LibraryModel]:
@@ -385,10 +391,12 @@ def _library_model(
     table |= entry.settings | ({"decoding": decoding} if decoding else {})
     if not facts.is_chat:
         del table["n_ctx"], table["parallel"]  # it reads single texts, as long as the file says
-        return LibraryModel(entry, table, facts.shape.purpose.task, stamp=facts.stamp)
+        task = facts.shape.purpose.task
+        return LibraryModel(entry, table, task, stamp=facts.stamp, task=task)
     plural = "s" if choice.parallel > 1 else ""
     reason = f"{choice.parallel} conversation{plural} of {choice.window} tokens: {choice.reason}"
-    return LibraryModel(entry, table, reason, is_chat=True, stamp=facts.stamp)
+    thinking = facts.switches_thinking
+    return LibraryModel(entry, table, reason, is_chat=True, stamp=facts.stamp, switches_thinking=thinking)
 
 
 def entry_backend(entry: LibraryEntry) -> Table:

@@ -36,6 +36,11 @@ def config_secrets(config: Config, env: Mapping[str, str]) -> Iterator[str]:
                 found.append(env.get(value, ""))
             _redacted(name, value, found)
         yield from found
+    for server in config.mcp.servers.values():
+        own: list[str] = []
+        _redacted("server_env", server.env, own)
+        _redacted("headers", server.headers, own)
+        yield from (*own, *(env.get(name, "") for name in (*server.env_from, server.token_env or "")))
     for variable in _VARIABLES:
         for value in (env.get(variable, ""), env.get(variable.lower(), "")):
             yield from url_secrets(value) if "://" in value else (value,)

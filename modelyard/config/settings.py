@@ -18,6 +18,7 @@ from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import ModelyardError
 from modelyard.http.settings import HttpSettings
 from modelyard.library.model_files import find_model_file, find_model_folder, leads_to_gguf
+from modelyard.mcp.settings import McpSettings
 from modelyard.prompt.settings import ImageSettings
 from modelyard.prompt.template_source import engine_template, prompt_formats
 from modelyard.router.router import ModelEntry, Router, build_router
@@ -45,6 +46,9 @@ class Config(BaseModel):
         default=StoreSettings(), description="Data kept between requests, such as stored responses."
     )
     images: ImageSettings = Field(default=ImageSettings(), description="Images that requests name by URL.")
+    mcp: McpSettings = Field(
+        default=McpSettings(), description="MCP servers, whose tools the gateway calls for a model."
+    )
     scheduler: SchedulerSettings = Field(default=SchedulerSettings(), description="The queue in front of the engines.")
     workers: WorkerSettings = Field(
         default=WorkerSettings(), description="Engines in other processes and on other machines."

@@ -3,21 +3,22 @@
     Started · (BlockStart · BlockDelta* · BlockEnd)* · (Finished | Failed)
 
 One block index counts 0, 1, 2 …; at most one block is open at a time; exactly one Finished or Failed ends the stream.
-PromptRead and Measured come in between only if the request asks for them.
+PromptRead and Measured come in between only if the request asks for them. Calls that the gateway runs itself have a
+`server`; their results are blocks of the same stream, and the model's next turn follows.
 """
 
 from __future__ import annotations
 
 import builtins
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from modelyard.core.errors import Incomplete, ModelyardError
-from modelyard.core.request import Text, Thinking, ToolCall
+from modelyard.core.request import Text, Thinking, ToolCall, ToolResult
 
-BlockKind = Literal["text", "thinking", "tool_call"]
+BlockKind = Literal["text", "thinking", "tool_call", "tool_result"]
 StopReason = Literal["end", "tool_calls", "stop_string", "max_tokens", "window", "content_filter"]
 
 
@@ -58,6 +59,22 @@ class Timings(Struct, frozen=True, gc=False):
     total: float | None = None
 
 
+class ListedTool(Struct, frozen=True):
+    """A tool as its MCP server lists it."""
+
+    name: str
+    description: str
+    schema: dict[str, Any]
+    annotations: dict[str, Any] | None = None
+
+
+class ToolList(Struct, frozen=True):
+    """The tools of an MCP server that the model is offered."""
+
+    server: str
+    tools: tuple[ListedTool, ...]
+
+
 class Started(Struct, frozen=True, tag=True, gc=False):
     id: str  # without a protocol's prefix
     model: str  # the name that the client used
@@ -65,6 +82,7 @@ class Started(Struct, frozen=True, tag=True, gc=False):
     usage: Usage = Usage()
     prompt: str = ""  # what the reply repeats of the prompt, and its log probabilities; the first has none (NaN)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tool_lists: tuple[ToolList, ...] = ()
 
 
 class PromptRead(Struct, frozen=True, tag=True, gc=False):
@@ -84,12 +102,17 @@ class Measured(Struct, frozen=True, tag=True, gc=False):
 
 
 class BlockStart(Struct, frozen=True, tag=True, gc=False):
+    """`asks`: the call of a server's tool is not run before the client approves it. `approved`: it was."""
+
     index: int
     kind: BlockKind
     call_id: str = ""
     name: str = ""
     namespace: str | None = None
     custom: bool = False
+    server: str | None = None
+    asks: bool = False
+    approved: bool = False
 
 
 class BlockDelta(Struct, frozen=True, tag=True, gc=False):
@@ -99,11 +122,13 @@ class BlockDelta(Struct, frozen=True, tag=True, gc=False):
 
 
 class BlockEnd(Struct, frozen=True, tag=True, gc=False):
-    """`complete` is False for a truncated tool call, which must not be executed."""
+    """`complete` is False for a truncated tool call, which must not be executed. `result` is that of a block of kind
+    tool_result, which has no deltas."""
 
     index: int
     signature: str = ""
     complete: bool = True
+    result: ToolResult | None = None
 
 
 class Finished(Struct, frozen=True, tag=True, gc=False):
@@ -122,11 +147,13 @@ Event = Started | PromptRead | Measured | BlockStart | BlockDelta | BlockEnd | F
 
 
 class Block(Struct, frozen=True, gc=False):
-    """One finished block of a reply."""
+    """One finished block of a reply. `asks` and `approved` as in BlockStart."""
 
-    part: Text | Thinking | ToolCall
+    part: Text | Thinking | ToolCall | ToolResult
     logprobs: tuple[TokenLogprob, ...] = ()
     complete: bool = True
+    asks: bool = False
+    approved: bool = False
 
 
 class Reply(Struct, frozen=True, gc=False):
@@ -144,6 +171,7 @@ class Reply(Struct, frozen=True, gc=False):
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
+        """Those that the client may run, and those of a server's tools."""
         return tuple([b.part for b in self.blocks if isinstance(b.part, ToolCall) and b.complete])
 
 
@@ -179,6 +207,11 @@ class ReplyBuilder:
     def finished(self) -> bool:
         return self._finished is not None
 
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Those that have ended."""
+        return tuple(self._blocks)
+
     def _close(self, end: BlockEnd) -> Block:
         start, text = self._open, "".join(self._text)
         self._open = None
@@ -189,8 +222,10 @@ class ReplyBuilder:
             return Block(Text(text), logprobs)
         if start.kind == "thinking":
             return Block(Thinking(text, end.signature), logprobs)
-        call = ToolCall(start.call_id, start.name, text, start.namespace, start.custom)
-        return Block(call, logprobs, end.complete)
+        if end.result is not None:
+            return Block(end.result)
+        call = ToolCall(start.call_id, start.name, text, start.namespace, start.custom, server=start.server)
+        return Block(call, logprobs, end.complete, start.asks, start.approved)
 
     def reply(self) -> Reply:
         if self._started is None or self._finished is None:
@@ -215,8 +250,22 @@ def reply_events(reply: Reply) -> Iterator[Event]:
 
 def _block_events(index: int, block: Block) -> Iterator[Event]:
     part, signature = block.part, ""
+    if isinstance(part, ToolResult):
+        yield BlockStart(index, "tool_result", part.call_id)
+        yield BlockEnd(index, result=part)
+        return
     if isinstance(part, ToolCall):
-        yield BlockStart(index, "tool_call", part.id, part.name, part.namespace, part.custom)
+        yield BlockStart(
+            index,
+            "tool_call",
+            part.id,
+            part.name,
+            part.namespace,
+            part.custom,
+            part.server,
+            block.asks,
+            block.approved,
+        )
         text = part.arguments
     elif isinstance(part, Thinking):
         yield BlockStart(index, "thinking")

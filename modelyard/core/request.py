@@ -52,7 +52,8 @@ class Thinking(Struct, frozen=True, tag="thinking", gc=False):
 
 class ToolCall(Struct, frozen=True, tag="tool_call", gc=False):
     """`custom` calls carry free text instead of JSON; `namespace` is the Responses API's, restored in the reply.
-    `verbatim` arguments are the model's generated text and are rendered unchanged."""
+    `verbatim` arguments are the model's generated text and are rendered unchanged. `server` is the label of the MCP
+    server whose tool the gateway called, or calls once the client approves it."""
 
     id: str
     name: str
@@ -60,6 +61,7 @@ class ToolCall(Struct, frozen=True, tag="tool_call", gc=False):
     namespace: str | None = None
     custom: bool = False
     verbatim: bool = False
+    server: str | None = None
 
 
 class ToolReference(Struct, frozen=True, tag="tool_reference", gc=False):
@@ -78,7 +80,13 @@ class ToolResult(Struct, frozen=True, tag="tool_result", gc=False):
     custom: bool = False
 
 
-Part = Text | Image | Audio | Document | Thinking | ToolCall | ToolResult | ToolReference
+class ToolApproval(Struct, frozen=True, tag="tool_approval", gc=False):
+    """The client approves a call that the gateway asked about; the gateway runs it, and its result comes here."""
+
+    call_id: str
+
+
+Part = Text | Image | Audio | Document | Thinking | ToolCall | ToolResult | ToolReference | ToolApproval
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -88,8 +96,42 @@ class Message(Struct, frozen=True, gc=False):
     name: str | None = None
 
 
+class ToolSelection(Struct, frozen=True):
+    """Some tools of a server: those with one of the `names`, and if `read_only` is set, only those whose server says
+    that they are (True) or are not (False)."""
+
+    names: tuple[str, ...] | None = None  # None: any
+    read_only: bool | None = None
+
+    def has(self, name: str, read_only: bool) -> bool:
+        return (self.names is None or name in self.names) and self.read_only in (None, read_only)
+
+
+class ToolServer(Struct, frozen=True, kw_only=True):
+    """An MCP server that a request names. `label` names it in the reply; without a `url` it is one of the
+    configuration. Calls of the tools in `asks` need the client's approval, except those in `approved`."""
+
+    label: str
+    url: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    tools: ToolSelection = ToolSelection()
+    excluded: tuple[str, ...] = ()
+    asks: ToolSelection | None = None
+    approved: ToolSelection | None = None
+    is_listed: bool = False  # the conversation has the list of its tools, so the reply does not repeat it
+
+    def offers(self, tool: str, read_only: bool) -> bool:
+        return self.tools.has(tool, read_only) and tool not in self.excluded
+
+    def asks_about(self, tool: str, read_only: bool) -> bool:
+        if self.asks is None or not self.asks.has(tool, read_only):
+            return False
+        return self.approved is None or not self.approved.has(tool, read_only)
+
+
 class Tool(Struct, frozen=True):
-    """An offered tool. `server` tools run at a provider: accepted, but not offered to a local model."""
+    """An offered tool. `server` tools run at a provider: accepted, but not offered to a local model. If there is a
+    `server`, it stands for all tools of this MCP server, which the gateway lists and calls."""
 
     name: str
     description: str = ""
@@ -100,11 +142,15 @@ class Tool(Struct, frozen=True):
     strict: bool | None = None
     deferred: bool = False
     grammar: dict[str, Any] | None = None
+    server: ToolServer | None = None
 
 
 class ToolChoice(Struct, frozen=True):
+    """`server`: the named tool, or any tool, of this MCP server."""
+
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
+    server: str | None = None
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -205,6 +251,8 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None  # of MCP servers' tools
+    shows_server_calls: bool = False  # the reply has the calls of MCP servers' tools and their results
     sampling: Sampling = DEFAULT_SAMPLING
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

@@ -27,6 +27,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {**config, **text} if isinstance(text, dict) else config
 
 
+def read_template(folder: Path) -> str | None:
+    """The chat template: a file of its own, or a field of tokenizer_config.json."""
+    try:
+        if (file := folder / "chat_template.jinja").is_file():
+            return file.read_text("utf-8")
+        found = read_json(folder / "tokenizer_config.json").get("chat_template")
+    except (OSError, UnicodeDecodeError, InvalidRequest):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def read_tensors(file: Path) -> dict[str, dict[str, Any]]:
     """Tensor name → its dtype, shape and data_offsets. Raises if the file is not a complete safetensors file."""
     try:

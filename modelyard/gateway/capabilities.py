@@ -15,7 +15,7 @@ _IMAGE_PLACEHOLDER = Text("[image: this model reads text only]")
 _IMAGE_DROPPED = "image_dropped: a tool returned a picture and the model reads text only"
 THINKING_MODES = ("default", "enabled", "disabled")
 # While an engine is not loaded, assume that it can do everything. The request is checked again when it is.
-_UNKNOWN_ENGINE = Capabilities(
+UNKNOWN_ENGINE = Capabilities(
     modalities=("text", "image", "audio"),
     structured=True,
     logprobs=True,
@@ -31,7 +31,7 @@ _UNKNOWN_ENGINE = Capabilities(
 
 def effective_capabilities(model: Model, engine: Capabilities | None = None) -> Capabilities:
     """The definition decides modalities, turns, thinking and infill; the engine decides everything that it computes."""
-    engine = engine or model.capabilities or _UNKNOWN_ENGINE
+    engine = engine or model.capabilities or UNKNOWN_ENGINE
     fills_gaps = model.text is not None and model.text.tokenizer.fim is not None
     return msgspec.structs.replace(
         engine,
@@ -41,6 +41,19 @@ def effective_capabilities(model: Model, engine: Capabilities | None = None) -> 
         thinking_modes=engine.thinking_modes if model.text is None else model.text.renderer.thinking_modes,
         infill=fills_gaps or (model.text is None and engine.infill),
     )
+
+
+def capability_names(can: Capabilities) -> tuple[str, ...]:
+    """What a model can do, in the words that Ollama introduced and other servers took over."""
+    found = {
+        "completion": can.chat,
+        "embedding": can.embeddings and not can.chat,
+        "tools": can.chat and can.tools,
+        "insert": can.chat and can.infill,
+        "vision": "image" in can.modalities,
+        "thinking": len(can.thinking_modes) > 1,
+    }
+    return tuple(name for name, has in found.items() if has)
 
 
 class CapabilityCache:

@@ -1,9 +1,10 @@
 """READ FIRST. The life of a request, from top to bottom:
 
-    Gateway.read          bytes → Request; `previous_response_id` is resolved
+    Gateway.read          bytes → Request; `previous_response_id` and `conversation` are resolved
     Gateway.prepare       resolve the route → check capabilities → restore replayed turns → fetch images
                           → render → tokenize → check the window → build the constraint
     Gateway.start         join an identical running request, or take a place in the queue
+    ToolRounds            generate, call tools of MCP servers, generate …       (only if there are such tools)
     ChoiceStream          wait for the lease → start the engine → pass its output on, batch by batch
     TextOutput            token ids → detokenize → scan → events        (an engine that generates tokens)
     ChatOutput            events → events                               (an engine that speaks a chat protocol)
@@ -26,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from modelyard.accounts.keys import may_use
 from modelyard.core.engine import (
     Accepted,
     Capabilities,
@@ -98,7 +100,10 @@ from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, 
 from modelyard.gateway.priority import priority
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.gateway.request_work import RequestWork
+from modelyard.gateway.server_tools import ServerTools, offer_tools
 from modelyard.gateway.stored_responses import StoredResponses
+from modelyard.gateway.tool_rounds import ToolRounds
+from modelyard.mcp.servers import McpServers
 from modelyard.prompt.images import Images, request_media
 from modelyard.prompt.infill import infill_prompt
 from modelyard.prompt.media import media_kinds
@@ -141,15 +146,17 @@ class Gateway:
         history: History | None = None,
         replay: ReplayMemory | None = None,
         stored: StoredResponses | None = None,
+        mcp: McpServers | None = None,
     ) -> None:
         self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
         self.history = history or History(_HISTORY_REQUESTS)
         self.capabilities = CapabilityCache()
-        self.stored = stored
+        self.stored, self.mcp = stored, mcp
         self._diagnostics = CacheDiagnostics()
         self._replay = replay or ReplayMemory()
         self._dedup = RequestDeduplicator()
         self._streams: set[ChoiceStream | MultiChoiceStream] = set()
+        self._rounds: set[ToolRounds] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._defining: dict[str, asyncio.Future[Model]] = {}
         self.newest_start = WeakKeyDictionary[Engine, float]()  # when an engine's last request started
@@ -171,15 +178,25 @@ class Gateway:
             request = await (work or RequestWork()).run(protocol.read_request, body, headers)
         else:
             request = protocol.read_request(body, headers)
-        if request.previous is not None and (stored := stored or self.stored) is not None:
-            request = await stored.resume(request, key)
+        if request.previous is not None or request.conversation is not None:
+            if (stored := stored or self.stored) is not None:
+                request = await stored.resume(request, key)
         return request
 
-    async def prepare(self, request: Request, caller: Caller, work: RequestWork | None = None) -> PreparedRequest:
-        began, urgency = time.perf_counter(), priority(request)
+    async def prepare(
+        self,
+        request: Request,
+        caller: Caller,
+        work: RequestWork | None = None,
+        server_tools: ServerTools | None = None,
+    ) -> PreparedRequest:
+        """`server_tools` are those of an earlier round of the request."""
+        began, urgency = time.perf_counter(), caller.priority or priority(request)
         target, model, engine = self._resolve(request.model, caller, request.allow_remote)
         if model.define is not None:
             model = await self._defined(model)
+        if self.mcp is not None and server_tools is None:
+            request, server_tools = await offer_tools(self.mcp, request, target.mcp, forwards=model.kind == "chat")
         request, capabilities = await self._adapt(request, caller, model, engine)
         if request.infill is not None and model.kind == "chat":
             request = _with_tokens_around_gap(request, model, capabilities or model.capabilities, target.window)
@@ -211,12 +228,21 @@ class Gateway:
             capabilities=capabilities,
             priority=urgency,
             reasoning=reasoning,
+            server_tools=server_tools,
         )
 
-    def start(
+    def start(self, prepared: PreparedRequest, capture: RequestCapture | None = None) -> EventSource:
+        """Raise at once where waiting would be in vain: a full queue, a rate limit, a model that is not loaded."""
+        if prepared.server_tools is None:
+            return self.generate(prepared, capture)
+        rounds = ToolRounds(prepared, prepared.server_tools, self, capture)
+        self._rounds.add(rounds)
+        return rounds
+
+    def generate(
         self, prepared: PreparedRequest, capture: RequestCapture | None = None
     ) -> ChoiceStream | MultiChoiceStream | SharedReader:
-        """Raise at once where waiting would be in vain: a full queue, a rate limit, a model that is not loaded."""
+        """One generation, without the calls of servers' tools."""
         if capture is not None and prepared.model.kind == "text":
             capture.prompt("\n\n".join(unshield(prompt.text) for prompt in prepared.prompts))
         is_shareable = prepared.is_shareable()
@@ -269,6 +295,8 @@ class Gateway:
     def _resolve(self, name: str, caller: Caller, consent: bool = False) -> tuple[Target, Model, Engine | None]:
         """The route's target, its model, and the model's engine if it is loaded."""
         target = self.router.resolve(name, caller.endpoint)
+        if caller.allowed and not may_use(caller.allowed, target.model, target.cache, target.route):
+            raise _not_allowed(name, caller)
         model = self.models[target.model]
         if model.remote and not _may_leave(caller, target, consent):
             raise _remote_not_allowed(name, caller)
@@ -387,6 +415,9 @@ class Gateway:
     def forget(self, stream: ChoiceStream | MultiChoiceStream) -> None:
         self._streams.discard(stream)
 
+    def forget_rounds(self, rounds: ToolRounds) -> None:
+        self._rounds.discard(rounds)
+
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Work that outlives its request. The reference keeps the task from being garbage-collected."""
         task = asyncio.get_running_loop().create_task(work)
@@ -402,9 +433,11 @@ class Gateway:
 
     async def count(self, request: Request, caller: Caller, work: RequestWork | None = None) -> int:
         """Prompt tokens, by the same steps as `prepare`. It does not queue and needs no loaded model."""
-        _, model, engine = self._resolve(request.model, caller, request.allow_remote)
+        target, model, engine = self._resolve(request.model, caller, request.allow_remote)
         if model.define is not None:
             model = await self._defined(model)
+        if self.mcp is not None:
+            request, _ = await offer_tools(self.mcp, request, target.mcp, forwards=model.kind == "chat")
         request, _ = await self._adapt(request, caller, model, engine)
         work = work or RequestWork(0, caller.deadline)
         counts_media = model.count_media is not None and engine is None
@@ -522,6 +555,7 @@ class Gateway:
             cache=target.cache,
             tokens=sum(map(len, batch)),
             key=caller.key,
+            priority=caller.priority or "main",
             deadline=caller.deadline,
             trace=caller.trace,
             keep_alive=keep_alive,
@@ -581,7 +615,14 @@ class Gateway:
 
     def running(self) -> dict[str, RunningRequest]:
         """The streams of this process by trace, with their counts so far."""
-        return {stream.prepared.caller.trace: _running(stream) for stream in self._streams}
+        running = {stream.prepared.caller.trace: _running(stream) for stream in self._streams}
+        for rounds in self._rounds:
+            caller, usage, tools = rounds.prepared.caller, rounds.usage, rounds.running_tools
+            if tools or caller.trace not in running:
+                running[caller.trace] = RunningRequest(
+                    usage.prompt, usage.cached, usage.prompt, usage.output, caller.endpoint, tools
+                )
+        return running
 
     def watch(self, trace: str) -> tuple[str, str] | None:
         """The prompt of a running request, and its raw output since the first call. None: it does not run here, or
@@ -595,15 +636,23 @@ class Gateway:
         return None
 
     def cancel(self, trace: str, reason: ModelyardError) -> int:
-        """Ends a request that shares the stream of another one, and returns how many there were: the pool, which ends
-        all others, does not know it."""
-        return int(self._dedup.cancel(trace, reason))
+        """Ends a request that shares the stream of another one or calls tools, and returns how many there were: the
+        pool, which ends all others, does not know it."""
+        calling = [rounds for rounds in self._rounds if rounds.running_tools and rounds.prepared.caller.trace == trace]
+        for rounds in calling:
+            rounds.cancel(reason)
+        return int(self._dedup.cancel(trace, reason)) + len(calling)
+
+    def end_requests(self, key: str, reason: ModelyardError) -> None:
+        """All that this key has waiting or running here."""
+        for stream in [one for one in (*self._rounds, *self._streams) if one.prepared.caller.key == key]:
+            stream.cancel(reason)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def stop(self, reason: ModelyardError) -> None:
         """End every stream that waits or runs; its client receives the reason."""
-        for stream in list(self._streams):
+        for stream in (*self._rounds, *self._streams):
             stream.cancel(reason)
 
     async def close(self) -> None:
@@ -611,16 +660,20 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.images.close()
+        if self.mcp is not None:
+            await self.mcp.close()
 
 
 class RunningRequest(msgspec.Struct, frozen=True):
-    """How far a request is: tokens of its prompt, how many were cached and how many are read by now, and its output."""
+    """How far a request is: tokens of its prompt, how many were cached and how many are read by now, and its output.
+    `tools` of MCP servers are running for it."""
 
     prompt: int
     cached: int
     read: int
     output: int
     endpoint: str
+    tools: tuple[str, ...] = ()
 
 
 def _running(stream: ChoiceStream | MultiChoiceStream) -> RunningRequest:
@@ -642,6 +695,10 @@ def _may_leave(caller: Caller, target: Target, consent: bool) -> bool:
     return target.allow_remote or caller.allow_remote or (consent and not caller.key)
 
 
+def _not_allowed(name: str, caller: Caller) -> Forbidden:
+    return Forbidden(f"the key {caller.key!r} may not use the model {name!r}", code="model_not_allowed")
+
+
 def _remote_not_allowed(name: str, caller: Caller) -> Forbidden:
     how = "send the header x-modelyard-allow-remote: true (in the pool dialect also the field allow_remote), or set"
     if caller.key:
@@ -661,9 +718,16 @@ def _with_loaded_window(target: Target, engine: Engine | None) -> Target:
 
 
 def _omitted_tools(request: Request, model: Model) -> Sequence[str]:
-    """Tools that run on a provider's servers: agents send them unasked, so they are accepted and not offered."""
+    """Tools that run on a provider's servers: agents send them unasked, so they are accepted and not offered. Nobody
+    sends an MCP server unasked."""
     if model.kind != "text":
         return ()  # another server may have them
+    if any(tool.server is not None for tool in request.tools):
+        raise Unsupported(
+            "MCP servers are off here: list them in the configuration ([mcp.servers]), or leave them out",
+            code="mcp_off",
+            param="tools",
+        )
     return [f"tool_left_out: {t.type or t.name} is not run here" for t in request.tools if t.kind == "server"]
 
 
@@ -943,24 +1007,26 @@ class ChoiceStream:
             # An engine that is closed at the same time may report its own reason.
             error = self._cancel_reason or last.error
             last, usage, status = Failed(error), self.output.usage, error.code or error.kind
-        gateway.history.add(
-            RequestRecord(
-                trace=caller.trace,
-                model=model.name,
-                cache=prepared.target.cache,
-                endpoint=caller.endpoint,
-                key=caller.key,
-                session=request.session,
-                at=time.time(),
-                status=status,
-                failed=isinstance(last, Failed),
-                usage=usage,
-                timings=measured,
-                divergence=accepted.divergence if accepted is not None else None,
-                evicted=accepted is not None and accepted.evicted,
-                reuse=self.reuse,
-            )
+        record = RequestRecord(
+            trace=caller.trace,
+            model=model.name,
+            cache=prepared.target.cache,
+            endpoint=caller.endpoint,
+            key=caller.key,
+            session=request.session,
+            at=time.time(),
+            status=status,
+            failed=isinstance(last, Failed),
+            usage=usage,
+            timings=measured,
+            divergence=accepted.divergence if accepted is not None else None,
+            evicted=accepted is not None and accepted.evicted,
+            reuse=self.reuse,
         )
+        if prepared.server_tools is None:
+            gateway.history.add(record)
+        else:
+            prepared.server_tools.records.append(record)  # `ToolRounds` adds one for all rounds
         if self._lease is not None:
             self._lease.spend(self.output.usage.output)
         return last
@@ -1409,4 +1475,4 @@ class ChatOutput:
         return [Failed(error)]
 
 
-EventSource = ChoiceStream | MultiChoiceStream | SharedReader  # what `Gateway.start` returns; all read alike
+EventSource = ChoiceStream | MultiChoiceStream | SharedReader | ToolRounds  # what `Gateway.start` returns; all read alike

@@ -14,6 +14,7 @@ from modelyard.core.lease import LeaseRequest
 from modelyard.core.request import Caller, Constraint, Priority, Request, Sampling
 from modelyard.gateway.model import Model
 from modelyard.gateway.priority import background_task_id
+from modelyard.gateway.server_tools import ServerTools
 from modelyard.prompt.images import request_media
 from modelyard.prompt.media import media_kinds
 from modelyard.router.router import Target
@@ -61,6 +62,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
     capabilities: Capabilities | None = None  # the engine's, as checked; None: the engine was not loaded
     priority: Priority = "main"
     reasoning: ReasoningBudget | None = None  # for a TextEngine
+    server_tools: ServerTools | None = None  # of MCP servers, which the gateway calls
 
     @property
     def choices(self) -> int:
@@ -86,9 +88,12 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
         return sampling.temperature == 0 or sampling.top_k == 1 or sampling.seed is not None
 
     def is_shareable(self) -> bool:
-        """Whether an identical request may read the same stream. A deadline belongs to one client only."""
+        """Whether an identical request may read the same stream. A deadline belongs to one client only, and tools that
+        the gateway calls may do something."""
         caller = self.caller
-        return caller.deadline is None and (caller.idempotency is not None or self.is_deterministic())
+        if caller.deadline is not None or self.server_tools is not None:
+            return False
+        return caller.idempotency is not None or self.is_deterministic()
 
     def dedup_key(self, choice: int) -> str | None:
         """Under which key a worker may merge this prompt with the same one of another gateway; None: never.

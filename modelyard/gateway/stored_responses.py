@@ -1,4 +1,4 @@
-"""Stored responses: what `previous_response_id` continues from, scoped by API key."""
+"""Stored responses: what `previous_response_id` and `conversation` continue from, scoped by API key."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import logging
 
 from msgspec.structs import replace
 
-from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.core.errors import Conflict, InvalidRequest, NotFound, Unsupported
 from modelyard.core.events import Event, Failed, Finished, Reply, ReplyBuilder
 from modelyard.core.request import Request
 from modelyard.core.store import Store
+from modelyard.gateway.background_responses import BackgroundResponses
+from modelyard.gateway.conversations import Conversations
 from modelyard.protocols.openai_responses.stored import StoredResponse, decode_stored, encode_stored, prepend_stored
 from modelyard.telemetry.log import log_event
 
@@ -21,15 +23,26 @@ _SAVE_S = 5.0  # a client does not wait longer for its last event
 
 
 class StoredResponses:
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    """`conversations` and `background` are kept elsewhere; None: there are none."""
+
+    def __init__(
+        self,
+        store: Store,
+        conversations: Conversations | None = None,
+        background: BackgroundResponses | None = None,
+    ) -> None:
+        self._store, self.conversations, self.background = store, conversations, background
 
     async def resume(self, request: Request, key: str) -> Request:
         """The request with the conversation it continues in front."""
+        if request.conversation is not None:
+            if self.conversations is None:
+                raise Unsupported("conversation: conversations are not stored here", param="conversation")
+            return await self.conversations.resume(request, key)
         if request.previous is None:
             return request
         try:
-            stored = await self.get(request.previous, key)
+            stored = await self.get(request.previous, key, finished=True)
         except NotFound as error:
             raise InvalidRequest(
                 f"{error.message}: send the whole conversation as input, without previous_response_id",
@@ -40,43 +53,65 @@ class StoredResponses:
 
     async def save(self, request: Request, reply: Reply, key: str) -> Finished:
         """Best effort: the reply is there and is sent in any case. Its end, which says if it could not be stored."""
-        if request.store is not False:
-            id = f"resp_{reply.started.id}"
-            try:
-                async with asyncio.timeout(_SAVE_S):
-                    await self._store.put(_scope(key), id, encode_stored(request, reply))
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                log_event(log, logging.ERROR, "a response was not stored", response=id, why=why)
-                return replace(reply.finished, storing_failed=True)
+        if request.store is False and request.conversation is None:
+            return reply.finished
+        id = f"resp_{reply.started.id}"
+        try:
+            async with asyncio.timeout(_SAVE_S):
+                await self._save(id, request, reply, key)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            log_event(log, logging.ERROR, "a response was not stored", response=id, why=why)
+            return replace(reply.finished, storing_failed=True)
         return reply.finished
 
-    async def get(self, id: str, key: str) -> StoredResponse:
+    async def _save(self, id: str, request: Request, reply: Reply, key: str) -> None:
+        encoded = encode_stored(request, reply)
+        if request.conversation is not None and self.conversations is not None:
+            await self.conversations.append(request, decode_stored(encoded).response, key)
+        if request.store is not False:
+            await self._store.put(_scope(key), id, encoded)
+
+    async def get(self, id: str, key: str, *, finished: bool = False) -> StoredResponse:
+        """`finished`: raise if it still runs."""
         found = await self._store.get(_scope(key), id)
-        if found is None:
+        if found is not None:
+            return decode_stored(found)
+        record = await self.background.find(id, key) if self.background is not None else None
+        if record is None:
             raise NotFound(
                 f"no response {id!r} is stored; it may have expired, or belong to another key",
                 code="response_not_found",
             )
-        return decode_stored(found)
+        if finished and record.status in ("queued", "in_progress"):
+            raise Conflict(f"the response {id!r} still runs: continue it when it has ended")
+        return record.stored
 
     async def delete(self, id: str, key: str) -> None:
-        if not await self._store.delete(_scope(key), id):
+        is_deleted = await self._store.delete(_scope(key), id)
+        if self.background is not None and await self.background.delete(id, key):
+            is_deleted = True
+        if not is_deleted:
             raise NotFound(f"no response {id!r} is stored", code="response_not_found")
 
     def recorder(self, request: Request, key: str) -> ResponseRecorder:
         return ResponseRecorder(self, request, key)
 
     def of_connection(self) -> ConnectionResponses:
-        return ConnectionResponses(self._store)
+        return ConnectionResponses(self._store, self.conversations, self.background)
 
 
 class ConnectionResponses(StoredResponses):
     """The responses that a WebSocket connection can continue: the stored ones, and its own newest ones even if they are
     not stored."""
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
+    def __init__(
+        self,
+        store: Store,
+        conversations: Conversations | None = None,
+        background: BackgroundResponses | None = None,
+    ) -> None:
+        super().__init__(store, conversations, background)
         self._newest: dict[str, bytes] = {}
 
     async def save(self, request: Request, reply: Reply, key: str) -> Finished:
@@ -85,10 +120,10 @@ class ConnectionResponses(StoredResponses):
             del self._newest[next(iter(self._newest))]
         return await super().save(request, reply, key)
 
-    async def get(self, id: str, key: str) -> StoredResponse:
+    async def get(self, id: str, key: str, *, finished: bool = False) -> StoredResponse:
         if (found := self._newest.get(id)) is not None:
             return decode_stored(found)
-        return await super().get(id, key)
+        return await super().get(id, key, finished=finished)
 
 
 class ResponseRecorder:

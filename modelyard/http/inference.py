@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
 from starlette.types import Message, Receive, Scope, Send
 
-from modelyard.core.errors import ModelyardError
+from modelyard.core.errors import ModelyardError, Unsupported
 from modelyard.core.events import Event, Failed, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
+from modelyard.gateway.background_responses import RunObserver
 from modelyard.gateway.gateway import EventSource, Gateway
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
@@ -82,6 +83,10 @@ class InferenceEndpoint:
             source = gateway.start(prepared, capture)
             if stored is not None or request.repeated is not None:  # such a reply shows the values that were used
                 request = replace(request, sampling=prepared.sampling)
+            if request.background:
+                capture = None  # its run ends it
+                await self._run_in_background(source, request, exchange)
+                return
             await (self._stream if request.stream else self._reply)(source, request, exchange)
         except Exception as error:
             if context.status:
@@ -126,6 +131,28 @@ class InferenceEndpoint:
         writer = self._protocol.writer(request, context.trace)
         return EventStream(source, writer, write_error, exchange, self._settings, recorder).run()
 
+    async def _run_in_background(self, source: EventSource, request: Request, exchange: Exchange) -> None:
+        """Answer at once, or send the events as long as the client reads them."""
+        context, capture = exchange.context, exchange.capture
+        background = None if exchange.stored is None else exchange.stored.background
+
+        def on_end(events: bytes) -> None:
+            if capture is not None:
+                capture.response(events)
+                capture.close()
+
+        if background is None:
+            source.close()
+            on_end(b"")
+            raise Unsupported("background: responses are not stored here", param="background")
+        observer = RunObserver(lambda error: public_error(error, context), on_end)
+        id, response = await background.start(source, request, context.key, observer)
+        if not request.stream:
+            await send_json(exchange.send, context, 200, response)
+            return
+        events = background.events(id, context.key, -1, self._settings.keepalive_s)
+        await send_stored_events(events, exchange.scope, exchange.receive, exchange.send)
+
     async def _send_error(self, error: ModelyardError, request: Request | None, exchange: Exchange) -> None:
         """Also for a cancelled request: the client may not have been the one to cancel it. If it has disconnected, the
         connection sends nothing."""
@@ -137,6 +164,34 @@ class InferenceEndpoint:
         if exchange.capture is not None:
             exchange.capture.response(written.body)
         await send_error(exchange.send, context, written)
+
+
+async def send_stored_events(events: AsyncIterator[bytes], scope: Scope, receive: Receive, send: Send) -> None:
+    """The events of a background response, which goes on when the client leaves. A comment after a silence: another
+    event would have a number that no other reader gets."""
+    context = RequestContext.of(scope)
+
+    async def write() -> None:
+        headers = [*context.response_headers(_EVENT_STREAM), *_STREAM_HEADERS]
+        async for data in events:
+            if not context.status:
+                context.status = 200
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": data or b": waiting\n\n", "more_body": True})
+        if not context.status:
+            context.status = 200
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    writing = asyncio.get_running_loop().create_task(write())
+    stop_watching = cancel_on_disconnect(scope, receive, writing)
+    try:
+        await asyncio.wait([writing])
+    finally:
+        stop_watching()
+        writing.cancel()
+    if not writing.cancelled():
+        writing.result()
 
 
 class EventStream:

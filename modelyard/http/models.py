@@ -12,7 +12,9 @@ from starlette.responses import Response
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.lease import ModelStatus
 from modelyard.core.protocol import ModelCard
+from modelyard.gateway.capabilities import capability_names
 from modelyard.gateway.gateway import Gateway
+from modelyard.gateway.model import Model
 from modelyard.http.request_context import GEMINI_METHODS, RequestContext, is_gemini
 from modelyard.protocols import anthropic_messages, gemini, openai_chat
 from modelyard.router.router import ModelEntry
@@ -65,8 +67,10 @@ class ModelEndpoints:
         window = self._gateway.target(name, "/v1/models").window if self._gateway.has_window(entry.name) else None
         aliases = tuple(entry.aliases) if name == entry.name else ()
         model = self._gateway.models.get(entry.name)
-        modalities = tuple(entry.modalities) if model is None else model.modalities
-        return ModelCard(name, self._started, window, window, status.state, aliases=aliases, modalities=modalities)
+        if model is None:
+            modalities = tuple(entry.modalities)
+            return ModelCard(name, self._started, window, window, status.state, aliases=aliases, modalities=modalities)
+        return self._model_card(name, model, window, status, aliases)
 
     def _routed(self, name: str, context: RequestContext) -> ModelCard:
         target, model = self._gateway.model_for(name, context.caller())
@@ -74,7 +78,23 @@ class ModelEndpoints:
         if target.model not in status:
             raise NotFound(f"no model {name!r}", code="model_not_found")
         window = target.window if self._gateway.has_window(target.model) else None
-        return ModelCard(name, self._started, window, window, status[target.model].state, modalities=model.modalities)
+        return self._model_card(name, model, window, status[target.model])
+
+    def _model_card(
+        self, name: str, model: Model, window: int | None, status: ModelStatus, aliases: tuple[str, ...] = ()
+    ) -> ModelCard:
+        engine = self._gateway.leases.engine(model.name)
+        can = self._gateway.capabilities.effective(model, None if engine is None else engine.info.capabilities)
+        return ModelCard(
+            name,
+            self._started,
+            window,
+            window,
+            status.state,
+            aliases=aliases,
+            modalities=model.modalities,
+            capabilities=capability_names(can),
+        )
 
 
 def _answers(status: ModelStatus) -> bool:

@@ -20,9 +20,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from modelyard import __version__
-from modelyard.core.engine import Capabilities
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, TooLarge, Unimplemented
 from modelyard.core.pool import ModelSnapshot, Pool
+from modelyard.gateway.capabilities import capability_names
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.request_work import RequestWork
 from modelyard.http.errors import as_modelyard_error, public_error
@@ -156,7 +156,7 @@ class OllamaEndpoints:
         row = await asyncio.to_thread(self._row, name, target.model)
         shown = wire.OllamaDescription(
             model=row,
-            capabilities=_capabilities(can),
+            capabilities=capability_names(can),
             template=model.text.renderer.template_source if model.text is not None else "",
             system=file.system,
             license=file.license,
@@ -239,18 +239,6 @@ def _digest(request: HttpRequest) -> str:
 
 def _untagged(name: str) -> str:
     return name.removesuffix(":latest")
-
-
-def _capabilities(can: Capabilities) -> tuple[str, ...]:
-    found = {
-        "completion": can.chat,
-        "embedding": can.embeddings and not can.chat,
-        "tools": can.chat and can.tools,
-        "insert": can.chat and can.infill,
-        "vision": "image" in can.modalities,
-        "thinking": len(can.thinking_modes) > 1,
-    }
-    return tuple(name for name, has in found.items() if has)
 
 
 async def _refresh(pool: Pool | None) -> None:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.protocol import INLINE_BYTES, WireError
-from modelyard.core.request import Caller
+from modelyard.core.request import Caller, Priority
 from modelyard.gateway.request_work import run_in_request_thread
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.cache_diagnostics import CacheReuse
@@ -67,6 +67,7 @@ class RequestContext(Struct):
     allow_remote: bool = False
     forbid_remote: bool = False
     allowed: tuple[str, ...] = ()
+    priority: Priority | None = None
     status: int = 0
     error: str = ""
     reuse: CacheReuse | None = None
@@ -90,6 +91,7 @@ class RequestContext(Struct):
             arrived=self.arrived,
             deadline=None if timeout is None else _deadline(timeout),
             idempotency=headers.get("idempotency-key"),
+            priority=self.priority,
         )
 
     def failed(self, error: ModelyardError) -> None:
@@ -123,11 +125,13 @@ def _deadline(value: str) -> float:
     return time.monotonic() + seconds
 
 
-async def read_body(receive: Receive, context: RequestContext, settings: HttpSettings) -> bytes:
+async def read_body(
+    receive: Receive, context: RequestContext, settings: HttpSettings, limit: int | None = None
+) -> bytes:
     """The whole body. Raise as soon as it is known to be too large, compressed, or too deeply nested."""
     if context.headers.get("content-encoding", "identity") not in ("", "identity"):
         raise InvalidRequest("compressed request bodies are not accepted; send the JSON as it is", code="encoding")
-    limit, declared = settings.max_body_bytes, context.headers.get("content-length", "")
+    limit, declared = limit or settings.max_body_bytes, context.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
     message = await receive()

@@ -63,6 +63,11 @@ class HttpSettings(BaseModel):
         default=True,
         description="Serve the workbench at /workbench. Its pages open without a key and then ask for an admin key.",
     )
+    edit_config: bool = Field(
+        default=True,
+        description="Whether an admin key may change models, caches and routes in the configuration files over HTTP, and "
+        "so which programs and files of this machine the server uses.",
+    )
 
     @model_validator(mode="after")
     def _tls_is_a_pair(self) -> Self:

@@ -50,8 +50,9 @@ class Agent(Struct, frozen=True, kw_only=True):
         if not target.is_smaller_than(self.window):
             return plan
         note = (
-            f"{target.model} has a window of {target.window} tokens, and {self.title} itself needs about {self.window}: "
-            "its requests will be too long. Serve the model with a larger n_ctx, or launch aider, which needs 1,000."
+            f"{target.model} has a window of {target.window} tokens, and {self.title} itself needs about "
+            f"{self.window}: its requests will be too long. Serve the model with a larger n_ctx, or launch aider, "
+            "which needs 1,000."
         )
         return replace(plan, notes=(*plan.notes, note))
 
@@ -383,9 +384,7 @@ def _qwen(target: LaunchTarget, home: Path) -> LaunchPlan:
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
     }
-    return LaunchPlan(
-        arguments=("--model", target.model), env=env, files={home / "settings.json": as_json(settings)}
-    )
+    return LaunchPlan(arguments=("--model", target.model), env=env, files={home / "settings.json": as_json(settings)})
 
 
 def _roo(target: LaunchTarget, home: Path) -> LaunchPlan:
@@ -515,11 +514,10 @@ AGENTS: dict[str, Agent] = {
         title="goose",
         program="goose",
         settings=_goose,
-        package="@aaif/goose-binary-{platform}",
-        version="1.52.0",
+        package="@aaif/goose-acp",
+        version="1.50.0",
         source="npm",
         inside="node_modules/@aaif/goose-binary-{platform}/bin/goose",
-        install="npm install -g @aaif/goose-acp",
         window=8_000,
     ),
     "opencode": Agent(
@@ -545,7 +543,7 @@ AGENTS: dict[str, Agent] = {
         title="Roo Code",
         program="code",
         settings=_roo,
-        install="code --install-extension RooVeterinaryInc.roo-cline",
+        install="code --install-extension RooVeterinaryInc.roo-cline (in VS Code)",
         window=16_000,
         stays_open=True,
     ),

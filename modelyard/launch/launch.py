@@ -13,11 +13,13 @@ from typing import Any
 from urllib.parse import quote
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from modelyard.core.errors import NotFound, Unavailable
-from modelyard.launch.agents import PLACEHOLDER_KEY, LaunchPlan, LaunchTarget, get_agent, shell_script
+from modelyard.launch.agents import Agent, get_agent
+from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchPlan, LaunchTarget, shell_script, write_files
 from modelyard.library.cache_dir import cache_dir
-from modelyard.server.client import ServerClient, no_server
+from modelyard.server.client import ServerClient, is_local, no_server
 from modelyard.server.temporary_server import TemporaryServer, log_path
 
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,10 +42,9 @@ def launch_agent(options: LaunchOptions, env: Mapping[str, str], notify: Callabl
     program = agent.find_program(env)
     with ExitStack() as stack:
         forwarder = stack.enter_context(SignalForwarder().installed())
-        plan = agent.plan(_target(options, env, stack, notify), _home(options.agent, env))
-        for note in plan.notes:
+        plan = _plan(agent, options, env, _target(agent, options, env, stack, notify))
+        for note in (*plan.notes, *write_files(plan)):
             notify(note)
-        write_files(plan)
         variables = {name: value for name, value in env.items() if name not in plan.unset} | dict(plan.env)
         return _run([str(program), *plan.arguments, *options.arguments], variables, forwarder)
 
@@ -54,8 +55,19 @@ def launch_script(options: LaunchOptions, env: Mapping[str, str]) -> str:
     with closing(TargetServer(options.url, options.key)) as server:
         if not server.is_running():
             raise no_server(server.url)
-        plan = agent.plan(server.launch_target(options.model), _home(options.agent, env))
+        plan = _plan(agent, options, env, server.launch_target(options.model, agent=agent))
     return shell_script(plan, agent.program, options.arguments)
+
+
+def _plan(agent: Agent, options: LaunchOptions, env: Mapping[str, str], target: LaunchTarget) -> LaunchPlan:
+    """The agent's plan, with the command that fetches a model if this one does not suit the agent."""
+    plan = agent.plan(target, _home(options.agent, env))
+    notes = list(plan.notes)
+    if agent.tools and "tools" not in target.capabilities:
+        notes.append(f"{target.model} cannot call tools, and {agent.title} does nothing without them.")
+    if target.is_smaller_than(agent.window) or len(notes) > len(plan.notes):
+        notes.append(f"A model that suits {agent.title}: {pull_command(target.url)}")
+    return replace(plan, notes=tuple(notes))
 
 
 def _home(agent: str, env: Mapping[str, str]) -> Path:
@@ -64,29 +76,22 @@ def _home(agent: str, env: Mapping[str, str]) -> Path:
 
 
 def _target(
-    options: LaunchOptions, env: Mapping[str, str], stack: ExitStack, notify: Callable[[str], None]
+    agent: Agent, options: LaunchOptions, env: Mapping[str, str], stack: ExitStack, notify: Callable[[str], None]
 ) -> LaunchTarget:
     server = stack.enter_context(closing(TargetServer(options.url, options.key)))
     if server.is_running():
-        return server.launch_target(options.model)
+        return server.launch_target(options.model, agent=agent)
+    if agent.stays_open:
+        raise Unavailable(
+            f"{agent.title} stays open after its command has ended: start the server first, with modelyard serve"
+        )
     log = log_path(env)
     temporary = stack.enter_context(TemporaryServer(server.url, options.config, log, env))
     notify(f"starting a server at {server.url} that runs as long as the agent; its log is {log}")
     while not server.is_running():
         temporary.check_alive()
         time.sleep(_POLL_S)
-    return server.launch_target(options.model, temporary.check_alive)
-
-
-def write_files(plan: LaunchPlan) -> None:
-    missing = {path: text for path, text in plan.initial_files.items() if not path.exists()}
-    for path, text in {**plan.files, **missing}.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(mode=0o600)  # some files hold the API key
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise Unavailable(f"cannot write {path}: {error.strerror}") from error
+    return server.launch_target(options.model, temporary.check_alive, agent=agent)
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], forwarder: SignalForwarder) -> int:
@@ -143,18 +148,25 @@ _POLL_S = 0.1
 class TargetServer(ServerClient):
     """The server as an agent's target."""
 
-    def launch_target(self, model: str | None, check_alive: Callable[[], None] = lambda: None) -> LaunchTarget:
-        """The target for `model`, or for the first usable model. Waits while the model is loading; `check_alive` raises
-        if the server process has exited."""
-        name = model or self._first_model()
+    def launch_target(
+        self, model: str | None, check_alive: Callable[[], None] = lambda: None, *, agent: Agent | None = None
+    ) -> LaunchTarget:
+        """The target for `model`, or for the first model that suits the agent. Waits while the model is loading;
+        `check_alive` raises if the server process has exited."""
+        name = model or self._suitable_model(agent)
         while (card := self._model(name))["state"] == "loading":
             check_alive()
             time.sleep(_POLL_S)
         if card["state"] == "failed":
             raise Unavailable(f"the model {name!r} failed to load; see {self.url}/health for the reason")
-        background = BACKGROUND_MODEL if self._routes_background() else name
-        key = self.key or PLACEHOLDER_KEY
-        return LaunchTarget(url=self.url, model=name, window=card.get("context_length"), background=background, key=key)
+        return LaunchTarget(
+            url=self.url,
+            model=name,
+            window=card.get("context_length"),
+            background=BACKGROUND_MODEL if self._routes_background() else name,
+            key=self.key or PLACEHOLDER_KEY,
+            capabilities=_capabilities(card),
+        )
 
     def _routes_background(self) -> bool:
         """Whether a route takes the background model. A server whose default model answers to every name has none:
@@ -169,12 +181,55 @@ class TargetServer(ServerClient):
             return True
         return bool(routed.get("context_length") != other.get("context_length"))
 
-    def _first_model(self) -> str:
+    def _suitable_model(self, agent: Agent | None) -> str:
         cards = self.get("/v1/models")["data"]
         if not cards:
-            raise NotFound(f"{self.url} lists no models; name one with --model")
-        usable = [card for card in cards if card["state"] in ("ready", "loading")]
-        return str((usable or cards)[0]["id"])
+            raise NotFound(f"{self.url} lists no models; fetch one: {pull_command(self.url)}")
+        name = choose_model(cards, agent)
+        if name is None:
+            what = "calls tools" if agent and agent.tools else "generates text"
+            title = f", which {agent.title} needs" if agent else ""
+            raise NotFound(f"no model of {self.url} {what}{title}; fetch one: {pull_command(self.url)}")
+        return name
 
     def _model(self, name: str) -> dict[str, Any]:
         return self.get(f"/v1/models/{quote(name)}")
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+# Models that call tools and were trained for long windows, by the memory that they need.
+_SUGGESTIONS = {
+    24 << 30: "unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF",
+    0: "unsloth/Qwen3-4B-Instruct-2507-GGUF",
+}
+_USABLE = ("ready", "loading")
+
+
+def choose_model(cards: Sequence[Mapping[str, Any]], agent: Agent | None) -> str | None:
+    """The first model that does what the agent needs, rather one that is loaded. If none has the window that the agent
+    needs, the one with the largest."""
+    needed = {"completion", "tools"} if agent is not None and agent.tools else {"completion"}
+    able = [card for card in cards if needed <= set(_capabilities(card))]
+    if not able:
+        return None
+    large = [card for card in able if agent is None or (card.get("context_length") or agent.window) >= agent.window]
+    loaded = [card for card in large if card["state"] in _USABLE]
+    best = max(able, key=lambda card: card.get("context_length") or 0)
+    return str((loaded or large or [best])[0]["id"])
+
+
+def _capabilities(card: Mapping[str, Any]) -> tuple[str, ...]:
+    """A server of an earlier version does not report them."""
+    return tuple(card.get("capabilities", ("completion", "tools")))
+
+
+def pull_command(url: str) -> str:
+    """The command that fetches a model for an agent."""
+    from modelyard.config.library_models import machine_budget
+
+    if not is_local(url):
+        return f"modelyard pull {_SUGGESTIONS[0]} (on the server's machine)"
+    budget = machine_budget()
+    memory = max(budget.gpu, budget.ram)
+    return f"modelyard pull {next(name for needed, name in _SUGGESTIONS.items() if memory >= needed)}"

@@ -36,7 +36,7 @@ def add_settings(text: str, settings: Mapping[str, Any]) -> tuple[str, list[str]
     ValueError if the text is not an object."""
     root = _Parser(text if text.strip() else "{}").document()
     if not isinstance(root.value, dict):
-        raise ValueError("the file does not hold an object")  # noqa: TRY004  an error of the text, not of a type
+        raise ValueError("the file does not hold an object")
     insertions: dict[int, str] = {}
     kept: list[str] = []
     _merge(root, settings, (), insertions, kept)
@@ -49,7 +49,9 @@ def add_settings(text: str, settings: Mapping[str, Any]) -> tuple[str, list[str]
 def _merge(
     node: _Node, wanted: Mapping[str, Any], path: tuple[str, ...], insertions: dict[int, str], kept: list[str]
 ) -> None:
-    missing = [f"{json.dumps(name)}: {_dump(value, len(path) + 1)}" for name, value in wanted.items() if name not in node.value]
+    missing = [
+        f"{json.dumps(name)}: {_dump(value, len(path) + 1)}" for name, value in wanted.items() if name not in node.value
+    ]
     if missing:
         insertions[node.inside] = _inserted(missing, bool(node.value), len(path))
     for name, value in wanted.items():
@@ -84,8 +86,8 @@ def _dump(value: Any, depth: int) -> str:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self._tokens = self._split(text)
-        self._token, self._at = next(self._tokens)
+        self._words = self._split(text)
+        self._word, self._at = next(self._words)
 
     @staticmethod
     def _split(text: str) -> Iterator[tuple[str, int]]:
@@ -101,43 +103,43 @@ class _Parser:
 
     def document(self) -> _Node:
         node = self._value()
-        if self._token:
-            raise ValueError(f"unexpected {self._token[:20]!r} after the end")
+        if self._word:
+            raise ValueError(f"unexpected {self._word[:20]!r} after the end")
         return node
 
     def _next(self) -> str:
-        token = self._token
-        if not token:
+        word = self._word
+        if not word:
             raise ValueError("the text ends too early")
-        self._token, self._at = next(self._tokens)
-        return token
+        self._word, self._at = next(self._words)
+        return word
 
     def _expect(self, mark: str) -> None:
-        if (token := self._next()) != mark:
-            raise ValueError(f"unexpected {token[:20]!r} instead of {mark!r}")
+        if (word := self._next()) != mark:
+            raise ValueError(f"unexpected {word[:20]!r} instead of {mark!r}")
 
     def _value(self) -> _Node:
         inside = self._at + 1
-        token = self._next()
-        if token == "{":
+        word = self._next()
+        if word == "{":
             members = dict(self._members())
             return _Node({name: member.value for name, member in members.items()}, inside, members)
-        if token == "[":
+        if word == "[":
             return _Node([item.value for item in self._items("]")], inside)
-        return _Node(json.loads(token))
+        return _Node(json.loads(word))
 
     def _members(self) -> Iterator[tuple[str, _Node]]:
-        while self._token != "}":
+        while self._word != "}":
             name = json.loads(self._next())
             self._expect(":")
             yield name, self._value()
-            if self._token != "}":
+            if self._word != "}":
                 self._expect(",")
         self._next()
 
     def _items(self, end: str) -> Iterator[_Node]:
-        while self._token != end:
+        while self._word != end:
             yield self._value()
-            if self._token != end:
+            if self._word != end:
                 self._expect(",")
         self._next()

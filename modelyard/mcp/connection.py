@@ -13,7 +13,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from contextvars import Context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -58,11 +58,14 @@ class McpTool(Struct, frozen=True):
         return bool(self.annotations and self.annotations.get("readOnlyHint"))
 
 
+CallStatus = Literal["ok", "error", "timeout", "lost", "cancelled", "limit", "asked", "left_to_client"]
+
+
 class McpResult(Struct, frozen=True):
     """What a call returned, or why it did not."""
 
     content: tuple[ResultPart, ...]
-    is_error: bool = False
+    status: CallStatus = "ok"
 
 
 Transport = Callable[[OutputTail, Callable[[], None]], AbstractAsyncContextManager[Any]]
@@ -110,19 +113,20 @@ class McpConnection:
             try:
                 session = await self._open()
             except ServerFailed as error:
-                return _error(error.message)
+                return failed_call(error.message, "lost")
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return _result(await session.client.call_tool(tool, arguments))
             except TimeoutError:
-                return _error(f"the tool {tool!r} did not answer within {self._timeout_s:g} s")
+                return failed_call(f"the tool {tool!r} did not answer within {self._timeout_s:g} s", "timeout")
             except Exception as error:
                 if _is_lost(error):
                     session.end()
                     if _never_ran(error) and not is_last:
                         continue
-                    return _error(f"the MCP server {self.name!r} was lost during the call{session.last_words()}")
-                return _error(f"the tool {tool!r} failed: {_reason(error)}")
+                    words = session.last_words()
+                    return failed_call(f"the MCP server {self.name!r} was lost during the call{words}", "lost")
+                return failed_call(f"the tool {tool!r} failed: {_reason(error)}")
         raise AssertionError("the last attempt returns")
 
     async def close(self) -> None:
@@ -371,7 +375,7 @@ def _result(result: types.CallToolResult) -> McpResult:
     parts = tuple(_part(block) for block in result.content)
     if not parts and result.structured_content is not None:
         parts = (Text(msgspec.json.encode(result.structured_content).decode()),)
-    return McpResult(parts, bool(result.is_error))
+    return McpResult(parts, "error" if result.is_error else "ok")
 
 
 def _part(block: Any) -> ResultPart:
@@ -396,8 +400,8 @@ def _resource(resource: Any) -> ResultPart:
     return Document(url, name) if kind == "application/pdf" else Text(f"[resource: {name}, {kind or 'unknown type'}]")
 
 
-def _error(message: str) -> McpResult:
-    return McpResult((Text(message),), is_error=True)
+def failed_call(message: str, status: CallStatus = "error") -> McpResult:
+    return McpResult((Text(message),), status)
 
 
 def _leaf(error: BaseException) -> Exception:

@@ -19,6 +19,7 @@ from modelyard.outbound import AddressGuard, host_name
 SCHEME = "mcp://"  # how a request names a server of the configuration where its protocol requires a URL
 _MAX_BY_URL = 32
 _IDLE_S = 300.0
+_OWN_HEADERS = frozenset({"host", "connection", "content-length", "content-type", "transfer-encoding", "upgrade"})
 
 _AddressKey = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -60,10 +61,15 @@ class McpServers:
             )
         return self.named(name)
 
-    def allowed_tools(self, name: str) -> list[str]:
-        """Globs of the tools that the configuration offers of this server; everything of one by URL."""
-        server = self.settings.servers.get(name)
-        return ["*"] if server is None else server.tools
+    def tool_globs(self, connection: McpConnection) -> list[str]:
+        """Which tools of a server are offered; all of one that the configuration does not have."""
+        if self._configured.get(connection.name) is not connection:
+            return ["*"]
+        return self.settings.servers[connection.name].tools
+
+    def metric_name(self, connection: McpConnection) -> str:
+        """Labels of servers by URL are the client's, and would be without number."""
+        return connection.name if self._configured.get(connection.name) is connection else "by_url"
 
     def _configured_name(self, server: ToolServer) -> str | None:
         if not server.url:
@@ -86,6 +92,9 @@ class McpServers:
                 f"MCP servers of {host[:200]!r} are not allowed; the setting mcp.allow_urls lists the hosts that are",
                 code="mcp_url_not_allowed",
             )
+        for name in server.headers:
+            if name.lower() in _OWN_HEADERS:
+                raise InvalidRequest(f"an MCP server's headers may not set {name!r}", param="tools")
         key = url, tuple(sorted(server.headers.items()))
         connection = self._by_url.get(key)
         if connection is None:

@@ -234,6 +234,10 @@ class Images:
         self._fetcher = ImageFetcher(settings)
         self._pdf = PdfReader(settings)
 
+    @property
+    def max_bytes(self) -> int:
+        return self._settings.max_bytes
+
     async def inline(self, request: Request) -> Request:
         for part in media_parts(request):
             if isinstance(part, Audio):

@@ -254,6 +254,8 @@ _SWITCHES: dict[str, tuple[Any, Any]] = {
     "thinking_mode": ("enabled", "disabled"),
     "reasoning": (True, False),
 }
+_TEMPLATE_CODE = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
+_SWITCH_IN_CODE = re.compile(rf"(?<![\w.'\"\[])(?:{'|'.join(_SWITCHES)})\b")  # not an attribute, key or string
 _PLACES = re.compile(r"\{query\}|\{document\}")
 _OPEN_REASONING = re.compile(r"<think(ing)?>\s*\Z")
 _RESERVED = frozenset({"messages", "range", "raise_exception", "strftime_now"})
@@ -502,6 +504,11 @@ def _cuts(tokenizer: Tokenizer, sources: str) -> list[str]:
 def _keep_reasoning(template: ChatTemplate) -> dict[str, Any]:
     """The switches of `_KEEP_REASONING` that this template has."""
     return {name: value for name, value in _KEEP_REASONING.items() if template.mentions(name)}
+
+
+def mentions_thinking_switch(template: str) -> bool:
+    """Whether the code of a template uses a variable that switches thinking: a good guess without rendering it."""
+    return any(_SWITCH_IN_CODE.search(code) for code in _TEMPLATE_CODE.findall(template))
 
 
 def _thinking_switches(template: ChatTemplate, enabled: bool) -> dict[str, Any]:

@@ -196,7 +196,8 @@ def glob_covers(wide: str, narrow: str) -> bool:
 
 
 class Target(Struct, frozen=True):
-    """Where a request goes. `allow_remote` is the route's consent; a key or a request may give it as well."""
+    """Where a request goes. `allow_remote` is the route's consent; a key or a request may give it as well. `route` is
+    the `match` of the route that led here, if one did."""
 
     model: str
     cache: str
@@ -204,6 +205,8 @@ class Target(Struct, frozen=True):
     strict: bool = False
     allow_remote: bool = False
     share_across_keys: bool = False
+    route: tuple[str, ...] = ()
+    mcp: tuple[str, ...] = ()  # servers whose tools the model is offered
 
 
 class Route(Struct, frozen=True):
@@ -274,8 +277,11 @@ class Router:
         )
 
 
-def target_of(cache: CacheEntry, *, allow_remote: bool = False) -> Target:
-    return Target(cache.model, cache.name, cache.info.window, cache.strict, allow_remote, cache.share_across_keys)
+def target_of(
+    cache: CacheEntry, *, allow_remote: bool = False, route: Sequence[str] = (), mcp: Sequence[str] = ()
+) -> Target:
+    window, shared = cache.info.window, cache.share_across_keys
+    return Target(cache.model, cache.name, window, cache.strict, allow_remote, shared, tuple(route), tuple(mcp))
 
 
 def build_router(
@@ -290,13 +296,21 @@ def build_router(
     `unnamed_model` answers requests that name none, as those of llama-server's clients, if there is no default."""
     catalog = build_catalog(models, caches, decoding or DecodingSettings())
 
-    def find(model: str | None, cache: str | None, setting: str, *, allow_remote: bool = False) -> Target:
+    def find(
+        model: str | None,
+        cache: str | None,
+        setting: str,
+        *,
+        allow_remote: bool = False,
+        route: Sequence[str] = (),
+        mcp: Sequence[str] = (),
+    ) -> Target:
         name = cache if cache is not None else model or ""
         found = catalog.caches.get(name) if cache is not None else catalog.find(name)
         if found is None:
             kind = "cache" if cache is not None else "model"
             raise InvalidRequest(f"{setting}: there is no {kind} {name!r}", param=setting)
-        return target_of(found, allow_remote=allow_remote)
+        return target_of(found, allow_remote=allow_remote, route=route, mcp=mcp)
 
     default = find(default_model, None, "default_model") if default_model else None
     unnamed = target_of(cache) if unnamed_model and (cache := catalog.find(unnamed_model)) is not None else None
@@ -304,7 +318,14 @@ def build_router(
         Route.of(
             route.match,
             route.endpoint,
-            find(route.model, route.cache, f"routes[{number}]", allow_remote=route.allow_remote),
+            find(
+                route.model,
+                route.cache,
+                f"routes[{number}]",
+                allow_remote=route.allow_remote,
+                route=route.match,
+                mcp=route.mcp,
+            ),
         )
         for number, route in enumerate(routes)
     ]

@@ -161,6 +161,11 @@ class RouteSettings(BaseModel):
     allow_remote: bool = Field(
         default=False, description="Allow requests on this route to use models that send data to another server."
     )
+    mcp: OneOrMore = Field(
+        default_factory=list,
+        description="MCP servers (of mcp.servers) whose tools the model is offered in every request of this route. The "
+        "gateway calls them; clients that do not know MCP see only the answer.",
+    )
 
     @model_validator(mode="after")
     def _require_target(self) -> Self:

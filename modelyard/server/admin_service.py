@@ -19,6 +19,8 @@ from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
 from modelyard.http.admin.context import ModelDetails, ReloadResult
 from modelyard.library.cache_dir import cache_dir
+from modelyard.mcp.servers import McpServers
+from modelyard.mcp.settings import McpSettings
 from modelyard.server.engine_factory import model_specs, override_schemas, with_overrides
 from modelyard.server.memory_estimate import available_memory, estimate_memory
 from modelyard.server.model_definition import ModelDefinition, define_later, define_model, trial_fault
@@ -211,11 +213,18 @@ class AdminService:
         router = config.router()
         self._pool.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
         self._gateway.router, self._gateway.models = router, models
+        self._reconfigure_mcp(config.mcp)
         self._config = config
         add_secrets(config_secrets(config, os.environ))
         add_paths(config_paths(config))
         self.fetch_tokenizers()
         return config_difference(before, config, tuple(str(problem) for problem in loaded.problems))
+
+    def _reconfigure_mcp(self, settings: McpSettings) -> None:
+        if self._gateway.mcp is not None:
+            self._gateway.mcp.reconfigure(settings)
+        elif settings.is_on:
+            self._gateway.mcp = McpServers(settings)
 
 
 def reread_config(load_config: ConfigLoader, before: Config) -> LoadedConfig:
@@ -259,7 +268,9 @@ def _fault(model: Model) -> ModelyardError | None:
 def define_models(config: Config, skip: Collection[str] = ()) -> dict[str, ModelDefinition]:
     """All but `skip`. Models of the library are defined at their first request: there may be many."""
     return {
-        name: (define_later if name in config.library_models else define_model)(entry, config.models[name])
+        name: define_later(entry, config.models[name], held)
+        if (held := config.library_models.get(name)) is not None
+        else define_model(entry, config.models[name])
         for name, entry in config.router().catalog.models.items()
         if name not in skip
     }

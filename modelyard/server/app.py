@@ -20,10 +20,11 @@ from modelyard.accounts.file import default_path as accounts_path
 from modelyard.accounts.keys import Key, read_keys
 from modelyard.accounts.settings import KeySettings
 from modelyard.chat_store import ChatStore, default_path
+from modelyard.config.load import ConfigSources
 from modelyard.config.secrets import config_paths, config_secrets
 from modelyard.config.settings import Config
 from modelyard.core.engine import Node
-from modelyard.core.errors import Unavailable
+from modelyard.core.errors import Cancelled, Unavailable
 from modelyard.core.lease import KeyLimits
 from modelyard.core.store import Store
 from modelyard.gateway.gateway import Gateway
@@ -34,11 +35,13 @@ from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import PeerGateways
 from modelyard.http.auth import check_bind
 from modelyard.library.cache_dir import cache_dir
+from modelyard.mcp.servers import McpServers
 from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
 from modelyard.prompt.images import Images
 from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import AdminService, ConfigLoader, define_models
+from modelyard.server.config_editor import ConfigEditor
 from modelyard.server.downloads import Downloads
 from modelyard.server.engine_factory import model_specs
 from modelyard.server.memory_estimate import available_memory
@@ -54,6 +57,11 @@ from modelyard.telemetry.system import SystemMonitor
 from modelyard.workbench.app import WorkbenchApp
 from modelyard.workbench.peer_proxy import host_socket_path, is_host_process, process_socket_path
 from modelyard.workers.remote_pool import RemotePool, RemoteStore
+
+_LIMITS_APART = (
+    "each gateway process counts the rate limits of this key by itself until the server is restarted: until then its "
+    "processes have no common scheduler"
+)
 
 
 class ServerApp(Struct):
@@ -99,6 +107,7 @@ def compose(
         models=models,
         leases=scheduler,
         images=Images(config.images),
+        mcp=McpServers(config.mcp, env) if config.mcp.is_on else None,
         metrics=metrics,
         history=History(config.log.history_requests),
         replay=ReplayMemory(store if shared else None),
@@ -110,6 +119,7 @@ def compose(
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
     service = AdminService(config, scheduler, gateway, load_config)
     accounts.on_change = lambda: scheduler.set_limits(key_limits(accounts.ring.keys))
+    accounts.on_revoked = lambda key: gateway.end_requests(key, Cancelled("the API key was revoked"))
     accounts.on_change()
     return ServerApp(
         config,
@@ -117,7 +127,7 @@ def compose(
         scheduler,
         gateway,
         service,
-        _build_http(config, accounts, scheduler, gateway, peer, service, store, on_ready),
+        _build_http(config, accounts, scheduler, gateway, peer, service, store, on_ready, env, load_config),
     )
 
 
@@ -169,6 +179,8 @@ def _build_http(
     service: AdminService,
     store: Store,
     on_ready: Callable[[], None],
+    env: Mapping[str, str],
+    load_config: ConfigLoader | None,
 ) -> ASGIApp:
     settings = config.log
     disk_captures = (
@@ -223,7 +235,12 @@ def _build_http(
         downloads,
         library.remove,
         accounts,
+        _LIMITS_APART if isinstance(scheduler, Scheduler) and env.get(INDEX_VARIABLE) else "",
         peers,
+        ConfigEditor(load_config, lambda: service.config, service.reload)
+        if isinstance(load_config, ConfigSources)
+        else None,
+        shares_scheduler=isinstance(scheduler, RemotePool),
     )
     workbench = WorkbenchApp(
         host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()

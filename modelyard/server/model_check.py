@@ -42,16 +42,21 @@ ModelFault = tuple[ConfigPath, str, ProblemLevel]
 _OPTIONS_THAT_SPLIT = ("n_gpu_layers", "llama_server_n_gpu_layers")  # such an engine puts the rest into RAM
 
 
-def check_models(loaded: LoadedConfig, estimates: Iterable[ModelMemory], machine: MachineMemory) -> list[ConfigProblem]:
-    """The problems of the sources and of all models on this machine, in the order of the files."""
+def check_models(
+    loaded: LoadedConfig, estimates: Iterable[ModelMemory], machine: MachineMemory, only: str | None = None
+) -> list[ConfigProblem]:
+    """The problems of the sources and of all models on this machine, in the order of the files; with `only`, those of
+    the sources and of one model."""
     config, memory = loaded.config, {each.model: each.memory for each in estimates}
     used = _used_models(loaded)
     found = [_graded(problem, used, config) for problem in loaded.problems]
     for entry in config.router().catalog.models.values():
+        if only not in (None, entry.name):
+            continue
         for path, message, level in _model_faults(config, entry, memory.get(entry.name), machine):
             graded: ProblemLevel = level if entry.name in used else "note"
             found.append(problem_at(loaded.layers, ("models", entry.name, *path), message, graded))
-    general = (*_server_faults(config), *_total_faults(config, memory, machine))
+    general = (*_server_faults(config), *_total_faults(config, memory, machine)) if only is None else ()
     found += [problem_at(loaded.layers, *each) for each in general]
     return with_lines(dict.fromkeys(found))
 

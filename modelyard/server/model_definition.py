@@ -13,11 +13,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from modelyard import plugins
-from modelyard.config.library_models import recommended_sampling
+from modelyard.config.library_models import LibraryModel, recommended_sampling
 from modelyard.config.settings import engine_options
 from modelyard.core.engine import Capabilities
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling, Text
+from modelyard.gateway.capabilities import THINKING_MODES, UNKNOWN_ENGINE
 from modelyard.gateway.model import Model, TextPipeline
 from modelyard.prompt.media import image_placeholder
 from modelyard.prompt.render import Renderer
@@ -74,14 +75,22 @@ def _recommended_sampling(module: Any, options: Any, notes: list[tuple[str, str]
     return Sampling(**values)
 
 
-def define_later(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
-    """A model that reads its files at its first request."""
+def define_later(entry: ModelEntry, settings: ModelSettings, held: LibraryModel) -> ModelDefinition:
+    """A model that reads its files at its first request. What it can do is told by what the library knows of it."""
     try:
         module = plugins.load("engines", entry.backend)
         kind = plugins.engine_kind(module, engine_options(settings))
     except ModelyardError as error:
         return ModelDefinition(_model(entry, "text", fault=error))
-    model = _model(entry, kind, remote=getattr(module, "REMOTE", False))
+    expected = replace(
+        UNKNOWN_ENGINE,
+        chat=held.is_chat,
+        embeddings=held.task == "embedding",
+        rerank=held.task == "reranking",
+        thinking_modes=THINKING_MODES if held.switches_thinking else THINKING_MODES[:1],
+        infill=False,
+    )
+    model = _model(entry, kind, remote=getattr(module, "REMOTE", False), capabilities=expected)
     return ModelDefinition(replace(model, define=lambda: define_model(entry, settings).model))
 
 

@@ -19,6 +19,17 @@ _INTERVALS = 360  # one hour
 _SAMPLES = 64  # per kind and interval: enough for a median and a 95th percentile in a plot
 
 
+class ToolRun(Struct, frozen=True, gc=False):
+    """One call of an MCP server's tool in a request. `status` is ok, error, timeout, lost, cancelled, limit, asked (the
+    client must approve it) or left_to_client (not run: the client has calls of its own to run first)."""
+
+    server: str
+    tool: str
+    status: str
+    seconds: float = 0.0
+    chars: int = 0  # of its result
+
+
 class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
     """One choice of one request. `status` is its finish reason or its error code."""
 
@@ -36,6 +47,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
     divergence: int | None = None  # the first token that was not in the KV cache
     evicted: bool = False
     reuse: CacheReuse | None = None  # None if unknown
+    calls: tuple[ToolRun, ...] = ()  # of MCP servers' tools
 
 
 class HistoryInterval(Struct):

@@ -117,6 +117,8 @@ _ALL = (
     _counter("system_prompt_changes_total", "Requests whose changed system prompt missed the cache", "cache"),
     _counter("joined_requests_total", "Requests that shared the generation of an identical running request", "model"),
     _counter("request_warnings_total", "Warnings about ignored parts of requests, by kind", "kind"),
+    _counter("tool_calls_total", "Calls of MCP servers' tools by their end", "server", "status"),
+    _histogram("tool_call_seconds", "Time that a call of an MCP server's tool took", "server", _SECONDS),
     _gauge("cpu_usage_percent", "CPU use of this program and its children; 100 is one core"),
     _gauge("memory_usage_bytes", "Resident memory of this program and its children"),
     # Every gateway process reports the same GPUs: a sum would count them once per process.
@@ -315,6 +317,8 @@ class Metrics:
         self._errors = _Counter("errors_total", snapshot)
         self._warnings = _Counter("request_warnings_total", snapshot)
         self._joined = _Counter("joined_requests_total", snapshot)
+        self._tool_calls = _Counter("tool_calls_total", snapshot)
+        self._tool_seconds = _Histogram("tool_call_seconds", snapshot)
         self._cache_requests = _Counter("cache_requests_total", snapshot)
         self._evaluated_tokens = _Counter("evaluated_tokens_total", snapshot)
         self._system_prompt_changes = _Counter("system_prompt_changes_total", snapshot)
@@ -352,6 +356,10 @@ class Metrics:
     def warned(self, kind: str) -> None:
         """Part of a request is ignored. `kind` must come from us, not from the client."""
         self._warnings.add((kind,))
+
+    def tool_called(self, server: str, status: str, seconds: float) -> None:
+        self._tool_calls.add((server, status))
+        self._tool_seconds.observe(server, seconds)
 
     def cache_lookup(self, cache: str, reuse: CacheReuse) -> None:
         labels = (cache, reuse.cause)

@@ -19,8 +19,8 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from modelyard.core.errors import InvalidRequest, TooLarge
 from modelyard.accounts.keys import KeyRing
+from modelyard.core.errors import InvalidRequest, TooLarge
 from modelyard.http.auth import Authenticator
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.server import loop_factory, make_server

@@ -21,8 +21,9 @@ from modelyard.engines.fake import engine as fake_engine
 from modelyard.engines.fake.script import Script, ScriptRule
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.prepared_request import PreparedRequest
-from modelyard.launch.agents import LaunchTarget, get_agent
-from modelyard.launch.launch import TargetServer, write_files
+from modelyard.launch.agents import get_agent
+from modelyard.launch.launch import TargetServer
+from modelyard.launch.plan import LaunchTarget, write_files
 from tests.e2e.helpers import wait_until
 from tests.live_server import LiveServer, live_server
 

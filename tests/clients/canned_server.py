@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from modelyard.launch.agents import LaunchTarget
+from modelyard.launch.plan import LaunchTarget
 from tests.clients.agent_bench import AgentBench
 
 REPLY = "CANNED-ANSWER"

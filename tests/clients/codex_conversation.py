@@ -7,7 +7,7 @@ import subprocess
 import threading
 from typing import Any, Self
 
-from modelyard.launch.agents import LaunchTarget
+from modelyard.launch.plan import LaunchTarget
 from tests.clients.agent_bench import DEADLINE, AgentBench
 
 

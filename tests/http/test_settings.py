@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from modelyard.accounts.settings import KeySettings
 from modelyard.http.settings import HttpSettings
 
 

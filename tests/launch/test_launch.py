@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from modelyard.cli.app import app
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unauthenticated, Unavailable
-from modelyard.launch.agents import PLACEHOLDER_KEY, LaunchTarget
 from modelyard.launch.launch import BACKGROUND_MODEL, LaunchOptions, TargetServer, TemporaryServer, launch_agent
+from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchTarget
 from tests.cli_process import DEADLINE, DEMO, MODELYARD, environment
 from tests.live_server import demo_config, live_server
 

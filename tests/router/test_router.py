@@ -169,7 +169,8 @@ def test_the_first_cache_of_a_model_is_its_default() -> None:
         "fast": CacheSettings(model="m", n_ctx=3),
     }
     router = build_router({"m": ModelSettings(), "n": ModelSettings()}, caches, [RouteSettings(match=["x"], model="m")])
-    assert router.resolve("x", "/") == router.resolve("m", "/") == Target("m", "slow", 2, strict=True)
+    assert router.resolve("m", "/") == Target("m", "slow", 2, strict=True)
+    assert router.resolve("x", "/") == Target("m", "slow", 2, strict=True, route=("x",))
     assert router.catalog.caches["slow"].info == CacheInfo(2, 1, "q8_0", "f16", "d")
 
 
@@ -186,8 +187,8 @@ def test_a_route_refers_to_a_cache_or_to_any_name_of_a_model() -> None:
     caches = {"one": CacheSettings(model="m", n_ctx=1), "two": CacheSettings(model="m", n_ctx=2)}
     routes = [RouteSettings(match=["a"], cache="two"), RouteSettings(match=["b"], model="big", allow_remote=True)]
     router = build_router(models, caches, routes, "big")
-    assert router.resolve("a", "/") == Target("m", "two", 2)
-    assert router.resolve("b", "/") == Target("m", "one", 1, allow_remote=True)
+    assert router.resolve("a", "/") == Target("m", "two", 2, route=("a",))
+    assert router.resolve("b", "/") == Target("m", "one", 1, allow_remote=True, route=("b",))
     assert router.resolve("unheard of", "/") == Target("m", "one", 1)
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from modelyard.core.engine import CacheInfo, EngineInfo, MemoryEstimate
 from modelyard.core.errors import ModelyardError
-from modelyard.core.lease import LeaseRequest
+from modelyard.core.lease import KeyLimits, LeaseRequest
 from modelyard.core.pool import ModelSnapshot, ModelSpec
 from modelyard.scheduler.memory_planner import MemoryLimits, MemoryPlanner
 from modelyard.scheduler.pooled_model import Clock
-from modelyard.core.lease import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.scheduler.settings import SchedulerOptions
 

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from modelyard.accounts.keys import Key
 from modelyard.cli.models import explain_model
 from modelyard.config.load import load_config
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.http.auth import Key
 from modelyard.server.app import ServerApp, collect_garbage, compose
 from tests import cli_process
 from tests.live_server import demo_config, live_server
@@ -53,8 +53,8 @@ def test_a_public_bind_address_needs_a_key():
 def test_keys_come_from_the_given_environment():
     env = {"MODELYARD_API_KEY": "secret"}
     server_app = compose(load_config(env=env, overrides={"http": {"host": "0.0.0.0"}}).config, env)
-    assert [type(key) for key in server_app.keys] == [Key]
-    assert [key.name for key in server_app.keys] == ["env"]
+    assert [type(key) for key in server_app.accounts.ring.keys] == [Key]
+    assert [key.name for key in server_app.accounts.ring.keys] == ["env"]
 
 
 def test_a_broken_model_fails_alone_with_its_reason(tmp_path: Path):

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.errors import Unavailable
-from modelyard.launch.agents import AIDER, CLAUDE, npm_platform
+from modelyard.launch.agents import AGENTS, npm_platform
 from setup import clients
+
+AIDER, CLAUDE = AGENTS["aider"], AGENTS["claude"]
 
 
 def npm(folder: Path, text: str) -> dict[str, str]:
@@ -40,7 +42,20 @@ def test_missing_npm_and_unknown_agents_are_errors(tmp_path: Path, capsys: pytes
     with pytest.raises(Unavailable, match=r"Claude Code needs npm, which is missing: install Node\.js 20"):
         clients.commands(CLAUDE, tmp_path, None)
     assert clients.main(["unknown"]) == 1
-    assert "choose one of aider, claude, codex, continue, gemini, opencode, qwen" in capsys.readouterr().err
+    assert "choose one of aider, claude, cline, codex, continue, crush" in capsys.readouterr().err
+
+
+def test_an_agent_that_no_registry_has_is_not_installed_and_is_not_among_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path))
+    assert clients.main(["crush"]) == 1
+    assert "no registry has the program of Crush; install it with: npm install" in capsys.readouterr().err
+    installed: list[str] = []
+    monkeypatch.setattr(clients, "install", lambda agent, env: installed.append(agent.title))
+    assert clients.main([]) == 0
+    assert "goose" in installed
+    assert {"Crush", "Zed", "Roo Code"}.isdisjoint(installed)
 
 
 def test_an_agent_is_installed_once_and_an_incomplete_one_again(tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ import pytest
 from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, NotFound, RateLimited, Unavailable
-from modelyard.core.lease import LeaseRequest
+from modelyard.core.lease import KeyLimits, LeaseRequest
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
 from modelyard.engines.fake.engine import FakeTextEngine
-from modelyard.core.lease import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.app import compose
 from modelyard.store import MemoryStore

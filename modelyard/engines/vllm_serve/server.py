@@ -18,6 +18,7 @@ import msgspec
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import ModelyardError
+from modelyard.engines.hf_folder import read_template
 from modelyard.engines.managed import ListenAddress, ManagedServer, ServerCommand, child_environment, find_program
 from modelyard.engines.vllm import model_folder
 from modelyard.engines.vllm.log_parser import failure_reason
@@ -196,15 +197,6 @@ def switches_thinking(template: str | None) -> bool:
 
 
 def model_template(options: VllmServeOptions) -> str | None:
-    """The chat template in the folder of the model: a file, or a field of tokenizer_config.json."""
+    """The chat template in the folder of the model."""
     path = model_folder.find_folder(options.model_name)
-    if path is None:
-        return None
-    try:
-        if (file := path / "chat_template.jinja").is_file():
-            return file.read_text("utf-8")
-        config: Any = msgspec.json.decode((path / "tokenizer_config.json").read_bytes())
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
-        return None
-    template = config.get("chat_template") if isinstance(config, dict) else None
-    return template if isinstance(template, str) else None
+    return None if path is None else read_template(path)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from modelyard.accounts.accounts import Accounts
 from modelyard.chat_store import ChatStore
@@ -61,6 +61,36 @@ class ModelDownloads(Protocol):
     def cancel(self, id: str) -> Any: ...
 
 
+class ConfigChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A change of one model, cache or route in a configuration file. `set` has values by the names of fields; `unset`
+    returns fields to their defaults. A route has an `index`, and `to` is its new place. `file`: by default the one that
+    has it. `revision` is that of the file which the client has seen; another one is refused. `force` writes a model
+    that does not run on this machine."""
+
+    section: Literal["models", "caches", "routes"]
+    name: str = ""
+    index: int | None = None
+    set: dict[str, Any] = {}
+    unset: list[str] = []
+    is_new: bool = field(default=False, name="new")
+    remove: bool = False
+    to: int | None = None
+    file: str = ""
+    revision: str | None = None
+    force: bool = False
+
+
+class ConfigEditing(Protocol):
+    """Implemented by `modelyard.server.config_editor`. The values are JSON or structs for the reply."""
+
+    async def overview(self) -> Any: ...
+    async def fields(
+        self, section: Literal["models", "caches", "routes"], name: str, values: dict[str, Any]
+    ) -> Any: ...
+    async def preview(self, change: ConfigChange) -> Any: ...
+    async def apply(self, change: ConfigChange) -> Any: ...
+
+
 class AdminContext(Struct, frozen=True):
     pool: Pool
     gateway: Gateway
@@ -72,4 +102,7 @@ class AdminContext(Struct, frozen=True):
     downloads: ModelDownloads
     remove_model: Callable[[str], Awaitable[None]]  # from the library, with its files
     accounts: Accounts
+    limits_warning: str = ""  # why the rate limits of a new key do not hold for the whole server
     peers: PeerGateways = PeerGateways()
+    editor: ConfigEditing | None = None  # None: the configuration does not come from files
+    shares_scheduler: bool = False  # with other gateways, which then follow a reload

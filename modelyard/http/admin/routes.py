@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, Body, Depends, Query
+from fastapi.routing import APIRoute
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 
@@ -21,7 +22,9 @@ from modelyard.core.errors import BY_ADMINISTRATOR, Cancelled, InvalidRequest, N
 from modelyard.core.pool import ModelSnapshot, ModelStateChange, Pool
 from modelyard.core.request import Caller
 from modelyard.http.admin import schemas
+from modelyard.http.admin.config import ConfigRoutes
 from modelyard.http.admin.context import AdminContext
+from modelyard.http.admin.keys import KeyRoutes
 from modelyard.http.admin.peers import merge_requests
 from modelyard.http.request_context import RequestContext, read_body
 from modelyard.http.settings import HttpSettings
@@ -40,10 +43,28 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 def admin_router(context: AdminContext, settings: HttpSettings) -> APIRouter:
     routes = AdminRoutes(context, settings)
-    router = APIRouter(prefix="/v1/admin", tags=["admin"], dependencies=[Depends(routes.refresh)])
-    for method, path, call, summary in routes.endpoints():
+    router = APIRouter(
+        prefix="/v1/admin", tags=["admin"], dependencies=[Depends(routes.refresh)], route_class=JsonRoute
+    )
+    others = (*KeyRoutes(context, settings).endpoints(), *ConfigRoutes(context, settings).endpoints())
+    for method, path, call, summary in (*routes.endpoints(), *others):
         router.add_api_route(path, call, methods=[method], summary=summary, response_class=Response)
     return router
+
+
+class JsonRoute(APIRoute):
+    """Every body is JSON, whatever its content type says: `curl -d` calls it a form. `Origin` keeps web pages of others
+    out, not the content type."""
+
+    def get_route_handler(self) -> Callable[[StarletteRequest], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def as_json(request: StarletteRequest) -> Response:
+            others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+            scope = {**request.scope, "headers": [*others, (b"content-type", b"application/json")]}
+            return await handle(StarletteRequest(scope, request.receive))
+
+        return as_json
 
 
 class AdminRoutes:

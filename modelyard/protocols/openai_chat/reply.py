@@ -115,7 +115,7 @@ def write_model(card: ModelCard) -> bytes:
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
-    """OpenAI's fields, plus the context length and the state."""
+    """OpenAI's fields, plus the context length, the state and what the model can do."""
     return {
         "id": card.id,
         "object": "model",
@@ -128,4 +128,5 @@ def _model(card: ModelCard) -> dict[str, Any]:
         "state": card.state,
         "aliases": card.aliases,
         "modalities": card.modalities,
+        "capabilities": card.capabilities,
     }

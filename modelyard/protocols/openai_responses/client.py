@@ -26,6 +26,7 @@ from modelyard.core.events import (
 )
 from modelyard.core.request import (
     Audio,
+    Document,
     Image,
     Message,
     Part,

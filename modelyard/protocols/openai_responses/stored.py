@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply
 from modelyard.core.request import Message, Request, ToolCall
-from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.json import JsonObject, encode
+from modelyard.protocols.common.openai_lists import PageQuery, write_page
 from modelyard.protocols.openai_responses.client import write_items
+from modelyard.protocols.openai_responses.conversations import shown_item
 from modelyard.protocols.openai_responses.reply import split_instructions, write_reply
 
 
@@ -26,13 +31,16 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 
-def encode_stored(request: Request, reply: Reply) -> bytes:
+def make_stored(request: Request, response: bytes, reply: Reply | None = None) -> StoredResponse:
     """`instructions` apply to one response only and are not kept. Neither is an incomplete call: it has no result."""
     _, messages = split_instructions(request)
-    blocks = () if request.warm_up else reply.blocks
+    blocks = () if request.warm_up or reply is None else reply.blocks
     parts = (block.part for block in blocks if block.complete or not isinstance(block.part, ToolCall))
-    answer = Message("assistant", tuple(parts))
-    return _encoder.encode(StoredResponse((*messages, answer), write_reply([reply], request), request.warm_up))
+    return StoredResponse((*messages, Message("assistant", tuple(parts))), response, request.warm_up)
+
+
+def encode_stored(request: Request, reply: Reply) -> bytes:
+    return _encoder.encode(make_stored(request, write_reply([reply], request), reply))
 
 
 def decode_stored(stored: bytes) -> StoredResponse:
@@ -46,13 +54,31 @@ def prepend_stored(stored: StoredResponse, request: Request) -> Request:
     return replace(request, messages=(*system, *earlier, *request.messages[len(system) :]))
 
 
-def write_input_items(stored: StoredResponse, *, newest_first: bool = True) -> bytes:
-    """The input of a stored response, in one page."""
-    items = [{"id": f"item_{index}"} | item for index, item in enumerate(write_items(stored.messages[:-1]))]
-    if newest_first:
+_ALL = PageQuery("", 1 << 30, newest_first=True)
+
+
+def write_input_items(stored: StoredResponse, query: PageQuery = _ALL, include: Iterable[str] = ()) -> bytes:
+    """A page of the input of a stored response."""
+    items = [
+        {"id": f"item_{index}", "status": "completed"} | _with_annotations(item)
+        for index, item in enumerate(write_items(stored.messages[:-1]))
+    ]
+    if query.newest_first:
         items.reverse()
-    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return encode({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
+    start = 0
+    if query.after:
+        start = next((at for at, item in enumerate(items, 1) if item["id"] == query.after), -1)
+        if start < 0:
+            raise InvalidRequest(f"after: the response has no item {query.after[:100]!r}", param="after")
+    page, wanted = items[start : start + query.limit], tuple(include)
+    shown = [shown_item(encode(item), wanted) for item in page]
+    return write_page(shown, [item["id"] for item in page], start + query.limit < len(items))
+
+
+def _with_annotations(item: JsonObject) -> JsonObject:
+    if item["type"] != "message" or item["role"] != "assistant":
+        return item
+    return item | {"content": [{"annotations": [], "logprobs": []} | part for part in item["content"]]}
 
 
 def write_deleted(id: str) -> bytes:

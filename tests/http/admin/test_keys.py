@@ -1,0 +1,237 @@
+"""Keys over the admin API: created, changed and revoked while the server runs, and their usage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from modelyard.server.app import ServerApp
+from tests.http.app_client import URL, load_all, make_app
+from tests.live_server import demo_config
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+BOSS = {"authorization": "Bearer boss-secret"}
+
+
+def config(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    return {**demo_config(), "accounts": {"path": str(tmp_path / "accounts.sqlite")}, **more}
+
+
+def with_boss(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    return config(tmp_path, keys=[{"name": "boss", "key": "boss-secret", "admin": True}], **more)
+
+
+def client_of(app: ServerApp, **headers: str) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app.app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url=URL, headers=headers)
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[ServerApp]:
+    made = make_app(with_boss(tmp_path))
+    await load_all(made)
+    yield made
+    await made.stop()
+    await made.gateway.close()
+    await made.accounts.close()
+
+
+@pytest.fixture
+async def boss(app: ServerApp) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(app, **BOSS) as client:
+        yield client
+
+
+async def create(boss: httpx.AsyncClient, **body: Any) -> Any:
+    reply = await boss.post("/v1/admin/keys", json={"name": "team", **body})
+    assert reply.status_code == 201, reply.text
+    return reply.json()
+
+
+async def chat(app: ServerApp, secret: str, **body: Any) -> httpx.Response:
+    async with client_of(app, authorization=f"Bearer {secret}") as client:
+        return await client.post("/v1/chat/completions", json={**CHAT, **body})
+
+
+# --- create, change, revoke -------------------------------------------------------------------------------------------
+
+
+async def test_a_created_key_works_and_its_secret_is_shown_once(app: ServerApp, boss: httpx.AsyncClient) -> None:
+    made = await create(boss, models=["demo"], requests_per_minute=100)
+    assert (made["source"], made["state"], made["models"]) == ("created", "active", ["demo"])
+    assert made["secret"].startswith("my-") and made["secret"].endswith(made["hint"][1:])
+    assert (await chat(app, made["secret"])).status_code == 200
+    listed = await boss.get("/v1/admin/keys")
+    assert [key["name"] for key in listed.json()["data"]] == ["boss", "team"]
+    assert made["secret"] not in listed.text
+    assert "digest" not in listed.text
+    assert listed.headers["cache-control"] == "no-store"
+
+
+async def test_the_secret_is_neither_in_the_file_nor_in_the_log(
+    app: ServerApp, boss: httpx.AsyncClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        secret = (await create(boss))["secret"]
+        await chat(app, secret)
+        await chat(app, secret[:-1])
+    await app.accounts.sync()
+    assert secret not in caplog.text
+    files = list(tmp_path.glob("accounts.sqlite*"))
+    assert files
+    assert all(secret.encode() not in file.read_bytes() for file in files)
+
+
+async def test_a_revoked_key_is_refused_at_once_and_its_name_is_not_given_again(
+    app: ServerApp, boss: httpx.AsyncClient
+) -> None:
+    made = await create(boss)
+    revoked = await boss.delete(f"/v1/admin/keys/{made['id']}")
+    assert (revoked.status_code, revoked.json()["state"]) == (200, "revoked")
+    assert (await chat(app, made["secret"])).status_code == 401
+    names = [key["name"] for key in (await boss.get("/v1/admin/keys")).json()["data"]]
+    assert names == ["boss"]
+    names = [key["name"] for key in (await boss.get("/v1/admin/keys?revoked=true")).json()["data"]]
+    assert names == ["boss", "team"]
+    again = await boss.post("/v1/admin/keys", json={"name": "team"})
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "key_exists")
+    assert (await boss.delete(f"/v1/admin/keys/{made['id']}")).status_code == 404
+
+
+async def test_a_running_request_ends_when_its_key_is_revoked(tmp_path: Path) -> None:
+    more = demo_config([{"steps": [{"text": "so far"}, {"hang": True}]}])
+    app = make_app({**with_boss(tmp_path), "models": more["models"]})
+    await load_all(app)
+    async with client_of(app, **BOSS) as boss:
+        made = await create(boss)
+
+        async def revoke() -> None:
+            while not app.gateway.running():
+                await asyncio.sleep(0)
+            await boss.delete(f"/v1/admin/keys/{made['id']}")
+
+        revoking = asyncio.create_task(revoke())
+        reply = await chat(app, made["secret"])
+        await revoking
+    assert reply.status_code >= 400
+    assert "revoked" in reply.text
+    await app.stop()
+    await app.accounts.close()
+
+
+async def test_keys_survive_a_restart_and_so_does_their_revocation(app: ServerApp, tmp_path: Path) -> None:
+    async with client_of(app, **BOSS) as boss:
+        kept = await create(boss)
+        gone = await create(boss, name="gone")
+        await boss.delete(f"/v1/admin/keys/{gone['id']}")
+    second = make_app(with_boss(tmp_path))
+    await load_all(second)
+    assert (await chat(second, kept["secret"])).status_code == 200
+    assert (await chat(second, gone["secret"])).status_code == 401
+    await second.stop()
+    await second.accounts.close()
+
+
+async def test_another_process_learns_of_a_change_when_it_exchanges_with_the_file(
+    app: ServerApp, tmp_path: Path
+) -> None:
+    second = make_app(with_boss(tmp_path))
+    await load_all(second)
+    async with client_of(app, **BOSS) as boss:
+        made = await create(boss)
+        await second.accounts.sync()
+        assert (await chat(second, made["secret"])).status_code == 200
+        await boss.delete(f"/v1/admin/keys/{made['id']}")
+    async with client_of(second, **BOSS) as other:
+        await other.get("/v1/admin/keys?own=true")  # what the first process asks of the others
+    assert (await chat(second, made["secret"])).status_code == 401
+    await second.stop()
+    await second.accounts.close()
+
+
+async def test_a_change_takes_effect_at_once(app: ServerApp, boss: httpx.AsyncClient) -> None:
+    made = await create(boss)
+    path = f"/v1/admin/keys/{made['id']}"
+    changed = (await boss.patch(path, json={"models": ["other"], "max_concurrent": 3})).json()
+    assert (changed["models"], changed["max_concurrent"]) == (["other"], 3)
+    refused = await chat(app, made["secret"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+    await boss.patch(path, json={"models": []})
+    assert (await chat(app, made["secret"])).status_code == 200
+    await boss.patch(path, json={"expires": "2020-01-01"})
+    assert (await chat(app, made["secret"])).json()["error"]["code"] == "key_expired"
+
+
+async def test_rate_limits_of_a_created_key_hold(app: ServerApp, boss: httpx.AsyncClient) -> None:
+    made = await create(boss, requests_per_minute=1)
+    assert (await chat(app, made["secret"])).status_code == 200
+    limited = await chat(app, made["secret"])
+    assert limited.status_code == 429
+    assert "1 requests a minute" in limited.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "name"),
+        ({"name": ""}, "name"),
+        ({"name": "a\nb"}, "name"),
+        ({"name": "x" * 65}, "name"),
+        ({"name": "a", "secret": "mine"}, "secret"),
+        ({"name": "a", "requests_per_minute": 0}, "requests_per_minute"),
+        ({"name": "a", "expires": "tomorrow"}, "expires"),
+        ({"name": "a", "budget_period": "week"}, "budget_period"),
+        ({"name": "a", "models": [""]}, "models.0"),
+    ],
+)
+async def test_a_bad_key_is_refused_with_the_field(boss: httpx.AsyncClient, body: Any, param: str) -> None:
+    reply = await boss.post("/v1/admin/keys", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_key_of_the_configuration_is_read_only(boss: httpx.AsyncClient) -> None:
+    for reply in (
+        await boss.delete("/v1/admin/keys/config:boss"),
+        await boss.patch("/v1/admin/keys/config:boss", json={"admin": False}),
+    ):
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "key_is_configured")
+    taken = await boss.post("/v1/admin/keys", json={"name": "boss"})
+    assert taken.status_code == 409
+
+
+async def test_only_an_admin_key_manages_keys(app: ServerApp, boss: httpx.AsyncClient) -> None:
+    made = await create(boss)
+    async with client_of(app, authorization=f"Bearer {made['secret']}") as client:
+        assert (await client.get("/v1/admin/keys")).status_code == 403
+        assert (await client.post("/v1/admin/keys", json={"name": "mine", "admin": True})).status_code == 403
+
+
+# --- the first key and the last one -----------------------------------------------------------------------------------
+
+
+async def test_a_server_without_keys_gets_an_admin_key_first(tmp_path: Path) -> None:
+    app = make_app(config(tmp_path))
+    async with client_of(app) as client:
+        refused = await client.post("/v1/admin/keys", json={"name": "team"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "first_key_not_admin")
+        made = await create(client, admin=True)
+        assert (await client.get("/v1/admin/models")).status_code == 401
+    async with client_of(app, authorization=f"Bearer {made['secret']}") as admin:
+        other = await create(admin, name="other")
+        for reply in (
+            await admin.delete(f"/v1/admin/keys/{made['id']}"),
+            await admin.patch(f"/v1/admin/keys/{made['id']}", json={"admin": False}),
+        ):
+            assert (reply.status_code, reply.json()["error"]["code"]) == (409, "last_admin_key")
+        await admin.delete(f"/v1/admin/keys/{other['id']}")
+        assert (await admin.delete(f"/v1/admin/keys/{made['id']}")).status_code == 200
+    async with client_of(app) as client:
+        assert (await client.get("/v1/admin/models")).status_code == 200, "a loopback server without keys is open again"
+    await app.stop()
+    await app.accounts.close()

@@ -1,0 +1,82 @@
+"""A plan's files, and the plan as shell commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from modelyard.core.errors import Unavailable
+from modelyard.launch.plan import LaunchPlan, shell_script, write_files
+
+# The shell commands that `--print` shows do in a real shell what the launcher does.
+
+
+def test_shell_script_sets_variables_writes_files_and_runs_the_program(tmp_path: Path) -> None:
+    settings, state = tmp_path / "a folder" / "s.json", tmp_path / "state.json"
+    plan = LaunchPlan(
+        arguments=("--model", "a b"),
+        env={"NAME": "it's $HOME"},
+        unset=("SECRET",),
+        files={settings: '{"a": "$HOME"}\n'},
+        initial_files={state: "first"},
+        notes=("It is small.",),
+    )
+    script = shell_script(plan, "agent", ["-p", "say 'hi'"])
+    assert script.startswith("# It is small.\n")
+    agent = 'agent() { printf "%s|" "$NAME" "${SECRET-none}" "$@"; }\n'
+    env = {"SECRET": "x", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["sh", "-c", agent + script], env=env, capture_output=True)
+    assert done.stdout.decode() == "it's $HOME|none|--model|a b|-p|say 'hi'|", done.stderr
+    assert settings.read_text() == '{"a": "$HOME"}\n'
+    assert state.read_text() == "first"
+
+    state.write_text("changed by the agent")
+    subprocess.run(["sh", "-c", agent + script], env=env, capture_output=True, check=True)
+    assert state.read_text() == "changed by the agent"
+
+
+def test_shell_script_shows_what_to_add_to_a_users_own_file() -> None:
+    plan = LaunchPlan(user_settings={Path("/home/ada/settings.json"): {"a": 1}})
+    script = shell_script(plan, "zed", [])
+    assert script.startswith("# Add to /home/ada/settings.json, which is yours")
+    assert '#     "a": 1\n' in script
+    assert all(line.startswith("#") for line in script.splitlines()[:-1])
+
+
+# --- the user's own files ---------------------------------------------------------------------------------------------
+
+
+def test_settings_are_added_to_a_users_file_once_and_the_old_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text('{\n  // mine\n  "theme": "dark",\n}\n')
+    plan = LaunchPlan(user_settings={path: {"server": {"url": "x"}}})
+    (told,) = write_files(plan)
+    (backup,) = tmp_path.glob("settings.json.*.bak")
+    assert str(backup) in told
+    assert backup.read_text() == '{\n  // mine\n  "theme": "dark",\n}\n'
+    assert '// mine\n  "theme": "dark"' in path.read_text()
+    assert '"server": {' in path.read_text()
+    before = path.read_text()
+    assert write_files(plan) == []
+    assert (path.read_text(), len(list(tmp_path.iterdir()))) == (before, 2)
+
+
+def test_a_missing_file_is_created_and_a_users_own_value_is_kept_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "editor" / "settings.json"
+    plan = LaunchPlan(user_settings={path: {"server": {"url": "ours"}}})
+    assert write_files(plan) == [f"added the server to {path}"]
+    assert json.loads(path.read_text()) == {"server": {"url": "ours"}}
+    path.write_text('{"server": {"url": "mine"}}')
+    assert write_files(plan) == [f"{path} keeps its own value of server.url"]
+    assert path.read_text() == '{"server": {"url": "mine"}}'
+
+
+def test_a_file_that_cannot_be_read_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text('{"theme": ')
+    with pytest.raises(Unavailable, match=r"settings\.json is not JSON, so nothing was added to it: the text ends"):
+        write_files(LaunchPlan(user_settings={path: {"a": 1}}))
+    assert [each.name for each in tmp_path.iterdir()] == ["settings.json"]
