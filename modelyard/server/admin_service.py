@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from modelyard.accounts.keys import read_keys
 from modelyard.config.problems import ConfigError
 from modelyard.config.secrets import config_paths, config_secrets, public_settings
 from modelyard.config.settings import Config, LoadedConfig
@@ -19,9 +20,10 @@ from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
 from modelyard.http.admin.context import ModelDetails, ReloadResult
 from modelyard.library.cache_dir import cache_dir
+from modelyard.library.progress import ProgressReporter
 from modelyard.mcp.servers import McpServers
 from modelyard.mcp.settings import McpSettings
-from modelyard.server.engine_factory import model_specs, override_schemas, with_overrides
+from modelyard.server.engine_factory import model_specs, override_schemas, prepare_engines, with_overrides
 from modelyard.server.memory_estimate import available_memory, estimate_memory
 from modelyard.server.model_definition import ModelDefinition, define_later, define_model, trial_fault
 from modelyard.telemetry.masking import add_paths, add_secrets
@@ -35,7 +37,7 @@ _FILES_ELSEWHERE = ("model_file_missing", "tokenizer_missing")  # faults of a mo
 _IN_USE = ("loading", "ready", "draining")  # states in which a reload must not break a model
 _LOG_WAIT_S = 2.0
 # Sections that take effect at the start only.
-_NEEDS_RESTART = ("http", "keys", "log", "store", "images", "scheduler")
+_NEEDS_RESTART = ("http", "log", "store", "images", "scheduler")
 
 ConfigLoader = Callable[[], LoadedConfig]
 
@@ -162,6 +164,9 @@ class AdminService:
         self._busy = True
         try:
             loaded = await asyncio.to_thread(reread_config, self._reread, self._config)
+            if not isinstance(self._pool, RemotePool):  # otherwise the engines are set up where they run
+                progress = ProgressReporter(write_line=logging.getLogger("modelyard.library").info)
+                await asyncio.to_thread(prepare_engines, loaded.config, progress, self._config)
             kept = _unchanged(self._config, loaded.config, self._gateway.models) if keep_unchanged else {}
             definitions = await asyncio.to_thread(define_models, loaded.config, kept)
             defined = kept | {name: definition.model for name, definition in definitions.items()}
@@ -213,6 +218,7 @@ class AdminService:
         router = config.router()
         self._pool.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
         self._gateway.router, self._gateway.models = router, models
+        self._gateway.accounts.configure(read_keys(config.keys), config.prices(), config.accounts.currency)
         self._reconfigure_mcp(config.mcp)
         self._config = config
         add_secrets(config_secrets(config, os.environ))

@@ -207,15 +207,22 @@ def _describe(backend: str, spec: EngineSpec) -> str:
     return "\n".join((backend, spec.options.model_dump_json(), repr(caches), repr(spec.modalities), repr(spec.python)))
 
 
-def prepare_engines(config: Config, progress: ProgressReporter) -> None:
-    """Set up the engines of the enabled models at their first use. A failure is an error if no other engine is left."""
-    backends = {model.backend for model in config.models.values() if model.enabled and model.backend}
-    failed = {}
-    for backend in sorted(backends & set(plugins.names("engines"))):
+def prepare_engines(config: Config, progress: ProgressReporter, before: Config | None = None) -> None:
+    """At their first use, set up the engines of all models that are loaded at the start or by a request; after a change
+    of the configuration, those that `before` had no use for. A failure is an error if all models that are loaded at the
+    start need the engine."""
+    at_start = {model.backend for model in config.models.values() if model.enabled and model.backend}
+    is_start, done, failed = before is None, _loadable_backends(before), set[str]()
+    for backend in sorted((_loadable_backends(config) - done) & set(plugins.names("engines"))):
         try:
             plugins.prepare(plugins.load("engines", backend), progress)
         except ModelyardError as error:
-            failed[backend] = error
-            if len(failed) == len(backends):
+            failed.add(backend)
+            if is_start and at_start and failed >= at_start:
                 raise
             logging.getLogger("modelyard.engines").warning("%s cannot be used: %s", backend, error.message)
+
+
+def _loadable_backends(config: Config | None) -> set[str]:
+    models = config.models.values() if config is not None else ()
+    return {model.backend for model in models if model.backend and (model.enabled or model.autoload)}

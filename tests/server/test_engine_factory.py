@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,22 @@ import pytest
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.core.pool import ModelSpec
+from modelyard.engines import llama_cpp
 from modelyard.engines.fake.engine import FakeTextEngine
+from modelyard.library.progress import ProgressReporter
 from modelyard.router.settings import CacheSettings
-from modelyard.server.engine_factory import allowed_overrides, model_specs, override_schemas, with_overrides
+from modelyard.server.engine_factory import (
+    allowed_overrides,
+    model_specs,
+    override_schemas,
+    prepare_engines,
+    with_overrides,
+)
 from modelyard.workers.process_engine import ProcessTextEngine
 from tests.live_server import demo_config
+from tests.server.test_admin_service import config_with_reply, reloadable_server
 
 
 def engine_spec(config: dict[str, Any] | None = None, **model: Any) -> ModelSpec:
@@ -215,3 +225,57 @@ def test_an_override_may_have_each_name_that_the_configuration_knows(sent: str, 
         with pytest.raises(InvalidRequest) as refused:
             with_overrides(before, "m", bad)
         assert refused.value.param == list(bad)[-1]
+
+
+class EngineSetup:
+    """Counts how often llama.cpp is set up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.fault = 0, ""
+        monkeypatch.setattr(llama_cpp, "prepare", self._prepare)
+
+    def _prepare(self, _: ProgressReporter) -> None:
+        self.count += 1
+        if self.fault:
+            raise Unavailable(self.fault)
+
+
+@pytest.mark.parametrize(("use", "count"), [({"enabled": True}, 1), ({"autoload": True}, 1), ({}, 0)])
+def test_an_engine_is_set_up_for_every_model_that_the_start_or_a_request_loads(
+    use: dict[str, bool], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = EngineSetup(monkeypatch)
+    model = {"backend": "llama_cpp", "path": "/models/m.gguf", "enabled": False} | use
+    loaded = load_config(env={}, overrides={"models": {"m": model, "plain": {"backend": "fake"}}}).config
+    prepare_engines(loaded, ProgressReporter(write_line=print))
+    assert setup.count == count
+    prepare_engines(loaded, ProgressReporter(write_line=print), loaded)  # a change of something else
+    assert setup.count == count
+
+
+def test_a_failed_set_up_ends_the_start_only_if_every_enabled_model_needs_that_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = EngineSetup(monkeypatch)
+    setup.fault = "no network"
+    progress = ProgressReporter(write_line=print)
+    file = {"backend": "llama_cpp", "path": "/models/m.gguf"}
+    by_request = load_config(env={}, overrides={"models": {"m": file | {"enabled": False, "autoload": True}}}).config
+    prepare_engines(by_request, progress)
+    assert "llama_cpp cannot be used: no network" in caplog.text
+    enabled = load_config(env={}, overrides={"models": {"m": file | {"enabled": True}}}).config
+    prepare_engines(enabled, progress, by_request.model_copy(update={"models": {}}))  # at a reload
+    with pytest.raises(Unavailable, match="no network"):
+        prepare_engines(enabled, progress)
+
+
+async def test_a_reload_sets_up_the_engine_of_a_new_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = EngineSetup(monkeypatch)
+    async with reloadable_server(tmp_path / "a.json", config_with_reply("Hi.")) as (server, client):
+        more = config_with_reply("Hi.")
+        more["models"]["new"] = {"backend": "llama_cpp", "path": "/models/m.gguf", "enabled": False, "autoload": True}
+        server.write(more)
+        assert (await client.post("/v1/admin/reload")).json()["added"] == ["new"]
+        assert setup.count == 1
+        assert (await client.post("/v1/admin/reload")).status_code == 200
+        assert setup.count == 1
