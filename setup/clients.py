@@ -43,9 +43,7 @@ def install(agent: Agent, env: Mapping[str, str]) -> Path:
 
 def commands(agent: Agent, folder: Path, npm: str | None) -> list[list[str]]:
     if not agent.version:
-        raise Unavailable(
-            f"no package registry has the program of {agent.title}; install it with: {agent.install_command}"
-        )
+        raise Unavailable(f"no registry has the program of {agent.title}; install it with: {agent.install_command}")
     if agent.source == "PyPI":
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
         return [[sys.executable, "-m", "venv", str(folder)], [*pip, agent.requirement]]

@@ -63,12 +63,9 @@ class Accounts:
 
     def configure(self, keys: Sequence[Key], prices: Mapping[str, Price], currency: str) -> None:
         """A new configuration."""
+        before, self.ledger.prices, self.currency = self.ring.keys, prices, currency
         self.ring.configure(keys)
-        self.ledger.prices, self.currency = prices, currency
-        self._changed()
-
-    def set_prices(self, prices: Mapping[str, Price]) -> None:
-        self.ledger.prices = prices
+        self._compare(before)
 
     # --- the request path ---------------------------------------------------------------------------------------------
 
@@ -164,14 +161,14 @@ class Accounts:
         self._revoked = tuple(key for key in found if key.revoked is not None)
         before = self.ring.keys
         self.ring.set_created(found)
+        self._compare(before)
+
+    def _compare(self, before: Sequence[Key]) -> None:
         if self.ring.keys != before:
-            self._changed()
+            self.ledger.set_keys(self.ring.keys, self._clock())
+            self.on_change()
             for name in {key.name for key in before} - self.ring.by_name.keys():
                 self.on_revoked(name)
-
-    def _changed(self) -> None:
-        self.ledger.set_keys(self.ring.keys, self._clock())
-        self.on_change()
 
     # --- usage --------------------------------------------------------------------------------------------------------
 

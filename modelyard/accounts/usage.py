@@ -189,6 +189,22 @@ class UsageLedger:
                 budget.tokens += counts.prompt + counts.output
                 budget.cost += counts.cost
 
+    def series(self, currency: str) -> dict[str, dict[tuple[str, ...], float]]:
+        """As metrics. The currency is a label: sums of two currencies would mean nothing."""
+        found: dict[str, dict[tuple[str, ...], float]] = {
+            "usage_requests_total": {},
+            "usage_failed_total": {},
+            "usage_tokens_total": {},
+            "usage_cost_total": {},
+        }
+        for at, counts in self.totals().items():
+            found["usage_requests_total"][at] = counts.requests
+            found["usage_failed_total"][at] = counts.failed
+            found["usage_cost_total"][*at, currency] = counts.cost
+            for kind in ("prompt", "cached", "output", "reasoning"):
+                found["usage_tokens_total"][*at, kind] = getattr(counts, kind)
+        return found
+
     def totals(self) -> dict[tuple[str, str], UsageCounts]:
         """By key and model, since the start of this process."""
         found = {at: UsageCounts() for at in self.written}

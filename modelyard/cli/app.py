@@ -12,11 +12,12 @@ from modelyard.cli.config import check, schema
 from modelyard.cli.config_files import config_app
 from modelyard.cli.console import out
 from modelyard.cli.diagnostics import doctor, explain, parse
+from modelyard.cli.keys import keys_app
 from modelyard.cli.measure import BENCH_HELP, OPTIMIZE_HELP, bench, optimize
 from modelyard.cli.models import models_app, pull, rm
 from modelyard.cli.pool import logs, ps, status, stop
 from modelyard.cli.run import run
-from modelyard.cli.serve import keys, launch, scheduler, serve, workbench, worker
+from modelyard.cli.serve import launch, scheduler, serve, workbench, worker
 from modelyard.cli.setup import setup
 
 EPILOG = """
@@ -49,11 +50,12 @@ for panel, commands in {
     _LIBRARY: (pull, rm),
     _SETUP: (setup, doctor, check, schema),
     _MEASURE: (explain, parse),
-    _CLUSTER: (scheduler, worker, keys),
+    _CLUSTER: (scheduler, worker),
 }.items():
     for command in commands:
         app.command(rich_help_panel=panel)(command)
 app.add_typer(models_app, name="models", rich_help_panel=_LIBRARY)
+app.add_typer(keys_app, name="keys", rich_help_panel=_SERVER)
 app.add_typer(config_app, name="config", rich_help_panel=_SETUP)
 app.command(help=BENCH_HELP, rich_help_panel=_MEASURE)(bench)
 app.command(help=OPTIMIZE_HELP, rich_help_panel=_MEASURE)(optimize)

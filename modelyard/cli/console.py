@@ -7,6 +7,7 @@ wait for engines and HTTP clients.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -95,6 +96,12 @@ def fail(error: ModelyardError) -> NoReturn:
 def print_problem(problem: ConfigProblem) -> None:
     colour = {"error": "red", "unavailable": "yellow", "warning": "yellow", "note": "dim"}[problem.level]
     err.print(f"[{colour}]{problem.level}[/{colour}] {escape(str(problem))}", soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

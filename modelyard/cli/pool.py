@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
@@ -21,6 +21,7 @@ from modelyard.cli.console import (
     complete_models,
     fail,
     out,
+    print_json,
     print_table,
     run_or_exit,
 )
@@ -38,10 +39,6 @@ _FOLLOW_S = 0.5
 ServedModel = Annotated[
     str | None, typer.Argument(help="A model of the server, by name or alias.", autocompletion=complete_models)
 ]
-
-
-def print_json(value: Any) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 # --- ps ---------------------------------------------------------------------------------------------------------------

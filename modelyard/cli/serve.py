@@ -18,7 +18,6 @@ from modelyard.cli.console import (
     UrlOption,
     err,
     load_or_exit,
-    out,
     print_problem,
     run_or_exit,
 )
@@ -119,17 +118,6 @@ def worker(
     raise typer.Exit(run_or_exit(run_worker_for, loaded.config, scheduler, listen, reload))
 
 
-def keys(
-    file: Annotated[Path, typer.Argument(help="The file to create; everyone who can read it can join the cluster.")],
-) -> None:
-    """Create the keys with which the members of a cluster authenticate each other and encrypt their messages."""
-    from modelyard.workers.transport import generate_keys, write_keys
-
-    run_or_exit(write_keys, file, generate_keys())
-    line = f"{file}: copy it to every member, and set workers.keys to its path there."
-    out.print(line, markup=False, soft_wrap=True)
-
-
 def workbench(
     url: UrlOption = None,
     port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 takes a free one.")] = 8010,
@@ -144,10 +132,10 @@ def workbench(
 
 
 def launch(
-    agent: Annotated[str, typer.Argument(help="One of claude, codex, opencode, continue and aider.")],
+    agent: Annotated[str, typer.Argument(help="One of claude, codex, gemini, opencode, qwen, goose, cline, crush, continue, aider, roo and zed.")],
     own: Annotated[list[str] | None, typer.Argument(help="After --: arguments for the agent.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Any model name of the server; default: the first that it lists.")
+        str | None, typer.Option(help="Any model name of the server; default: the first that suits the agent.")
     ] = None,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -156,7 +144,7 @@ def launch(
 ) -> None:
     """Run a coding agent on a local model. If no server runs, one is started for as long as the agent runs.
 
-    For example: [bold]modelyard launch claude -- --resume[/bold]. The agent's own settings are not changed.
+    For example: [bold]modelyard launch claude -- --resume[/bold]. Your own settings of an agent are not changed.
     """
     from modelyard.launch.launch import LaunchOptions, launch_agent, launch_script
 

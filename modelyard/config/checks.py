@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -31,6 +32,7 @@ def check_config(config: Config, merged: Table, env: Mapping[str, str]) -> Itera
         yield from _check_kv_types(name, model, config.caches)
     yield from _check_caches(config, models, caches)
     yield from _check_routes(config, merged.get("routes"), public, caches)
+    yield from _check_mcp(config, merged, env)
     yield from _check_unreachable_routes(config.routes)
     yield from _check_aliases(config)
     yield from _check_keys(config, env)
@@ -180,6 +182,23 @@ def _check_routes(
         if cache and model and isinstance(wanted, str) and wanted not in {cache.model, *model.aliases}:
             message = f"cache {target!r} belongs to {cache.model!r}, not to {wanted!r}; leave model out."
             yield ("routes", number, "model"), message, "error"
+
+
+def _check_mcp(config: Config, merged: Table, env: Mapping[str, str]) -> Iterator[ConfigFinding]:
+    servers = _named_tables(_named_tables(merged, "mcp"), "servers")
+    for number, route in enumerate(config.routes):
+        for name in route.mcp:
+            if name not in servers:
+                yield ("routes", number, "mcp"), _unknown("MCP server", name, servers), "error"
+    for name, server in config.mcp.servers.items():
+        for variable in (*server.env_from, *filter(None, [server.token_env])):
+            if not env.get(variable):
+                setting = "token_env" if variable == server.token_env else "env_from"
+                message = f"the environment variable {variable!r} is not set."
+                yield ("mcp", "servers", name, setting), message, "warning"
+    if config.mcp.is_on and find_spec("mcp") is None:
+        message = "MCP servers need the Python package 'mcp': install it with pip install 'modelyard[mcp]'."
+        yield ("mcp",), message, "unavailable"
 
 
 def _check_unreachable_routes(routes: list[RouteSettings]) -> Iterator[ConfigFinding]:

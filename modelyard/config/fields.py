@@ -199,7 +199,8 @@ def _kind(types: Sequence[Json]) -> tuple[FieldKind, tuple[str, ...]]:
     kinds = {"choice" if tuple(_words(each)) else str(each.get("type", "")) for each in types}
     if kinds == {"choice"}:
         return "choice", words
-    if len(kinds) == 1 and (plain := _PLAIN_KINDS.get(*kinds)) is not None:
+    plain = _PLAIN_KINDS.get(next(iter(kinds))) if len(kinds) == 1 else None
+    if plain is not None:
         return plain, ()
     items = next((each.get("items", {}) for each in types if each.get("type") == "array"), None)
     if items is not None and kinds <= {"array", "string"} and items.get("type") in ("string", "integer", "number"):

@@ -1,7 +1,7 @@
 """Changes the text of a configuration file and writes it, with a backup beside it.
 
-Comments and order stay: only the lines of what changes are touched. A comment directly above a section belongs to it. Each
-new text is read back and compared with what was meant; a syntax that cannot be edited is refused, never guessed.
+Comments and order stay: only the lines of what changes are touched. A comment directly above a section belongs to it.
+Each new text is read back and compared with what was meant; a syntax that cannot be edited is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -266,9 +266,9 @@ class TomlText:
 
     def with_value(self, path: ConfigPath, value: Any) -> Iterator[str]:
         for statement in self._statements:
-            if not statement.is_header and path[: len(statement.path)] == statement.path:
-                if (text := self._with_changed_statement(statement, path, value)) is not None:
-                    yield text
+            holds = not statement.is_header and path[: len(statement.path)] == statement.path
+            if holds and (text := self._with_changed_statement(statement, path, value)) is not None:
+                yield text
         key, section = path[-1], path[:-1]
         block = next((block for block in self._blocks() if block.path == section), None)
         if block is not None:

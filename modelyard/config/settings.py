@@ -12,10 +12,12 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, Va
 
 from modelyard import plugins
 from modelyard.accounts.settings import AccountSettings, KeySettings
+from modelyard.accounts.usage import Price
 from modelyard.config.library_models import EMBEDDED_SOURCE, LIBRARY_SOURCE, LibraryModel, folder_backend
 from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import ModelyardError
+from modelyard.gateway.batches import BatchSettings
 from modelyard.http.settings import HttpSettings
 from modelyard.library.model_files import find_model_file, find_model_folder, leads_to_gguf
 from modelyard.mcp.settings import McpSettings
@@ -45,6 +47,7 @@ class Config(BaseModel):
     store: StoreSettings = Field(
         default=StoreSettings(), description="Data kept between requests, such as stored responses."
     )
+    batches: BatchSettings = Field(default=BatchSettings(), description="Uploaded files and batches of requests.")
     images: ImageSettings = Field(default=ImageSettings(), description="Images that requests name by URL.")
     mcp: McpSettings = Field(
         default=McpSettings(), description="MCP servers, whose tools the gateway calls for a model."
@@ -86,6 +89,14 @@ class Config(BaseModel):
 
     def mark(self, library_models: Mapping[str, LibraryModel], is_embedded: bool) -> None:
         self._library_models, self._is_embedded = library_models, is_embedded
+
+    def prices(self) -> dict[str, Price]:
+        """Of the models that have one."""
+        found = {name: model.price for name, model in self.models.items() if model.price is not None}
+        return {
+            name: Price(p.input, p.input if p.cached_input is None else p.cached_input, p.output)
+            for name, p in found.items()
+        }
 
     def router(self) -> Router:
         return build_router(

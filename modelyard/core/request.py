@@ -252,7 +252,6 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None  # of MCP servers' tools
-    shows_server_calls: bool = False  # the reply has the calls of MCP servers' tools and their results
     sampling: Sampling = DEFAULT_SAMPLING
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

@@ -181,7 +181,7 @@ class BackgroundResponses:
         while True:
             record = await self._settled(id, key)  # first: the events of one that has ended are all stored
             pieces = await self._store.page(self._records.parts(id, key), after=name, limit=_PIECES)
-            for name, data in pieces:  # noqa: B007 - the next page begins after the last one
+            for name, data in pieces:
                 frames = _split(data)
                 has_ended = frames[-1].startswith(_LAST_EVENTS)
                 if wanted := frames[max(0, position - int(name)) :]:

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from modelyard.accounts.accounts import Accounts
 from modelyard.accounts.keys import may_use
 from modelyard.core.engine import (
     Accepted,
@@ -96,7 +97,7 @@ from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.constraints import constrain
 from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
 from modelyard.gateway.model import Model
-from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, output_budget
+from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, estimated_tokens, output_budget
 from modelyard.gateway.priority import priority
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.gateway.request_work import RequestWork
@@ -147,7 +148,9 @@ class Gateway:
         replay: ReplayMemory | None = None,
         stored: StoredResponses | None = None,
         mcp: McpServers | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
+        self.accounts = accounts or Accounts()
         self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
         self.history = history or History(_HISTORY_REQUESTS)
         self.capabilities = CapabilityCache()
@@ -192,6 +195,7 @@ class Gateway:
     ) -> PreparedRequest:
         """`server_tools` are those of an earlier round of the request."""
         began, urgency = time.perf_counter(), caller.priority or priority(request)
+        self.accounts.check_budget(caller.key)
         target, model, engine = self._resolve(request.model, caller, request.allow_remote)
         if model.define is not None:
             model = await self._defined(model)
@@ -248,6 +252,7 @@ class Gateway:
         is_shareable = prepared.is_shareable()
         if is_shareable and (shared := self._dedup.find(prepared)) is not None:
             self.metrics.request_joined(prepared.model.name)
+            self.accounts.add(prepared.caller.key, prepared.model.name, Usage())
             return shared
         ticket = self.leases.request(prepared.lease_request())
         if not ticket.granted:
@@ -505,6 +510,7 @@ class Gateway:
 
     async def _resolve_reader(self, name: str, caller: Caller) -> tuple[Target, Model, Capabilities]:
         """As `_resolve`, with what the model can do."""
+        self.accounts.check_budget(caller.key)
         target, model, engine = self._resolve(name, caller)
         if model.define is not None:
             model = await self._defined(model)
@@ -583,6 +589,7 @@ class Gateway:
         finally:
             ticket.cancel()
             timings = Timings(queue=queued, total=time.perf_counter() - (caller.arrived or began))
+            cost = self.accounts.add(caller.key, target.model, usage, failed=failed)
             self.history.add(
                 RequestRecord(
                     trace=caller.trace,
@@ -595,6 +602,7 @@ class Gateway:
                     failed=failed,
                     usage=usage,
                     timings=timings,
+                    cost=cost,
                 )
             )
 
@@ -1007,6 +1015,7 @@ class ChoiceStream:
             # An engine that is closed at the same time may report its own reason.
             error = self._cancel_reason or last.error
             last, usage, status = Failed(error), self.output.usage, error.code or error.kind
+        cost = self._bill(usage, failed=isinstance(last, Failed))
         record = RequestRecord(
             trace=caller.trace,
             model=model.name,
@@ -1022,6 +1031,7 @@ class ChoiceStream:
             divergence=accepted.divergence if accepted is not None else None,
             evicted=accepted is not None and accepted.evicted,
             reuse=self.reuse,
+            cost=cost,
         )
         if prepared.server_tools is None:
             gateway.history.add(record)
@@ -1030,6 +1040,15 @@ class ChoiceStream:
         if self._lease is not None:
             self._lease.spend(self.output.usage.output)
         return last
+
+    def _bill(self, usage: Usage, *, failed: bool) -> float:
+        """Count the request for its key, and what it costs. A prompt that no engine has accepted is free."""
+        prepared, choice, tools = self.prepared, self.choice, self.prepared.server_tools
+        billed = prepared.billed_usage(choice, usage) if self.output.emitted_start else Usage()
+        is_first = choice == 0 and (tools is None or not tools.records)  # choice of the first round
+        return self._gateway.accounts.add(
+            prepared.caller.key, prepared.model.name, billed, failed=failed, requests=int(is_first)
+        )
 
     # --- a second attempt -----------------------------------------------------------------------------------------
 
@@ -1074,6 +1093,8 @@ class ChoiceStream:
             return
         self._closed = True
         self._gateway.forget(self)
+        if not self.output.over:  # the server stops, or the connection is broken
+            self._bill(self.output.usage, failed=True)
         if self._generation is None:
             self._ticket.cancel()
         elif self.output.slot_free:
@@ -1454,6 +1475,7 @@ class ChatOutput:
 
     def _last(self, event: Finished | Failed) -> Finished | Failed:
         if isinstance(event, Failed):
+            self._count_so_far()
             return event
         self.usage = event.usage
         rendered = self._rendered
@@ -1472,7 +1494,16 @@ class ChatOutput:
 
     def fail(self, error: ModelyardError) -> list[Event]:
         self.over = True
+        self._count_so_far()
         return [Failed(error)]
 
+    def _count_so_far(self) -> None:
+        """A server that reports its usage at the end has not reported any."""
+        prompt, output = self.usage.prompt, self.usage.output
+        if self.has_output and not prompt:
+            prompt = estimated_tokens(self._prepared.request)
+        self.usage = msgspec.structs.replace(self.usage, prompt=prompt, output=max(output, self.tokens))
 
-EventSource = ChoiceStream | MultiChoiceStream | SharedReader | ToolRounds  # what `Gateway.start` returns; all read alike
+
+# What `Gateway.start` returns; all read alike.
+EventSource = ChoiceStream | MultiChoiceStream | SharedReader | ToolRounds

@@ -11,7 +11,7 @@ from modelyard.core.engine import Capabilities, Media, Prompt, ReasoningBudget, 
 from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.events import Usage
 from modelyard.core.lease import LeaseRequest
-from modelyard.core.request import Caller, Constraint, Priority, Request, Sampling
+from modelyard.core.request import Caller, Constraint, Priority, Request, Sampling, Text
 from modelyard.gateway.model import Model
 from modelyard.gateway.priority import background_task_id
 from modelyard.gateway.server_tools import ServerTools
@@ -39,6 +39,17 @@ def output_budget(prompt_tokens: int, requested: int | None, window: int, strict
             raise OutputOverflow(prompt_tokens, requested, window)
         return OutputBudget(free, "window")
     return OutputBudget(requested, "max_tokens")
+
+
+_CHARS_PER_TOKEN = 4
+
+
+def estimated_tokens(request: Request) -> int:
+    """Of a prompt whose tokens only another server could count."""
+    parts = (part for message in request.messages for part in message.parts)
+    chars = sum(len(part.text) for part in parts if isinstance(part, Text))
+    prompts = sum(len(p) // (_CHARS_PER_TOKEN if isinstance(p, str) else 1) for p in request.prompts)
+    return prompts + chars // _CHARS_PER_TOKEN
 
 
 class RenderedPrompt(Struct, frozen=True, gc=False):

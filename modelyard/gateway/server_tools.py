@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from msgspec import Struct, field
@@ -54,8 +54,9 @@ class ServerTools(Struct):
 
     servers: McpServers
     by_name: dict[str, ServerTool]
+    is_shown: bool = True  # the request names servers, so its reply has their calls
     lists: tuple[ToolList, ...] = ()
-    approvals: tuple[str, ...] = ()  # ids of calls that the client has approved and that are run first
+    approved: tuple[ToolCall, ...] = ()  # calls that the client has just approved, which are run first
     runs: list[ToolRun] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)  # of the rounds
 
@@ -87,11 +88,11 @@ async def offer_tools(
     for (server, connection), tools in zip(found.values(), listed, strict=True):
         globs = servers.tool_globs(connection)
         offered.add(server, connection, [tool for tool in tools or () if _matches(tool.name, globs)])
-    messages, approvals = _prepared_messages(request.messages, offered.by_name)
+    messages, approved = _adapt_messages(request.messages, offered.by_name)
     lists = tuple(made for made in offered.lists if not found[made.server][0].is_listed)
     choice = _choice(request.tool_choice, offered.by_name)
     adapted = replace(request, tools=tuple(offered.tools), messages=messages, tool_choice=choice)
-    return adapted, ServerTools(servers, offered.by_name, lists, approvals)
+    return adapted, ServerTools(servers, offered.by_name, bool(named), lists, approved)
 
 
 def _matches(name: str, globs: Iterable[str]) -> bool:
@@ -159,27 +160,31 @@ def _choice(choice: ToolChoice, by_name: dict[str, ServerTool]) -> ToolChoice:
     )
 
 
-def _prepared_messages(
+def _adapt_messages(
     messages: tuple[Message, ...], by_name: dict[str, ServerTool]
-) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """Earlier calls under the names that the model knows now, an empty result for each call that the client has just
-    approved, and the ids of those."""
+) -> tuple[tuple[Message, ...], tuple[ToolCall, ...]]:
+    """Earlier calls of servers' tools as calls of the functions that they are for the model, an empty result for each
+    call that the client has just approved, and those calls."""
+    calls = [part for message in messages for part in message.parts if isinstance(part, ToolCall) and part.server]
+    approvals = [part.call_id for message in messages for part in message.parts if isinstance(part, ToolApproval)]
+    if not calls and not approvals:
+        return messages, ()
+    by_id = {call.id: call for call in calls}
     names = {(tool.label, tool.name): name for name, tool in by_name.items()}
-    approvals: list[str] = []
+    for id in approvals:
+        if id not in by_id or (by_id[id].server, by_id[id].name) not in names:
+            raise InvalidRequest(
+                f"the approved call {id!r} is unknown, or its MCP server is not among the tools", param="input"
+            )
 
     def adapted(part: Part) -> Part:
         if isinstance(part, ToolCall) and part.server is not None:
-            return replace(part, name=names.get((part.server, part.name), part.name))
-        if isinstance(part, ToolApproval):
-            approvals.append(part.call_id)
-            return ToolResult(part.call_id)
-        return part
+            return replace(part, name=names.get((part.server, part.name), part.name), server=None)
+        return ToolResult(part.call_id) if isinstance(part, ToolApproval) else part
 
-    def is_plain(part: Part) -> bool:
-        return not isinstance(part, ToolApproval) and not (isinstance(part, ToolCall) and part.server is not None)
+    made = tuple(replace(message, parts=tuple(map(adapted, message.parts))) for message in messages)
+    return made, tuple(adapted_call(by_id[id], names) for id in approvals)
 
-    made = tuple(
-        message if all(map(is_plain, message.parts)) else replace(message, parts=tuple(map(adapted, message.parts)))
-        for message in messages
-    )
-    return made, tuple(approvals)
+
+def adapted_call(call: ToolCall, names: Mapping[tuple[str, str], str]) -> ToolCall:
+    return replace(call, name=names[call.server or "", call.name])

@@ -6,8 +6,9 @@ Each round is a generation of its own, by `Gateway.prepare` and `Gateway.generat
 The calls of one turn run at the same time. The round is the last one if the model calls no server's tool, if it also
 calls a tool of the client, or if a call needs the client's approval. Whatever goes wrong with a call is its result.
 
-A client whose protocol does not show these calls gets the texts of all rounds as one answer. If the model calls tools
-of both in one turn, such a client would never send the server's call back: it is not run, and the model can repeat it.
+The reply to a request that names servers has their calls. A client that does not know about them, because its route
+lists the servers, gets the texts of all rounds as one answer. If the model calls tools of both in one turn, it would
+never send the server's call back: that call is not run, and the model can repeat it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from modelyard.core.errors import Cancelled, ContextOverflow, Internal, InvalidRequest, ModelyardError
+from modelyard.core.errors import Cancelled, ContextOverflow, Internal, ModelyardError
 from modelyard.core.events import (
     Block,
     BlockDelta,
@@ -39,7 +40,6 @@ from modelyard.core.request import (
     Audio,
     Image,
     Message,
-    Part,
     Request,
     ResultPart,
     Text,
@@ -76,8 +76,8 @@ class ToolRounds:
         self._request = prepared.request
         self._cancelled: ModelyardError | None = None
         self._calls: set[asyncio.Task[McpResult]] = set()
-        self._source: EventSource | None = None if tools.approvals else gateway.generate(prepared, capture)
-        self._output = _Output(prepared.request.shows_server_calls, tools)
+        self._source: EventSource | None = None if tools.approved else gateway.generate(prepared, capture)
+        self._output = _Output(tools)
         self._usage, self._timings = Usage(), Timings()
         self._recorded = False
         self._made = 0  # calls so far
@@ -129,7 +129,7 @@ class ToolRounds:
             yield [self._record(Failed(Internal(f"{type(error).__name__} between two rounds")))]
 
     async def _rounds(self) -> AsyncIterator[list[Event]]:
-        if self.tools.approvals:
+        if self.tools.approved:
             yield self._output.start(self.prepared)
             async for events in self._run_approved():
                 yield events
@@ -147,7 +147,7 @@ class ToolRounds:
             if not calls:
                 yield [self._last(turn.finished)]
                 return
-            if turn.has_other_calls and not self._request.shows_server_calls:
+            if turn.has_other_calls and not self.tools.is_shown:
                 self.tools.runs += [_not_run(tool, "left_to_client") for _, tool in calls]
                 yield [self._last(replace(turn.finished, reason="tool_calls"))]
                 return
@@ -217,14 +217,7 @@ class ToolRounds:
 
     async def _run_approved(self) -> AsyncIterator[list[Event]]:
         """The calls that the client has approved, before the model goes on."""
-        calls = {part.id: part for part in _parts(self._request) if isinstance(part, ToolCall)}
-        wanted: list[tuple[ToolCall, ServerTool]] = []
-        for id in self.tools.approvals:
-            call = calls.get(id)
-            tool = None if call is None else self.tools.by_name.get(call.name)
-            if call is None or tool is None or call.server != tool.label:
-                raise InvalidRequest(f"the approved call {id!r} is unknown, or its server is not in tools", param="input")
-            wanted.append((call, tool))
+        wanted = [(call, self.tools.by_name[call.name]) for call in self.tools.approved]
         results: dict[str, ToolResult] = {}
         async for call, result in self._run_calls(wanted):
             results[result.call_id] = result
@@ -237,9 +230,8 @@ class ToolRounds:
         self, calls: Sequence[tuple[ToolCall, ServerTool]]
     ) -> AsyncIterator[tuple[ToolCall, ToolResult]]:
         """All at the same time; their results in the order of the calls. Ends early if the request is cancelled."""
-        tasks = [
-            asyncio.ensure_future(self._call(call, tool, number)) for number, (call, tool) in enumerate(calls, self._made)
-        ]
+        numbered = enumerate(calls, self._made)
+        tasks = [asyncio.ensure_future(self._call(call, tool, number)) for number, (call, tool) in numbered]
         self._made += len(tasks)
         self._calls.update(tasks)
         self.running_tools = tuple(f"{tool.label}.{tool.name}" for _, tool in calls)
@@ -267,9 +259,9 @@ class ToolRounds:
             run = ToolRun(tool.label, tool.name, made.status, seconds, chars)
             self.tools.runs.append(run)
             self._gateway.metrics.tool_called(self.tools.servers.metric_name(tool.connection), made.status, seconds)
-            ms = round(seconds * 1000)
             level = logging.INFO if made.status == "ok" else logging.WARNING
-            log_event(log, level, "tool call", server=tool.label, tool=tool.name, status=made.status, ms=ms, chars=chars)
+            fields = {"server": run.server, "tool": run.tool, "status": run.status, "chars": chars}
+            log_event(log, level, "tool call", ms=round(seconds * 1000), **fields)
 
     async def _run_tool(self, call: ToolCall, tool: ServerTool, number: int) -> McpResult:
         limit = self.tools.servers.settings.max_calls
@@ -335,6 +327,7 @@ class ToolRounds:
             timings=self._timings if isinstance(last, Finished) else base.timings,
             reuse=tools.records[0].reuse if tools.records else None,
             calls=tuple(tools.runs),
+            cost=sum(record.cost for record in tools.records),
         )
         self._gateway.history.add(made)
         return last
@@ -359,11 +352,8 @@ class _Turn:
 
     def server_calls(self) -> list[tuple[ToolCall, ServerTool]]:
         """The complete calls of servers' tools."""
-        return [
-            (block.part, tool)
-            for block in self.blocks
-            if isinstance(block.part, ToolCall) and block.complete and (tool := self._tools.by_name.get(block.part.name))
-        ]
+        calls = [block.part for block in self.blocks if isinstance(block.part, ToolCall) and block.complete]
+        return [(call, tool) for call in calls if (tool := self._tools.by_name.get(call.name)) is not None]
 
     @property
     def has_other_calls(self) -> bool:
@@ -377,8 +367,8 @@ class _Output:
     """The events of all rounds as one stream for the client: one Started, blocks that are counted on, and the calls of
     servers' tools under their own names, or not at all."""
 
-    def __init__(self, shows_calls: bool, tools: ServerTools) -> None:
-        self._shows_calls, self._tools = shows_calls, tools
+    def __init__(self, tools: ServerTools) -> None:
+        self._shows_calls, self._tools = tools.is_shown, tools
         self._index = -1  # of the newest block
         self._is_started = self._is_hidden = False
         self._has_text = self._needs_paragraph = False
@@ -463,10 +453,6 @@ def _shortened(content: Sequence[ResultPart], limit: int) -> list[ResultPart]:
 
 def _not_run(tool: ServerTool, status: str) -> ToolRun:
     return ToolRun(tool.label, tool.name, status)
-
-
-def _parts(request: Request) -> list[Part]:
-    return [part for message in request.messages for part in message.parts]
 
 
 def _with_results(message: Message, results: dict[str, ToolResult]) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -93,6 +94,20 @@ class Authenticator:
             code="origin_not_allowed",
         )
 
+    def act_for(self, context: RequestContext, name: str) -> None:
+        """Admit what runs without its client, with the key of this name; "" on a server without keys."""
+        if not name and not self._keys.keys:
+            return
+        now = time.time()
+        key = next((key for key in self._keys.keys if key.name == name and key.state(now) == "active"), None)
+        if key is None:
+            raise Unauthenticated(f"the API key {name!r} was revoked, or has expired")
+        self._use(context, key)
+
+    def _use(self, context: RequestContext, key: Key) -> None:
+        context.key, context.admin, context.allowed = key.name, key.admin, key.models
+        context.allow_remote, context.forbid_remote = key.allow_remote is True, key.allow_remote is False
+
     def _identify(self, context: RequestContext) -> None:
         if not self._keys.keys and self._is_loopback:
             context.admin = True  # no keys: a user of the loopback address owns the server
@@ -100,8 +115,7 @@ class Authenticator:
             return
         key = self._keys.match(_secrets(context.headers))
         if key is not None:
-            context.key, context.admin, context.allowed = key.name, key.admin, key.models
-            context.allow_remote, context.forbid_remote = key.allow_remote is True, key.allow_remote is False
+            self._use(context, key)
         elif not self._is_open(context.path):
             raise Unauthenticated(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'"

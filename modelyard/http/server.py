@@ -27,12 +27,16 @@ from modelyard import __version__
 from modelyard.accounts.keys import KeyRing
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.core.protocol import WireProtocol
+from modelyard.gateway.batches import Batches
+from modelyard.gateway.files import Files
 from modelyard.gateway.gateway import Gateway
 from modelyard.http import ollama, tokens
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.routes import admin_router
 from modelyard.http.auth import Authenticator
+from modelyard.http.batches import BatchEndpoints, FileEndpoints, LineExecutor, MessageBatchEndpoints
 from modelyard.http.connection import LimitedConnection
+from modelyard.http.conversations import ConversationEndpoints
 from modelyard.http.engine_lookups import EngineLookups
 from modelyard.http.errors import as_modelyard_error, load_protocol, write_error
 from modelyard.http.gemini import gemini_routes
@@ -70,6 +74,8 @@ class HttpContext(Struct, frozen=True):
     admin: AdminContext | None = None  # None: no admin API
     workbench: ASGIApp | None = None
     library: ollama.LibraryOperations | None = None  # None: models cannot be pulled, created or removed over HTTP
+    files: Files | None = None
+    batches: Batches | None = None
 
 
 def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp:
@@ -89,14 +95,17 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
             Exception: _on_error,
         },
     )
-    inference = _inference_routes(context)
-    app.router.routes[:0] = [*inference, *_token_routes(context), *_lookup_routes(context)]
+    inference, token_routes = _inference_routes(context), _token_routes(context)
+    app.router.routes[:0] = [*inference, *token_routes, *_lookup_routes(context), *_stored_routes(context)]
     app.router.routes += page_routes() if settings.docs else []
     if context.admin is not None:
         app.include_router(admin_router(context.admin, settings))
     describe(app)
     handlers = {route.path: route.app for route in inference}
     authenticator = Authenticator(settings, context.keys)
+    if context.batches is not None:
+        runnable = {route.path: route.app for route in (*inference, *token_routes)}
+        context.batches.execute = LineExecutor(runnable, authenticator)
     metrics = context.gateway.metrics
     middleware = RequestMiddleware(app, handlers, settings, authenticator, metrics, context.workbench)
     if context.gateway.stored is not None:
@@ -133,7 +142,7 @@ def _inference_routes(context: HttpContext) -> list[Route]:
     return routes
 
 
-def _token_routes(context: HttpContext) -> list[BaseRoute]:
+def _token_routes(context: HttpContext) -> list[Route]:
     chat, common = load_protocol("openai_chat"), (context.gateway, context.settings, context.captures)
     embeddings = tokens.EmbeddingsEndpoint(load_protocol("openai_embeddings"), *common)
     ranking = tokens.RerankEndpoint(load_protocol("rerank"), *common)
@@ -177,13 +186,22 @@ def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
         *tags.routes(),
         *gemini_routes(context.gateway, context.settings, context.captures, models),
     ]
-    if context.gateway.stored is not None:
-        stored = StoredResponseEndpoints(context.gateway.stored)
-        routes += [
-            Route("/v1/responses/{id}", stored.get, methods=["GET"]),
-            Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
-            Route("/v1/responses/{id}/input_items", stored.input_items),
-        ]
+    return routes
+
+
+def _stored_routes(context: HttpContext) -> list[BaseRoute]:
+    """What clients have stored here: responses, conversations, files and batches."""
+    routes: list[BaseRoute] = []
+    stored, settings = context.gateway.stored, context.settings
+    if stored is not None:
+        routes += StoredResponseEndpoints(stored, settings).routes()
+        if stored.conversations is not None:
+            routes += ConversationEndpoints(stored.conversations, settings).routes()
+    if context.files is not None:
+        routes += FileEndpoints(context.files).routes()
+    if context.batches is not None:
+        routes += BatchEndpoints(context.batches, settings).routes()
+        routes += MessageBatchEndpoints(context.batches, settings).routes()
     return routes
 
 

@@ -65,8 +65,8 @@ class HttpSettings(BaseModel):
     )
     edit_config: bool = Field(
         default=True,
-        description="Whether an admin key may change models, caches and routes in the configuration files over HTTP, and "
-        "so which programs and files of this machine the server uses.",
+        description="Whether an admin key may change models, caches and routes in the configuration files over HTTP, "
+        "and so which programs and files of this machine the server uses.",
     )
 
     @model_validator(mode="after")

@@ -130,9 +130,10 @@ class _Parser:
 
     def _members(self) -> Iterator[tuple[str, _Node]]:
         while self._word != "}":
-            name = json.loads(self._next())
+            if not (name := self._next()).startswith('"'):
+                raise ValueError(f"unexpected {name[:20]!r} instead of a name")
             self._expect(":")
-            yield name, self._value()
+            yield json.loads(name), self._value()
             if self._word != "}":
                 self._expect(",")
         self._next()

@@ -35,7 +35,7 @@ _MAX_PAGES = 100
 _LIST_AGE_S = 300.0  # a server that changes its tools should say so; some do not
 _MAX_BODY = 16 << 20  # bytes of a JSON answer
 _CLOSE_S = 8.0  # the library waits for a program to end, then kills it
-_LAST_LINES = 5  # of a program's stderr, in an error
+_LAST_LINES = 10  # of a program's stderr
 
 
 class ServerFailed(InvalidRequest):
@@ -124,8 +124,8 @@ class McpConnection:
                     session.end()
                     if _never_ran(error) and not is_last:
                         continue
-                    words = session.last_words()
-                    return failed_call(f"the MCP server {self.name!r} was lost during the call{words}", "lost")
+                    session.log_last_words()
+                    return failed_call(f"the MCP server {self.name!r} was lost during the call", "lost")
                 return failed_call(f"the tool {tool!r} failed: {_reason(error)}")
         raise AssertionError("the last attempt returns")
 
@@ -143,13 +143,15 @@ class McpConnection:
                 await asyncio.shield(session.ready)
         except TimeoutError:
             session.end()
-            raise self._failed(f"did not start within {self._connect_timeout_s:g} s{session.last_words()}") from None
+            session.log_last_words()
+            raise self._failed(f"did not start within {self._connect_timeout_s:g} s") from None
         except InvalidRequest:
             session.end()
             raise
         except Exception as error:
             session.end()
-            raise self._failed(f"cannot be reached: {_reason(error)}{session.last_words()}") from error
+            session.log_last_words()
+            raise self._failed(f"cannot be reached: {_reason(error)}") from error
         return session
 
     def _failed(self, what: str) -> ServerFailed:
@@ -182,7 +184,8 @@ class _Session:
                 await self._stop.wait()
         except BaseException as error:
             if not self.ready.done():
-                self.ready.set_exception(_leaf(error) if isinstance(error, Exception) else ConnectionError("closed"))
+                ended = ConnectionError("it ended at once; the log has what it wrote")
+                self.ready.set_exception(_leaf(error) if isinstance(error, Exception) else ended)
             elif not self._stop.is_set():
                 log.warning("the MCP server %s was lost: %s", self._name, _reason(error))
             if not isinstance(error, Exception):
@@ -200,9 +203,10 @@ class _Session:
         if not self.ready.done():
             self._task.cancel()
 
-    def last_words(self) -> str:
-        tail = self._stderr.tail(_LAST_LINES).strip()
-        return f"; it wrote: {tail}" if tail else ""
+    def log_last_words(self) -> None:
+        """Not in the error: a client need not read what a program writes to its stderr."""
+        if tail := self._stderr.tail(_LAST_LINES).strip():
+            log.warning("the MCP server %s wrote: %s", self._name, tail)
 
     async def close(self) -> None:
         self.end()

@@ -56,7 +56,7 @@ class McpServers:
             )
         if server.headers:
             raise InvalidRequest(
-                f"the MCP server {name!r} is configured here with its own credentials: send no headers or tokens for it",
+                f"the MCP server {name!r} is configured here with its own credentials: send no headers or token",
                 param="tools",
             )
         return self.named(name)

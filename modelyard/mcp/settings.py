@@ -18,7 +18,7 @@ class McpServerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     command: str | None = Field(
-        default=None, min_length=1, description="Program that is started and spoken to on its standard input and output."
+        default=None, min_length=1, description="Program that is started here; it speaks MCP on its standard streams."
     )
     args: list[str] = Field(default_factory=list, description="Arguments of command.")
     env: dict[str, str] = Field(
@@ -53,8 +53,10 @@ class McpServerSettings(BaseModel):
         for name in own[unused]:
             if name in self.model_fields_set:
                 raise ValueError(f"{name} belongs to {unused}, and this server has {used}")
-        if self.url is not None and (urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname):
-            raise ValueError(f"{self.url!r} is not an http(s) URL")
+        if self.url is not None:
+            parts = urlsplit(self.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{self.url!r} is not an http(s) URL")
         return self
 
 

@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from modelyard.accounts.settings import PriceSettings
 from modelyard.core.request import Sampling
 
 
@@ -327,6 +328,10 @@ class ModelSettings(BaseModel):
     )
     decoding: DecodingSettings = Field(
         default=DecodingSettings(), description="Sampling defaults of this model; they override [decoding]."
+    )
+    price: PriceSettings | None = Field(
+        default=None,
+        description="What this model's tokens cost, per million, in accounts.currency; unset: nothing.",
     )
     description: str = Field(default="", description="Shown in model lists.")
     placement: Literal["auto", "inline", "process"] = Field(

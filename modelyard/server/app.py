@@ -26,8 +26,13 @@ from modelyard.config.settings import Config
 from modelyard.core.engine import Node
 from modelyard.core.errors import Cancelled, Unavailable
 from modelyard.core.lease import KeyLimits
-from modelyard.core.store import Store
+from modelyard.core.store import ObjectStore, Store
+from modelyard.gateway.background_responses import BackgroundResponses
+from modelyard.gateway.batches import Batches
+from modelyard.gateway.conversations import Conversations
+from modelyard.gateway.files import Files
 from modelyard.gateway.gateway import Gateway
+from modelyard.gateway.records import OwnerProcess
 from modelyard.gateway.replay_memory import ReplayMemory
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.http import server as front
@@ -36,6 +41,7 @@ from modelyard.http.admin.peers import PeerGateways
 from modelyard.http.auth import check_bind
 from modelyard.library.cache_dir import cache_dir
 from modelyard.mcp.servers import McpServers
+from modelyard.object_store import objects_path, open_object_store
 from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
 from modelyard.prompt.images import Images
 from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
@@ -56,7 +62,7 @@ from modelyard.telemetry.request_capture import CombinedCaptureSink, DiskCapture
 from modelyard.telemetry.system import SystemMonitor
 from modelyard.workbench.app import WorkbenchApp
 from modelyard.workbench.peer_proxy import host_socket_path, is_host_process, process_socket_path
-from modelyard.workers.remote_pool import RemotePool, RemoteStore
+from modelyard.workers.remote_pool import RemoteObjectStore, RemotePool, RemoteStore
 
 _LIMITS_APART = (
     "each gateway process counts the rate limits of this key by itself until the server is restarted: until then its "
@@ -102,6 +108,7 @@ def compose(
     scheduler = pool or make_scheduler(config, env)
     scheduler.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
     store, shared = _store(config, scheduler)
+    objects = _client_objects(config, scheduler)
     gateway = Gateway(
         router=router,
         models=models,
@@ -111,8 +118,10 @@ def compose(
         metrics=metrics,
         history=History(config.log.history_requests),
         replay=ReplayMemory(store if shared else None),
-        stored=StoredResponses(store),
+        accounts=accounts,
+        stored=StoredResponses(store, objects.conversations, objects.background),
     )
+    metrics.set_usage_source(lambda: accounts.ledger.series(accounts.currency))
     metrics.set_queue_source(lambda: {name: status.waiting for name, status in scheduler.status().items()})
     if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one reports its metrics
         metrics.set_pool_source(scheduler.metrics)
@@ -127,7 +136,7 @@ def compose(
         scheduler,
         gateway,
         service,
-        _build_http(config, accounts, scheduler, gateway, peer, service, store, on_ready, env, load_config),
+        _build_http(config, accounts, scheduler, gateway, peer, service, store, objects, on_ready, env, load_config),
     )
 
 
@@ -152,7 +161,9 @@ def make_accounts(config: Config, env: Mapping[str, str] = os.environ) -> Accoun
     """A server for one command keeps nothing: created keys are for the servers that others use."""
     settings = config.accounts
     file = None if env.get(TEMPORARY_VARIABLE) else AccountsFile(settings.path or accounts_path())
-    return Accounts(read_keys(config.keys, env), file, currency=settings.currency)
+    made = Accounts(read_keys(config.keys, env), file, currency=settings.currency)
+    made.ledger.prices = config.prices()
+    return made
 
 
 def key_limits(keys: Iterable[Key | KeySettings]) -> dict[str, KeyLimits]:
@@ -170,6 +181,43 @@ def _store(config: Config, scheduler: Scheduler | RemotePool) -> tuple[Store, bo
     return open_store(config.store), not in_memory
 
 
+class ClientObjects(Struct, frozen=True):
+    """What clients keep here: conversations, background responses, files and batches."""
+
+    store: ObjectStore
+    owner: OwnerProcess
+    conversations: Conversations
+    background: BackgroundResponses
+    files: Files
+    batches: Batches
+
+    async def close(self) -> None:
+        """Batches are closed before the gateway, so that no line fails with it."""
+        await self.background.close()
+        await self.owner.close()
+        await self.store.close()
+
+
+def _client_objects(config: Config, scheduler: Scheduler | RemotePool) -> ClientObjects:
+    """In a file that the processes of this machine share; with a scheduler process, in that of its machine."""
+    store: ObjectStore
+    if isinstance(scheduler, RemotePool):
+        store = RemoteObjectStore(scheduler)
+    else:
+        store = open_object_store(config.store, objects_path())
+    owner, ttl_s = OwnerProcess(store), config.store.object_ttl_s
+    conversations = Conversations(store, ttl_s)
+    files = Files(store, ttl_s, config.batches.max_file_bytes)
+    return ClientObjects(
+        store,
+        owner,
+        conversations,
+        BackgroundResponses(store, ttl_s, conversations, owner),
+        files,
+        Batches(store, files, owner, config.batches, ttl_s),
+    )
+
+
 def _build_http(
     config: Config,
     accounts: Accounts,
@@ -178,6 +226,7 @@ def _build_http(
     peer: MetricsPeer | None,
     service: AdminService,
     store: Store,
+    objects: ClientObjects,
     on_ready: Callable[[], None],
     env: Mapping[str, str],
     load_config: ConfigLoader | None,
@@ -201,13 +250,17 @@ def _build_http(
                 scheduler.preload(name)
         _tune_garbage_collector()
         collecting = asyncio.create_task(collect_garbage(gateway))
+        if not env.get(TEMPORARY_VARIABLE):
+            objects.batches.open()
         yield
         collecting.cancel()
+        await objects.batches.close()
         await _stop(gateway, scheduler)  # not every ASGI server calls `ServerApp.stop` first
         await service.close()
         await gateway.close()
         await accounts.close()
         await store.close()
+        await objects.close()
         await chats.close()
         await downloads.close()
         await workbench.close()
@@ -254,6 +307,8 @@ def _build_http(
         admin,
         workbench if config.http.workbench else None,
         library,
+        objects.files,
+        objects.batches,
     )
     built = front.build_app(context, lifespan)
     return built

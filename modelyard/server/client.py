@@ -92,6 +92,10 @@ class ServerClient:
     def post(self, path: str, **params: Any) -> Json:
         return self._call("POST", path, params)
 
+    def send(self, method: str, path: str, body: Json | None = None) -> Json:
+        """With a JSON body."""
+        return self._call(method, path, {}, accepted=(200, 201, 202), body=body)
+
     def health(self) -> Json:
         """Also of an unhealthy server, which answers 503."""
         return self._call("GET", "/health", {}, accepted=(200, 503))
@@ -99,14 +103,21 @@ class ServerClient:
     def model_path(self, name: str, verb: str) -> str:
         return f"/v1/admin/models/{quote(name)}/{verb}"
 
-    def _call(self, method: str, path: str, params: Mapping[str, Any], accepted: tuple[int, ...] = (200, 202)) -> Json:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, Any],
+        accepted: tuple[int, ...] = (200, 202),
+        body: Json | None = None,
+    ) -> Json:
         import httpx
 
         from modelyard.protocols import openai_chat
 
         query = {name: str(value).lower() if isinstance(value, bool) else value for name, value in params.items()}
         try:
-            reply = self._http.request(method, self.url + path, params=query)
+            reply = self._http.request(method, self.url + path, params=query, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._explained(error) from None
         if reply.status_code == 401:

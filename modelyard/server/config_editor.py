@@ -2,7 +2,8 @@
 
 change → edits of one file → draft → checked as `modelyard check` does → written with a backup → reloaded
 
-A draft with errors is never written. If the server refuses the new configuration after all, the file gets its old text back.
+A draft with errors is never written. If the server refuses the new configuration after all, the file gets its old text
+back.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from modelyard.config.file_editor import (
 )
 from modelyard.config.library_models import EMBEDDED_SOURCE, LIBRARY_SOURCE
 from modelyard.config.load import COMMAND_LINE, ConfigSources
-from modelyard.config.problems import ConfigError, ConfigLayer, ConfigPath, ConfigProblem, Table, format_path
+from modelyard.config.problems import ConfigError, ConfigLayer, ConfigPath, ConfigProblem, format_path
 from modelyard.config.secrets import redacted
 from modelyard.config.settings import Config, LoadedConfig, infer_backend
 from modelyard.config.sources import ENVIRONMENT, ConfigFile
@@ -96,7 +97,9 @@ class ConfigState(Struct, frozen=True):
     def owner(self, path: ConfigPath) -> ConfigLayer | None:
         """The file of the highest priority that has it."""
         names = {str(file.path) for file in self.files}
-        return next((layer for layer in reversed(self.loaded.layers) if layer.source in names and layer.has(path)), None)
+        return next(
+            (layer for layer in reversed(self.loaded.layers) if layer.source in names and layer.has(path)), None
+        )
 
     def file(self, path: str) -> EditableFile:
         found = next((file for file in self.files if str(file.path) == path), None)
@@ -108,6 +111,12 @@ class ConfigState(Struct, frozen=True):
     def layer(self, file: EditableFile) -> ConfigLayer:
         found = (layer for layer in self.loaded.layers if layer.source == str(file.path))
         return next(found, ConfigLayer(str(file.path), {}))
+
+    def names(self, section: Section) -> list[str]:
+        """With those that have invalid values, which the configuration lacks."""
+        found = dict.fromkeys(self.config.models if section == "models" else self.config.caches)
+        tables = (layer.data.get(section) for layer in self.loaded.layers)
+        return list(found | dict.fromkeys(name for table in tables if isinstance(table, dict) for name in table))
 
     @property
     def target(self) -> EditableFile:
@@ -207,7 +216,9 @@ class ConfigEditor:
                 done = await self._reload_now()
             except ModelyardError as error:
                 kept = await asyncio.to_thread(restore, draft.file.path, draft.text, draft.file.content, backup)
-                raise InvalidRequest(f"the server refused the change, and {kept}: {error.message}", code="config") from None
+                raise InvalidRequest(
+                    f"the server refused the change, and {kept}: {error.message}", code="config"
+                ) from None
             written = await asyncio.to_thread(draft.file.path.read_bytes)
             after = replace(draft.file, content=written)
             return {
@@ -285,8 +296,8 @@ def overview(state: ConfigState) -> Json:
         "files": [file.describe() for file in state.files],
         "target": str(state.target.path),
         "problems": [str(problem) for problem in state.problems],
-        "models": [_entry(state, "models", name) for name in state.config.models],
-        "caches": [_entry(state, "caches", name) for name in state.config.caches],
+        "models": [_entry(state, "models", name) for name in state.names("models")],
+        "caches": [_entry(state, "caches", name) for name in state.names("caches")],
         "routes": _routes(state),
     }
 
@@ -302,7 +313,7 @@ def _entry(state: ConfigState, section: Section, name: str) -> Json:
         for field, value in flat_values(layer.data[section][name], backend).items():
             inherited[field] = {"value": redacted(_last(field), value), "source": layer.source}
     overridden = {
-        field: f"{ENVIRONMENT} {_variable(layer, section, name, field)}" if layer.source == ENVIRONMENT else layer.source
+        field: _decider(layer, (section, name, *field.split(".")))
         for layer in layers[at + 1 :]
         for field in flat_values(layer.data[section][name], backend)
     }
@@ -318,8 +329,8 @@ def _entry(state: ConfigState, section: Section, name: str) -> Json:
     }
 
 
-def _variable(layer: ConfigLayer, section: Section, name: str, field: str) -> str:
-    return layer.describe_path((section, name, *field.split(".")))
+def _decider(layer: ConfigLayer, path: ConfigPath) -> str:
+    return f"{ENVIRONMENT} {layer.describe_path(path)}" if layer.source == ENVIRONMENT else layer.source
 
 
 def _last(field: str) -> str:
@@ -386,7 +397,7 @@ def _entry_edits(
     entry = layer.original_path((section, name))
     if change.remove:
         return [_removal(state, layer, change, what, notes)], entry, {}
-    known = state.config.models if section == "models" else state.config.caches
+    known = state.names(section)
     if change.is_new and name in known:
         raise Conflict(f"there is already a {what}", code="exists")
     if not change.is_new and name not in known:
@@ -413,9 +424,7 @@ def _entry_edits(
     return edits, entry, fields
 
 
-def _removal(
-    state: ConfigState, layer: ConfigLayer, change: ConfigChange, what: str, notes: list[str]
-) -> RemoveValue:
+def _removal(state: ConfigState, layer: ConfigLayer, change: ConfigChange, what: str, notes: list[str]) -> RemoveValue:
     path = (change.section, change.name)
     if not layer.has(path):
         sources = [each.source for each in state.loaded.layers if each.has(path)]
@@ -431,9 +440,7 @@ def _removal(
     return RemoveValue(layer.original_path(path))
 
 
-def _built_in(
-    state: ConfigState, layer: ConfigLayer, section: str, name: str, notes: list[str]
-) -> Iterator[FileEdit]:
+def _built_in(state: ConfigState, layer: ConfigLayer, section: str, name: str, notes: list[str]) -> Iterator[FileEdit]:
     """The complete built-in configuration, before one of its models is changed: a file that names a model replaces all
     of it."""
     embedded = next((each for each in state.loaded.layers if each.source == EMBEDDED_SOURCE), None)

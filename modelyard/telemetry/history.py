@@ -47,6 +47,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
     divergence: int | None = None  # the first token that was not in the KV cache
     evicted: bool = False
     reuse: CacheReuse | None = None  # None if unknown
+    cost: float = 0.0  # by the model's prices
     calls: tuple[ToolRun, ...] = ()  # of MCP servers' tools
 
 

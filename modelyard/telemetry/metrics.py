@@ -107,6 +107,12 @@ _ALL = (
     _counter("cached_tokens_total", "Prompt tokens found in a KV cache", "model"),
     _counter("output_tokens_total", "Output tokens, including reasoning", "model"),
     _counter("reasoning_tokens_total", "Output tokens spent on reasoning", "model"),
+    _counter("usage_requests_total", "Requests by API key; those that failed or were cancelled, too", "key", "model"),
+    _counter("usage_failed_total", "Requests by API key that failed or were cancelled", "key", "model"),
+    _counter(
+        "usage_tokens_total", "Tokens by API key; cached: part of prompt, reasoning: of output", "key", "model", "kind"
+    ),
+    _counter("usage_cost_total", "Cost by API key, by the configured prices", "key", "model", "currency"),
     _histogram("request_prompt_tokens", "Prompt tokens of a request", "model", _TOKENS),
     _histogram("request_cached_tokens", "Cached prompt tokens of a request", "model", _TOKENS),
     _histogram("request_output_tokens", "Output tokens of one response", "model", _TOKENS),
@@ -291,11 +297,21 @@ def _bounded(series: Mapping[Labels, object], labels: Labels) -> Labels:
     return labels if len(series) < _MAX_SERIES else ("other",) * len(labels)
 
 
+def bounded_series(series: Mapping[Labels, float]) -> Series:
+    """The first ones as they are, the sum of the others."""
+    found: Series = {}
+    for labels, value in series.items():
+        kept = _bounded(found, labels)
+        found[kept] = found.get(kept, 0) + value
+    return found
+
+
 class Metrics:
     def __init__(self, monitor: SystemMonitor | None = None) -> None:
         self._monitor = monitor or SystemMonitor()
         self._load = SystemLoad()
         self._queue_depths: Callable[[], Mapping[str, int]] = dict
+        self._usage_series: Callable[[], Mapping[str, Mapping[Labels, float]]] = dict
         self._pool_values: Callable[[], Mapping[str, Mapping[str, int]]] = dict
         self._snapshot = snapshot = MetricsSnapshot()
         snapshot.gauges["process_start_time_seconds"] = {(): self._monitor.started}
@@ -373,6 +389,10 @@ class Metrics:
         """`depths` returns the queue length of each model; it is called for each snapshot."""
         self._queue_depths = depths
 
+    def set_usage_source(self, series: Callable[[], Mapping[str, Mapping[Labels, float]]]) -> None:
+        """`series` returns what keys have used, by metric name and labels; it is called for each snapshot."""
+        self._usage_series = series
+
     def set_pool_source(self, values: Callable[[], Mapping[str, Mapping[str, int]]]) -> None:
         """`values` returns the pool's metrics by metric name and model; it is called for each snapshot."""
         self._pool_values = values
@@ -396,6 +416,8 @@ class Metrics:
         gauges, load = self._snapshot.gauges, self._load
         gauges["active_requests_current"] = {(): self.active}
         gauges["queue_waiting"] = {(model,): depth for model, depth in self._queue_depths().items()}
+        for name, series in self._usage_series().items():
+            self._snapshot.counters[name] = bounded_series(series)
         for name, values in self._pool_values().items():
             target = self._snapshot.counters if METRICS[name].kind == "counter" else gauges
             target[name] = {(model,): value for model, value in values.items()}

@@ -94,9 +94,7 @@ def _write(file: Path, edits: Mapping[KeyPath, Any]) -> Path:
     except OSError as error:
         raise Unavailable(f"{file} cannot be read: {error.strerror}") from error
     text = edit_text(file.suffix.lower(), decode(content), [SetValue(path, value) for path, value in edits.items()])
-    backup = write_with_backup(file, text, content)
-    assert backup is not None, "the file existed"
-    return backup
+    return write_with_backup(file, text, content) or file
 
 
 def _value_at(table: Any, path: ConfigPath) -> Any:

@@ -19,11 +19,11 @@ from rich.table import Table
 
 from modelyard.benchmark.drawing import Circle, Drawing, DrawingShape, Label, Point, Polyline
 from modelyard.benchmark.statistics import Interval, ratio_interval
+from modelyard.config.file_editor import toml_fragment
 from modelyard.core.errors import Unavailable
 from modelyard.core.knobs import COUNTS, Goal, Setting, Value
 from modelyard.core.units import format_size
 from modelyard.tune import goals
-from modelyard.config.file_editor import toml_fragment
 from modelyard.tune.goals import RankedSetting
 from modelyard.tune.optimizer import Optimizer
 from modelyard.tune.search import ScoreRequest, SearchResult

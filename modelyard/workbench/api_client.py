@@ -81,6 +81,20 @@ class ApiClient:
     async def remove_model(self, model: str) -> None:
         await self._admin("DELETE", f"library/{quote(model)}")
 
+    # --- configuration files ------------------------------------------------------------------------------------------
+
+    async def config(self) -> Json:
+        return await self._admin("GET", "config")
+
+    async def config_fields(self, section: str, name: str, values: Json) -> Json:
+        return await self._admin("POST", "config/fields", {"section": section, "name": name, "values": values})
+
+    async def preview_config(self, change: Json) -> Json:
+        return await self._admin("POST", "config/preview", change)
+
+    async def apply_config(self, change: Json) -> Json:
+        return await self._admin("POST", "config/apply", change)
+
     # --- state of the server ------------------------------------------------------------------------------------------
 
     async def memory(self) -> Json:

@@ -219,6 +219,24 @@ class CodePane:
         self._label.set_text(text)
 
 
+class DiffPane:
+    """A difference of two texts: added and removed lines in their colours."""
+
+    def __init__(self) -> None:
+        self._box = (
+            ui.element("div").classes("code-block mono diff").props('tabindex=0 role=group aria-label="Difference"')
+        )
+        self._box.set_visibility(False)
+
+    def set(self, diff: str) -> None:
+        self._box.set_visibility(bool(diff))
+        self._box.clear()
+        with self._box:
+            for line in diff.splitlines()[2:]:  # without the names of the files
+                kind = {"+": "added", "-": "removed", "@": "muted"}.get(line[:1], "")
+                ui.label(line).classes(f"text {kind}")
+
+
 # --- line charts ------------------------------------------------------------------------------------------------------
 
 Points = Sequence[tuple[float, float | None]]  # unix time, value

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from modelyard.core.errors import Overloaded
 from modelyard.workbench.components import BRAND_COLOURS, CSS, SCRIPT, show_notice
 from modelyard.workbench.markdown import code_css
-from modelyard.workbench.pages import caches, chat, logs, memory, models, plots, requests, routes
+from modelyard.workbench.pages import caches, chat, config_form, logs, memory, models, plots, requests, routes
 from modelyard.workbench.peer_proxy import ServerAddress
 from modelyard.workbench.session import PageSession
 
@@ -131,6 +131,9 @@ def _pages(session: PageSession) -> dict[str, Callable[..., None]]:
         "/plots": lambda: plots.page(session),
         "/routes": lambda: routes.page(session),
         "/logs": lambda: logs.page(session),
+        "/models/edit": lambda name="": config_form.page(session, "models", name),
+        "/caches/edit": lambda name="": config_form.page(session, "caches", name),
+        "/routes/edit": lambda index="": config_form.page(session, "routes", index=index),
     }
 
 
@@ -185,7 +188,7 @@ def _navigation() -> ui.left_drawer:
     router = ui.context.client.sub_pages_router
 
     def mark_active(path: str) -> None:
-        top = "/" + path.partition("?")[0].strip("/").partition("/")[0]
+        top = "/" + path.partition("?")[0].strip("/").partition("/")[0].removeprefix("models")
         for target, link in links.items():
             link.classes(remove="active", add="active" if target == top else "")
 

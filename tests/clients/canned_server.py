@@ -22,7 +22,9 @@ REPLY = "CANNED-ANSWER"
 PROMPT: dict[str, tuple[str, ...]] = {
     "claude": ("-p", "say it"),
     "codex": ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "say it"),
+    "cline": ("say it",),
     "gemini": ("--skip-trust", "--prompt", "say it"),
+    "goose": ("run", "--quiet", "--text", "say it"),
     "opencode": ("run", "say it"),
     "qwen": ("--prompt", "say it"),
     "continue": ("-p", "say it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from tests.library.web import serve_hub
 ONE_QUESTION = {
     "claude": ("-p", "hello"),
     "codex": ("exec", "--skip-git-repo-check", "hello"),
+    "cline": ("say hello",),
     "gemini": ("--skip-trust", "--prompt", "hello"),
+    "goose": ("run", "--quiet", "--text", "hello"),
     "opencode": ("run", "hello"),
     "qwen": ("--prompt", "hello"),
     "continue": ("-p", "hello"),
@@ -58,7 +61,7 @@ class User:
         )
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", [name for name, agent in AGENTS.items() if agent.version])
 def test_launch_starts_a_server_and_the_agent_and_ends_both(name: str, tmp_path: Path) -> None:
     (tmp_path / "yard.toml").write_text(CONFIG)
     user = User(name, tmp_path)
@@ -68,7 +71,7 @@ def test_launch_starts_a_server_and_the_agent_and_ends_both(name: str, tmp_path:
     assert not [path for path in (tmp_path / "home").rglob("*") if path.name in FOREIGN], "the user's settings"
 
 
-FOREIGN = (".claude", ".claude.json", ".codex", ".continue", "opencode.json", ".aider.conf.yml")
+FOREIGN = (".claude", ".claude.json", ".cline", ".codex", ".continue", "goose", "opencode.json", ".aider.conf.yml")
 
 
 @pytest.mark.parametrize("name", ["claude", "continue"])
@@ -83,3 +86,6 @@ def test_an_agent_gets_a_reply_from_a_model_right_after_its_pull(name: str, tmp_
     assert pulled.returncode == 0, pulled
     done = user.run("launch", name, "--model", "Small", "--", *ONE_QUESTION[name])
     assert (done.returncode, bool(done.stdout.strip())) == (0, True), done
+    log = (tmp_path / "cache" / "launch" / "server.log").read_text()
+    requests = [line for line in map(json.loads, log.splitlines()) if line.get("method") == "POST"]
+    assert requests[-1]["status"] == 200, done

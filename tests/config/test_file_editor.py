@@ -50,17 +50,17 @@ n_ctx = 4096
 """
 
 
-def test_a_value_is_replaced_and_everything_else_stays():
+def test_a_value_is_replaced_and_everything_else_stays() -> None:
     new = edit_toml(TOML, {("models", "m", "n_threads"): 4})
     assert new == TOML.replace("n_threads = 1 ", "n_threads = 4 ")
 
 
-def test_a_new_key_goes_to_the_end_of_its_section():
+def test_a_new_key_goes_to_the_end_of_its_section() -> None:
     new = edit_toml(TOML, {("models", "m", "n_ubatch"): 256})
     assert new == TOML.replace('flash_attn = "off"\n', 'flash_attn = "off"\nn_ubatch = 256\n')
 
 
-def test_a_missing_section_is_created():
+def test_a_missing_section_is_created() -> None:
     new = edit_toml(TOML, {("caches", "fast", "n_ubatch"): 128})
     assert tomllib.loads(new)["caches"] == {"main": {"model": "m", "n_ctx": 4096}, "fast": {"n_ubatch": 128}}
     assert "[caches.fast]" in new
@@ -77,17 +77,17 @@ def test_a_missing_section_is_created():
     ],
     ids=["inline", "dotted", "half inline", "out of order"],
 )
-def test_every_syntax_of_a_section_is_understood(text):
+def test_every_syntax_of_a_section_is_understood(text: str) -> None:
     new = edit_toml(text, {("models", "m", "n_threads"): 8, ("models", "m", "flash_attn"): "on"})
     assert tomllib.loads(new)["models"]["m"] == {"path": "x", "n_threads": 8, "flash_attn": "on"}
 
 
-def test_a_value_where_a_section_should_be_is_refused():
+def test_a_value_where_a_section_should_be_is_refused() -> None:
     with pytest.raises(Conflict, match="is not a section"):
         edit_toml("models = 3\n", {("models", "m", "n_threads"): 1})
 
 
-def test_a_fragment_has_only_what_changes():
+def test_a_fragment_has_only_what_changes() -> None:
     text_ = toml_fragment({("models", "a.b", "n_threads"): 2, ("models", "a.b", "flash_attn"): "on"})
     assert text_ == '[models."a.b"]\nn_threads = 2\nflash_attn = "on"'
 
@@ -107,34 +107,34 @@ JSON = """{
 """
 
 
-def test_json_is_changed_at_the_value_only():
+def test_json_is_changed_at_the_value_only() -> None:
     new = edit_json(JSON, {("engine", "models", "m", "n_threads"): 4})
     assert new == JSON.replace('"n_threads": 1', '"n_threads": 4')
 
 
-def test_a_new_json_key_gets_a_line_like_its_neighbours():
+def test_a_new_json_key_gets_a_line_like_its_neighbours() -> None:
     new = edit_json(JSON, {("engine", "models", "m", "flash_attn"): "on"})
     assert new == JSON.replace('"n_threads": 1\n', '"n_threads": 1,\n        "flash_attn": "on"\n')
 
 
-def test_a_json_object_on_one_line_stays_on_it():
+def test_a_json_object_on_one_line_stays_on_it() -> None:
     assert edit_json(JSON, {("service", "host"): "::1"}) == JSON.replace("8000}", '8000, "host": "::1"}')
 
 
-def test_missing_json_objects_are_created():
+def test_missing_json_objects_are_created() -> None:
     new = json.loads(edit_json(JSON, {("caches", "main", "n_ubatch"): 64}))
     assert new["caches"] == {"main": {"n_ubatch": 64}}
     assert json.loads(edit_json("{}", {("a", "b"): True})) == {"a": {"b": True}}
     assert json.loads(edit_json("{ }", {("a",): "ü"})) == {"a": "ü"}
 
 
-def test_text_that_looks_like_a_key_is_not_changed():
+def test_text_that_looks_like_a_key_is_not_changed() -> None:
     tricky = '{"about": "\\"n_threads\\": 7, }", "n_threads" : 1, "z": {"n_threads": 9}}'
     new = edit_json(tricky, {("n_threads",): 2})
     assert new == tricky.replace('"n_threads" : 1', '"n_threads" : 2')
 
 
-def test_a_json_value_where_an_object_should_be_is_refused():
+def test_a_json_value_where_an_object_should_be_is_refused() -> None:
     with pytest.raises(Conflict, match="is not a section"):
         edit_json('{"models": 3}', {("models", "m"): 1})
 
@@ -214,7 +214,7 @@ def test_a_section_takes_its_comment_along_and_others_keep_theirs(edits: list[Fi
     ids=["inline", "sections", "apart"],
 )
 def test_routes_are_edited_in_every_syntax(text: str) -> None:
-    edits = [
+    edits: list[FileEdit] = [
         MoveEntry(("routes", 1), 0),
         InsertEntry(("routes", 1), {"match": "c", "model": "m"}),
         SetValue(("routes", 2, "match"), "z"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,15 +11,28 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from modelyard.cli.app import app
+from modelyard.config import library_models
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unauthenticated, Unavailable
-from modelyard.launch.launch import BACKGROUND_MODEL, LaunchOptions, TargetServer, TemporaryServer, launch_agent
+from modelyard.launch.agents import AGENTS
+from modelyard.launch.launch import (
+    BACKGROUND_MODEL,
+    LaunchOptions,
+    TargetServer,
+    choose_model,
+    launch_agent,
+    launch_script,
+    pull_command,
+)
 from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchTarget
+from modelyard.library.variants import MemoryBudget
+from modelyard.server.temporary_server import TemporaryServer
 from tests.cli_process import DEADLINE, DEMO, MODELYARD, environment
 from tests.live_server import demo_config, live_server
 
@@ -147,7 +161,12 @@ def target(url_server: str, model: str | None = None, key: str | None = None) ->
 
 def test_target_is_the_first_model_with_its_window_and_a_background_model(url_server: str) -> None:
     assert target(url_server + "/") == LaunchTarget(
-        url=url_server, model="demo", window=4096, background=BACKGROUND_MODEL, key=PLACEHOLDER_KEY
+        url=url_server,
+        model="demo",
+        window=4096,
+        background=BACKGROUND_MODEL,
+        key=PLACEHOLDER_KEY,
+        capabilities=("completion", "tools", "insert", "thinking"),
     )
 
 
@@ -192,6 +211,89 @@ def test_model_that_fails_to_load_is_an_error() -> None:
     config["models"]["demo"]["tokenizer_path"] = "/nowhere/tokenizer.json"
     with live_server(config) as served, pytest.raises(ModelyardError):
         target(served.url)
+
+
+# The model that suits an agent.
+
+
+def card(name: str, window: int | None, *capabilities: str, state: str = "ready") -> dict[str, Any]:
+    return {"id": name, "context_length": window, "capabilities": list(capabilities), "state": state}
+
+
+CHAT = ("completion", "tools")
+
+
+@pytest.mark.parametrize(
+    ("cards", "agent", "chosen"),
+    [
+        ([card("embed", 512, "embedding"), card("chat", 65_536, *CHAT)], "codex", "chat"),
+        ([card("small", 8192, *CHAT), card("large", 65_536, *CHAT)], "codex", "large"),
+        ([card("small", 8192, *CHAT), card("large", 65_536, *CHAT)], "aider", "small"),
+        ([card("cold", 65_536, *CHAT, state="stopped"), card("warm", 65_536, *CHAT)], "codex", "warm"),
+        ([card("cold", 65_536, *CHAT, state="stopped"), card("warm", 4096, *CHAT)], "codex", "cold"),
+        ([card("remote", None, *CHAT)], "codex", "remote"),
+        ([card("small", 4096, *CHAT), card("larger", 8192, *CHAT)], "qwen", "larger"),
+        ([card("translator", 8192, "completion")], "aider", "translator"),
+        ([card("translator", 65_536, "completion")], "codex", None),
+        ([card("embed", 512, "embedding")], "aider", None),
+        (
+            [{"id": "of an earlier version", "context_length": 65_536, "state": "ready"}],
+            "codex",
+            "of an earlier version",
+        ),
+    ],
+)
+def test_the_first_model_that_does_what_the_agent_needs_is_chosen(
+    cards: list[dict[str, Any]], agent: str, chosen: str | None
+) -> None:
+    assert choose_model(cards, AGENTS[agent]) == chosen
+
+
+def test_a_server_without_a_suitable_model_is_an_error_with_the_command_that_fetches_one() -> None:
+    config = demo_config()
+    config["models"]["demo"]["prompt_format"] = "translategemma"
+    with live_server(config) as served, pytest.raises(NotFound) as caught, closing(TargetServer(served.url)) as server:
+        server.launch_target(None, agent=AGENTS["codex"])
+    assert caught.value.message.startswith(
+        f"no model of {served.url} calls tools, which Codex needs; fetch one: modelyard pull "
+    )
+
+
+def test_a_model_that_does_not_suit_is_noted_with_the_command_that_fetches_one(url: str, tmp_path: Path) -> None:
+    script = launch_script(LaunchOptions(agent="qwen", url=url, model="demo"), {"MODELYARD_CACHE": str(tmp_path)})
+    assert "# demo has a window of 4096 tokens, and Qwen Code itself needs about 28000" in script
+    assert "# A model that suits Qwen Code: modelyard pull unsloth/" in script
+
+
+def test_pulled_model_fits_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ram, gpu, name in (
+        (16 << 30, 0, "Qwen3-4B"),
+        (64 << 30, 0, "Qwen3-Coder-30B"),
+        (8 << 30, 40 << 30, "Qwen3-Coder"),
+    ):
+        monkeypatch.setattr(library_models, "machine_budget", lambda found=MemoryBudget(ram, gpu): found)
+        assert f"modelyard pull unsloth/{name}" in pull_command("http://127.0.0.1:8000")
+    assert "on the server's machine" in pull_command("http://10.0.0.1:8000")
+
+
+def test_an_editor_needs_a_running_server_because_its_command_ends_at_once(tmp_path: Path) -> None:
+    env = install(tmp_path, "exit 0", "zed")
+    options = LaunchOptions(agent="zed", url=f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(Unavailable, match=r"Zed stays open .+ start the server first, with modelyard serve"):
+        launch_agent(options, env, lambda _: None)
+
+
+def test_an_editor_is_opened_with_the_server_in_its_settings(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    env = install(tmp_path, 'echo "$MODELYARD_API_KEY" "$@"', "zed")
+    notes: list[str] = []
+    assert launch_agent(LaunchOptions(agent="zed", url=url, arguments=(".",)), env, notes.append) == 0
+    settings = json.loads((tmp_path / "config" / "zed" / "settings.json").read_text())
+    assert settings["language_models"]["openai_compatible"]["Modelyard"]["api_url"] == f"{url}/v1"
+    assert capfd.readouterr().out == f"{PLACEHOLDER_KEY} .\n"
+    assert any("added the server to" in note for note in notes)
 
 
 def test_closed_port_is_not_running_and_an_invalid_url_is_an_error() -> None:

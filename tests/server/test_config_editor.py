@@ -31,10 +31,10 @@ aliases = ["other"]
 [models.far]
 backend = "openai_remote"
 enabled = false
-base_url = "http://127.0.0.1:9/v1"
-model_name = "m"
-api_key = "sk-very-secret-value"
-headers = { "X-Team" = "blue-secret", "Authorization" = "Bearer abcdef" }
+remote_base_url = "http://127.0.0.1:9/v1"
+remote_model = "m"
+remote_api_key_env = "FAR_KEY"
+remote_headers = { "X-Team" = "blue-secret", "Authorization" = "Bearer abcdef" }
 
 [caches.main]
 model = "demo"
@@ -99,7 +99,7 @@ async def test_entries_are_shown_with_their_file_and_without_secrets(server: Edi
     far = await server.entry("models", "far")
     assert far["file"] == str(server.file)
     assert far["backend"] == "openai_remote"
-    assert far["values"]["base_url"] == "http://127.0.0.1:9/v1"
+    assert far["values"]["remote_base_url"] == "http://127.0.0.1:9/v1"
     assert "secret" not in json.dumps(seen)
     assert "abcdef" not in json.dumps(seen)
     assert [route["match"] for route in seen["routes"]["entries"]] == [["claude-*"], ["gpt-*"]]
@@ -187,7 +187,12 @@ async def test_what_is_wrong_is_reported_at_its_field(
 
 
 async def test_a_model_that_does_not_run_here_is_written_only_by_force(server: EditedServer) -> None:
-    change = {"section": "models", "name": "x", "new": True, "set": {"path": "/no/x.gguf", "autoload": True}}
+    change: dict[str, Any] = {
+        "section": "models",
+        "name": "x",
+        "new": True,
+        "set": {"path": "/no/x.gguf", "autoload": True},
+    }
     seen = await server.post("preview", **change)
     assert (seen["valid"], seen["can_force"]) == (False, True)
     await server.post("apply", **change, force=True)
@@ -198,10 +203,15 @@ async def test_a_model_that_does_not_run_here_is_written_only_by_force(server: E
 
 
 async def test_a_change_is_written_with_a_backup_and_takes_effect(server: EditedServer) -> None:
-    change = {"section": "models", "name": "demo", "set": {"description": "New", "aliases": ["other", "more"]}}
+    change: dict[str, Any] = {
+        "section": "models",
+        "name": "demo",
+        "set": {"description": "New", "aliases": ["other", "more"]},
+    }
     seen = await server.post("preview", **change)
     done = await server.post("apply", **change, revision=seen["revision"])
-    assert Path(done["backup"]).read_text() == TEXT
+    assert server.file.with_name("modelyard.bak.toml").read_text() == TEXT
+    assert done["backup"] == str(server.file.with_name("modelyard.bak.toml"))
     assert done["reload"]["changed"] == ["demo"]
     assert server.file.read_text() == TEXT.replace('["other"]', '["other", "more"]\ndescription = "New"')
     demo = (await server.client.get("/v1/admin/models/demo")).json()
@@ -239,29 +249,36 @@ async def test_routes_are_added_moved_changed_and_removed(server: EditedServer) 
 async def test_masked_secrets_stay_and_new_ones_are_written(server: EditedServer) -> None:
     shown = (await server.entry("models", "far"))["values"]
     await server.post(
-        "apply", section="models", name="far", set={"headers": {**shown["headers"], "X-More": "1"}, "model_name": "n"}
+        "apply",
+        section="models",
+        name="far",
+        set={"remote_headers": {**shown["remote_headers"], "X-More": "1"}, "remote_model": "n"},
     )
     text = server.file.read_text()
     assert '"X-Team" = "blue-secret"' in text or 'X-Team = "blue-secret"' in text
     assert "Bearer abcdef" in text
     assert "X-More" in text
     refused = await server.post(
-        "apply", section="models", name="demo", set={"description": f"a {shown['api_key']}"}, status=400
+        "apply",
+        section="models",
+        name="demo",
+        set={"description": f"a {shown['remote_headers']['X-Team']}"},
+        status=400,
     )
     assert "in place of a secret" in refused["error"]["message"]
 
 
 async def test_the_difference_hides_secrets_beside_the_change(server: EditedServer) -> None:
-    seen = await server.post("preview", section="models", name="far", set={"model_name": "n"})
-    assert "model_name" in seen["diff"]
-    assert "sk-very-secret-value" not in seen["diff"]
+    seen = await server.post("preview", section="models", name="far", set={"remote_model": "n"})
+    assert "remote_model" in seen["diff"]
+    assert "abcdef" not in seen["diff"]
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 async def test_a_file_that_was_changed_on_disk_is_not_overwritten(server: EditedServer) -> None:
-    change = {"section": "models", "name": "demo", "set": {"description": "New"}}
+    change: dict[str, Any] = {"section": "models", "name": "demo", "set": {"description": "New"}}
     seen = await server.post("preview", **change)
     server.file.write_text(TEXT + "\n# by hand\n")
     refused = await server.post("apply", **change, revision=seen["revision"], status=409)
@@ -277,8 +294,6 @@ async def test_a_refused_reload_restores_the_file(server: EditedServer, monkeypa
     async def refuse(**_: Any) -> Any:
         raise InvalidRequest("the model would break", code="config")
 
-    editor = server.client._transport.app  # type: ignore[attr-defined]
-    assert editor is not None
     monkeypatch.setattr("modelyard.server.config_editor.ConfigEditor._reload_now", lambda _: refuse())
     refused = await server.post("apply", section="models", name="demo", set={"description": "New"}, status=400)
     assert "is as it was: the model would break" in refused["error"]["message"]
@@ -318,7 +333,7 @@ async def test_a_file_with_errors_on_disk_is_named(server: EditedServer) -> None
 async def test_files_are_only_shown_if_editing_is_off(tmp_path: Path) -> None:
     async with edited_server(tmp_path, TEXT.replace("port = 8000", "edit_config = false")) as server:
         assert (await server.overview())["editable"] is False
-        change = {"section": "models", "name": "demo", "set": {"description": "x"}}
+        change: dict[str, Any] = {"section": "models", "name": "demo", "set": {"description": "x"}}
         assert (await server.post("preview", **change))["valid"]
         assert "edit_config" in (await server.post("apply", **change, status=403))["error"]["message"]
 
@@ -355,7 +370,12 @@ async def test_routes_of_another_source_are_copied_before_one_is_added(tmp_path:
     own.parent.mkdir(parents=True)
     own.write_text('[[routes]]\nmatch = "mine"\nmodel = "demo"\n')
     async with edited_server(tmp_path, '[models.demo]\nbackend = "fake"\n') as server:
-        change = {"section": "routes", "new": True, "set": {"match": "x", "model": "demo"}, "file": str(server.file)}
+        change: dict[str, Any] = {
+            "section": "routes",
+            "new": True,
+            "set": {"match": "x", "model": "demo"},
+            "file": str(server.file),
+        }
         assert "copied" in (await server.post("preview", **change))["notes"][0]
         await server.post("apply", **change)
         entries = (await server.overview())["routes"]["entries"]

@@ -19,6 +19,9 @@ from selenium.webdriver.support.ui import WebDriverWait
 from setup import browser as setup_browser
 
 ROOT = Path(__file__).parents[2]
+OWNER = {"authorization": "Bearer the-owner"}
+KEY_ITEM = "sessionStorage['modelyard-key']"
+MESSAGE = "textarea[aria-label=Message]"
 TIMEOUT_S = 120  # for a busy machine
 _FLAGS = (
     "--headless=new",
@@ -115,8 +118,30 @@ class BrowserPage:
 
         self.wait_until(typed, f"typing {text!r} into {css}")
 
+    def choose_option(self, label: str, option: str) -> None:
+        """In a list that opens at a click."""
+        self.click(f".q-field:has(input[aria-label='{label}'])")
+        self.click(".q-menu .q-item", option)
+        self.wait_gone(".q-menu")
+
+    def add_setting(self, name: str) -> None:
+        """In a form of the configuration."""
+        self.type(".add-setting input", name)
+        self.click(".q-menu .q-item", f"{name}: ")
+        self.wait_gone(".q-menu")
+
     def run(self, script: str) -> Any:
         return self.driver.execute_script(script)
 
     def errors(self) -> list[str]:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def choose(page: BrowserPage, model: str) -> None:
+    """A new chat with this model."""
+    page.open(f"/chat?model={model}")
+    page.find(".model .q-chip", model)
+
+
+def send(page: BrowserPage, text: str) -> None:
+    page.type(MESSAGE, text, Keys.ENTER)

@@ -15,7 +15,7 @@ import pytest
 
 from tests import cli_process
 from tests.e2e.helpers import wait_until
-from tests.engines.llama_cpp.helpers import model_file
+from tests.engines.llama_cpp.short_model import short_model_file
 
 CHAT = "/v1/chat/completions"
 
@@ -24,7 +24,7 @@ def config() -> str:
     return f"""
 [models.small]
 backend = "llama_cpp"
-path = {json.dumps(str(model_file()))}
+path = {json.dumps(str(short_model_file()))}
 n_threads = 1
 
 [caches.main]

@@ -24,7 +24,7 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.units import format_size as format_size
 from modelyard.engines.llama_cpp.library import cpu_features, has_amx_kernels
-from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
+from modelyard.engines.llama_cpp.model_shape import ROLLBACK_ARCHITECTURES, ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import (
     LOGIT_ROWS,
     Options,
@@ -112,7 +112,8 @@ def kv_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
     width = model.key * key + ((model.padded_value or 0) if is_padded else model.value) * value
     sliding_width = model.sliding_key * key + model.sliding_value * value
     cells, sliding_cells = _cells(info), _sliding_cells(model, info, options)
-    return int(info.parallel * (cells * width + sliding_cells * sliding_width + 4 * model.state))
+    states = 1 + (options.rollback if model.architecture in ROLLBACK_ARCHITECTURES else 0)
+    return int(info.parallel * (cells * width + sliding_cells * sliding_width + 4 * model.state * states))
 
 
 def max_outputs(info: CacheInfo, options: Options) -> int:

@@ -6,6 +6,7 @@ Callers pass only verified prefixes: which tokens the KV belongs to is theirs to
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from ctypes import POINTER, c_uint8
 from typing import Any
 
@@ -18,7 +19,7 @@ from modelyard.engines.llama_cpp.binding import lib, short
 from modelyard.engines.llama_cpp.loading import uses_gpu
 from modelyard.engines.llama_cpp.media_tokens import count_positions, whole_chunks
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
-from modelyard.engines.llama_cpp.sequences import CopyCosts, CopyMethod, TokenIds, is_intact
+from modelyard.engines.llama_cpp.sequences import CopyCosts, CopyMethod, MovedBlock, TokenIds, is_intact
 
 KvBytes = npt.NDArray[np.uint8]
 
@@ -56,6 +57,7 @@ class KvMemory:
         model = lib.llama_get_model(context)
         self._n_swa: int = lib.llama_model_n_swa(model)
         self._only_forward: bool = lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model)
+        self._rollback: int = lib.llama_n_rs_seq(context)  # tokens of the last decode that such a model can take back
         self.costs = CopyCosts()
         self._measured = 0
         # llama.cpp executes a stream copy with the next decode. Until then its target has no data yet, and writing to
@@ -72,8 +74,8 @@ class KvMemory:
     @property
     def can_take_back(self) -> bool:
         """Whether tokens of the last decode can be removed, such as drafts. A sliding window overwrites only what was
-        behind it before that decode."""
-        return not self._only_forward
+        behind it before that decode; some recurrent and hybrid models keep the states of that decode's last tokens."""
+        return not self._only_forward or self._rollback > 0
 
     # --- in place -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +86,8 @@ class KvMemory:
         """Cuts a sequence of these tokens to the first `keep`; False if the model cannot go back so far. llama.cpp
         accepts a cut even if what a sliding window needs is gone, so the positions are checked."""
         end = count_positions(tokens[:keep])
+        if self._only_forward and keep < len(tokens):
+            return False  # llama.cpp would take a state of an earlier decode as that of this one
         if keep <= 0 or not short.memory_seq_rm(self._memory, index, end, -1):
             return False
         newest = short.memory_seq_pos_max(self._memory, index)
@@ -94,6 +98,22 @@ class KvMemory:
             return bool(newest == end - 1)
         oldest = short.memory_seq_pos_min(self._memory, index)
         return is_intact(oldest, newest, end, n_swa=self._n_swa, only_forward=self._only_forward)
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether the KV of a block can get other positions. llama.cpp turns its keys with the next decode."""
+        return self.can_rewind and bool(lib.llama_memory_can_shift(self._memory))
+
+    def move(self, index: int, blocks: Sequence[MovedBlock]) -> bool:
+        """Moves blocks of a sequence without images to their new positions, over what was there; False if a copy of it
+        is pending."""
+        if not self._is_writable(index):
+            return False
+        for block in blocks:
+            short.memory_seq_rm(self._memory, index, block.target, block.source)
+            end, distance = block.source + block.count, block.target - block.source
+            short.memory_seq_add(self._memory, index, block.source, end, distance)
+        return True
 
     # --- as bytes -----------------------------------------------------------------------------------------------------
 

@@ -319,6 +319,7 @@ def context_parameters(info: CacheInfo, options: Options) -> Any:
     params.type_k, params.type_v = _kv_type(info.type_k), _kv_type(info.type_v)
     params.kv_unified, params.no_perf = False, True
     params.swa_full = options.swa_full
+    params.n_rs_seq = options.rollback  # 0 for models that cannot do that
     if options.rope_scaling is not None:
         params.rope_scaling_type = _ROPE_SCALING_TYPES[options.rope_scaling]
     for name in ROPE_OPTIONS:  # unset: as the file says

@@ -21,6 +21,13 @@ _MAX_LAYERS = 1 << 16  # more means a corrupt number
 _POSITION_TABLE = "position_embd.weight"
 
 
+# Recurrent and hybrid ones that can take back tokens of the last decode, as the pinned release of llama.cpp has it.
+ROLLBACK_ARCHITECTURES = frozenset(
+    ("bailingmoe3", "deepseek4", "glm5-next", "kimi-k3", "lfm2", "lfm2moe")
+    + ("nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen4exp")
+)
+
+
 class ModelShape(Struct, frozen=True):
     """`key` and `value` are the widths of one token's KV, summed over the layers that keep all tokens; `sliding_key`
     and `sliding_value` are those of the layers that need only the last `sliding_window`. `padded_value` is `value`

@@ -24,7 +24,8 @@ TokenIds = npt.NDArray[np.intp]
 Floats = npt.NDArray[np.float64]
 
 _BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn
-_COLUMNS, _MIN_LINES = 512, 8
+_LINES, _COLUMNS = 8, 512  # of a row that is searched
+_LOWEST = np.finfo(np.float32).min
 _NUCLEUS = 256  # a top_p rarely keeps more tokens
 _BINS, _BINS_PER_NAT = 256, 8
 _BELOW_ONE = nextafter(1.0, 0.0)
@@ -115,20 +116,8 @@ def top_tokens(row: Row, count: int) -> TokenIds:
 
 
 def top_candidates(row: Row, count: int) -> TokenIds:
-    """The `count` most likely tokens and a few more, unordered; fewer if no others are possible.
-
-    The row is laid out in lines of `width`. At least `count` tokens reach the count-th highest of the maxima of the
-    columns. Hardly more do: likely tokens are often neighbours, and neighbours are in different columns.
-    """
-    count = min(count, len(row))
-    width = max(_COLUMNS, 4 * count)
-    lines = len(row) // width
-    if lines < _MIN_LINES:
-        return np.argpartition(row, len(row) - count)[len(row) - count :]
-    maxima, rest = row[: lines * width].reshape(lines, width).max(0), row[lines * width :]
-    np.maximum(maxima[: len(rest)], rest, out=maxima[: len(rest)])
-    bound = np.partition(maxima, width - count)[width - count]
-    return np.flatnonzero(row >= bound) if bound > -inf else np.flatnonzero(row > -inf)
+    """The `count` most likely tokens and a few more, unordered; fewer if no others are possible."""
+    return top_of_rows(row[None], count)[1]
 
 
 def nucleus(row: Row, share: float) -> TokenIds:
@@ -170,35 +159,41 @@ def _block_starts(count: int) -> Any:
     return np.arange(0, count, _BLOCK)
 
 
-_WIDE = 96_000  # tokens of a vocabulary from which on wider lines pay
-
-
 def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> tuple[TokenIds, TokenIds, Row]:
-    """Of each row the `count` most likely tokens and a few more, unordered: row, token and logit of each. As in
-    `top_candidates`, but with one call for all rows; then only the columns that reach the bound are searched. Threads
-    for parts of the rows made it slower on a machine with 16 cores: waking them takes longer than the search."""
-    vocab = rows.shape[1]
+    """Of each row the `count` most likely tokens and a few more, unordered: row, token and logit of each.
+
+    A row is laid out in `_LINES` lines, and the maxima of its columns in lines again. At least `count` tokens reach the
+    count-th highest maximum of those columns. Hardly more do: likely tokens are often neighbours, and neighbours are in
+    different columns. Then only the columns whose maximum reaches that bound are searched. Each of their tokens is in
+    another cache line, which is why the columns are short: of 62 lines the search took as long as everything else.
+    Threads for parts of the rows made it slower on a machine with 16 cores: waking them takes longer than the search.
+    """
+    n_rows, vocab = rows.shape
     count = min(count, vocab)
-    width = max(4 * _COLUMNS if vocab >= _WIDE else 2 * _COLUMNS, 4 * count)
-    height = vocab // width
-    if height < _MIN_LINES:
-        found = [top_candidates(row, count) for row in rows]
-        lines, ids = np.repeat(np.arange(len(rows)), [len(each) for each in found]), np.concatenate(found)
+    width = vocab // _LINES
+    inner = max(_COLUMNS, 4 * count)
+    height = width // inner
+    if height < 1:
+        ids = np.argpartition(rows, vocab - count, axis=1)[:, vocab - count :].ravel()
+        lines = np.repeat(np.arange(n_rows), count)
         return lines, ids, rows[lines, ids]
-    grid, rest = rows[:, : height * width].reshape(len(rows), height, width), rows[:, height * width :]
+    grid = rows[:, : _LINES * width].reshape(n_rows, _LINES, width)
     maxima = grid.max(1)
-    np.maximum(maxima[:, : rest.shape[1]], rest, out=maxima[:, : rest.shape[1]])
-    bounds = np.partition(maxima, width - count, axis=1)[:, width - count]
-    bounds = np.maximum(bounds, np.finfo(np.float32).min)  # impossible tokens never count
-    owners, columns = np.nonzero(maxima >= bounds[:, None])
+    inner = width // height
+    highest = maxima[:, : height * inner].reshape(n_rows, height, inner).max(1)
+    bounds = np.partition(highest, inner - count, axis=1)[:, inner - count]
+    bounds = np.maximum(bounds, _LOWEST)[:, None]  # impossible tokens never count
+    owners, columns = np.divmod(np.flatnonzero(maxima >= bounds), width)
     searched = grid[owners, :, columns]
-    at, height_at = np.nonzero(searched >= bounds[owners][:, None])
-    rest_owners, rest_at = np.nonzero(rest >= bounds[:, None])
-    return (
-        np.concatenate((owners[at], rest_owners)),
-        np.concatenate((height_at * width + columns[at], rest_at + height * width)),
-        np.concatenate((searched[at, height_at], rest[rest_owners, rest_at])),
-    )
+    at = np.flatnonzero(searched >= bounds[owners])
+    column, line = at // _LINES, at % _LINES
+    found = owners[column], line * width + columns[column], searched.ravel()[at]
+    if vocab == _LINES * width:
+        return found
+    rest = rows[:, _LINES * width :]
+    lines, ids = np.nonzero(rest >= bounds)
+    joined = zip(found, (lines, ids + _LINES * width, rest[lines, ids]), strict=True)
+    return tuple(np.concatenate(parts) for parts in joined)  # type: ignore[return-value]
 
 
 class BatchSampler:

@@ -167,6 +167,14 @@ class Options(BaseModel):
         description="MiB of RAM per cache for the KV of evicted conversations: they come back without reading their "
         "prompt again. 0 turns this off.",
     )
+    cache_reuse: int = Field(
+        default=0,
+        ge=0,
+        description="When text was removed from the middle of a conversation, move the KV of unchanged text behind it "
+        "instead of reading it again, in blocks of at least this many tokens, such as 256; 0 turns this off. The moved "
+        "KV was computed behind the removed text, so answers may differ from those of a fresh prompt, seeds included. "
+        "Only models that attend to everything or have swa_full, without images.",
+    )
     share_across_caches: bool = Field(
         default=False,
         description="Let the caches of this model reuse each other's KV, if their types are the same. False: a prompt "
@@ -210,7 +218,9 @@ class Options(BaseModel):
     speculation: Literal["auto", "off", "ngram", "draft"] = Field(
         default="auto",
         description="Speculative decoding with drafts from the job's own text (ngram) or from a draft model (draft). "
-        "auto drafts only while that measures faster; answers are the same either way.",
+        "auto drafts only while that measures faster; answers are the same either way. Of recurrent and hybrid models "
+        "those whose state llama.cpp can take back draft with ngram and draft: they keep draft_n_max + 1 states per "
+        "sequence then.",
     )
     draft_model_path: str | None = Field(
         default=None, description="A small GGUF with the same vocabulary, for speculative decoding."
@@ -266,6 +276,12 @@ class Options(BaseModel):
     @property
     def uses_draft_model(self) -> bool:
         return self.draft_model_path is not None and self.speculation in ("auto", "draft")
+
+    @property
+    def rollback(self) -> int:
+        """How many tokens of a draft recurrent and hybrid models must be able to take back. Each needs memory for a
+        state per sequence, so speculation must be asked for."""
+        return self.draft_n_max if self.speculation in ("ngram", "draft") else 0
 
     @property
     def scales_positions(self) -> bool:

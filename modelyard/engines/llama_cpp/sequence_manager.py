@@ -100,9 +100,17 @@ class SequenceManager:
     context, which other caches may share."""
 
     def __init__(
-        self, name: str, info: CacheInfo, kv: KvMemory, first: int, limits: CheckpointLimits, offload_limit: int = 0
+        self,
+        name: str,
+        info: CacheInfo,
+        kv: KvMemory,
+        first: int,
+        limits: CheckpointLimits,
+        offload_limit: int = 0,
+        cache_reuse: int = 0,
     ) -> None:
         self.name, self.info = name, info
+        self._cache_reuse = cache_reuse if kv.can_shift else 0
         self.kv, self._limits, self.offload = kv, limits, KvOffload(offload_limit)
         self.slots = [SequenceSlot(first + index, _EMPTY) for index in range(info.parallel)]
         self.neighbours: list[SequenceManager] = [self]  # all caches of the context
@@ -124,7 +132,7 @@ class SequenceManager:
     def assign(self, job: LlamaCppJob) -> tuple[SequenceSlot, Accepted]:
         """The job's sequence, which then holds exactly the KV that it shares with the job."""
         adapters, scope, session = job.prompt.adapters, job.prompt.scope, hash_session(job.prompt.session)
-        choice = sequences.choose_sequence(self.slots, job.ids, session, adapters, scope)
+        choice = sequences.choose_sequence(self.slots, job.ids, session, adapters, scope, self._cache_reuse)
         slot = self._slot(choice)
         divergences: list[int] = []
         if not self.kv.can_rewind:
@@ -165,12 +173,24 @@ class SequenceManager:
         adapters, scope = job.prompt.adapters, job.prompt.scope
         wanted = job.ids[: len(job.ids) - 1 if job.prompt.prompt_logprobs is None else 0]
         own = sequences.reusable_tokens(slot, wanted, adapters, scope, can_rewind=self.kv.can_rewind)
+        if self._cache_reuse:
+            own = self._move_blocks(slot, wanted, own)
         own = self._fetch(slot, wanted, job, own)
         available, owner, donor = self._find_donor(slot, wanted, job, own)
         copied = donor is not slot and self._copy(slot, owner, donor, available - own)
         keep = self._rewind(slot, sequences.shared_prefix(slot, wanted, adapters, scope))
         self.copied += max(0, keep - own) if copied else 0
         return keep, available
+
+    def _move_blocks(self, slot: SequenceSlot, wanted: TokenIds, shared: int) -> int:
+        """Moves what the prompt has further on to its new position. Returns how much of the prompt the sequence holds."""
+        blocks = sequences.moved_blocks(slot.tokens, wanted, shared, self._cache_reuse)
+        if not blocks or not self.kv.move(slot.index, blocks):
+            return shared
+        end = blocks[-1].target + blocks[-1].count
+        self.kv.cut(slot.index, wanted, end)  # what is left behind the last block
+        slot.tokens, slot.saved = wanted[:end], slot.saved if shared >= slot.saved else 0
+        return end
 
     def _offload(self, slot: SequenceSlot) -> bool:
         """Copies an evicted conversation to RAM; False if it is not worth it. Background work does not come back."""
@@ -356,7 +376,8 @@ def create_sequence_managers(context: Any, layout: ContextLayout, options: Optio
     managers: dict[str, SequenceManager] = {}
     first = 0
     for name, info in layout.caches.items():
-        managers[name] = SequenceManager(name, info, kv, first, limits, options.parked_mb << 20)
+        offload_limit = options.parked_mb << 20
+        managers[name] = SequenceManager(name, info, kv, first, limits, offload_limit, options.cache_reuse)
         first += info.parallel
     for manager in managers.values():
         manager.neighbours = list(managers.values())

@@ -12,6 +12,9 @@ The first match among the idle sequences:
 A prefix counts token by token (images: `media_tokens.py`), and only with the same adapters in the same scope
 (`Prompt.scope`): a client must not learn from its own reuse what another one has sent.
 
+Behind the prefix a prompt may continue with a later part of what the sequence holds, if something between them was
+removed. With `cache_reuse` such blocks move to their new positions (`moved_blocks`); they count like the prefix.
+
 If another sequence holds more of the prompt, its KV may be copied:
 
     stream   inside a context: the sequence's whole buffer, at memory speed, with the next decode
@@ -184,12 +187,54 @@ def shared_prefix(holder: KvHolder, prompt: TokenIds, adapters: AdapterSet, scop
     return whole_chunks(prompt, common_prefix(holder.tokens, prompt))
 
 
+class MovedBlock(Struct, frozen=True):
+    """`count` tokens of a sequence, from the position `source` on, that the prompt has at `target`."""
+
+    source: int
+    target: int
+    count: int
+
+
+def moved_blocks(held: TokenIds, prompt: TokenIds, start: int, least: int) -> list[MovedBlock]:
+    """What of the held tokens the prompt goes on with behind its first `start`: blocks of at least `least` tokens, each
+    directly behind the one before it in the prompt and further on in what is held. Their KV was computed behind other
+    text, so it is not exactly what reading them again would give. An image never moves."""
+    blocks: list[MovedBlock] = []
+    if least < 1 or not start or (held < 0).any() or (prompt < 0).any():
+        return blocks
+    source, target = start, start
+    while len(held) - source >= least and len(prompt) - target >= least:
+        wanted = prompt[target : target + least]
+        starts, ends = held[source : len(held) - least + 1], held[source + least - 1 :]
+        places = source + np.flatnonzero((starts == wanted[0]) & (ends == wanted[-1]))  # few are left to compare
+        found = next((int(at) for at in places if np.array_equal(held[at : at + least], wanted)), None)
+        if found is None:
+            break
+        count = common_prefix(held[found:], prompt[target:])
+        blocks.append(MovedBlock(found, target, count))
+        source, target = found + count, target + count
+    return blocks
+
+
+def covered_tokens(
+    slot: SequenceSlot, prompt: TokenIds, adapters: AdapterSet, scope: str = "", cache_reuse: int = 0
+) -> int:
+    """The shared prefix, and the blocks behind it that can be moved."""
+    shared = shared_prefix(slot, prompt, adapters, scope)
+    return shared + sum(block.count for block in moved_blocks(slot.tokens, prompt, shared, cache_reuse))
+
+
 def choose_sequence(
-    slots: Sequence[SequenceSlot], prompt: TokenIds, session: str | None, adapters: AdapterSet = (), scope: str = ""
+    slots: Sequence[SequenceSlot],
+    prompt: TokenIds,
+    session: str | None,
+    adapters: AdapterSet = (),
+    scope: str = "",
+    cache_reuse: int = 0,
 ) -> SequenceChoice:
     """At least one slot must be idle: the scheduler hands out no more leases than there are slots."""
     idle = [slot for slot in slots if not slot.busy]
-    shared = {slot.index: shared_prefix(slot, prompt, adapters, scope) for slot in idle}
+    shared = {slot.index: covered_tokens(slot, prompt, adapters, scope, cache_reuse) for slot in idle}
     if session is not None:
         own = [slot for slot in idle if slot.session == session]
         if own:

@@ -11,6 +11,7 @@ from fastapi import Query
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response
 
+from modelyard.accounts.accounts import Accounts
 from modelyard.accounts.keys import Key
 from modelyard.accounts.settings import KeyRules, NewKey
 from modelyard.accounts.usage import UsageCounts, period
@@ -43,14 +44,12 @@ class KeyRoutes:
         await self._accounts.refresh()
         if own:
             return _json({"object": "list"})
-        keys = (*self._accounts.ring.keys, *(self._accounts.revoked() if revoked else ()))
-        data = await self._describe(*keys)
-        return _json({"object": "list", "currency": self._accounts.currency, "data": data})
+        return _json(await list_keys(self._accounts, self._context.clock(), revoked=revoked))
 
     async def create(self, request: StarletteRequest, body: NewKey) -> Response:
         key, secret = await self._accounts.create(body, open_to_all=not self._accounts.ring.keys)
         await self._tell_peers(request)
-        (described,) = await self._describe(key)
+        (described,) = await describe_keys(self._accounts, self._context.clock(), key)
         return _json({**described, "secret": secret, "warnings": self._warnings(key)}, 201)
 
     async def change(self, request: StarletteRequest, id: str, body: KeyRules) -> Response:
@@ -59,13 +58,13 @@ class KeyRoutes:
             raise InvalidRequest("the body names no field to change")
         key = await self._accounts.change(id, changes)
         await self._tell_peers(request)
-        (described,) = await self._describe(key)
+        (described,) = await describe_keys(self._accounts, self._context.clock(), key)
         return _json({**described, "warnings": self._warnings(key)})
 
     async def revoke(self, request: StarletteRequest, id: str) -> Response:
         key = await self._accounts.revoke(id, may_open=is_loopback(self._settings.host))
         await self._tell_peers(request)
-        (described,) = await self._describe(key)
+        (described,) = await describe_keys(self._accounts, self._context.clock(), key)
         return _json(described)
 
     async def _tell_peers(self, request: StarletteRequest) -> None:
@@ -75,10 +74,6 @@ class KeyRoutes:
     def _warnings(self, key: Key) -> list[str]:
         has_limits = any(getattr(key, name) is not None for name in _LIMITS)
         return [self._context.limits_warning] if has_limits and self._context.limits_warning else []
-
-    async def _describe(self, *keys: Key) -> list[dict[str, Any]]:
-        used, now = await self._accounts.usage_of_keys(keys), self._context.clock()
-        return [describe_key(key, used.get(key.name, UsageCounts()), now) for key in keys]
 
     async def usage(
         self,
@@ -111,6 +106,17 @@ class KeyRoutes:
                 "total": _counts(total),
             }
         )
+
+
+async def list_keys(accounts: Accounts, now: float, *, revoked: bool) -> dict[str, Any]:
+    keys = (*accounts.ring.keys, *(accounts.revoked() if revoked else ()))
+    data = await describe_keys(accounts, now, *keys)
+    return {"object": "list", "currency": accounts.currency, "data": data}
+
+
+async def describe_keys(accounts: Accounts, now: float, *keys: Key) -> list[dict[str, Any]]:
+    used = await accounts.usage_of_keys(keys)
+    return [describe_key(key, used.get(key.name, UsageCounts()), now) for key in keys]
 
 
 def describe_key(key: Key, used: UsageCounts, now: float) -> dict[str, Any]:

@@ -35,10 +35,12 @@ from modelyard.core.request import (
     Text,
     Thinking,
     Tool,
+    ToolApproval,
     ToolCall,
     ToolReference,
     ToolResult,
 )
+from modelyard.protocols.anthropic_messages import mcp
 from modelyard.protocols.anthropic_messages.errors import read_stream_error
 from modelyard.protocols.anthropic_messages.reply import ID_PREFIX, STOP_REASONS, write_block
 from modelyard.protocols.anthropic_messages.request import (
@@ -67,6 +69,7 @@ def write_request(request: Request) -> bytes:
         max_tokens=request.max_tokens,
         system=_write_content(system.parts) if system else None,
         tools=[_write_tool(tool) for tool in request.tools] or None,
+        mcp_servers=mcp.write_servers(request.tools) or None,
         tool_choice=_write_tool_choice(request),
         thinking=_write_thinking(request.reasoning),
         output_config=_write_output_config(request) or None,
@@ -112,6 +115,8 @@ def _write_part(part: Part) -> dict[str, Any]:
         if part.content:
             block["content"] = _write_content(part.content)
         return block | {"is_error": True} if part.is_error else block
+    if isinstance(part, ToolApproval):
+        raise Unsupported("Anthropic's API has no approvals of calls", param="messages")
     return write_block(part)
 
 
@@ -209,7 +214,7 @@ def read_reply(body: bytes) -> Reply:
         parts = read_content(parsed.content, {})
     except InvalidRequest as error:
         raise Incomplete(f"the upstream's reply cannot be read: {error.message}") from None
-    blocks = tuple(Block(part) for part in parts if isinstance(part, Text | Thinking | ToolCall))
+    blocks = tuple(Block(part) for part in parts if isinstance(part, Text | Thinking | ToolCall | ToolResult))
     usage = _read_usage(parsed.usage, Usage())
     finished = Finished(_read_stop_reason(parsed.stop_reason), usage, parsed.stop_sequence)
     return Reply(_read_started(parsed, Usage(usage.prompt, usage.cached)), blocks, finished)

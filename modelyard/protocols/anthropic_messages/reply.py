@@ -11,7 +11,8 @@ from msgspec import Raw
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply, Started, StopReason, Usage
 from modelyard.core.protocol import ModelCard
-from modelyard.core.request import Request, Text, Thinking, ToolCall
+from modelyard.core.request import Request, Text, Thinking, ToolCall, ToolResult
+from modelyard.protocols.anthropic_messages import mcp
 from modelyard.protocols.anthropic_messages.request import UNPARSED
 from modelyard.protocols.common.json import encode, is_json_object
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
@@ -61,10 +62,14 @@ def hides_thinking(request: Request) -> bool:
     return request.reasoning.summary == "omitted"
 
 
-def _write_output(part: Text | Thinking | ToolCall, hidden: bool) -> dict[str, Any]:
+def _write_output(part: Text | Thinking | ToolCall | ToolResult, hidden: bool) -> dict[str, Any]:
     if isinstance(part, Thinking) and not part.redacted:
         text = "" if hidden else part.text
         return {"type": "thinking", "thinking": text, "signature": part.signature or pack_reasoning(part.text)}
+    if isinstance(part, ToolResult):
+        return mcp.result_block(part)
+    if isinstance(part, ToolCall) and part.server is not None:
+        return mcp.use_block(part.id, part.name, part.server, _write_input(part))
     return write_block(part)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from msgspec import DecodeError, Raw, Struct, field
 from msgspec.json import Decoder
+from msgspec.structs import replace
 
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
@@ -32,7 +33,9 @@ from modelyard.core.request import (
     ToolChoice,
     ToolReference,
     ToolResult,
+    ToolServer,
 )
+from modelyard.protocols.anthropic_messages import mcp
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
     check_option,
@@ -70,6 +73,7 @@ class ContentBlock(Struct, gc=False):
     input: Raw = field(default_factory=Raw)
     tool_use_id: Any = None
     tool_name: Any = None
+    server_name: Any = None
     is_error: Any = None
     title: Any = None
     context: Any = None
@@ -129,6 +133,7 @@ class MessagesBody(ExtensionFields, kw_only=True):
     output_config: AnthropicOutputConfig | None = None
     output_format: AnthropicOutputFormat | None = None  # the older beta name of output_config.format
     metadata: limits.JsonObject | None = None
+    mcp_servers: mcp.McpServerList | None = None
 
 
 class ServerToolFields(Struct):
@@ -190,7 +195,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     return Request(
         model=parsed.model,
         messages=_read_messages(parsed, warnings),
-        tools=_read_tools(parsed.tools, body) if parsed.tools else (),
+        tools=_read_tools(parsed, body) if parsed.tools or parsed.mcp_servers else (),
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
         sampling=read_sampling(parsed, _MAX_TEMPERATURE),
@@ -267,23 +272,30 @@ def _read_session(headers: Mapping[str, str], user: str | None) -> str | None:
 _NOT_SETTINGS = frozenset({"type", "name", "cache_control", "defer_loading"})
 
 
-def _read_tools(tools: list[AnthropicTool], data: bytes) -> tuple[Tool, ...]:
+def _read_tools(body: MessagesBody, data: bytes) -> tuple[Tool, ...]:
+    tools, servers = body.tools or [], mcp.read_servers(body.mcp_servers or ())
     fields: list[dict[str, Any]] = []
     if any(_is_server_tool(tool) for tool in tools):
         fields = decode(_server_tool_decoder, data).tools
-    return tuple(_iter_tools(tools, fields))
+    read = tuple(_iter_tools(tools, fields, servers))
+    return (*read, *mcp.without_toolset(servers, read)) if servers else read
 
 
 def _is_server_tool(tool: AnthropicTool) -> bool:
     return tool.type is not None and tool.type != "custom"
 
 
-def _iter_tools(tools: list[AnthropicTool], fields: list[dict[str, Any]]) -> Iterator[Tool]:
+def _iter_tools(
+    tools: list[AnthropicTool], fields: list[dict[str, Any]], servers: Mapping[str, ToolServer]
+) -> Iterator[Tool]:
     for index, tool in enumerate(tools):
         deferred = tool.defer_loading is True
         if _is_server_tool(tool):
             settings = {name: value for name, value in fields[index].items() if name not in _NOT_SETTINGS}
-            yield Tool(tool.name or tool.type or "", "", settings, "server", tool.type, deferred=deferred)
+            is_mcp = tool.type == mcp.TOOLSET
+            server = mcp.read_toolset(settings, servers, f"tools[{index}]") if is_mcp else None
+            name = tool.name or (server.label if server is not None else tool.type or "")
+            yield Tool(name, "", settings, "server", tool.type, deferred=deferred, server=server)
         elif tool.name:
             schema = tool.input_schema or {}
             yield Tool(tool.name, tool.description or "", schema, strict=tool.strict, deferred=deferred)
@@ -516,6 +528,21 @@ def _read_tool_result(block: ContentBlock, warnings: Warnings) -> Iterable[Part]
     return (ToolResult(_string(block.tool_use_id, "tool_use_id"), tuple(content), block.is_error is True),)
 
 
+def _read_mcp_use(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    id, server = mcp.call_id(_string(block.id, "id")), _string(block.server_name, "server_name")
+    return (ToolCall(id, _string(block.name, "name"), read_input(block.input), server=server),)
+
+
+def _read_mcp_result(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
+    (result,) = _read_tool_result(block, warnings)
+    return (replace(result, call_id=mcp.call_id(result.call_id)),) if isinstance(result, ToolResult) else ()
+
+
+def _read_mcp_listing(_block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    """The tools of a server, which it lists itself."""
+    return ()
+
+
 def _read_tool_reference(block: ContentBlock, _: Warnings) -> Iterable[Part]:
     return (ToolReference(_string(block.tool_name, "tool_name")),)
 
@@ -530,4 +557,7 @@ _BLOCK_READERS: Mapping[str, Callable[[ContentBlock, Warnings], Iterable[Part]]]
     "tool_use": _read_tool_use,
     "tool_result": _read_tool_result,
     "tool_reference": _read_tool_reference,
+    "mcp_tool_use": _read_mcp_use,
+    "mcp_tool_result": _read_mcp_result,
+    "mcp_tool_listing": _read_mcp_listing,
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started
 from modelyard.core.request import Request
+from modelyard.protocols.anthropic_messages import mcp
 from modelyard.protocols.anthropic_messages.errors import error_body
 from modelyard.protocols.anthropic_messages.reply import STOP_REASONS, hides_thinking, write_message, write_usage
 from modelyard.protocols.common.json import dumps, encode, is_json_object
@@ -55,6 +56,8 @@ class MessagesStreamWriter:
         return b""  # message_stop or error has ended the stream
 
     def _start_block(self, event: BlockStart) -> bytes:
+        if event.kind == "tool_result":
+            return b""  # it is sent whole at its end
         self._block = event
         self._blocks += 1
         self._delta_start = _delta_start(event.index, *_DELTA_TYPES[event.kind])
@@ -65,6 +68,8 @@ class MessagesStreamWriter:
             block = {"type": "text", "text": ""}
         elif event.kind == "thinking":
             block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif event.server is not None:
+            block = mcp.use_block(event.call_id, event.name, event.server, {})
         start = _frame({"type": "content_block_start", "index": event.index, "content_block": block})
         return start + self._json_delta('{"input":"') if event.custom else start
 
@@ -84,7 +89,10 @@ class MessagesStreamWriter:
 
     def _end_block(self, event: BlockEnd) -> bytes:
         last = b""
-        if self._block.kind == "thinking":
+        if event.result is not None:
+            block = mcp.result_block(event.result)
+            last = _frame({"type": "content_block_start", "index": event.index, "content_block": block})
+        elif self._block.kind == "thinking":
             signature = event.signature or pack_reasoning("".join(self._text or ()))
             last = _delta_start(event.index, "signature_delta", "signature") + encode(signature) + _DELTA_END
         elif self._block.kind == "tool_call":

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from modelyard.core.errors import Incomplete, ModelyardError
 from modelyard.core.events import Event, Failed
+from modelyard.protocols.common.json import JsonObject, encode
 
 
 class SseEvent(Struct, frozen=True):
@@ -19,6 +20,12 @@ def frame(data: bytes, event: str | None = None) -> bytes:
     if event is None:
         return b"data: " + data + b"\n\n"
     return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def delta_start(name: str, fields: JsonObject) -> bytes:
+    """Everything of a numbered delta event before its number, encoded once per item."""
+    start = encode({"type": name} | fields).removesuffix(b"}")
+    return b"event: " + name.encode() + b"\ndata: " + start + b',"sequence_number":'
 
 
 def comment(text: str = "keep-alive") -> bytes:

@@ -42,6 +42,7 @@ from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.media_parts import write_audio
 from modelyard.protocols.common.response_metrics import read_metrics
 from modelyard.protocols.common.sse import SseParser
+from modelyard.protocols.openai_responses import mcp
 from modelyard.protocols.openai_responses.errors import read_failure
 from modelyard.protocols.openai_responses.reply import (
     split_instructions,
@@ -89,6 +90,7 @@ def write_request(request: Request) -> bytes:
 
 def write_items(messages: tuple[Message, ...]) -> Iterator[JsonObject]:
     """Messages as input items: content of one message stays together, calls, results and reasoning are items."""
+    calls = mcp.ServerCalls(messages)
     for message in join_turns((message.role, message.parts) for message in messages):
         if not message.parts:
             yield _write_message(message.role, ())
@@ -98,7 +100,7 @@ def write_items(messages: tuple[Message, ...]) -> Iterator[JsonObject]:
             if is_content:
                 yield _write_message(message.role, tuple(parts))
             else:
-                yield from map(_write_part, parts)
+                yield from calls.write(parts, _write_part)
 
 
 def _write_message(role: str, parts: tuple[Part, ...]) -> JsonObject:

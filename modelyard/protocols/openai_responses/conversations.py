@@ -18,8 +18,16 @@ from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import Message, Request
 from modelyard.protocols.common.json import JsonObject, decode, encode
 from modelyard.protocols.common.openai_lists import Metadata, check_metadata
+from modelyard.protocols.openai_responses import mcp
 from modelyard.protocols.openai_responses.client import write_items
-from modelyard.protocols.openai_responses.request import INCLUDE_ENCRYPTED, InputItem, join_turns, read_item
+from modelyard.protocols.openai_responses.request import (
+    INCLUDE_ENCRYPTED,
+    InputItem,
+    join_turns,
+    listed_servers,
+    read_item,
+    read_turns,
+)
 
 Items = Annotated[list[limits.JsonObject], limits.Messages]
 NewId = Callable[[], str]
@@ -69,7 +77,9 @@ def complete_items(items: Iterable[JsonObject], new_id: NewId) -> list[JsonObjec
         if not isinstance(kind, str):
             raise InvalidRequest(f"{path}.type must be a string", param=f"{path}.type")
         item = {"id": f"{_PREFIXES.get(kind, 'msg')}_{new_id()}", "type": kind, "status": "completed"} | {
-            name: value for name, value in item.items() if name != "id" and value is not None
+            name: value
+            for name, value in item.items()
+            if value is not None and (name != "id" or kind in mcp.ITEM_TYPES)  # theirs name the call
         }
         content = item.get("content")
         if kind == "message" and isinstance(content, str):
@@ -100,8 +110,10 @@ def write_input(messages: tuple[Message, ...], new_id: NewId) -> list[JsonObject
 def prepend_items(items: Sequence[bytes], request: Request) -> Request:
     """The request with the items of its conversation before its messages; its own instructions stay first."""
     system = request.messages[:1] if request.instructions else ()
-    read = (read_item(_item.decode(item), f"items[{index}]", []) for index, item in enumerate(items))
-    earlier = join_turns(turn for turn in read if turn is not None)
+    decoded = [_item.decode(item) for item in items]
+    earlier = join_turns(read_turns(decoded, "items", []))
+    if listed := listed_servers(decoded):
+        request = replace(request, tools=mcp.with_listed(request.tools, listed))
     messages = (*system, *earlier, *request.messages[len(system) :])
     return replace(request, messages=messages, earlier=len(system) + len(earlier))
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw
 
-from modelyard.core.events import Block, BlockKind, Finished, Reply, Started, TokenLogprob, Usage
-from modelyard.core.request import Constraint, Message, Request, Text, Tool, ToolCall, ToolChoice
+from modelyard.core.events import Block, BlockKind, Finished, Reply, Started, TokenLogprob, ToolList, Usage
+from modelyard.core.request import Constraint, Message, Request, Text, Tool, ToolCall, ToolChoice, ToolResult
 from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.common.response_metrics import write_metrics
+from modelyard.protocols.openai_responses import mcp
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -22,15 +23,14 @@ _NOT_STORED = {
     "code": "not_stored",
     "message": "the response could not be stored: previous_response_id cannot continue it, send the conversation again",
 }
-# Fields with the same value in every response: there is one tier, no truncation and nothing of OpenAI's own services.
-_CONSTANT_FIELDS = (
-    b","
-    + encode(
-        {"service_tier": "default", "truncation": "disabled"}
-        | dict.fromkeys(("access_programs", "image", "moderation", "prompt"))
-        | dict.fromkeys(("prompt_cache_diagnostics", "prompt_cache_options", "tool_usage"))
-    )[1:]
+# Fields with the same value in nearly every response: there is one tier, no truncation and nothing of OpenAI's own
+# services.
+_CONSTANT = (
+    {"background": False, "service_tier": "default", "truncation": "disabled"}
+    | dict.fromkeys(("access_programs", "conversation", "image", "moderation", "prompt"))
+    | dict.fromkeys(("prompt_cache_diagnostics", "prompt_cache_options", "tool_usage"))
 )
+_CONSTANT_FIELDS = b"," + encode(_CONSTANT)[1:]
 _EMPTY_REPLY = (Block(Text("")),)  # a reply without blocks is one empty message, as in the stream
 
 
@@ -38,7 +38,7 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     """This protocol has one choice: the first reply."""
     reply = replies[0]
     key, blocks = reply.started.id, () if request.warm_up else reply.blocks or _EMPTY_REPLY
-    output = [write_item(block, key, index, request) for index, block in enumerate(blocks)]
+    output = write_output(reply.started.tool_lists, blocks, key, request)
     return bytes(ResponseObject(request, key).finished(reply.started, reply.finished, output)[1])
 
 
@@ -48,7 +48,11 @@ class ResponseObject:
     def __init__(self, request: Request, key: str) -> None:
         self._id = f"resp_{key}"
         self._stored, self._warm_up = request.store is not False, request.warm_up
-        self._echo = b"," + encode(_echo(request))[1:-1] + _CONSTANT_FIELDS
+        constant = _CONSTANT_FIELDS
+        if request.background or request.conversation is not None:
+            conversation = None if request.conversation is None else {"id": request.conversation}
+            constant = b"," + encode(_CONSTANT | {"background": request.background, "conversation": conversation})[1:]
+        self._echo = b"," + encode(_echo(request))[1:-1] + constant
 
     def at(self, status: Status, started: Started, **state: Any) -> Raw:
         """The object now; `state` has output, usage, error, incomplete_details, completed_at, output_text, metrics and
@@ -104,8 +108,6 @@ def _echo(request: Request) -> JsonObject:
     if verbosity := repeated.get("verbosity"):
         text_format["verbosity"] = verbosity
     return {
-        "background": request.background,
-        "conversation": None if request.conversation is None else {"id": request.conversation},
         "instructions": split_instructions(request)[0],
         "max_output_tokens": request.max_tokens,
         "max_tool_calls": repeated.get("max_tool_calls"),
@@ -121,7 +123,7 @@ def _echo(request: Request) -> JsonObject:
         "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
         "text": text_format,
         "tool_choice": write_tool_choice(request.tool_choice, request.tools),
-        "tools": write_tools(request.tools),
+        "tools": write_tools(mcp.public_tools(request.tools)),
         "top_logprobs": request.logprobs or 0,
         "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
         "user": request.user,
@@ -176,6 +178,9 @@ def _write_tool(tool: Tool) -> JsonObject:
 
 
 def write_tool_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str | JsonObject:
+    if choice.server is not None:
+        named = {"type": "mcp", "server_label": choice.server}
+        return named if choice.name is None else named | {"name": choice.name}
     if choice.mode != "named":
         return choice.mode
     custom = any(tool.kind == "custom" and tool.name == choice.name for tool in tools)
@@ -197,12 +202,34 @@ def write_usage(usage: Usage) -> JsonObject:
 
 def item_id(key: str, index: int, kind: BlockKind, custom: bool = False) -> str:
     """Built from the response's key and the item's index, so that a stream and the whole reply agree."""
-    prefix = {"text": "msg", "thinking": "rs", "tool_call": "ctc" if custom else "fc"}[kind]
+    prefix = {"text": "msg", "thinking": "rs"}.get(kind, "ctc" if custom else "fc")
     return f"{prefix}_{key}_{index}"
+
+
+def write_output(lists: Sequence[ToolList], blocks: Sequence[Block], key: str, request: Request) -> list[JsonObject]:
+    output = [mcp.list_item(listed, key, index) for index, listed in enumerate(lists)]
+    calls: dict[str, JsonObject] = {}  # items of MCP calls by the ids of the calls
+    place = 0  # of a call among those of one turn
+    for block in blocks:
+        part = block.part
+        if isinstance(part, ToolResult):
+            if (item := calls.get(part.call_id)) is not None:
+                mcp.add_result(item, part)
+        elif isinstance(part, ToolCall) and part.server is not None:
+            status = "calling" if block.complete else "incomplete"
+            item = mcp.mcp_item(part, place, status, asks=block.asks, approved=block.approved)
+            calls[part.id] = item
+            output.append(item)
+        else:
+            output.append(write_item(block, key, len(output), request))
+        place = place + 1 if isinstance(part, ToolCall) else 0
+    return output
 
 
 def write_item(block: Block, key: str, index: int, request: Request) -> JsonObject:
     part = block.part
+    if isinstance(part, ToolResult):
+        raise ValueError("a result is a part of its call's item")
     if isinstance(part, Text):
         return message_item(item_id(key, index, "text"), "completed", [text_part(part.text, block.logprobs)])
     if isinstance(part, ToolCall):

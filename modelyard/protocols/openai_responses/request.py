@@ -7,7 +7,7 @@ named in `Request.warnings`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, cast
 
@@ -28,6 +28,7 @@ from modelyard.core.request import (
     Text,
     Thinking,
     Tool,
+    ToolApproval,
     ToolCall,
     ToolChoice,
     ToolResult,
@@ -45,6 +46,7 @@ from modelyard.protocols.common.json import JsonObject, dumps
 from modelyard.protocols.common.media_parts import read_audio, read_file
 from modelyard.protocols.common.openai_fields import check_range, read_stop
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
+from modelyard.protocols.openai_responses import mcp
 from modelyard.protocols.pool_responses.request import ITEM_TYPES as POOL_ITEM_TYPES
 
 # --- the body -------------------------------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ class InputPart(Struct, gc=False):
 
 
 class InputItem(Struct, gc=False):
-    """An input item of any type. Item ids are not read: nothing depends on them.
+    """An input item of any type. Item ids are read only of MCP's items, which have no other one.
 
     `Any` where unknown item types use the same field name for another shape.
     """
@@ -88,6 +90,12 @@ class InputItem(Struct, gc=False):
     output: limits.Text | Annotated[list[InputPart], limits.Parts] | limits.JsonObject | None = None
     summary: Annotated[list[InputPart], limits.Parts] | None = None
     encrypted_content: limits.Text | None = None
+    id: Any = None
+    server_label: Any = None
+    approval_request_id: Any = None
+    approve: Any = None
+    reason: Any = None
+    error: Any = None
 
 
 class TextFormat(Struct):
@@ -185,6 +193,8 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
     warnings: list[str] = []
     include = body.include or ()
     tool_choice, tools = read_tool_choice(body.tool_choice, read_tools(body.tools or []), warnings)
+    if isinstance(body.input, list) and (listed := listed_servers(body.input)):
+        tools = mcp.with_listed(tools, listed)
     return Request(
         model=body.model,
         messages=_read_messages(body, warnings),
@@ -192,6 +202,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        max_tool_calls=body.max_tool_calls,
         sampling=read_sampling(body, MAX_TEMPERATURE),
         max_tokens=1 if body.generate is False else body.max_output_tokens,
         stop=read_stop(body.stop, warnings),
@@ -247,8 +258,7 @@ def _read_messages(body: ResponsesBody, warnings: list[str]) -> tuple[Message, .
     system = [] if body.instructions is None else [Message("system", (Text(body.instructions),))]
     if isinstance(body.input, str):
         return (*system, Message("user", (Text(body.input),)))
-    turns = (read_item(item, f"input[{index}]", warnings) for index, item in enumerate(body.input or ()))
-    return (*system, *join_turns(turn for turn in turns if turn is not None))
+    return (*system, *join_turns(read_turns(body.input or (), "input", warnings)))
 
 
 def _read_text_format(body: ResponsesBody) -> Constraint | None:
@@ -293,6 +303,55 @@ def join_turns(turns: Iterable[Turn]) -> list[Message]:
         else:
             joined.append((role, list(parts)))
     return [Message(role, tuple(parts)) for role, parts in joined]
+
+
+def read_turns(items: Sequence[InputItem], field: str, warnings: list[str]) -> Iterator[Turn]:
+    """`field` names the list in errors. The results of MCP calls that the model made in one turn follow all of them."""
+    approved = {id for item in items if item.type == "mcp_call" and (id := item.approval_request_id)}
+    results: list[Turn] = []
+    for index, item in enumerate(items):
+        path = f"{field}[{index}]"
+        if results and not (item.type == "mcp_call" and mcp.continues_turn(str(item.id))):
+            yield from results
+            results = []
+        if item.type == "mcp_call":
+            call, result = _read_mcp_call(item, path)
+            yield call
+            results.append(result)
+        elif item.type in mcp.ITEM_TYPES:
+            yield from _read_approval(item, path, approved)
+        elif (turn := read_item(item, path, warnings)) is not None:
+            yield turn
+    yield from results
+
+
+def listed_servers(items: Iterable[InputItem]) -> set[str]:
+    """The MCP servers whose tools the items list."""
+    return {str(item.server_label) for item in items if item.type == "mcp_list_tools"}
+
+
+def _read_mcp_call(item: InputItem, path: str) -> tuple[Turn, Turn]:
+    id, name = _required(item, "id", path), _required(item, "name", path)
+    label, arguments = _required(item, "server_label", path), item.arguments
+    text = arguments if isinstance(arguments, str) else dumps(arguments or {})
+    call = ToolCall(mcp.call_id(id), name, text, server=label)
+    output = item.output if isinstance(item.output, str) else None
+    return ("assistant", (call,)), ("tool", (mcp.read_result(id, output, item.error),))
+
+
+def _read_approval(item: InputItem, path: str, approved: set[str]) -> Iterator[Turn]:
+    """Of a call that was run, its own item has everything. Lists of tools are read by the tools of the request."""
+    if item.type == "mcp_approval_request":
+        id, label = _required(item, "id", path), _required(item, "server_label", path)
+        arguments = item.arguments if isinstance(item.arguments, str) else "{}"
+        if id not in approved:
+            call = ToolCall(mcp.call_id(id), _required(item, "name", path), arguments, server=label)
+            yield "assistant", (call,)
+    elif item.type == "mcp_approval_response":
+        id = _required(item, "approval_request_id", path)
+        if id in approved:
+            return
+        yield "tool", (ToolApproval(mcp.call_id(id)) if item.approve is True else mcp.refusal(id, item.reason),)
 
 
 def read_item(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
@@ -415,8 +474,8 @@ def _read_output(item: InputItem, path: str, warnings: list[str]) -> Turn:
 
 
 def _required(item: InputItem, field: str, path: str) -> str:
-    value: str | None = getattr(item, field)
-    if not value:
+    value: Any = getattr(item, field)
+    if not value or not isinstance(value, str):
         raise InvalidRequest(f"{path}: a {item.type} needs {field}", param=f"{path}.{field}")
     return value
 
@@ -451,7 +510,8 @@ def _read_tool(body: JsonObject, path: str, namespace: str | None) -> Iterator[T
         yield from _read_namespace(body, path)
     else:  # a server tool keeps its settings, so that an upstream which knows the tool gets all of it
         settings = {name: value for name, value in body.items() if name != "type"}
-        yield Tool(kind, parameters=settings, kind="server", type=kind, namespace=namespace)
+        server = mcp.read_server(body, path) if kind == "mcp" else None
+        yield Tool(kind, parameters=settings, kind="server", type=kind, namespace=namespace, server=server)
 
 
 def _read_function(body: JsonObject, path: str, namespace: str | None) -> Tool:
@@ -516,8 +576,12 @@ def read_tool_choice(
     kind = choice.get("type")
     if kind in ("function", "custom") and isinstance(choice.get("name"), str):
         return ToolChoice("named", choice["name"]), tools
+    if kind == "mcp" and isinstance(label := choice.get("server_label"), str):
+        name = choice.get("name")
+        return ToolChoice("named" if name else "required", name if isinstance(name, str) else None, label), tools
     if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
-        allowed = [tool.get("name") or tool.get("type") for tool in choice["tools"] if isinstance(tool, dict)]
+        wanted = [tool for tool in choice["tools"] if isinstance(tool, dict)]
+        allowed = ["mcp" if tool.get("type") == "mcp" else tool.get("name") or tool.get("type") for tool in wanted]
         return _read_choice_mode(choice.get("mode"), warnings), tuple(tool for tool in tools if tool.name in allowed)
     warnings.append(f"tool_choice of type {kind!r} is read as 'auto'")
     return ToolChoice(), tools

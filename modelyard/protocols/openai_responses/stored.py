@@ -10,9 +10,10 @@ from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply
-from modelyard.core.request import Message, Request, ToolCall
+from modelyard.core.request import Message, Request, ToolCall, ToolResult
 from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.openai_lists import PageQuery, write_page
+from modelyard.protocols.openai_responses import mcp
 from modelyard.protocols.openai_responses.client import write_items
 from modelyard.protocols.openai_responses.conversations import shown_item
 from modelyard.protocols.openai_responses.reply import split_instructions, write_reply
@@ -25,6 +26,8 @@ class StoredResponse(Struct, frozen=True):
     messages: tuple[Message, ...]
     response: bytes
     warm_up: bool = False
+    listed: tuple[str, ...] = ()  # MCP servers whose tools are listed up to here
+    answered: int = 1  # messages of the answer: with calls of servers' tools, their results, and what followed
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -35,8 +38,12 @@ def make_stored(request: Request, response: bytes, reply: Reply | None = None) -
     """`instructions` apply to one response only and are not kept. Neither is an incomplete call: it has no result."""
     _, messages = split_instructions(request)
     blocks = () if request.warm_up or reply is None else reply.blocks
-    parts = (block.part for block in blocks if block.complete or not isinstance(block.part, ToolCall))
-    return StoredResponse((*messages, Message("assistant", tuple(parts))), response, request.warm_up)
+    parts = [block.part for block in blocks if block.complete or not isinstance(block.part, ToolCall)]
+    listed = mcp.listed_servers(request.tools, reply)
+    if not any(isinstance(part, ToolResult) for part in parts):
+        return StoredResponse((*messages, Message("assistant", tuple(parts))), response, request.warm_up, listed)
+    messages, answer = mcp.with_answer(messages, parts)
+    return StoredResponse((*messages, *answer), response, request.warm_up, listed, len(answer))
 
 
 def encode_stored(request: Request, reply: Reply) -> bytes:
@@ -51,7 +58,8 @@ def prepend_stored(stored: StoredResponse, request: Request) -> Request:
     """The request with the stored conversation before its messages; its own instructions stay first."""
     system = request.messages[:1] if request.instructions else ()
     earlier = stored.messages[:-1] if stored.warm_up else stored.messages
-    return replace(request, messages=(*system, *earlier, *request.messages[len(system) :]))
+    tools = mcp.with_listed(request.tools, stored.listed) if stored.listed else request.tools
+    return replace(request, messages=(*system, *earlier, *request.messages[len(system) :]), tools=tools)
 
 
 _ALL = PageQuery("", 1 << 30, newest_first=True)
@@ -61,7 +69,7 @@ def write_input_items(stored: StoredResponse, query: PageQuery = _ALL, include: 
     """A page of the input of a stored response."""
     items = [
         {"id": f"item_{index}", "status": "completed"} | _with_annotations(item)
-        for index, item in enumerate(write_items(stored.messages[:-1]))
+        for index, item in enumerate(write_items(stored.messages[: -stored.answered]))
     ]
     if query.newest_first:
         items.reverse()

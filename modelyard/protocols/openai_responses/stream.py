@@ -7,7 +7,7 @@ The response's id comes from the trace, so that a keep-alive before `Started` al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec import Raw
 
@@ -23,9 +23,10 @@ from modelyard.core.events import (
     Started,
     TokenLogprob,
 )
-from modelyard.core.request import Request, Text, Thinking, ToolCall
+from modelyard.core.request import Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.protocols.common.json import JsonObject, encode
-from modelyard.protocols.common.sse import frame
+from modelyard.protocols.common.sse import delta_start, frame
+from modelyard.protocols.openai_responses import mcp
 from modelyard.protocols.openai_responses.errors import write_failure
 from modelyard.protocols.openai_responses.reply import (
     ResponseObject,
@@ -47,7 +48,9 @@ class ResponsesStreamWriter:
         self._response = ResponseObject(request, trace)
         self._started = Started(trace, request.model, 0)
         self._is_created = False
-        self._item: _ItemWriter | None = None
+        self._item: _ItemWriter | mcp.McpCallWriter | None = None
+        self._calls: dict[str, mcp.McpCallWriter] = {}  # of MCP servers' tools; their results come later
+        self._place = 0  # of a call among those of one turn
         self._output: list[JsonObject] = []
         self._sequence_number = 0
 
@@ -62,7 +65,7 @@ class ResponsesStreamWriter:
             return self._end_item(event)
         if isinstance(event, Started):
             self._started = event
-            return self.keepalive()
+            return self.keepalive() + self._write_lists()
         if isinstance(event, Finished):
             return self._finish(event)
         return self._fail(event) if isinstance(event, Failed) else b""
@@ -116,8 +119,26 @@ class ResponsesStreamWriter:
     # --- output items
 
     def _start_item(self, start: BlockStart) -> bytes:
-        self._item = _ItemWriter(start, self._key, len(self._output), self._request)
-        return b"".join([self._frame(name, fields) for name, fields in self._item.start_events()])
+        index, place = len(self._output), self._place
+        self._place = place + 1 if start.kind == "tool_call" else 0
+        if start.kind == "tool_result":
+            return b""
+        if start.server is None:
+            self._item = _ItemWriter(start, self._key, index, self._request)
+        else:
+            self._item = self._calls[start.call_id] = mcp.McpCallWriter(start, index, place)
+        return self._frames(self._item.start_events())
+
+    def _frames(self, events: Iterable[NamedEvent]) -> bytes:
+        return b"".join([self._frame(name, fields) for name, fields in events])
+
+    def _write_lists(self) -> bytes:
+        written = b""
+        for listed in self._started.tool_lists:
+            item = mcp.list_item(listed, self._key, len(self._output))
+            written += self._frames(mcp.list_events(item, len(self._output)))
+            self._output.append(item)
+        return written
 
     def _write_delta(self, delta: BlockDelta) -> bytes:
         """The hot path: everything but the number and the text was encoded when the item began."""
@@ -132,12 +153,22 @@ class ResponsesStreamWriter:
         return b"".join(frames)
 
     def _end_item(self, end: BlockEnd) -> bytes:
-        if self._item is None:
+        if end.result is not None:
+            return self._end_call(end.result)
+        writer, self._item = self._item, None
+        if writer is None:
             return b""
-        item, events = self._item.end(end)
-        self._item = None
+        if isinstance(writer, mcp.McpCallWriter):
+            written = self._frames(writer.end(end))
+            self._output.append(writer.item)
+            return written
+        item, events = writer.end(end)
         self._output.append(item)
-        return b"".join([self._frame(name, fields) for name, fields in events])
+        return self._frames(events)
+
+    def _end_call(self, result: ToolResult) -> bytes:
+        call = self._calls.pop(result.call_id, None)
+        return b"" if call is None else self._frames(call.finish(result))
 
 
 class _ItemWriter:
@@ -151,7 +182,7 @@ class _ItemWriter:
         self._logprobs: list[TokenLogprob] = []
         self._has_summary = start.kind == "thinking" and wants_summary(request)
         self._arguments = "custom_tool_call_input" if start.custom else "function_call_arguments"
-        self.delta_starts = tuple(_delta_start(name, fields) for name, fields in self._delta_events())
+        self.delta_starts = tuple(delta_start(name, fields) for name, fields in self._delta_events())
 
     def _position(self, *counters: str) -> JsonObject:
         return {"item_id": self._id, "output_index": self._index} | dict.fromkeys(counters, 0)
@@ -226,9 +257,3 @@ class _ItemWriter:
             yield "response.reasoning_summary_text.done", position | {"text": text}
             yield "response.reasoning_summary_part.done", position | {"part": item["summary"][0]}
         yield "response.output_item.done", {"output_index": self._index, "item": item}
-
-
-def _delta_start(name: str, fields: JsonObject) -> bytes:
-    """Everything of a delta event before its sequence number, encoded once per item."""
-    start = encode({"type": name} | fields).removesuffix(b"}")
-    return b"event: " + name.encode() + b"\ndata: " + start + b',"sequence_number":'

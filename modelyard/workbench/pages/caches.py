@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from urllib.parse import quote
 
 from nicegui import ui
 
@@ -17,7 +18,9 @@ _MAX_SAMPLES = 300  # ten minutes
 
 
 def page(session: PageSession) -> None:
-    page_heading("Caches", "Isolated KV caches: the conversations in them and how much they save.")
+    with ui.element("div").classes("line between"):
+        page_heading("Caches", "Isolated KV caches: the conversations in them and how much they save.")
+        ui.button("Add a cache", icon="add", on_click=lambda: ui.navigate.to("/caches/edit")).props("outline no-caps")
     box = ui.element("div").classes("grid-cards")
     empty = empty_notice("No model has caches.")
     cards: dict[tuple[str, str, object], CacheCard] = {}
@@ -30,7 +33,7 @@ def page(session: PageSession) -> None:
             box.clear()
             cards.clear()
             with box:
-                cards.update({key: CacheCard(row) for key, row in zip(keys, rows, strict=True)})
+                cards.update({key: CacheCard(session, row) for key, row in zip(keys, rows, strict=True)})
         for key, row in zip(keys, rows, strict=True):
             cards[key].update(row, time.time())
 
@@ -38,15 +41,20 @@ def page(session: PageSession) -> None:
 
 
 class CacheCard:
-    def __init__(self, row: Json) -> None:
-        self._window = int(row["window"])
+    def __init__(self, session: PageSession, row: Json) -> None:
+        self._session, self._cache, self._model = session, str(row["cache"]), str(row["model"])
+        self._window: int | None = row["window"]  # that of a remote model may not be known
         self._samples: deque[tuple[float, float | None]] = deque(maxlen=_MAX_SAMPLES)
         self._last_counts: tuple[int, int] | None = None
         replica = f" · replica {row['replica'] + 1}" if row["replica"] else ""
         with card():
             with ui.element("div").classes("line between"):
                 ui.label(row["cache"]).classes("name")
-                ui.label(f"{row['model']}{replica}").classes("tag")
+                with ui.element("div").classes("line"):
+                    ui.label(f"{row['model']}{replica}").classes("tag")
+                    edit = ui.button(icon="edit", on_click=lambda: session.perform(self._edit()))
+                    edit.props("flat round dense size=sm color=grey").tooltip("Edit")
+                    edit.props["aria-label"] = f"Edit {row['cache']}"
             with ui.element("div").classes("stats"):
                 self._reuse, self._reused, self._evaluated, self._evictions = (
                     Stat(name) for name in ("reuse", "reused", "evaluated", "evictions")
@@ -56,6 +64,12 @@ class CacheCard:
                 caption("reuse since this page was opened")
                 self._chart = line_chart(["reuse"], "share", height=110)
             history.set_visibility(row["replica"] is not None)
+
+    async def _edit(self) -> None:
+        """A model without caches has one of its own, whose window is the model's."""
+        configured = [each["name"] for each in (await self._session.client.config())["caches"]]
+        section, name = ("caches", self._cache) if self._cache in configured else ("models", self._model)
+        ui.navigate.to(f"/{section}/edit?name={quote(name, safe='')}")
 
     def update(self, row: Json, now: float) -> None:
         reused, evaluated = row.get("reused_tokens", 0), row.get("evaluated_tokens", 0)
@@ -68,8 +82,8 @@ class CacheCard:
         with self._sequences:
             if not row["sequences"]:
                 state = "not loaded" if row["replica"] is None else "empty"
-                text = f"{fmt.plural(row['parallel'], 'slot')} of {fmt.count(self._window)} tokens; {state}"
-                ui.label(text).classes("muted small")
+                window = f" of {fmt.count(self._window)} tokens" if self._window else ""
+                ui.label(f"{fmt.plural(row['parallel'], 'slot')}{window}; {state}").classes("muted small")
             for sequence in row["sequences"]:
                 self._show_sequence(sequence, now)
 
@@ -90,5 +104,5 @@ class CacheCard:
                 ui.label(f"{sequence['id']} · {session}{running}")
                 used = fmt.ago(sequence["used"], now) if sequence["used"] else "unused"
                 ui.label(f"{fmt.count(sequence['tokens'])} tokens · {used}").classes("muted")
-            share = min(1.0, sequence["tokens"] / self._window)
+            share = min(1.0, sequence["tokens"] / self._window) if self._window else 0.0
             ui.linear_progress(round(share, 3), show_value=False).props('rounded size=6px aria-label="Filled"')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 from nicegui import ui
 
@@ -21,7 +22,10 @@ _MAX_DEFINITION_CHARACTERS = 4000
 
 
 def page(session: PageSession) -> None:
-    page_heading("Models", "Every model that this server can run, with its present state.")
+    with ui.element("div").classes("line between"):
+        page_heading("Models", "Every model that this server can run, with its present state.")
+        add = ui.button("Add a model", icon="add", on_click=lambda: ui.navigate.to("/models/edit"))
+        add.props("outline no-caps").tooltip("Write a model into the configuration")
     GetModelsPanel(session, lambda model: open_chat(session, model))
     empty = empty_notice("No models yet: get one above. It is ready as soon as it is here.")
     empty.set_visibility(False)
@@ -95,6 +99,7 @@ class ModelPanel:
             )
             self._add_button = _button("", "add", lambda: self._scale(1)).props('aria-label="Add a replica" dense')
             self._chat_button = _button("Chat", "forum", lambda: open_chat(self._session, self._name))
+            _button("Edit", "edit", lambda: ui.navigate.to(f"/models/edit?name={quote(self._name, safe='')}"))
             if self._record["in_library"]:
                 _button("Remove", "delete", self._remove)
 

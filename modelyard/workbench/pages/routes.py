@@ -55,9 +55,14 @@ def page(session: PageSession) -> None:
     name.on_value_change(resolve)
     endpoint.on_value_change(resolve)
     with card():
-        ui.label("Rules").classes("name").props("role=heading aria-level=2")
+        with ui.element("div").classes("line between"):
+            ui.label("Rules").classes("name").props("role=heading aria-level=2")
+            add = ui.button("Add a route", icon="add", on_click=lambda: ui.navigate.to("/routes/edit"))
+            add.props("outline no-caps size=sm")
         ui.label("The first one that matches applies. A name of a model or cache always leads there.").classes("muted")
         table = ui.table(rows=[], columns=_COLUMNS, row_key="number").props("flat dense").classes("w-full")
+        table.add_slot("body-cell-edit", _EDIT_CELL)
+        table.on("edit", lambda event: ui.navigate.to(f"/routes/edit?index={int(event.args)}"))
 
     async def list_rules() -> None:
         table.rows = [rule_row(number, rule) for number, rule in enumerate(await session.client.routes(), 1)]
@@ -65,9 +70,18 @@ def page(session: PageSession) -> None:
     ui.timer(0, lambda: session.perform(list_rules()), once=True)
 
 
+_EDIT_CELL = """<q-td :props="props"><q-btn v-if="props.row.kind == 'route'" flat round dense size="sm" icon="edit"
+  color="grey" :aria-label="'Edit route ' + props.row.number"
+  @click="$parent.$emit('edit', props.row.number - 1)" /></q-td>"""
 _COLUMNS = [
     {"name": name, "label": label, "field": name, "align": "left"}
-    for name, label in (("kind", "Kind"), ("match", "Model name"), ("endpoint", "Endpoint"), ("target", "Leads to"))
+    for name, label in (
+        ("kind", "Kind"),
+        ("match", "Model name"),
+        ("endpoint", "Endpoint"),
+        ("target", "Leads to"),
+        ("edit", ""),
+    )
 ]
 
 

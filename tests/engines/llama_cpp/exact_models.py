@@ -44,6 +44,14 @@ def exact_model() -> Path:
 
 
 @cache
+def shallow_model() -> Path:
+    """A single layer: the KV of a token depends on nothing but the token and its position."""
+    facts = _HEADED | {"rope.dimension_count": _WIDTH // _HEADS, "block_count": 1}
+    tensors = {name: data for name, data in _llama().items() if not name.startswith("blk.1.")}
+    return _made("llama", facts, tensors)
+
+
+@cache
 def other_model() -> Path:
     """Like the exact one, with other weights."""
     return _made("llama", _HEADED | {"rope.dimension_count": _WIDTH // _HEADS}, _llama(seed=8))

@@ -19,7 +19,15 @@ from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot
 from modelyard.engines.llama_cpp.sequence_manager import KvOffload
 from modelyard.engines.llama_cpp.sequences import Checkpoint, CopyCosts, CopyMethod, TokenIds
-from tests.engines.llama_cpp.exact_models import N_SWA, VOCAB, exact_model, hybrid_model, recurrent_model, sliding_model
+from tests.engines.llama_cpp.exact_models import (
+    N_SWA,
+    VOCAB,
+    exact_model,
+    hybrid_model,
+    recurrent_model,
+    shallow_model,
+    sliding_model,
+)
 from tests.engines.llama_cpp.helpers import Tap, chatml, id_prompt, running, text_of
 from tests.engines.llama_cpp.helpers import answer as asked
 from tests.engines.reading import accepted, assert_alike, end, ids, read
@@ -87,6 +95,71 @@ async def test_a_new_conversation_evicts_only_if_no_sequence_is_empty() -> None:
         assert all(one.used and one.session and one.session not in "123" for one in stats.sequences)
         assert accepted(await answer(engine, words(2), session="2")).cached_tokens == len(words(2)) - 1
     assert_alike(got[2], await alone(words(3)))
+
+
+# --- text was removed -------------------------------------------------------------------------------------------------
+
+
+PARTS = [words(30 + part, 24) for part in range(4)]
+
+
+@pytest.mark.parametrize(("kv", "flash", "tolerance"), [("f32", "off", 1e-3), ("f16", "on", 0.03)])
+async def test_text_behind_what_was_removed_moves_instead_of_being_read_again(
+    kv: str, flash: str, tolerance: float
+) -> None:
+    """With a single layer the moved KV is that of a fresh prompt; fp16 rounds keys twice."""
+    edited = [*PARTS[0], *PARTS[2], *PARTS[3], *words(40)]
+    caches = {"main": CacheInfo(256, 2, type_k=kv, type_v=kv)}
+    async with running(caches, path=str(shallow_model()), flash_attn=flash) as engine:
+        expected = await answer(engine, edited)
+    async with running(caches, path=str(shallow_model()), cache_reuse=16, flash_attn=flash) as engine:
+        await answer(engine, sum(PARTS, []), session="a")
+        before = engine.stats()
+        moved = await answer(engine, edited, session="a")
+        evaluated = engine.stats().evaluated_tokens - before.evaluated_tokens
+        again = await answer(engine, [*edited, *ids(moved), *words(41)], session="a")
+    assert (accepted(moved).cached_tokens, evaluated) == (72, len(words(40)))
+    assert_alike(moved, expected, tolerance)
+    assert accepted(again).cached_tokens == len(edited) + len(ids(moved)) - 1
+
+
+async def test_removed_text_twice_and_other_streams_meanwhile() -> None:
+    edited = [*PARTS[0], *PARTS[1][:4], *PARTS[2], *PARTS[3][5:], *words(40)]
+    caches = {"main": CacheInfo(256, 2, type_k="f32", type_v="f32")}
+    async with running(caches, path=str(shallow_model()), flash_attn="off") as engine:
+        expected, other = await answer(engine, edited), await answer(engine, words(50), max_tokens=60)
+    async with running(caches, path=str(shallow_model()), cache_reuse=8, flash_attn="off") as engine:
+        await answer(engine, sum(PARTS, []), session="a")
+        running_other = engine.generate(id_prompt(words(50), max_tokens=60, session="b"))
+        moved = await answer(engine, edited, session="a")
+        assert_alike(await read(running_other), other)
+    assert accepted(moved).cached_tokens == len(edited) - len(words(40))
+    assert_alike(moved, expected)
+
+
+async def test_without_the_setting_everything_behind_the_edit_is_read_again() -> None:
+    async with exact(main=1) as engine:
+        await answer(engine, sum(PARTS, []), session="a")
+        assert accepted(await answer(engine, [*PARTS[0], *PARTS[2]], session="a")).cached_tokens == 24
+
+
+@pytest.mark.parametrize("model", [recurrent_model, hybrid_model, sliding_model])
+async def test_a_model_that_cannot_move_its_kv_reads_again(model: Callable[[], Path]) -> None:
+    edited = [*PARTS[0], *PARTS[2], *PARTS[3]]
+    async with running({"main": CacheInfo(256, 1)}, path=str(model())) as engine:
+        expected = await answer(engine, edited)
+    async with running({"main": CacheInfo(256, 1)}, path=str(model()), cache_reuse=8) as engine:
+        await answer(engine, sum(PARTS, []), session="a")
+        chunks = await answer(engine, edited, session="a")
+    assert accepted(chunks).cached_tokens <= 24
+    assert_alike(chunks, expected)
+
+
+async def test_another_clients_text_does_not_move() -> None:
+    async with running({"main": CacheInfo(256, 1)}, path=str(shallow_model()), cache_reuse=8) as engine:
+        await answer(engine, sum(PARTS, []), scope="ann")
+        chunks = await answer(engine, [*PARTS[0], *PARTS[2], *PARTS[3]], scope="bob")
+    assert accepted(chunks).cached_tokens == 0
 
 
 # --- copies between sequences ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from modelyard.engines.llama_cpp.sequences import (
     Checkpoints,
     CopyCosts,
     CopyMethod,
+    MovedBlock,
     SequenceChoice,
     SequenceSlot,
     TokenIds,
@@ -28,6 +29,7 @@ from modelyard.engines.llama_cpp.sequences import (
     is_checkpoint_useful,
     is_intact,
     latest_checkpoint,
+    moved_blocks,
     reusable_tokens,
 )
 
@@ -450,3 +452,48 @@ def test_a_prompt_pauses_at_useful_checkpoints(
 )
 def test_a_long_prompt_has_checkpoints_inside(length: int, start: int, inner: int, expected: list[int]) -> None:
     assert checkpoint_positions(length, start, [], (), inner) == expected
+
+
+# --- moved blocks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("held", "prompt", "least", "expected"),
+    [
+        pytest.param("abcdefgh", "abefgh", 3, [MovedBlock(4, 2, 4)], id="text was removed"),
+        pytest.param("abcdefghijkl", "abefijkl", 2, [MovedBlock(4, 2, 2), MovedBlock(8, 4, 4)], id="twice"),
+        pytest.param("abcdefgh", "abefghxy", 3, [MovedBlock(4, 2, 4)], id="and new text follows"),
+        pytest.param("abcdefgh", "abefgh", 5, [], id="too short"),
+        pytest.param("abcdefgh", "abefgh", 0, [], id="off"),
+        pytest.param("abcdefgh", "abxcdefgh", 3, [], id="text was inserted: nothing can be read before what is held"),
+        pytest.param("abcdefgh", "efgh", 3, [], id="no prefix"),
+        pytest.param("abxecdefgh", "abefgh", 3, [MovedBlock(6, 2, 4)], id="the first token occurs before"),
+    ],
+)
+def test_text_behind_what_was_removed_moves(held: str, prompt: str, least: int, expected: list[MovedBlock]) -> None:
+    a, b = (run(*text.encode()) for text in (held, prompt))
+    assert moved_blocks(a, b, common_prefix(a, b), least) == expected
+
+
+def test_an_image_never_moves() -> None:
+    held, prompt = run(1, 2, -7, -7, 3, 4, 5), run(1, 3, 4, 5)
+    assert moved_blocks(held, prompt, 1, 2) == []
+    assert moved_blocks(run(1, 2, 3, 4, 5), run(1, 3, 4, -9), 1, 2) == []
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
+def test_moved_blocks_spell_the_prompt_and_move_only_forward(a: list[int], b: list[int], least: int) -> None:
+    held, prompt = run(*a), run(*b)
+    source = target = start = common_prefix(held, prompt)
+    for block in moved_blocks(held, prompt, start, least):
+        assert block.count >= least and block.target == target and block.source >= max(source, block.target)
+        assert (held[block.source :][: block.count] == prompt[block.target :][: block.count]).all()
+        source, target = block.source + block.count, block.target + block.count
+
+
+def test_the_sequence_with_most_of_the_text_is_chosen_if_blocks_may_move() -> None:
+    prompt = run(*b"ab", *b"efghijkl")
+    held = slot(0, *b"abcdefghijkl", use_order=1)
+    assert choose_sequence([held, slot(1)], prompt, None, cache_reuse=4) == SequenceChoice(0, 10)
+    assert choose_sequence([held, slot(1)], prompt, None).index == 1
+    assert choose_sequence([held, slot(1)], prompt, None, scope="other", cache_reuse=4).index == 1

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from modelyard.core.events import Usage
 from modelyard.server.app import ServerApp
 from tests.http.app_client import URL, load_all, make_app
 from tests.live_server import demo_config
@@ -65,7 +66,8 @@ async def chat(app: ServerApp, secret: str, **body: Any) -> httpx.Response:
 async def test_a_created_key_works_and_its_secret_is_shown_once(app: ServerApp, boss: httpx.AsyncClient) -> None:
     made = await create(boss, models=["demo"], requests_per_minute=100)
     assert (made["source"], made["state"], made["models"]) == ("created", "active", ["demo"])
-    assert made["secret"].startswith("my-") and made["secret"].endswith(made["hint"][1:])
+    assert made["secret"].startswith("my-")
+    assert made["secret"].endswith(made["hint"][1:])
     assert (await chat(app, made["secret"])).status_code == 200
     listed = await boss.get("/v1/admin/keys")
     assert [key["name"] for key in listed.json()["data"]] == ["boss", "team"]
@@ -83,7 +85,7 @@ async def test_the_secret_is_neither_in_the_file_nor_in_the_log(
         await chat(app, secret[:-1])
     await app.accounts.sync()
     assert secret not in caplog.text
-    files = list(tmp_path.glob("accounts.sqlite*"))
+    files = list(tmp_path.glob("accounts.sqlite*"))  # noqa: ASYNC240
     assert files
     assert all(secret.encode() not in file.read_bytes() for file in files)
 
@@ -112,7 +114,7 @@ async def test_a_running_request_ends_when_its_key_is_revoked(tmp_path: Path) ->
         made = await create(boss)
 
         async def revoke() -> None:
-            while not app.gateway.running():
+            while not app.gateway.running():  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await boss.delete(f"/v1/admin/keys/{made['id']}")
 
@@ -235,3 +237,105 @@ async def test_a_server_without_keys_gets_an_admin_key_first(tmp_path: Path) -> 
         assert (await client.get("/v1/admin/models")).status_code == 200, "a loopback server without keys is open again"
     await app.stop()
     await app.accounts.close()
+
+
+# --- usage and budgets ------------------------------------------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": {"model": "demo", "max_tokens": 99, "messages": MESSAGES},
+    "/v1/responses": {"model": "demo", "input": "hi"},
+    "/v1/completions": {"model": "demo", "prompt": "hi"},
+    "/api/chat": {"model": "demo", "messages": MESSAGES, "stream": False},
+    "/v1beta/models/demo:generateContent": {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]},
+}
+
+
+@pytest.fixture
+async def priced(tmp_path: Path) -> AsyncIterator[ServerApp]:
+    settings = with_boss(tmp_path, accounts={"path": str(tmp_path / "accounts.sqlite"), "currency": "EUR"})
+    settings["models"]["demo"]["price"] = {"input": 1_000_000, "cached_input": 500_000, "output": 2_000_000}
+    made = make_app(settings)
+    await load_all(made)
+    yield made
+    await made.stop()
+    await made.accounts.close()
+
+
+async def test_every_protocol_is_counted_with_its_cost(priced: ServerApp) -> None:
+    async with client_of(priced, **BOSS) as boss:
+        for number, (path, body) in enumerate(REQUESTS.items(), start=1):
+            assert (await boss.post(path, json=body)).status_code == 200
+            usage = (await boss.get("/v1/admin/usage", params={"by": "key,model"})).json()
+            (row,) = usage["data"]
+            assert (row["key"], row["model"], row["requests"]) == ("boss", "demo", number)
+        expected = (row["prompt"] - row["cached"]) + row["cached"] / 2 + 2 * row["output"]
+        assert row["cost"] == pytest.approx(expected)
+        assert row["output"] == number * 3, "the answer has three tokens"
+        assert (usage["currency"], usage["total"]) == (
+            "EUR",
+            {k: v for k, v in row.items() if k not in ("key", "model")},
+        )
+        (record, *_) = (await boss.get("/v1/admin/requests")).json()["ended"]
+        assert record["cost"] > 0
+        metrics = (await boss.get("/metrics")).text
+        assert f'modelyard_usage_tokens_total{{key="boss",kind="output",model="demo"}} {row["output"]}.0' in metrics
+        assert 'modelyard_usage_cost_total{currency="EUR",key="boss",model="demo"}' in metrics
+
+
+async def test_usage_is_grouped_by_day_and_bounded_by_dates(priced: ServerApp) -> None:
+    await priced.accounts.sync()
+    priced.accounts.ledger.add("boss", "demo", Usage(10, 0, 1), 86_400.0 * 20_000)
+    async with client_of(priced, **BOSS) as boss:
+        found = (await boss.get("/v1/admin/usage?by=day&from=2024-10-01&to=2024-10-31")).json()
+        assert [(row["day"], row["prompt"]) for row in found["data"]] == [("2024-10-04", 10)]
+        assert (await boss.get("/v1/admin/usage?by=day&from=2024-10-05&to=2024-10-31")).json()["data"] == []
+        for query in ("by=hour", "from=yesterday", "from=2024-10-05&to=2024-10-01"):
+            assert (await boss.get(f"/v1/admin/usage?{query}")).status_code == 400
+
+
+async def test_usage_survives_a_restart(priced: ServerApp, tmp_path: Path) -> None:
+    async with client_of(priced, **BOSS) as boss:
+        await boss.post("/v1/chat/completions", json=CHAT)
+    await priced.accounts.close()
+    second = make_app(with_boss(tmp_path))
+    async with client_of(second, **BOSS) as boss:
+        (row,) = (await boss.get("/v1/admin/usage")).json()["data"]
+        assert row["requests"] == 1
+        (key,) = (await boss.get("/v1/admin/keys")).json()["data"]
+        assert key["usage"]["output"] == 4
+        assert key["last_used"] is not None
+    await second.stop()
+    await second.accounts.close()
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+async def test_a_key_without_budget_is_told_so_in_its_protocol(
+    app: ServerApp, boss: httpx.AsyncClient, path: str
+) -> None:
+    made = await create(boss, token_budget=1, budget_period="day")
+    async with client_of(app, authorization=f"Bearer {made['secret']}") as client:
+        assert (await client.post(path, json=REQUESTS[path])).status_code == 200
+        refused = await client.post(path, json=REQUESTS[path])
+    assert refused.status_code == 429
+    assert "budget of 1 tokens a day" in refused.text
+    assert "resets at" in refused.text
+    assert 1 <= int(refused.headers["retry-after"]) <= 86_400
+    assert refused.headers["x-should-retry"] == "false"
+    (_, key) = (await boss.get("/v1/admin/keys")).json()["data"]
+    assert key["budget"]["tokens_left"] == 0
+    assert key["budget"]["resets"] > key["created"]
+
+
+async def test_a_budget_counts_what_was_used_before_a_restart(app: ServerApp, tmp_path: Path) -> None:
+    async with client_of(app, **BOSS) as boss:
+        made = await create(boss, token_budget=1, budget_period="total")
+    assert (await chat(app, made["secret"])).status_code == 200
+    await app.accounts.sync()
+    second = make_app(with_boss(tmp_path))
+    await load_all(second)
+    refused = await chat(second, made["secret"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    await second.stop()
+    await second.accounts.close()

@@ -61,7 +61,10 @@ def test_unknown_fields_and_null_fields_are_accepted() -> None:
         ({"input": ""}, "input"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"conversation": 7}, "conversation"),
+        ({"conversation": {"name": "x"}}, "conversation"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"temperature": -1}, "temperature"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
@@ -85,10 +88,8 @@ def test_a_wrong_type_is_reported_with_its_path() -> None:
         read(max_output_tokens="many")
 
 
-def test_background_true_is_unsupported() -> None:
-    assert read(background=False) == read()
-    with pytest.raises(Unsupported):
-        read(background=True)
+def test_a_background_response_is_marked() -> None:
+    assert (read(background=True).background, read(background=False).background) == (True, False)
 
 
 def test_a_previous_response_needs_no_input() -> None:
@@ -147,11 +148,17 @@ def test_extension_fields_and_identity_fields_are_read() -> None:
     assert (request.max_tokens, request.stream) == (9, True)
 
 
-@pytest.mark.parametrize(("field", "value"), [("conversation", "conv_1"), ("prompt", {"id": "p"})])
-def test_what_is_not_stored_here_is_refused_by_its_name(field: str, value: Any) -> None:
-    with pytest.raises(Unsupported, match=f"^{field}: .* not stored here") as caught:
-        read(**{field: value})
-    assert caught.value.param == field
+def test_a_stored_prompt_is_refused_by_its_name() -> None:
+    with pytest.raises(Unsupported, match="^prompt: .* not stored here") as caught:
+        read(prompt={"id": "p"})
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("conversation", ["conv_1", {"id": "conv_1"}])
+def test_a_conversation_is_named_by_its_id(conversation: Any) -> None:
+    request = read(conversation=conversation, input=None)
+    assert (request.conversation, request.messages) == ("conv_1", ())
+    assert (read().conversation, read(conversation="").conversation) == (None, None)
 
 
 @pytest.mark.parametrize(

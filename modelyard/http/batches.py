@@ -1,0 +1,327 @@
+"""Batches and files over HTTP: `/v1/files`, `/v1/batches` (OpenAI) and `/v1/messages/batches` (Anthropic); and the run of
+one line of a batch, which takes the way of any other request of its key."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from urllib.parse import quote
+
+import msgspec
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope
+
+from modelyard.core.batch import Batch
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, TooLarge
+from modelyard.gateway.batches import Batches, LineReply
+from modelyard.gateway.files import CHUNK, FileRecord, Files
+from modelyard.gateway.records import new_id
+from modelyard.http.auth import Authenticator
+from modelyard.http.connection import offer_callbacks
+from modelyard.http.errors import write_error
+from modelyard.http.middleware import new_trace
+from modelyard.http.request_context import CONTEXT_KEY, RequestContext, read_body, run_sized
+from modelyard.http.settings import HttpSettings
+from modelyard.protocols.anthropic_messages import batches as anthropic
+from modelyard.protocols.common.json import JsonObject, encode
+from modelyard.protocols.common.openai_lists import PageQuery, read_page_query, write_page
+from modelyard.protocols.openai_batches import (
+    read_batch,
+    read_upload,
+    write_batch,
+    write_deleted_file,
+    write_file,
+)
+from modelyard.telemetry.log import current_trace
+
+_MAX_FORM_FIELDS = 16
+_FORM_BYTES = 1 << 20  # of an upload, besides its file
+_JSON_LINES = "application/jsonl"
+
+
+def _key(request: HttpRequest) -> str:
+    return RequestContext.of(request.scope).key
+
+
+def _json(body: bytes | JsonObject) -> Response:
+    return Response(body if isinstance(body, bytes) else encode(body), media_type="application/json")
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+class FileEndpoints:
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.all, methods=["GET"]),
+            Route("/v1/files/{id}", self.get, methods=["GET"]),
+            Route("/v1/files/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", self.content, methods=["GET"]),
+        ]
+
+    async def upload(self, request: HttpRequest) -> Response:
+        limit, declared = self._files.max_bytes, request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > limit + _FORM_BYTES:
+            raise TooLarge(f"the file is larger than the limit of {limit} bytes (batches.max_file_bytes)")
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise InvalidRequest("send the file as multipart/form-data, with the fields file and purpose")
+        request = HttpRequest(request.scope, _bounded(request, limit + _FORM_BYTES))
+        try:
+            form = await request.form(max_files=1, max_fields=_MAX_FORM_FIELDS)
+        except (MultiPartException, HTTPException) as error:
+            raise InvalidRequest(f"the form cannot be read: {getattr(error, 'detail', error)}") from None
+        try:
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise InvalidRequest("file is required: the file to upload", param="file")
+            purpose, ttl_s = read_upload({name: value for name, value in form.items() if isinstance(value, str)})
+            name = (file.filename or "upload").replace("\\", "/").rpartition("/")[2][:255] or "upload"
+            if purpose == "batch" and not name.endswith(".jsonl"):
+                raise InvalidRequest(f"a file with purpose batch must be .jsonl, not {name!r}", param="file")
+            made = await self._files.create(_key(request), name, purpose, _read(file), ttl_s, bound=True)
+        finally:
+            await form.close()
+        return _json(_written(made))
+
+    async def all(self, request: HttpRequest) -> Response:
+        query = read_page_query(request.query_params, default=10_000, most=10_000)
+        found, has_more = await self._files.page(_key(request), query, request.query_params.get("purpose"))
+        return _json(write_page([_written(file) for file in found], [file.id for file in found], has_more))
+
+    async def get(self, request: HttpRequest) -> Response:
+        return _json(_written(await self._files.get(request.path_params["id"], _key(request))))
+
+    async def content(self, request: HttpRequest) -> Response:
+        id, key = request.path_params["id"], _key(request)
+        file = await self._files.get(id, key)
+        disposition = f"attachment; filename*=utf-8''{quote(file.filename)}"
+        headers = {"content-length": str(file.bytes), "content-disposition": disposition}
+        kind = _JSON_LINES if file.filename.endswith(".jsonl") else "application/octet-stream"
+        return StreamingResponse(self._files.content(id, key), media_type=kind, headers=headers)
+
+    async def delete(self, request: HttpRequest) -> Response:
+        id = request.path_params["id"]
+        await self._files.delete(id, _key(request))
+        return _json(write_deleted_file(id))
+
+
+def _bounded(request: HttpRequest, limit: int) -> Receive:
+    """A body of unknown length is read no further than its limit."""
+    read = 0
+
+    async def receive() -> Message:
+        nonlocal read
+        message = await request.receive()
+        read += len(message.get("body", b""))
+        if read > limit:
+            raise TooLarge(f"the upload is larger than {limit} bytes (batches.max_file_bytes)")
+        return message
+
+    return receive
+
+
+async def _read(file: UploadFile) -> AsyncIterator[bytes]:
+    while chunk := await file.read(CHUNK):
+        yield chunk
+
+
+def _written(file: FileRecord) -> JsonObject:
+    return write_file(file.id, file.bytes, file.created, file.expires, file.filename, file.purpose)
+
+
+# --- OpenAI's batches -----------------------------------------------------------------------------------------------
+
+
+class BatchEndpoints:
+    def __init__(self, batches: Batches, settings: HttpSettings) -> None:
+        self._batches, self._settings = batches, settings
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.all, methods=["GET"]),
+            Route("/v1/batches/{id}", self.get, methods=["GET"]),
+            Route("/v1/batches/{id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def create(self, request: HttpRequest) -> Response:
+        context = RequestContext.of(request.scope)
+        body = await read_body(request.receive, context, self._settings)
+        batch = read_batch(body, new_id("batch_"), int(time.time()))
+        return _json(write_batch(await self._batches.create(_consenting(batch, context), context.key)))
+
+    async def all(self, request: HttpRequest) -> Response:
+        query = read_page_query(request.query_params)
+        found, has_more = await self._batches.page("openai", _key(request), query.after, query.limit)
+        return _json(write_page([write_batch(batch) for batch in found], [batch.id for batch in found], has_more))
+
+    async def get(self, request: HttpRequest) -> Response:
+        return _json(write_batch(await self._batches.get("openai", request.path_params["id"], _key(request))))
+
+    async def cancel(self, request: HttpRequest) -> Response:
+        return _json(write_batch(await self._batches.cancel("openai", request.path_params["id"], _key(request))))
+
+
+def _consenting(batch: Batch, context: RequestContext) -> Batch:
+    """On a server without keys a request consents to remote models, for each of the batch's requests."""
+    return msgspec.structs.replace(batch, allow_remote=context.allow_remote and not context.key)
+
+
+# --- Anthropic's batches --------------------------------------------------------------------------------------------
+
+
+class MessageBatchEndpoints:
+    def __init__(self, batches: Batches, settings: HttpSettings) -> None:
+        self._batches, self._settings = batches, settings
+
+    def routes(self) -> list[BaseRoute]:
+        all, one = "/v1/messages/batches", "/v1/messages/batches/{id}"
+        return [
+            Route(all, self.create, methods=["POST"]),
+            Route(all, self.all, methods=["GET"]),
+            Route(one, self.get, methods=["GET"]),
+            Route(one, self.delete, methods=["DELETE"]),
+            Route(one + "/cancel", self.cancel, methods=["POST"]),
+            Route(one + "/results", self.results, methods=["GET"]),
+        ]
+
+    async def create(self, request: HttpRequest) -> Response:
+        context, settings = RequestContext.of(request.scope), self._batches.settings
+        body = await read_body(request.receive, context, self._settings, settings.max_file_bytes)
+        requests = await run_sized(len(body), anthropic.read_batch_requests, body, settings.max_requests)
+        now = int(time.time())
+        batch = Batch(
+            id=new_id("msgbatch_"),
+            api="anthropic",
+            endpoint=anthropic.ENDPOINT,
+            created=now,
+            expires=now + anthropic.WINDOW_S,
+            total=len(requests),
+        )
+
+        async def lines() -> AsyncIterator[bytes]:
+            for each in requests:
+                yield anthropic.write_batch_line(each)
+
+        made = await self._batches.create(_consenting(batch, context), context.key, lines())
+        return self._batch(made, request)
+
+    async def all(self, request: HttpRequest) -> Response:
+        """The newest first. `before_id` asks for the page that ends before an object."""
+        query = _read_anthropic_query(request.query_params)
+        found, has_more = await self._batches.page(
+            "anthropic", _key(request), query.after, query.limit, newest_first=query.newest_first
+        )
+        if not query.newest_first:
+            found.reverse()
+        base = _base_url(request)
+        written = [anthropic.write_message_batch(batch, base) for batch in found]
+        return _json(anthropic.write_message_batches(written, has_more))
+
+    async def get(self, request: HttpRequest) -> Response:
+        return self._batch(await self._batches.get("anthropic", request.path_params["id"], _key(request)), request)
+
+    async def cancel(self, request: HttpRequest) -> Response:
+        return self._batch(await self._batches.cancel("anthropic", request.path_params["id"], _key(request)), request)
+
+    async def delete(self, request: HttpRequest) -> Response:
+        id = request.path_params["id"]
+        await self._batches.delete("anthropic", id, _key(request))
+        return _json(anthropic.write_deleted_batch(id))
+
+    async def results(self, request: HttpRequest) -> Response:
+        id, key = request.path_params["id"], _key(request)
+        batch = await self._batches.get("anthropic", id, key)
+        if not batch.has_ended:
+            raise Conflict(f"the batch {id!r} still runs: it has results when its processing_status is ended")
+
+        async def lines() -> AsyncIterator[bytes]:
+            async for row in self._batches.results(batch, key):
+                yield anthropic.write_result(row)
+
+        return StreamingResponse(lines(), media_type="application/x-jsonl")
+
+    def _batch(self, batch: Batch, request: HttpRequest) -> Response:
+        return _json(anthropic.write_message_batch(batch, _base_url(request)))
+
+
+def _read_anthropic_query(params: Mapping[str, str]) -> PageQuery:
+    after, before = params.get("after_id", ""), params.get("before_id", "")
+    limits = {"limit": params["limit"]} if "limit" in params else {}
+    limit = read_page_query(limits, most=1000).limit
+    return PageQuery(before, limit, newest_first=False) if before else PageQuery(after, limit, newest_first=True)
+
+
+def _base_url(request: HttpRequest) -> str:
+    return str(request.base_url).rstrip("/")
+
+
+# --- one line -------------------------------------------------------------------------------------------------------
+
+
+class LineExecutor:
+    """Runs a line of a batch in the handler of its endpoint, as a request of the batch's key at low priority."""
+
+    def __init__(self, handlers: Mapping[str, ASGIApp], authenticator: Authenticator) -> None:
+        self._handlers, self._authenticator = handlers, authenticator
+
+    async def __call__(self, batch: Batch, body: bytes, key: str) -> LineReply:
+        context = RequestContext(new_trace(), batch.endpoint, {}, priority="background")
+        current_trace.set(context.trace)
+        reply = _Reply()
+        try:
+            self._authenticator.act_for(context, key)
+            context.allow_remote = context.allow_remote or batch.allow_remote
+            await self._run(context, body, reply)
+        except ModelyardError as error:
+            context.failed(error)
+            written = write_error(error, context)
+            reply.status, reply.body = written.status, [written.body]
+        retry_after = reply.headers.get(b"retry-after", b"0").decode()
+        return LineReply(
+            reply.status,
+            f"req_{context.trace}",
+            b"".join(reply.body),
+            context.error,
+            float(retry_after) if retry_after.replace(".", "", 1).isdecimal() else 0.0,
+        )
+
+    async def _run(self, context: RequestContext, body: bytes, reply: _Reply) -> None:
+        scope: Scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": context.path,
+            "raw_path": context.path.encode(),
+            "query_string": b"",
+            "headers": [],
+            CONTEXT_KEY: context,
+        }
+        offer_callbacks(scope, set())
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._handlers[context.path](scope, receive, reply)
+
+
+class _Reply:
+    """Collects what a handler sends."""
+
+    def __init__(self) -> None:
+        self.status, self.headers, self.body = 0, dict[bytes, bytes](), list[bytes]()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        else:
+            self.body.append(message.get("body", b""))

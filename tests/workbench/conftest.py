@@ -1,0 +1,130 @@
+"""The server and the browser of the tests in a real browser. Each file of tests has its own of both, so that files can
+run at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from modelyard.library import default_model
+from tests.cli_process import ServerProcess, serve
+from tests.workbench.browser import KEY_ITEM, OWNER, BrowserPage, chrome
+
+CONFIG = """
+[log]
+history_texts = true
+
+[store]
+chats = "chats.sqlite"
+
+[[keys]]
+name = "owner"
+key = "the-owner"
+admin = true
+
+[[keys]]
+name = "guest"
+key = "a-guest"
+
+[models.demo]
+backend = "fake"
+token_delay = 0.02
+modalities = ["text", "image"]
+script = [
+    { when = "endless", steps = [{ tokens = 100000 }] },
+    { result = "sunny", steps = [{ text = "Take a hat." }] },
+    { when = "^tool", steps = [{ call = { name = "weather", arguments = { city = "Rome" } } }] },
+    { when = "^think", steps = [{ think = "Let me see." }, { text = "Forty-two." }] },
+    { when = "^markdown", steps = [
+        { text = "# Title\\n\\n|a|b|\\n|-|-|\\n|1|2|\\n\\n```python\\nreturn 1\\n```\\n\\n$x^2$" },
+    ] },
+    { when = "^hostile", steps = [
+        { text = "<img src=x onerror='hacked = 1'><script>window.hacked = 1</script> [x](javascript:hack())" },
+    ] },
+    { when = "^long", steps = [{ tokens = 400 }] },
+    { when = "^fail", steps = [{ text = "so far" }, { fail = "out of memory" }] },
+]
+
+[[routes]]
+match = "claude-*"
+model = "demo"
+
+[models.second]
+backend = "fake"
+script = [{ steps = [{ text = "From the second." }] }]
+
+[models.smollm2]
+backend = "llama_cpp"
+path = "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+enabled = false
+n_ctx = 2048
+n_threads = 1
+
+[models.missing]
+backend = "llama_cpp"
+path = "/no/such/file.gguf"
+enabled = false
+"""
+
+
+class RestartableServer:
+    """A server that can be stopped and started again on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._stack = folder, ExitStack()
+        self._serving = self._start("0")
+        self.url = self._serving.url
+        self.file = folder / "modelyard.toml"
+
+    def _start(self, port: str) -> ServerProcess:
+        return self._stack.enter_context(serve(self.folder, "--port", port, config=CONFIG))
+
+    def stop(self) -> None:
+        assert self._serving.stop() == 0
+        self._stack.close()
+
+    def restart(self) -> None:
+        self._stack = ExitStack()
+        self._serving = self._start(self.url.rpartition(":")[2])
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def api(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        reply = httpx.request(method, self.url + path, json=body, headers={**OWNER, **headers}, timeout=60)
+        assert reply.status_code < 400, reply.text
+        return reply.json()
+
+    def model(self, name: str) -> Any:
+        return self.api("GET", f"/v1/admin/models/{name}")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableServer]:
+    default_model.fetch()
+    made = RestartableServer(tmp_path_factory.mktemp("workbench"))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def locked(server: RestartableServer) -> Iterator[BrowserPage]:
+    with chrome() as driver:
+        yield BrowserPage(driver, server.url)
+
+
+@pytest.fixture
+def page(locked: BrowserPage, server: RestartableServer) -> Iterator[BrowserPage]:
+    """A page whose tab has the key."""
+    if not (locked.driver.current_url.startswith(server.url) and locked.run(f"return {KEY_ITEM}") == "the-owner"):
+        locked.open("/routes")
+        locked.run(f"{KEY_ITEM} = 'the-owner'")
+    yield locked
+    locked.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

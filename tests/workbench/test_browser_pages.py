@@ -1,0 +1,307 @@
+"""The pages of the workbench in a real browser, but for the chat and the forms, with a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from importlib import resources
+from pathlib import Path
+
+import httpx
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from modelyard.library import default_model
+from tests.cli_process import serve
+from tests.library.web import serve_hub
+from tests.workbench.browser import OWNER, TIMEOUT_S, BrowserPage, choose, send
+from tests.workbench.conftest import RestartableServer
+from tests.workbench.pages.test_plots import optimizer_run
+
+pytestmark = pytest.mark.browser
+
+PAGES = {
+    "": "Models",
+    "/chat": "Chat",
+    "/requests": "Requests",
+    "/memory": "Memory",
+    "/caches": "Caches",
+    "/plots": "Plots",
+    "/routes": "Routes",
+    "/logs": "Logs",
+}
+HTML = '<img src=x onerror="window.hacked = 1"><b>bold</b>{{7 * 7}}'
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_only_an_admin_key_unlocks_the_page(locked: BrowserPage) -> None:
+    locked.open("")
+    locked.type("input[type=password]", "wrong", Keys.ENTER)
+    locked.find(".error", "missing or wrong")
+    locked.type("input[type=password]", "a-guest", Keys.ENTER)
+    locked.find(".error", "admin key")
+    assert not locked.find_all("[data-model]")
+    locked.type("input[type=password]", "the-owner", Keys.ENTER)
+    locked.find("[data-model=demo]", "ready")
+    locked.wait_gone("input[type=password]")
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_loaded_with_an_override(page: BrowserPage, server: RestartableServer) -> None:
+    page.open("")
+    page.click("[data-model=smollm2] button", "Load")
+    page.find(".q-dialog", "it fits")
+    page.type(".q-dialog input[aria-label=n_ctx]", "1024")
+    page.click(".q-dialog button", "Load")
+    page.find("[data-model=smollm2] .state", "ready")
+    page.find("[data-model=smollm2] .tag", "1\u202f024 tokens")
+    assert server.model("smollm2")["overrides"] == {"n_ctx": 1024}
+
+
+def test_a_failed_load_shows_the_reason(page: BrowserPage) -> None:
+    page.open("")
+    page.click("[data-model=missing] button", "Load")
+    page.click(".q-dialog button", "Load")
+    page.find("[data-model=missing] .error", "/no/such/file.gguf")
+    page.find("[data-model=missing] .state", "failed")
+
+
+def test_an_override_is_clipped_to_its_range(page: BrowserPage) -> None:
+    page.open("")
+    page.click("[data-model=missing] button", "Load")
+    page.type(".q-dialog input[aria-label=n_threads]", "99999")
+    page.click(".q-dialog .name", "Load")  # leaving the field clips its value
+    page.wait_until(
+        lambda: page.find(".q-dialog input[aria-label=n_threads]").get_attribute("value") == "1024", "clipped"
+    )
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_request_shows_its_timeline_and_texts(page: BrowserPage) -> None:
+    choose(page, "demo")
+    send(page, "think of the request page")
+    page.click(".turn.assistant a", "view request")
+    page.find(".timeline")
+    page.find(".card", "decode")
+    for name, text in (("RENDERED PROMPT", "think of the request page"), ("RAW OUTPUT", "<think>")):
+        assert text in page.text(".card", name)
+    assert "finished" in page.text(".card", "PARSED EVENTS")
+    page.find(".card", "prompt tokens came from the cache")
+
+
+def test_a_running_request_can_be_cancelled_in_the_table(page: BrowserPage, server: RestartableServer) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "endless"}]}
+    statuses: list[int] = []
+
+    def ask() -> None:
+        reply = httpx.post(server.url + "/v1/chat/completions", json=body, headers=OWNER, timeout=600)
+        statuses.append(reply.status_code)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    page.open("/requests")
+    page.find(".ag-row [col-id=status]", "running")
+    page.click(".ag-row [col-id=act]", "cancel")
+    page.find(".ag-row [col-id=status]", "cancelled")
+    asking.join(600)
+    assert statuses
+    assert statuses[0] >= 400
+
+
+def test_a_row_opens_with_the_enter_key(page: BrowserPage, server: RestartableServer) -> None:
+    server.api("POST", "/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "think"}]})
+    page.open("/requests")
+    page.find(".ag-row [col-id=model]", "demo")
+    page.run("document.querySelector('.ag-row [col-id=model]').focus()")
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    page.find("[role=heading]", "Request req_")
+
+
+def test_user_text_is_never_rendered_as_html(page: BrowserPage, server: RestartableServer) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": HTML}], "prompt_cache_key": HTML}
+    server.api("POST", "/v1/chat/completions", body)
+    page.open("/requests")
+    page.find(".ag-row [col-id=session]", "<img")
+    page.click(".ag-row [col-id=session]", "<img")
+    page.find(".mono", HTML)
+    choose(page, "demo")
+    send(page, HTML)
+    page.find(".turn.user", HTML)
+    page.find(".turn.assistant", "tok/s")
+    assert page.run("return document.querySelectorAll('main b, .turn b, .ag-row img, .turn img').length") == 0
+    assert page.run("return window.hacked") is None
+
+
+# --- every page -------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_fits_a_phone_without_errors(page: BrowserPage) -> None:
+    page.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    )
+    page.errors()
+    for path, title in PAGES.items():
+        page.open(path)
+        page.find("[role=heading]", title)
+        assert page.run("return document.documentElement.scrollWidth") <= 390, path
+    assert page.errors() == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_core_finds_no_serious_barrier(page: BrowserPage, theme: str, request: pytest.FixtureRequest) -> None:
+    script = resources.files("axe_core_python").joinpath("axe.min.js").read_text()
+    page.driver.set_script_timeout(TIMEOUT_S)
+    page.open("/routes")
+    page.run(f"localStorage['modelyard-dark'] = '{theme}'")
+    request.addfinalizer(lambda: page.run("localStorage.clear()"))
+    choose(page, "demo")
+    send(page, "markdown")
+    page.find(".turn.assistant", "tok/s")
+    for path, title in {"/chat": "Chat", **PAGES}.items():
+        if path != "/chat":
+            page.open(path)
+        page.find(f"body.body--{theme} [role=heading]", title)
+        page.driver.execute_script(script)
+        found = page.driver.execute_async_script("axe.run(document, {resultTypes: ['violations']}).then(arguments[0])")
+        serious = [rule for rule in found["violations"] if rule["impact"] in ("serious", "critical")]
+        assert [(rule["id"], rule["nodes"][0]["html"][:200]) for rule in serious] == [], path
+        assert page.driver.title == f"{title} · Modelyard"
+        assert page.run("return document.documentElement.lang") == "en"
+
+
+def test_pages_can_be_opened_by_keyboard(page: BrowserPage) -> None:
+    page.open("")
+    page.find(".nav.active", "Models")
+    page.run("[...document.querySelectorAll('a.nav')].find(one => one.innerText.includes('Memory')).focus()")
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    page.find("[role=heading]", "Memory")
+    page.find(".card", "everything else")
+    page.find(".nav.active", "Memory")
+
+
+def test_the_routes_page_resolves_a_name(page: BrowserPage) -> None:
+    page.open("/routes")
+    page.type("input[aria-label='Model name']", "smollm2")
+    page.find(".stats", "smollm2")
+    page.type("input[aria-label='Model name']", "no-such-model")
+    page.find(".error", "no-such-model")
+    page.find(".q-table", "claude-*")
+
+
+def test_log_lines_are_filtered_by_level_and_text(page: BrowserPage, server: RestartableServer) -> None:
+    server.api("GET", "/v1/models")
+    page.open("/logs")
+    page.find(".log-lines div", "path=/v1/models")
+    page.type("input[aria-label=Contains]", "no such text")
+    page.wait_gone(".log-lines div")
+    page.type("input[aria-label=Contains]", "/v1/models")
+    page.find(".log-lines div", "path=/v1/models")
+
+
+def test_the_theme_is_remembered(page: BrowserPage) -> None:
+    page.open("")
+    page.find(".nav.active")
+    page.click("button[aria-label='Light or dark']")
+    page.find("body.body--dark")
+    page.open("/memory")
+    page.find("body.body--dark [role=heading]", "Memory")
+    page.run("localStorage.clear()")
+
+
+def test_a_model_is_unloaded(page: BrowserPage, server: RestartableServer) -> None:
+    server.api("POST", "/v1/admin/models/smollm2/load")
+    page.open("")
+    page.click("[data-model=smollm2] button", "Unload")
+    page.find("[data-model=smollm2] .state", "stopped")
+    assert server.model("smollm2")["state"] == "stopped"
+
+
+def test_the_page_reconnects_when_the_server_is_back(page: BrowserPage, server: RestartableServer) -> None:
+    page.open("")
+    page.find("[data-model=demo]", "ready")
+    page.run("document.querySelector('[data-model=demo]').id = 'before'")
+    server.stop()
+    page.find("#popup", "Connection lost")
+    server.restart()
+    page.wait_gone("#before")
+    page.find("[data-model=demo]", "ready")
+    assert not page.find_all("input[type=password]")
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_runs_are_shown_and_never_rendered_as_html(locked: BrowserPage, tmp_path: Path) -> None:
+    run = optimizer_run(verdict=HTML, toml="[models.m]\nn_ubatch = 64", left_out=[HTML])
+    (tmp_path / "tune").mkdir()
+    (tmp_path / "tune" / "20261115T120203-m-chat.json").write_text(json.dumps(run))
+    fake = '[models.demo]\nbackend = "fake"\n'
+    with serve(tmp_path, config=fake, MODELYARD_CACHE=str(tmp_path)) as running:
+        page = BrowserPage(locked.driver, running.url)
+        page.open("/plots")
+        page.find(".q-expansion-item", "m for chat · 1.50 times as good")
+        page.find(".q-expansion-item canvas")
+        page.find(".q-table", "best: n_ubatch = 64")
+        page.find(".q-expansion-item .code-block", "n_ubatch = 64")
+        page.find(".q-expansion-item", HTML)
+        assert not page.run("return window.hacked")
+        page.driver.get("about:blank")  # a page without its server reports errors for ever
+
+
+# --- /docs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_api_documentation_works_and_loads_nothing_from_outside(page: BrowserPage) -> None:
+    """It is here because it needs the browser, which takes seconds to start."""
+    page.driver.execute_cdp_cmd("Network.enable", {})
+    page.driver.execute_cdp_cmd("Network.setExtraHTTPHeaders", {"headers": OWNER})
+    try:
+        page.driver.get("about:blank")  # ends the connections of the page before, whose server may be gone
+        page.errors()
+        page.driver.get(f"{page.url}/docs")
+        page.click(".opblock-summary", "/health/ready")
+        page.click("button.execute")
+        assert page.text(".live-responses-table .response-col_status", "200")
+        loaded = page.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
+        assert len(loaded) >= 4  # script, style, schema, and the request
+        assert [url for url in loaded if not url.startswith((page.url, "data:"))] == []
+        assert page.errors() == []
+    finally:
+        page.driver.execute_cdp_cmd("Network.setExtraHTTPHeaders", {"headers": {}})
+
+
+# --- the first model --------------------------------------------------------------------------------------------------
+
+
+def test_a_new_server_leads_to_its_first_model_in_three_clicks(locked: BrowserPage, tmp_path: Path) -> None:
+    model = default_model.fetch().read_bytes()
+    with serve_hub() as hub:
+        hub.repos["unsloth/Qwen3-1.7B-GGUF"] = {"m-Q4_1.gguf": model, "m-F16.gguf": model + bytes(1 << 20)}
+        environment = {"MODELYARD_CACHE": str(tmp_path), "MODELYARD_LIBRARY": "true", "HF_ENDPOINT": hub.url}
+        unused = '[models.unused]\nbackend = "fake"\nenabled = false\n'
+        with serve(tmp_path, config=unused, **environment) as running:
+            page = BrowserPage(locked.driver, running.url)
+            page.open("")
+            page.click("button", "Small and quick")
+            page.find(".result-row", "fits")
+            hub.held.add("m-Q4_1.gguf")
+            page.click(".result-row button", "Get")
+            page.find(".download", "MiB of")
+            page.click(".download button", "Cancel")
+            page.find(".download", "cancelled at")
+            hub.held.clear()
+            hub.gate.set()
+            page.click(".download button", "Resume")
+            page.find(".download", "in the library as")
+            page.click(".download button", "Chat")
+            page.find(".model .q-chip", "Qwen3-1.7B")
+            send(page, "Hello")
+            page.find(".turn.assistant", "tok/s")
+            page.driver.get("about:blank")
+        assert [range for range in hub.ranges if range and not range.startswith("bytes=0-")], "it was continued"
