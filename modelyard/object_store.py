@@ -41,8 +41,7 @@ _SCHEMA = (
         UPDATE totals SET objects = objects - 1, bytes = bytes - length(old.value);
     END""",
 )
-_LIVE = "(expires IS NULL OR expires > ?)"
-_GET = f"SELECT value FROM objects WHERE scope = ? AND key = ? AND {_LIVE}"
+_GET = "SELECT value FROM objects WHERE scope = ? AND key = ? AND (expires IS NULL OR expires > ?)"
 _PUT = """INSERT INTO objects (scope, key, value, expires) VALUES (?, ?, ?, ?) ON CONFLICT (scope, key)
     DO UPDATE SET value = excluded.value, expires = coalesce(excluded.expires, expires)"""
 _DELETE = "DELETE FROM objects WHERE scope = ? AND key = ?"
@@ -50,8 +49,10 @@ _DELETE = "DELETE FROM objects WHERE scope = ? AND key = ?"
 _DELETE_PARTS = "DELETE FROM objects WHERE scope = ? OR (scope > ? AND scope < ?)"
 _EXPIRED = "SELECT scope, key FROM objects WHERE expires <= ? LIMIT 1000"
 _NUMBER = "SELECT number FROM objects WHERE scope = ? AND key = ?"
-_UP = f"SELECT key, value FROM objects WHERE scope = ? AND number > ? AND {_LIVE} ORDER BY number LIMIT ?"
-_DOWN = f"SELECT key, value FROM objects WHERE scope = ? AND number < ? AND {_LIVE} ORDER BY number DESC LIMIT ?"
+_UP = """SELECT key, value FROM objects WHERE scope = ? AND number > ? AND (expires IS NULL OR expires > ?)
+    ORDER BY number LIMIT ?"""
+_DOWN = """SELECT key, value FROM objects WHERE scope = ? AND number < ? AND (expires IS NULL OR expires > ?)
+    ORDER BY number DESC LIMIT ?"""
 _FULL = "SELECT objects > ? OR bytes > ? FROM totals"
 _NEWEST = (1 << 63) - 1
 _SWEEP_S = 60.0  # between two searches for expired objects, if nothing is written
@@ -60,9 +61,7 @@ _SWEEP_S = 60.0  # between two searches for expired objects, if nothing is writt
 class SqliteObjectStore:
     """One thread owns the connection, so that the event loop never waits for the disk."""
 
-    def __init__(
-        self, path: Path, max_objects: int, max_bytes: int, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, max_objects: int, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self._path, self._max_objects, self._max_bytes, self._clock = path, max_objects, max_bytes, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="objects")
         self._db: sqlite3.Connection | None = None

@@ -61,7 +61,7 @@ class BackgroundResponses:
     def __init__(self, store: ObjectStore, ttl_s: float, conversations: Conversations, owner: OwnerProcess) -> None:
         self._store, self._ttl, self._conversations, self._owner = store, ttl_s, conversations, owner
         self._records = Records(store, "background", BackgroundResponse, "response", ttl_s)
-        self._running: dict[tuple[str, str], _Run] = {}  # by id and key
+        self._running: dict[tuple[str, str], BackgroundRun] = {}  # by id and key
         owner.on_sign.append(self._look_for_cancels)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -205,7 +205,7 @@ class BackgroundResponses:
     async def find(self, id: str, key: str) -> BackgroundResponse | None:
         if (run := self._running.get((id, key))) is not None and run.result is not None:
             return run.result
-        record = await self._records.find(id, key)
+        record: BackgroundResponse | None = await self._records.find(id, key)
         if record is None or record.status not in _RUNNING:
             return record
         if run is not None:

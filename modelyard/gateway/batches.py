@@ -337,9 +337,7 @@ class Batches:
             reporting.cancel()
             await run.stop()
 
-    async def _run_line(
-        self, batch: Batch, key: str, number: int, line: BatchLine | BatchRow, run: _BatchRun
-    ) -> None:
+    async def _run_line(self, batch: Batch, key: str, number: int, line: BatchLine | BatchRow, run: _BatchRun) -> None:
         row = line if isinstance(line, BatchRow) else await self._reply_to(batch, key, number, line)
         data, scope = _encode_row.encode(row), self._rows_scope(batch, key)
         for attempt in count():
@@ -347,8 +345,8 @@ class Batches:
                 await self._store.swap(scope, f"{number:09d}", None, data, self._ttl)
                 break
             except ModelyardError as error:  # the answer is there: it is not thrown away
-                fields = {"batch": batch.id, "line": number, "why": error.message}
-                log_event(log, logging.ERROR, "a line of a batch was not stored; trying again", **fields)
+                what = "a line of a batch was not stored; trying again"
+                log_event(log, logging.ERROR, what, batch=batch.id, line=number, why=error.message)
                 await asyncio.sleep(min(_WAIT_S[1], _WAIT_S[0] * 2.0 ** min(attempt, 10)))
         run.add(row)
 

@@ -46,7 +46,10 @@ class Records(Generic[R]):
 
     async def find(self, id: str, key: str) -> R | None:
         found = await self.store.get(self.scope(key), id)
-        return None if found is None else self._decoder.decode(found)
+        if found is None:
+            return None
+        record: R = self._decoder.decode(found)
+        return record
 
     async def get(self, id: str, key: str) -> R:
         found = await self.find(id, key)

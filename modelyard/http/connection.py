@@ -117,7 +117,7 @@ DisconnectCallbacks = set[Callable[[], None]]
 
 
 class Cancellable(Protocol):
-    def cancel(self) -> None: ...
+    def cancel(self) -> object: ...
 
 
 def offer_callbacks(scope: Scope, callbacks: DisconnectCallbacks) -> None:

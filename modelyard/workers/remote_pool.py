@@ -597,9 +597,7 @@ class RemoteObjectStore:
     async def _call(
         self, verb: Literal["get", "put", "swap", "delete", "page"], scope: str, key: str, **fields: Any
     ) -> bytes | None:
-        return await self._pool.call(
-            lambda id: msg.ObjectOperation(id, verb, _encode(scope), _encode(key), **fields)
-        )
+        return await self._pool.call(lambda id: msg.ObjectOperation(id, verb, _encode(scope), _encode(key), **fields))
 
 
 def _encode(text: str) -> bytes:

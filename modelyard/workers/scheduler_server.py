@@ -409,9 +409,7 @@ async def run_object_operation(objects: ObjectStore | None, operation: msg.Objec
             return b"\1" if await objects.delete(scope, key) else None
         case "page":
             limit, newest_first = min(operation.limit, _MAX_PAGE), operation.newest_first
-            rows = await objects.page(
-                scope, after=key, limit=limit, newest_first=newest_first, values=operation.values
-            )
+            rows = await objects.page(scope, after=key, limit=limit, newest_first=newest_first, values=operation.values)
             return msgspec.msgpack.encode([(name.encode("utf-8", "surrogatepass"), value) for name, value in rows])
 
 

@@ -181,6 +181,22 @@ def test_an_encoder_folder_is_no_chat_model():
     assert not read_facts(folder("st", {"architectures": ["Other"]}, modules=[])).is_chat
 
 
+@pytest.mark.parametrize(
+    ("template", "switches"),
+    [
+        ("{% if enable_thinking is defined and not enable_thinking %}x{% endif %}", True),
+        ("{%- if thinking %}<think>{% endif %}", True),
+        ("You are a reasoning model with thinking. {{ message.reasoning }}{{ message['thinking'] }}", False),
+        (None, False),
+    ],
+)
+def test_a_file_tells_whether_its_template_switches_thinking(template: str | None, switches: bool):
+    add("x", data=gguf_bytes(template=template))
+    assert [model.switches_thinking for model in read_library_models(BUDGET)] == [switches]
+    made = folder("f", {"architectures": ["LlamaForCausalLM"]}, tokenizer_config={"chat_template": template})
+    assert read_facts(made).switches_thinking == switches
+
+
 def test_a_file_is_read_once_until_it_changes(monkeypatch: pytest.MonkeyPatch):
     file, reads = add("one"), list[Path]()
 

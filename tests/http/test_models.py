@@ -33,6 +33,7 @@ async def test_the_openai_list_has_ids_aliases_windows_and_states() -> None:
         assert {card["object"] for card in body["data"]} == {"model"}
         assert [card["context_length"] for card in body["data"]] == [4096, 4096, 4096, 512]
         assert all(card["owned_by"] and card["created"] for card in body["data"])
+        assert all({"completion", "tools"} <= set(card["capabilities"]) for card in body["data"])
 
 
 async def test_the_version_header_selects_the_anthropic_format() -> None:

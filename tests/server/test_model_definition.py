@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from modelyard.config.library_models import LibraryModel
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Message, Request, Sampling, Text, Tool
 from modelyard.engines.llama_cpp.selftest import write_tiny_model
+from modelyard.gateway.capabilities import capability_names, effective_capabilities
 from modelyard.library.default_model import fetch
+from modelyard.library.model_files import LibraryEntry
 from modelyard.server import model_definition
-from modelyard.server.model_definition import ModelDefinition, define_model
+from modelyard.server.model_definition import ModelDefinition, define_later, define_model
 from modelyard.tokenizer.gguf import GgufTokenizer
 
 
@@ -40,6 +43,25 @@ def test_a_definition_works_while_nothing_is_loaded():
     parts = defined().model.pipeline
     assert parts.tokenizer.decode(parts.tokenizer.encode("hello")) == "hello"
     assert set(parts.stop_ids) >= parts.tokenizer.eos
+
+
+@pytest.mark.parametrize(
+    ("held", "capabilities"),
+    [
+        ({"is_chat": True}, ("completion", "tools")),
+        ({"is_chat": True, "switches_thinking": True}, ("completion", "tools", "thinking")),
+        ({"is_chat": False, "task": "embedding"}, ("embedding",)),
+        ({"is_chat": False, "task": "reranking"}, ()),
+    ],
+)
+def test_a_model_of_the_library_tells_what_it_can_do_before_its_files_are_read(
+    held: dict[str, Any], capabilities: tuple[str, ...]
+) -> None:
+    config = load_config(overrides={"models": {"m": {"backend": "fake"}}}).config
+    entry = config.router().catalog.models["m"]
+    model = define_later(entry, config.models["m"], LibraryModel(LibraryEntry("m", "m.gguf"), **held)).model
+    assert model.define is not None
+    assert capability_names(effective_capabilities(model)) == capabilities
 
 
 def test_a_custom_template_is_compiled_and_named(tmp_path: Path):

@@ -76,22 +76,23 @@ def complete_items(items: Iterable[JsonObject], new_id: NewId) -> list[JsonObjec
             raise Unsupported(f"{path}: send the item itself, not a reference", param=f"{path}.type")
         if not isinstance(kind, str):
             raise InvalidRequest(f"{path}.type must be a string", param=f"{path}.type")
-        item = {"id": f"{_PREFIXES.get(kind, 'msg')}_{new_id()}", "type": kind, "status": "completed"} | {
-            name: value
-            for name, value in item.items()
-            if value is not None and (name != "id" or kind in mcp.ITEM_TYPES)  # theirs name the call
-        }
-        content = item.get("content")
-        if kind == "message" and isinstance(content, str):
-            text_type = "output_text" if item.get("role") == "assistant" else "input_text"
-            item["content"] = [{"type": text_type, "text": content}]
-        if kind == "message" and isinstance(item.get("content"), list):
-            item["content"] = [_complete_part(part) for part in item["content"]]
-        if kind == "reasoning":
-            item.setdefault("summary", [])
-        read_item(decode(_item, encode(item)), path, [])
-        found.append(item)
+        given = {name: value for name, value in item.items() if name != "id" and value is not None}
+        id = f"{_PREFIXES.get(kind, 'msg')}_{new_id()}"
+        found.append(_complete_item({"id": id, "type": kind, "status": "completed"} | given, path))
     return found
+
+
+def _complete_item(item: JsonObject, path: str) -> JsonObject:
+    kind, content = item["type"], item.get("content")
+    if kind == "message" and isinstance(content, str):
+        text_type = "output_text" if item.get("role") == "assistant" else "input_text"
+        content = [{"type": text_type, "text": content}]
+    if kind == "message" and isinstance(content, list):
+        item["content"] = [_complete_part(part) for part in content]
+    if kind == "reasoning":
+        item.setdefault("summary", [])
+    read_item(decode(_item, encode(item)), path, [])
+    return item
 
 
 def _complete_part(part: object) -> object:

@@ -149,7 +149,7 @@ def test_extension_fields_and_identity_fields_are_read() -> None:
 
 
 def test_a_stored_prompt_is_refused_by_its_name() -> None:
-    with pytest.raises(Unsupported, match="^prompt: .* not stored here") as caught:
+    with pytest.raises(Unsupported, match=r"^prompt: .* not stored here") as caught:
         read(prompt={"id": "p"})
     assert caught.value.param == "prompt"
 
