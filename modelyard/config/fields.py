@@ -59,7 +59,7 @@ def section_fields(section: Section, config: Config, backend: str | None = None)
     """`backend` is the engine of a model, or of the model that a cache belongs to."""
     if section == "routes":
         return SectionFields(tuple(_fields(RouteSettings, "basic", _route_choices(config))))
-    options, note = _engine_options(backend) if backend else (None, "choose an engine or a path to see its options")
+    options, note = _engine_options(backend) if backend else (None, "Choose an engine or a path to see its options.")
     if section == "caches":
         choices = {"model": list(config.models), **_kv_types(backend)}
         return SectionFields(tuple(_fields(CacheSettings, "basic", choices)), backend or "")

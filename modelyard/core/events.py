@@ -155,6 +155,13 @@ class Block(Struct, frozen=True, gc=False):
     asks: bool = False
     approved: bool = False
 
+    @property
+    def text(self) -> str:
+        """All that the model wrote: text, reasoning, or the arguments of a call."""
+        if isinstance(self.part, ToolResult):
+            return ""
+        return self.part.arguments if isinstance(self.part, ToolCall) else self.part.text
+
 
 class Reply(Struct, frozen=True, gc=False):
     started: Started

@@ -45,7 +45,8 @@ class ModelCard(Struct, frozen=True):
 
 class EventWriter(Protocol):
     """Writes the events of one request as bytes of its stream. `choice` numbers the `n` replies. A writer of other
-    than server-sent events has the `content_type` of its stream as an attribute."""
+    than server-sent events has the `content_type` of its stream as an attribute, and one that writes times a `clock`,
+    which is set before the first event."""
 
     def write(self, event: Event, choice: int = 0) -> bytes: ...
     def keepalive(self) -> bytes: ...

@@ -41,6 +41,7 @@ Api = Literal["openai", "anthropic"]
 _OPEN = "open-batches"  # the scope of the list of open work
 _POLL_S, _IDLE_POLL_S = 1.0, 5.0
 _REPORT_S = 1.0  # between two writes of the counts
+_LISTED = 1000  # open batches, the oldest first
 _MAX_CLAIMED = 16  # batches that a process runs at once
 _ROWS = 50  # results read at once
 _WAIT_S = (1.0, 30.0)  # the shortest and the longest wait before a line is sent again
@@ -216,14 +217,14 @@ class Batches:
 
     async def _claim(self) -> None:
         """Take what nobody runs, and see what became of what this process runs."""
-        entries = {id: value for id, value in await self._store.page(_OPEN, limit=1000)}
         for id, run in list(self._claimed.items()):
-            entry = _open.decode(entries[id]) if id in entries else None
+            found = await self._store.get(_OPEN, id)
+            entry = None if found is None else _open.decode(found)
             if entry is None or entry.owner != self._owner.id:
-                run.task.cancel()  # another process has it, or it was deleted
+                run.task.cancel()  # another process has it
             elif (batch := await self._records[entry.api].find(id, entry.key)) and batch.status == "cancelling":
                 run.end("cancelled")
-        for id, value in entries.items():
+        for id, value in await self._store.page(_OPEN, limit=_LISTED):
             entry = _open.decode(value)
             if id in self._claimed or len(self._claimed) >= _MAX_CLAIMED:
                 continue

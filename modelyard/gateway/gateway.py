@@ -181,9 +181,9 @@ class Gateway:
             request = await (work or RequestWork()).run(protocol.read_request, body, headers)
         else:
             request = protocol.read_request(body, headers)
-        if request.previous is not None or request.conversation is not None:
-            if (stored := stored or self.stored) is not None:
-                request = await stored.resume(request, key)
+        continues = request.previous is not None or request.conversation is not None
+        if continues and (stored := stored or self.stored) is not None:
+            request = await stored.resume(request, key)
         return request
 
     async def prepare(
@@ -201,6 +201,7 @@ class Gateway:
             model = await self._defined(model)
         if self.mcp is not None and server_tools is None:
             request, server_tools = await offer_tools(self.mcp, request, target.mcp, forwards=model.kind == "chat")
+            began = time.perf_counter()
         request, capabilities = await self._adapt(request, caller, model, engine)
         if request.infill is not None and model.kind == "chat":
             request = _with_tokens_around_gap(request, model, capabilities or model.capabilities, target.window)

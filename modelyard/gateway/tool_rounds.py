@@ -260,7 +260,7 @@ class ToolRounds:
             self.tools.runs.append(run)
             self._gateway.metrics.tool_called(self.tools.servers.metric_name(tool.connection), made.status, seconds)
             level = logging.INFO if made.status == "ok" else logging.WARNING
-            fields = {"server": run.server, "tool": run.tool, "status": run.status, "chars": chars}
+            fields: dict[str, Any] = {"server": run.server, "tool": run.tool, "status": run.status, "chars": chars}
             log_event(log, level, "tool call", ms=round(seconds * 1000), **fields)
 
     async def _run_tool(self, call: ToolCall, tool: ServerTool, number: int) -> McpResult:

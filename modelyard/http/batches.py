@@ -1,5 +1,5 @@
-"""Batches and files over HTTP: `/v1/files`, `/v1/batches` (OpenAI) and `/v1/messages/batches` (Anthropic); and the run of
-one line of a batch, which takes the way of any other request of its key."""
+"""Batches and files over HTTP: `/v1/files`, `/v1/batches` (OpenAI) and `/v1/messages/batches` (Anthropic); and the run
+of one line of a batch, which takes the way of any other request of its key."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class CoalescingTransport:
 _SCOPE_KEY = "modelyard.on_disconnect"
 _PINGS_KEY = "modelyard.on_half_close"
 
-DisconnectCallbacks = set[Callable[[], None]]
+DisconnectCallbacks = set[Callable[[], object]]
 
 
 class Cancellable(Protocol):

@@ -129,6 +129,8 @@ class InferenceEndpoint:
             return self._protocol.write_error(error, trace=context.trace, streaming=True, request=request)
 
         writer = self._protocol.writer(request, context.trace)
+        if hasattr(writer, "clock"):
+            writer.clock = time.time
         return EventStream(source, writer, write_error, exchange, self._settings, recorder).run()
 
     async def _run_in_background(self, source: EventSource, request: Request, exchange: Exchange) -> None:

@@ -34,6 +34,7 @@ _MAX_TOOLS = 1000
 _MAX_PAGES = 100
 _LIST_AGE_S = 300.0  # a server that changes its tools should say so; some do not
 _MAX_BODY = 16 << 20  # bytes of a JSON answer
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 2.0, 60.0  # after a server could not be opened
 _CLOSE_S = 8.0  # the library waits for a program to end, then kills it
 _LAST_LINES = 10  # of a program's stderr
 
@@ -80,6 +81,8 @@ class McpConnection:
         self._transport, self._timeout_s, self._connect_timeout_s = transport, timeout_s, connect_timeout_s
         self._session: _Session | None = None
         self._listing: asyncio.Lock | None = None
+        self._fault: ServerFailed | None = None  # why it could not be opened
+        self._pause_s, self._retry_at = _FIRST_PAUSE_S, 0.0
 
     def __repr__(self) -> str:
         state = "closed" if self._session is None or self._session.is_over else "open"
@@ -104,6 +107,7 @@ class McpConnection:
                 session.end()
                 raise self._failed(f"does not list its tools: {_reason(error)}") from error
             session.listed = loop.time()
+            self._fault, self._pause_s = None, _FIRST_PAUSE_S
             return session.tools
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> McpResult:
@@ -135,8 +139,11 @@ class McpConnection:
             await session.close()
 
     async def _open(self) -> _Session:
-        session = self._session
+        """A server that cannot be opened is not tried again for a while: every request of its route would wait."""
+        loop, session = asyncio.get_running_loop(), self._session
         if session is None or session.is_over:
+            if self._fault is not None and loop.time() < self._retry_at:
+                raise self._fault
             session = self._session = _Session(self.name, self._transport)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -155,7 +162,10 @@ class McpConnection:
         return session
 
     def _failed(self, what: str) -> ServerFailed:
-        return ServerFailed(f"the MCP server {self.name!r} {what}", param="tools")
+        self._fault = ServerFailed(f"the MCP server {self.name!r} {what}", param="tools")
+        self._retry_at = asyncio.get_running_loop().time() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+        return self._fault
 
 
 class _Session:
@@ -371,7 +381,7 @@ def _schema_fault(schema: dict[str, Any]) -> str | None:
     try:
         validator_for(schema).check_schema(schema)
     except SchemaError as error:
-        return error.message[:200]
+        return str(error.message)[:200]
     return None
 
 

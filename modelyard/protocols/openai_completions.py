@@ -34,7 +34,7 @@ from modelyard.core.events import (
     TokenLogprob,
     Usage,
 )
-from modelyard.core.request import Infill, Request, Text, ToolCall
+from modelyard.core.request import Infill, Request, Text
 from modelyard.protocols.common.extensions import (
     MAX_TEMPERATURE,
     check_positive,
@@ -191,14 +191,13 @@ def _completion_fields(started: Started) -> dict[str, Any]:
 
 def _write_choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
     echo, logprobs = reply.started.prompt, None
-    parts = [block.part for block in reply.blocks]
     if request.logprobs is not None:
         prompt = _echoed(reply.started, request)
         tokens = [*prompt, *(token for block in reply.blocks for token in block.logprobs)]
         logprobs = _write_logprobs(tokens, 0 if prompt else len(echo), request.logprobs)
     choice = {
         "index": index,
-        "text": echo + "".join(part.arguments if isinstance(part, ToolCall) else part.text for part in parts),
+        "text": echo + "".join(block.text for block in reply.blocks),
         "logprobs": logprobs,
         "finish_reason": _finish_reason(reply.finished),
     }

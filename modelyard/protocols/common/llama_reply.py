@@ -23,7 +23,7 @@ from modelyard.core.events import (
     Timings,
     Usage,
 )
-from modelyard.core.request import Request, ToolCall
+from modelyard.core.request import Request
 from modelyard.protocols.common.json import encode
 from modelyard.protocols.common.openai_errors import error_body
 from modelyard.protocols.common.sse import comment, frame
@@ -33,8 +33,7 @@ _STOP_TYPES: Mapping[StopReason, str] = {"end": "eos", "stop_string": "word", "m
 
 def reply_text(reply: Reply) -> str:
     """The text of every block: these endpoints have one channel."""
-    parts = [block.part for block in reply.blocks]
-    return "".join(part.arguments if isinstance(part, ToolCall) else part.text for part in parts)
+    return "".join(block.text for block in reply.blocks)
 
 
 def write_last(content: str, started: Started, finished: Finished, index: int = 0) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply, Started, StopReason, TokenLogprob, Usage
 from modelyard.core.protocol import ModelCard
-from modelyard.core.request import Request, Text, Thinking, ToolCall
+from modelyard.core.request import Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.protocols.common.call_arguments import write_arguments
 from modelyard.protocols.common.json import encode
 from modelyard.protocols.common.openai_fields import MIN_LOGPROB
@@ -36,7 +36,7 @@ def _write_candidate(reply: Reply, index: int, request: Request) -> dict[str, An
     parts: list[dict[str, Any]] = []
     signature, hidden = "", hides_thoughts(request)
     for block in reply.blocks:
-        if not block.complete:
+        if not block.complete or isinstance(block.part, ToolResult):
             continue
         if isinstance(block.part, Thinking):
             signature = write_signature(block.part)

@@ -149,7 +149,7 @@ def _read_context(context: Sequence[int], warnings: list[str]) -> tuple[Message,
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
     reply = replies[0]
-    body: dict[str, Any] = write_start(reply.started) | {"response": reply.text}
+    body: dict[str, Any] = write_start(reply) | {"response": reply.text}
     if reply.thinking:
         body["thinking"] = reply.thinking
     body |= write_end(reply.finished, request) | present(context=write_context(request, reply.text))

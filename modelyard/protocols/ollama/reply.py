@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelyard.core.events import Finished, Reply, Started
+from modelyard.core.events import Finished, Reply
 from modelyard.core.request import Request, Text, ToolCall
 from modelyard.protocols.common.call_arguments import write_arguments
 from modelyard.protocols.common.json import encode
@@ -19,15 +19,17 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
         message["thinking"] = reply.thinking
     if reply.calls:
         message["tool_calls"] = [write_call(call, at) for at, call in enumerate(reply.calls)]
-    body = write_start(reply.started) | {"message": message} | write_end(reply.finished, request)
+    body = write_start(reply) | {"message": message} | write_end(reply.finished, request)
     if request.logprobs is not None:
         tokens = [token for block in reply.blocks if isinstance(block.part, Text) for token in block.logprobs]
         body["logprobs"] = write_logprobs(tokens)
     return encode(body)
 
 
-def write_start(started: Started) -> dict[str, Any]:
-    return {"model": started.model, "created_at": write_time(started.created)}
+def write_start(reply: Reply) -> dict[str, Any]:
+    """The time is that of the end, as with Ollama."""
+    ended = reply.started.created + (reply.finished.timings.total or 0)
+    return {"model": reply.started.model, "created_at": write_time(ended)}
 
 
 def write_end(finished: Finished, request: Request) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from modelyard.core.errors import Incomplete, ModelyardError
@@ -9,8 +10,8 @@ from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Faile
 from modelyard.core.request import Request, ToolCall
 from modelyard.protocols.common.json import encode
 from modelyard.protocols.ollama.errors import error_body
-from modelyard.protocols.ollama.fields import NDJSON, write_logprobs
-from modelyard.protocols.ollama.reply import write_call, write_end, write_start
+from modelyard.protocols.ollama.fields import NDJSON, write_logprobs, write_time
+from modelyard.protocols.ollama.reply import write_call, write_end
 
 
 class LineWriter:
@@ -26,7 +27,9 @@ class LineWriter:
 
     def __init__(self, request: Request, trace: str) -> None:
         self._request, self._trace = request, trace
-        self._head = b'{"model":' + encode(request.model)  # until it has started; the time is not known before
+        self.clock: Callable[[], float] | None = None  # the edge sets it; without one, the time of the start counts
+        self._stamp = TimeStamp()
+        self._head = b'{"model":' + encode(request.model)
         self._started: Started | None = None
         self._block = BlockStart(0, "text")
         self._delta_start = b""
@@ -41,13 +44,13 @@ class LineWriter:
             return self._write_delta(event)
         if isinstance(event, BlockStart):
             self._block, self._arguments = event, []
-            self._delta_start = self._head + (self.thinking_start if event.kind == "thinking" else self.text_start)
+            self._delta_start = self.thinking_start if event.kind == "thinking" else self.text_start
             return b""
         if isinstance(event, BlockEnd):
             return self._end_call() if self._block.kind == "tool_call" and event.complete else b""
         if isinstance(event, Started):
             self._started = event
-            self._head = encode(write_start(event))[:-1]
+            self._head = b'{"model":' + encode(event.model)
             return b""
         if isinstance(event, Finished):
             self._over = True
@@ -55,7 +58,7 @@ class LineWriter:
         return self._fail(event.error) if isinstance(event, Failed) else b""
 
     def keepalive(self) -> bytes:
-        return self._head + self.text_start + b'""' + self.delta_end
+        return self._line_start() + self.text_start + b'""' + self.delta_end
 
     def end(self) -> bytes:
         """A stream without its last line must not look complete."""
@@ -80,8 +83,8 @@ class LineWriter:
             self.note_text(event.text)
             if event.logprobs:
                 end = self.delta_end[:-2] + b',"logprobs":' + encode(write_logprobs(event.logprobs)) + b"}\n"
-                return self._delta_start + encode(event.text) + end
-        return self._delta_start + encode(event.text) + self.delta_end if event.text else b""
+                return self._line_start() + self._delta_start + encode(event.text) + end
+        return self._line_start() + self._delta_start + encode(event.text) + self.delta_end if event.text else b""
 
     def _end_call(self) -> bytes:
         block = self._block
@@ -90,11 +93,30 @@ class LineWriter:
         return self._line({"message": {"role": "assistant", "content": "", "tool_calls": [call]}, "done": False})
 
     def _line(self, fields: dict[str, Any]) -> bytes:
-        return self._head + b"," + encode(fields)[1:] + b"\n"
+        return self._line_start() + b"," + encode(fields)[1:] + b"\n"
+
+    def _line_start(self) -> bytes:
+        """The model and the time of this line."""
+        if self.clock is not None:
+            return self._head + self._stamp.write(self.clock())
+        return self._head if self._started is None else self._head + self._stamp.write(self._started.created)
 
     def _fail(self, error: ModelyardError) -> bytes:
         self._over = True
         return error_body(error) + b"\n"
+
+
+class TimeStamp:
+    """Writes the time of a line. The text of a second is made once: a stream has many lines in one."""
+
+    def __init__(self) -> None:
+        self._second, self._text = -1, b""
+
+    def write(self, unix: float) -> bytes:
+        second = int(unix)
+        if second != self._second:
+            self._second, self._text = second, b',"created_at":"' + write_time(second)[: -len("000000Z")].encode()
+        return b'%s%06dZ"' % (self._text, int((unix - second) * 1e6))
 
 
 class ChatLineWriter(LineWriter):

@@ -30,6 +30,7 @@ from modelyard.engines.llama_cpp.speculation import (
     draft_length,
     most_likely_token,
 )
+from tests.engines.llama_cpp import architectures
 from tests.engines.llama_cpp.exact_models import (
     VOCAB,
     exact_model,
@@ -245,6 +246,59 @@ async def test_drafts_are_taken_back_from_a_sliding_window(wrong: bool) -> None:
             speculator._drafter = FixedDrafter(*range(5, 13))
         assert_alike(await generate(engine, run, max_tokens=120), expected)
         assert engine.stats().guessed_tokens > (100 if wrong else -1)
+
+
+class PartlyRight:
+    """Drafts the next tokens of the expected answer, up to `right` of them, and then others."""
+
+    is_free = is_synchronized = True
+
+    def __init__(self, expected: Mapping[tuple[int, ...], list[int]]) -> None:
+        self._expected = expected
+        self._jobs: dict[int, LlamaCppJob] = {}
+        self._calls = 0
+
+    def begin(self, sequence: int, job: LlamaCppJob) -> None:
+        self._jobs[sequence] = job
+
+    def end(self, sequence: int) -> None:
+        del self._jobs[sequence]
+
+    def close(self) -> None: ...
+
+    def draft(self, counts: Mapping[int, int]) -> Drafts:
+        self._calls += 1
+        return {sequence: self._draft(self._jobs[sequence], count) for sequence, count in counts.items()}
+
+    def _draft(self, job: LlamaCppJob, count: int) -> list[int]:
+        right = (self._calls + job.arrival) % 4
+        answer = self._expected[tuple(job.ids[: job.prompt_tokens].tolist())][job.n_output :]
+        return [*answer[:right], *((token + 1) % 250 for token in answer[right:])][:count]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35", "nemotron_h", "kimi-k3"])
+async def test_drafts_are_taken_back_from_a_hybrid_model(name: str) -> None:
+    """Side by side, with drafts that are right for different lengths; afterwards an edit starts from a checkpoint."""
+    runs = [[token % 240 + 3 for token in words(seed, 20)] for seed in range(3)]
+    edits = [[*run[:-2], 7, 9, 11] for run in runs]
+    path = str(architectures.model(name))
+    async with opened("off", path=path) as engine:
+        alone = {tuple(run): await generate(engine, run, max_tokens=30) for run in [*runs, *edits]}
+    async with opened(path=path, draft_n_max=5) as engine:
+        speculator = engine._contexts[0].speculator
+        assert speculator is not None
+        speculator._drafter = PartlyRight({run: ids(answer) for run, answer in alone.items()})
+        for batch in (runs, edits):
+            prompts = [id_prompt(run, max_tokens=30, session=str(at)) for at, run in enumerate(batch)]
+            for run, found in zip(batch, await asyncio.gather(*map(read, map(engine.generate, prompts))), strict=True):
+                assert_alike(found, alone[tuple(run)])
+        stats = engine.stats()
+    assert stats.accepted_tokens > 50 and stats.guessed_tokens > stats.accepted_tokens + 50
+
+
+async def test_a_hybrid_model_keeps_no_more_states_unless_drafts_are_wanted() -> None:
+    async with opened("auto", path=str(architectures.model("lfm2"))) as engine:
+        assert engine._contexts[0].speculator is None
 
 
 class FixedDrafter:
