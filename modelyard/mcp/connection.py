@@ -143,7 +143,7 @@ class McpConnection:
         loop, session = asyncio.get_running_loop(), self._session
         if session is None or session.is_over:
             if self._fault is not None and loop.time() < self._retry_at:
-                raise self._fault
+                raise ServerFailed(self._fault.message, param="tools")
             session = self._session = _Session(self.name, self._transport)
         try:
             async with asyncio.timeout(self._connect_timeout_s):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import AsyncIterator
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Request, Text, ToolResult
-from modelyard.prompt.images import Images, is_public, request_media, sniff
+from modelyard.prompt.images import Images, request_media, sniff
 from modelyard.prompt.settings import ImageSettings
 from tests.prompt.image_server import PNG, ImageServer, serve
 
@@ -258,24 +257,7 @@ def test_images_are_listed_in_order_with_their_hashes() -> None:
     assert found[0].sha256 != found[1].sha256
 
 
-# Which addresses are public, and what a file is.
-
-
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_public_addresses(address: str) -> None:
-    assert is_public(ip_address(address))
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0"),
-        *("224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1"),
-        *("::ffff:127.0.0.1", "2002:7f00:1::", "64:ff9b::a00:1"),
-    ],
-)
-def test_addresses_that_are_not_public(address: str) -> None:
-    assert not is_public(ip_address(address))
+# What a file is.
 
 
 @pytest.mark.parametrize(

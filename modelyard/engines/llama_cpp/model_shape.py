@@ -23,8 +23,19 @@ _POSITION_TABLE = "position_embd.weight"
 
 # Recurrent and hybrid ones that can take back tokens of the last decode, as the pinned release of llama.cpp has it.
 ROLLBACK_ARCHITECTURES = frozenset(
-    ("bailingmoe3", "deepseek4", "glm5-next", "kimi-k3", "lfm2", "lfm2moe")
-    + ("nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen4exp")
+    (
+        "bailingmoe3",
+        "deepseek4",
+        "glm5-next",
+        "kimi-k3",
+        "lfm2",
+        "lfm2moe",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "qwen35",
+        "qwen35moe",
+        "qwen4exp",
+    )
 )
 
 

@@ -183,7 +183,7 @@ class SequenceManager:
         return keep, available
 
     def _move_blocks(self, slot: SequenceSlot, wanted: TokenIds, shared: int) -> int:
-        """Moves what the prompt has further on to its new position. Returns how much of the prompt the sequence holds."""
+        """Moves what the prompt has further on to its new position. Returns how much of the prompt is held then."""
         blocks = sequences.moved_blocks(slot.tokens, wanted, shared, self._cache_reuse)
         if not blocks or not self.kv.move(slot.index, blocks):
             return shared

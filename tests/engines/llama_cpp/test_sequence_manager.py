@@ -101,6 +101,7 @@ async def test_a_new_conversation_evicts_only_if_no_sequence_is_empty() -> None:
 
 
 PARTS = [words(30 + part, 24) for part in range(4)]
+WHOLE = [token for part in PARTS for token in part]
 
 
 @pytest.mark.parametrize(("kv", "flash", "tolerance"), [("f32", "off", 1e-3), ("f16", "on", 0.03)])
@@ -113,7 +114,7 @@ async def test_text_behind_what_was_removed_moves_instead_of_being_read_again(
     async with running(caches, path=str(shallow_model()), flash_attn=flash) as engine:
         expected = await answer(engine, edited)
     async with running(caches, path=str(shallow_model()), cache_reuse=16, flash_attn=flash) as engine:
-        await answer(engine, sum(PARTS, []), session="a")
+        await answer(engine, WHOLE, session="a")
         before = engine.stats()
         moved = await answer(engine, edited, session="a")
         evaluated = engine.stats().evaluated_tokens - before.evaluated_tokens
@@ -129,7 +130,7 @@ async def test_removed_text_twice_and_other_streams_meanwhile() -> None:
     async with running(caches, path=str(shallow_model()), flash_attn="off") as engine:
         expected, other = await answer(engine, edited), await answer(engine, words(50), max_tokens=60)
     async with running(caches, path=str(shallow_model()), cache_reuse=8, flash_attn="off") as engine:
-        await answer(engine, sum(PARTS, []), session="a")
+        await answer(engine, WHOLE, session="a")
         running_other = engine.generate(id_prompt(words(50), max_tokens=60, session="b"))
         moved = await answer(engine, edited, session="a")
         assert_alike(await read(running_other), other)
@@ -139,7 +140,7 @@ async def test_removed_text_twice_and_other_streams_meanwhile() -> None:
 
 async def test_without_the_setting_everything_behind_the_edit_is_read_again() -> None:
     async with exact(main=1) as engine:
-        await answer(engine, sum(PARTS, []), session="a")
+        await answer(engine, WHOLE, session="a")
         assert accepted(await answer(engine, [*PARTS[0], *PARTS[2]], session="a")).cached_tokens == 24
 
 
@@ -149,7 +150,7 @@ async def test_a_model_that_cannot_move_its_kv_reads_again(model: Callable[[], P
     async with running({"main": CacheInfo(256, 1)}, path=str(model())) as engine:
         expected = await answer(engine, edited)
     async with running({"main": CacheInfo(256, 1)}, path=str(model()), cache_reuse=8) as engine:
-        await answer(engine, sum(PARTS, []), session="a")
+        await answer(engine, WHOLE, session="a")
         chunks = await answer(engine, edited, session="a")
     assert accepted(chunks).cached_tokens <= 24
     assert_alike(chunks, expected)
@@ -157,7 +158,7 @@ async def test_a_model_that_cannot_move_its_kv_reads_again(model: Callable[[], P
 
 async def test_another_clients_text_does_not_move() -> None:
     async with running({"main": CacheInfo(256, 1)}, path=str(shallow_model()), cache_reuse=8) as engine:
-        await answer(engine, sum(PARTS, []), scope="ann")
+        await answer(engine, WHOLE, scope="ann")
         chunks = await answer(engine, [*PARTS[0], *PARTS[2], *PARTS[3]], scope="bob")
     assert accepted(chunks).cached_tokens == 0
 

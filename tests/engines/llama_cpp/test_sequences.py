@@ -486,7 +486,8 @@ def test_moved_blocks_spell_the_prompt_and_move_only_forward(a: list[int], b: li
     held, prompt = run(*a), run(*b)
     source = target = start = common_prefix(held, prompt)
     for block in moved_blocks(held, prompt, start, least):
-        assert block.count >= least and block.target == target and block.source >= max(source, block.target)
+        assert (block.count >= least, block.target) == (True, target)
+        assert block.source >= max(source, block.target)
         assert (held[block.source :][: block.count] == prompt[block.target :][: block.count]).all()
         source, target = block.source + block.count, block.target + block.count
 

@@ -293,7 +293,7 @@ async def test_drafts_are_taken_back_from_a_hybrid_model(name: str) -> None:
             for run, found in zip(batch, await asyncio.gather(*map(read, map(engine.generate, prompts))), strict=True):
                 assert_alike(found, alone[tuple(run)])
         stats = engine.stats()
-    assert stats.accepted_tokens > 50 and stats.guessed_tokens > stats.accepted_tokens + 50
+    assert stats.guessed_tokens - 50 > stats.accepted_tokens > 50
 
 
 async def test_a_hybrid_model_keeps_no_more_states_unless_drafts_are_wanted() -> None:
