@@ -13,7 +13,7 @@ from modelyard.config.problems import ConfigPath, ProblemLevel, Table, errors_by
 from modelyard.config.settings import FOREIGN_SECTIONS, Config, engine_options, keys_by_section, options_input
 from modelyard.core.errors import InvalidRequest
 from modelyard.prompt import template_source
-from modelyard.router.router import glob_covers
+from modelyard.router.router import build_catalog, glob_covers
 from modelyard.router.settings import MODEL_KEYS, CacheSettings, ModelSettings, RouteSettings
 from modelyard.scanner import formats
 from modelyard.workers import interpreter
@@ -33,6 +33,7 @@ def check_config(config: Config, merged: Table, env: Mapping[str, str]) -> Itera
     yield from _check_caches(config, models, caches)
     yield from _check_routes(config, merged.get("routes"), public, caches)
     yield from _check_mcp(config, merged, env)
+    yield from _check_fallbacks(config, public, caches)
     yield from _check_unreachable_routes(config.routes)
     yield from _check_aliases(config)
     yield from _check_keys(config, env)
@@ -182,6 +183,25 @@ def _check_routes(
         if cache and model and isinstance(wanted, str) and wanted not in {cache.model, *model.aliases}:
             message = f"cache {target!r} belongs to {cache.model!r}, not to {wanted!r}; leave model out."
             yield ("routes", number, "model"), message, "error"
+
+
+def _check_fallbacks(config: Config, public: Collection[str], caches: Collection[str]) -> Iterator[ConfigFinding]:
+    """Each place is tried once: a second time would be a loop."""
+    known = {*public, *caches}
+    catalog = build_catalog(config.models, config.caches, config.decoding)
+    for number, route in enumerate(config.routes):
+        own = catalog.caches.get(route.cache) if route.cache is not None else catalog.find(route.model or "")
+        seen = {} if own is None else {own.name: "the route's own target"}
+        for at, name in enumerate(route.fallback):
+            if name not in known:
+                yield ("routes", number, "fallback"), _unknown("model or cache", name, [*public, *caches]), "error"
+            elif (cache := catalog.find(name)) is not None:
+                if cache.name in seen:
+                    message = f"{name!r} is {seen[cache.name]} already; a route cannot fall back to what has failed."
+                    yield ("routes", number, "fallback"), message, "error"
+                seen.setdefault(cache.name, f"fallback {at + 1}")
+        if route.fallback_wait_s is not None and not route.fallback:
+            yield ("routes", number, "fallback_wait_s"), "is not used: the route has no fallback.", "warning"
 
 
 def _check_mcp(config: Config, merged: Table, env: Mapping[str, str]) -> Iterator[ConfigFinding]:

@@ -10,7 +10,8 @@
     ├── NotFound                no such model, response or path
     ├── Conflict                not possible in the current state (a model that is not loaded)
     ├── TooLarge                body or headers over their limit
-    ├── RateLimited             the key's limit; with Retry-After
+    ├── RateLimited             too much in too short a time; with Retry-After
+    │   ├── KeyLimited          by us, not by an upstream: no other model helps
     │   └── BudgetExceeded      the key's budget is used; with Retry-After if it resets
     ├── Overloaded              the queue is full; with Retry-After and the queue position
     ├── Unavailable             engine, worker or scheduler lost; a retry may succeed
@@ -145,6 +146,10 @@ class RateLimited(ModelyardError):
 
     def __init__(self, message: str, *, retry_after: float | None, code: str | None = None) -> None:
         super().__init__(message, retry_after=retry_after, code=code)
+
+
+class KeyLimited(RateLimited):
+    """By the limits of the client's key, not by an upstream: no other model helps."""
 
 
 class BudgetExceeded(RateLimited):

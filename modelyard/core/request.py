@@ -325,6 +325,7 @@ class Caller(Struct, frozen=True, kw_only=True, gc=False):
     key: str = ""
     allow_remote: bool = False  # consent to remote engines: of the key, or of the request on a server without keys
     forbid_remote: bool = False  # by the key; nothing overrides it
+    is_retry: bool = False  # of a request that was counted against its key before
     allowed: tuple[str, ...] = ()  # the models, caches and routes that the key may use; empty: all
     arrived: float | None = None  # when the request came in, on `time.perf_counter`'s clock
     deadline: float | None = None  # `time.monotonic`; queue and engine drop the request then

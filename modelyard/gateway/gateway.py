@@ -96,6 +96,7 @@ from modelyard.gateway.capabilities import (
 from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.constraints import constrain
 from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
+from modelyard.gateway.fallbacks import FallbackStream, prepare_first
 from modelyard.gateway.model import Model
 from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, estimated_tokens, output_budget
 from modelyard.gateway.priority import priority
@@ -192,11 +193,15 @@ class Gateway:
         caller: Caller,
         work: RequestWork | None = None,
         server_tools: ServerTools | None = None,
+        target: Target | None = None,
     ) -> PreparedRequest:
-        """`server_tools` are those of an earlier round of the request."""
+        """`server_tools` are those of an earlier round of the request. `target` is that of an earlier round, or one of
+        several models of a route."""
         began, urgency = time.perf_counter(), caller.priority or priority(request)
         self.accounts.check_budget(caller.key)
-        target, model, engine = self._resolve(request.model, caller, request.allow_remote)
+        if target is None and (target := self.router.resolve(request.model, caller.endpoint)).fallbacks:
+            return await prepare_first(self, request, caller, work, target)
+        target, model, engine = self._admit(target, request.model, caller, request.allow_remote)
         if model.define is not None:
             model = await self._defined(model)
         if self.mcp is not None and server_tools is None:
@@ -238,6 +243,8 @@ class Gateway:
 
     def start(self, prepared: PreparedRequest, capture: RequestCapture | None = None) -> EventSource:
         """Raise at once where waiting would be in vain: a full queue, a rate limit, a model that is not loaded."""
+        if prepared.plan is not None:
+            return FallbackStream(prepared, prepared.plan, self, capture)
         if prepared.server_tools is None:
             return self.generate(prepared, capture)
         rounds = ToolRounds(prepared, prepared.server_tools, self, capture)
@@ -300,10 +307,14 @@ class Gateway:
 
     def _resolve(self, name: str, caller: Caller, consent: bool = False) -> tuple[Target, Model, Engine | None]:
         """The route's target, its model, and the model's engine if it is loaded."""
-        target = self.router.resolve(name, caller.endpoint)
+        return self._admit(self.router.resolve(name, caller.endpoint), name, caller, consent)
+
+    def _admit(self, target: Target, name: str, caller: Caller, consent: bool) -> tuple[Target, Model, Engine | None]:
         if caller.allowed and not may_use(caller.allowed, target.model, target.cache, target.route):
             raise _not_allowed(name, caller)
-        model = self.models[target.model]
+        model = self.models.get(target.model)
+        if model is None:  # resolved before a reload
+            raise Unavailable(f"the model {target.model!r} is no longer configured", code="model_gone")
         if model.remote and not _may_leave(caller, target, consent):
             raise _remote_not_allowed(name, caller)
         engine = self.leases.engine(target.model)
@@ -1033,6 +1044,7 @@ class ChoiceStream:
             evicted=accepted is not None and accepted.evicted,
             reuse=self.reuse,
             cost=cost,
+            skipped=prepared.skipped,
         )
         if prepared.server_tools is None:
             gateway.history.add(record)
@@ -1507,4 +1519,4 @@ class ChatOutput:
 
 
 # What `Gateway.start` returns; all read alike.
-EventSource = ChoiceStream | MultiChoiceStream | SharedReader | ToolRounds
+EventSource = ChoiceStream | MultiChoiceStream | SharedReader | ToolRounds | FallbackStream

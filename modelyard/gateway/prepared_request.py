@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,6 +19,10 @@ from modelyard.gateway.server_tools import ServerTools
 from modelyard.prompt.images import request_media
 from modelyard.prompt.media import media_kinds
 from modelyard.router.router import Target
+from modelyard.telemetry.history import SkippedModel
+
+if TYPE_CHECKING:
+    from modelyard.gateway.fallbacks import FallbackPlan
 
 
 class OutputBudget(Struct, frozen=True, gc=False):
@@ -73,6 +78,9 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
     capabilities: Capabilities | None = None  # the engine's, as checked; None: the engine was not loaded
     priority: Priority = "main"
     reasoning: ReasoningBudget | None = None  # for a TextEngine
+    plan: FallbackPlan | None = None  # other models of the route that may answer instead
+    skipped: tuple[SkippedModel, ...] = ()  # models of the route that could not
+    wait_until: float | None = None  # `time.monotonic`; for a slot, then the next model is tried
     server_tools: ServerTools | None = None  # of MCP servers, which the gateway calls
 
     @property
@@ -138,10 +146,10 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             key=caller.key,
             session=self.session_key(),
             priority=self.priority,
-            deadline=caller.deadline,
+            deadline=caller.deadline if self.wait_until is None else min(self.wait_until, caller.deadline or math.inf),
             trace=caller.trace,
             prompt=prompts[0].ids if prompts else (),
-            is_retry=is_retry,
+            is_retry=is_retry or caller.is_retry,
             keep_alive=self.request.keep_alive,
         )
 

@@ -176,7 +176,9 @@ class ToolRounds:
         if number == self.tools.servers.settings.max_rounds:
             request = replace(request, tool_choice=ToolChoice("none"))  # the model must answer now
         try:
-            prepared = await self._gateway.prepare(request, self.prepared.caller, server_tools=self.tools)
+            prepared = await self._gateway.prepare(
+                request, self.prepared.caller, server_tools=self.tools, target=self.prepared.target
+            )
         except ContextOverflow:
             if not number:
                 raise

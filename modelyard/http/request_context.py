@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.protocol import INLINE_BYTES, WireError
 from modelyard.core.request import Caller, Priority
+from modelyard.gateway.fallbacks import fallback_header
 from modelyard.gateway.request_work import run_in_request_thread
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.cache_diagnostics import CacheReuse
@@ -54,8 +55,8 @@ async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.
 class RequestContext(Struct):
     """`path` has no trailing slash. `key` names the API key. `status` is the reply's status, 0 until it is sent.
 
-    `error` is the code of the error that the client was sent; the middleware counts it. `reuse` and `ignored` become
-    response headers.
+    `error` is the code of the error that the client was sent; the middleware counts it. `reuse`, `ignored` and
+    `fallback` become response headers.
     """
 
     trace: str
@@ -72,6 +73,7 @@ class RequestContext(Struct):
     error: str = ""
     reuse: CacheReuse | None = None
     ignored: tuple[str, ...] = ()
+    fallback: str = ""
 
     @staticmethod
     def of(scope: Scope) -> RequestContext:
@@ -100,6 +102,8 @@ class RequestContext(Struct):
     def read_result(self, source: EventSource) -> None:
         """Take over what the response headers and the log line report about a stream."""
         self.reuse, self.ignored = source.reuse, source.ignored
+        if skipped := source.prepared.skipped:
+            self.fallback = fallback_header(skipped, source.prepared.model.name)
 
     def response_headers(self, content_type: bytes) -> Headers:
         """The headers of every reply. The OpenAI and Anthropic SDKs read the request id from different ones."""
@@ -107,6 +111,8 @@ class RequestContext(Struct):
         headers: Headers = [(b"content-type", content_type), (b"x-request-id", trace), (b"request-id", trace)]
         if self.reuse is not None:
             headers.append((b"x-modelyard-cache", self.reuse.header.encode()))
+        if self.fallback:
+            headers.append((b"x-modelyard-fallback", self.fallback.encode()))
         if self.ignored:
             headers.append((b"x-modelyard-ignored", ", ".join(self.ignored).encode()))
         return headers

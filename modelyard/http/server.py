@@ -60,7 +60,14 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 # Longer than clients keep an idle connection (httpx and the SDKs: 5 s). If the server closed it first, a request that
 # is being sent on it would be lost.
 _KEEP_ALIVE_S = 75
-_EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "x-queue-position", "x-modelyard-ignored")
+_EXPOSED_HEADERS = (
+    "x-request-id",
+    "request-id",
+    "retry-after",
+    "x-queue-position",
+    "x-modelyard-ignored",
+    "x-modelyard-fallback",
+)
 
 
 class HttpContext(Struct, frozen=True):

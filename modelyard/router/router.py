@@ -18,8 +18,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase, translate
+from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest, NotFound
@@ -207,6 +209,8 @@ class Target(Struct, frozen=True):
     share_across_keys: bool = False
     route: tuple[str, ...] = ()
     mcp: tuple[str, ...] = ()  # servers whose tools the model is offered
+    fallbacks: tuple[Target, ...] = ()  # tried in this order if this one cannot answer
+    fallback_wait_s: float | None = None  # until the next one is tried
 
 
 class Route(Struct, frozen=True):
@@ -312,21 +316,16 @@ def build_router(
             raise InvalidRequest(f"{setting}: there is no {kind} {name!r}", param=setting)
         return target_of(found, allow_remote=allow_remote, route=route, mcp=mcp)
 
+    def route_target(number: int, route: RouteSettings) -> Target:
+        setting = f"routes[{number}]"
+        common: Any = {"allow_remote": route.allow_remote, "route": route.match, "mcp": route.mcp}
+        first = find(route.model, route.cache, setting, **common)
+        if not route.fallback:
+            return first
+        others = tuple(find(name, None, f"{setting}.fallback", **common) for name in route.fallback)
+        return replace(first, fallbacks=others, fallback_wait_s=route.fallback_wait_s)
+
     default = find(default_model, None, "default_model") if default_model else None
     unnamed = target_of(cache) if unnamed_model and (cache := catalog.find(unnamed_model)) is not None else None
-    rules = [
-        Route.of(
-            route.match,
-            route.endpoint,
-            find(
-                route.model,
-                route.cache,
-                f"routes[{number}]",
-                allow_remote=route.allow_remote,
-                route=route.match,
-                mcp=route.mcp,
-            ),
-        )
-        for number, route in enumerate(routes)
-    ]
+    rules = [Route.of(route.match, route.endpoint, route_target(number, route)) for number, route in enumerate(routes)]
     return Router(catalog, rules, default, unnamed)

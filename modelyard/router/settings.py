@@ -159,6 +159,18 @@ class RouteSettings(BaseModel):
         default=None, description="Model for the request, in its default cache unless cache is set."
     )
     cache: str | None = Field(default=None, description="Cache for the request; it implies the model.")
+    fallback: OneOrMore = Field(
+        default_factory=list,
+        description="Models, aliases or caches that are tried in this order if the route's own cannot answer: it is "
+        "not loaded, its queue is full, it fails before the first token, or it cannot take such a request.",
+    )
+    fallback_wait_s: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a request waits for a model, in its queue or until it is loaded, before the next one "
+        "is tried; unset: as long as without a fallback. The last one is always waited for.",
+    )
     allow_remote: bool = Field(
         default=False, description="Allow requests on this route to use models that send data to another server."
     )

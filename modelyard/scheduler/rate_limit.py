@@ -7,7 +7,7 @@ is paid. A prompt larger than the whole bucket passes when the bucket is full, o
 
 from __future__ import annotations
 
-from modelyard.core.errors import RateLimited
+from modelyard.core.errors import KeyLimited
 from modelyard.core.lease import KeyLimits
 
 _ROUNDING = 1e-6
@@ -44,15 +44,15 @@ class KeyRateLimiter:
         self._tokens = TokenBucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
 
     def check(self, tokens: int, now: float, service_s: float | None) -> None:
-        """Raise RateLimited if one more request with `tokens` prompt tokens exceeds a limit. Draws nothing."""
+        """Raise KeyLimited if one more request with `tokens` prompt tokens exceeds a limit. Draws nothing."""
         limit = self.limits.max_concurrent
         if limit is not None and self.active >= limit:
             retry = max(1.0, service_s or 1.0)
-            raise RateLimited(f"the key {self.name!r} may have {limit} requests at a time", retry_after=retry)
+            raise KeyLimited(f"the key {self.name!r} may have {limit} requests at a time", retry_after=retry)
         for bucket, amount, unit in ((self._requests, 1, "requests"), (self._tokens, tokens, "tokens")):
             if bucket is not None and (wait := bucket.wait(amount, now)) > 0:
                 message = f"the key {self.name!r} may use {bucket.per_minute} {unit} a minute"
-                raise RateLimited(message, retry_after=max(1.0, wait))
+                raise KeyLimited(message, retry_after=max(1.0, wait))
 
     def start_request(self, tokens: int, now: float) -> None:
         if self._requests is not None:

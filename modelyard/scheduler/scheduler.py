@@ -12,7 +12,7 @@ The checks of a request, in order:
     4. failed, unless it is time for another try      → Unavailable
     5. stopped, and a request does not load it        → Conflict
     6. all engines lost for longer than `timeout_s`   → Unavailable
-    7. a rate limit of its key                        → RateLimited
+    7. a rate limit of its key                        → KeyLimited
     8. a free slot and nothing ahead in the queue     → a lease at once
     9. the queue is full                              → Overloaded
     10. otherwise it waits                            → for a slot, a load, a restart or memory

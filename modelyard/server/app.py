@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -290,7 +291,7 @@ def _build_http(
         accounts,
         _LIMITS_APART if isinstance(scheduler, Scheduler) and env.get(INDEX_VARIABLE) else "",
         peers,
-        ConfigEditor(load_config, lambda: service.config, service.reload)
+        ConfigEditor(load_config, lambda: service.config, partial(service.reload, keep_unchanged=True))
         if isinstance(load_config, ConfigSources)
         else None,
         shares_scheduler=isinstance(scheduler, RemotePool),

@@ -30,6 +30,14 @@ class ToolRun(Struct, frozen=True, gc=False):
     chars: int = 0  # of its result
 
 
+class SkippedModel(Struct, frozen=True, gc=False):
+    """A model of the route that could not answer. `reason` is the code of its error."""
+
+    model: str
+    reason: str
+    message: str = ""
+
+
 class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
     """One choice of one request. `status` is its finish reason or its error code."""
 
@@ -48,6 +56,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
     evicted: bool = False
     reuse: CacheReuse | None = None  # None if unknown
     cost: float = 0.0  # by the model's prices
+    skipped: tuple[SkippedModel, ...] = ()  # models of the route that were tried before
     calls: tuple[ToolRun, ...] = ()  # of MCP servers' tools
 
 

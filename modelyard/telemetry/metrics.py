@@ -122,6 +122,7 @@ _ALL = (
     _counter("evaluated_tokens_total", "Prompt tokens evaluated, by the reason of the cache miss", "cache", "cause"),
     _counter("system_prompt_changes_total", "Requests whose changed system prompt missed the cache", "cache"),
     _counter("joined_requests_total", "Requests that shared the generation of an identical running request", "model"),
+    _counter("fallbacks_total", "Requests that a model of a route could not answer, by the reason", "model", "reason"),
     _counter("request_warnings_total", "Warnings about ignored parts of requests, by kind", "kind"),
     _counter("tool_calls_total", "Calls of MCP servers' tools by their end", "server", "status"),
     _histogram("tool_call_seconds", "Time that a call of an MCP server's tool took", "server", _SECONDS),
@@ -333,6 +334,7 @@ class Metrics:
         self._errors = _Counter("errors_total", snapshot)
         self._warnings = _Counter("request_warnings_total", snapshot)
         self._joined = _Counter("joined_requests_total", snapshot)
+        self._fallbacks = _Counter("fallbacks_total", snapshot)
         self._tool_calls = _Counter("tool_calls_total", snapshot)
         self._tool_seconds = _Histogram("tool_call_seconds", snapshot)
         self._cache_requests = _Counter("cache_requests_total", snapshot)
@@ -368,6 +370,10 @@ class Metrics:
     def request_joined(self, model: str) -> None:
         """The request shares the generation of an identical one."""
         self._joined.add((model,))
+
+    def fell_back(self, model: str, reason: str) -> None:
+        """The model could not answer, and the next one of its route is tried."""
+        self._fallbacks.add((model, reason))
 
     def warned(self, kind: str) -> None:
         """Part of a request is ignored. `kind` must come from us, not from the client."""

@@ -4,9 +4,12 @@ process and in a llama-server, and both answer alike."""
 from __future__ import annotations
 
 import asyncio
+import atexit
 import base64
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import httpx
@@ -14,8 +17,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from modelyard.engines.llama_cpp.model_shape import read_model_shape
 from tests.e2e.protocols import parse_events
-from tests.engines.llama_cpp import tiny_models
+from tests.engines.llama_cpp import exact_models, tiny_models
 from tests.engines.llama_server.helpers import program
 from tests.live_server import LiveServer, live_server
 
@@ -38,6 +42,22 @@ CONTINUE = {
 }
 
 
+def steering() -> tuple[dict[str, Any], list[str]]:
+    """Two control vectors with their scales for a few layers: as our options and as llama-server's."""
+    shape = read_model_shape(tiny_models.coder())
+    folder = Path(mkdtemp(prefix="modelyard-test-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    random = np.random.default_rng(5)
+    scales = {folder / "kind.gguf": 0.8, folder / "brief.gguf": -0.5}
+    for file in scales:
+        rows = {f"direction.{layer}": random.normal(0, 1, shape.width) for layer in range(1, shape.layers)}
+        facts = {"general.architecture": "controlvector"}
+        exact_models.write(file, facts, {name: row.astype(np.float32) for name, row in rows.items()})
+    options = {"control_vectors": [{"path": str(file), "scale": scale} for file, scale in scales.items()]}
+    flags = ["--control-vector-scaled", ",".join(f"{file}:{scale}" for file, scale in scales.items())]
+    return options | {"control_vector_layers": [1, 2]}, [*flags, "--control-vector-layer-range", "1", "2"]
+
+
 def config() -> dict[str, Any]:
     files: dict[str, tuple[Path, int, dict[str, Any], list[str]]] = {
         "cls": (tiny_models.bert("cls"), 512, {}, []),
@@ -49,6 +69,7 @@ def config() -> dict[str, Any]:
         "judge": (tiny_models.last_token_ranker(), 512, {}, []),
         "code": (tiny_models.coder(), 1024, {}, []),
         "greeter": (tiny_models.greeter(), 512, {}, []),
+        "steered": (tiny_models.coder(), 512, *steering()),
     }
     models: dict[str, Any] = {"plain": {"path": str(tiny_models.coder(False)), "n_threads": 1, "n_ctx": 512}}
     for name, (file, _, settings, flags) in files.items():
@@ -281,6 +302,17 @@ def test_completion_has_the_fields_and_tokens_of_llama_server(server: LiveServer
         assert (mine["id"], mine["bytes"]) == (other["id"], other["bytes"])
         assert mine["logprob"] == pytest.approx(other["logprob"], abs=0.02)
         assert [top["id"] for top in mine["top_logprobs"]] == [top["id"] for top in other["top_logprobs"]]
+
+
+def test_control_vectors_change_answers_as_in_llama_server(server: LiveServer, client: httpx.Client) -> None:
+    body = {"prompt": PREFIX, "n_predict": 6, "temperature": 0, "n_probs": 2, "return_tokens": True}
+    ours = post(client, "/completion", model="steered", **body)
+    theirs = direct(server, "steered-server", "POST", "/completion", body)
+    assert ours["tokens"] == theirs["tokens"]
+    found = [each["logprob"] for each in ours["completion_probabilities"]]
+    assert found == pytest.approx([each["logprob"] for each in theirs["completion_probabilities"]], abs=0.02)
+    plain = [each["logprob"] for each in post(client, "/completion", model="code", **body)["completion_probabilities"]]
+    assert found != pytest.approx(plain, abs=0.2)
 
 
 @pytest.mark.parametrize("name", ["code", "code-server"])

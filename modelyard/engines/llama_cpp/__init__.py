@@ -115,6 +115,7 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
         ("mmproj", _require_projector, options.mmproj if isinstance(options.mmproj, str) else None),
         ("replay", lambda path: read_rules(Path(path)), options.replay),
         *((f"lora.{name}", locate_model_file, lora.path) for name, lora in options.lora.items()),
+        *((f"control_vectors.{at}", locate_model_file, one.path) for at, one in enumerate(options.control_vectors)),
     )
     for name, cache in spec.caches.items():
         if flash_attention_mode(options.for_cache(cache), gpu=False) == "off" and cache.type_v not in _PLAIN_TYPES:

@@ -38,7 +38,7 @@ from modelyard.core.errors import (
     Unsupported,
 )
 from modelyard.engines.in_process import ThreadedEngine
-from modelyard.engines.llama_cpp import loading
+from modelyard.engines.llama_cpp import control_vectors, loading
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
 from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
@@ -157,12 +157,15 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         if options.uses_draft_model:
             self._draft_model = DraftModel(options, self._model, attach, lambda _: self._stop_error is None)
             defer(self._draft_model.close)
+        vectors = control_vectors.load(options, self._model)
         for layout in context_layouts(self.spec.caches, options):
             name, outputs = ", ".join(layout.caches), max_outputs(layout.info, options)
             raw = loading.create_context(self._model, name, layout.info, options, outputs)
             attach(raw)
             context = LlamaContext(raw, layout, self.n_vocab, self._dispatch, self._adapters, options)
             defer(context.close)
+            if vectors is not None:
+                vectors.apply(raw)
             self._contexts.append(context)
             context.speculator = self._create_speculator(context)
         if self._projector is not None:

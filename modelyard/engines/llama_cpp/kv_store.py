@@ -22,6 +22,7 @@ import psutil
 from msgspec.structs import replace
 
 from modelyard.core.engine import EngineSpec
+from modelyard.engines.llama_cpp import control_vectors
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import (
     AdapterVersions,
@@ -74,6 +75,8 @@ class KvStore:
         model = file_identity(split_parts(file))
         values = {name: getattr(options, name) for name in _POSITION_OPTIONS}
         positions = {name: value for name, value in values.items() if value is not None}
+        if vectors := control_vectors.identity(options):
+            positions["control_vectors"] = str(vectors)
         self._origins = {
             cache.name: KvOrigin(lib.identity, model, cache.name, cache.info.window, cache.kv.layout, positions)
             for cache in caches

@@ -67,12 +67,26 @@ class Lora(BaseModel):
     scale: float = Field(default=1.0, description="Strength; a request's scale is multiplied with it.")
 
 
-def _lora(value: Any) -> Any:
+def _with_path(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
 OneLora = Annotated[
-    Lora, BeforeValidator(_lora), WithJsonSchema({"anyOf": [{"type": "string"}, Lora.model_json_schema()]})
+    Lora, BeforeValidator(_with_path), WithJsonSchema({"anyOf": [{"type": "string"}, Lora.model_json_schema()]})
+]
+
+
+class ControlVector(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(description="The GGUF file with a direction per layer.")
+    scale: float = Field(default=1.0, description="Strength; a negative one turns the direction around.")
+
+
+OneControlVector = Annotated[
+    ControlVector,
+    BeforeValidator(_with_path),
+    WithJsonSchema({"anyOf": [{"type": "string"}, ControlVector.model_json_schema()]}),
 ]
 
 
@@ -255,6 +269,22 @@ class Options(BaseModel):
     lora: dict[str, OneLora] = Field(
         default_factory=dict, description="LoRA adapters by the name that requests use: a path, or path and scale."
     )
+
+    control_vectors: list[OneControlVector] = Field(
+        default_factory=list,
+        description="Control vectors that are added to the layers for all answers: GGUF files with direction.N, each a "
+        "path, or path and scale.",
+    )
+    control_vector_layers: tuple[int, int] | None = Field(
+        default=None, description="The first and the last layer that get them, counted from 1; unset means all."
+    )
+
+    @model_validator(mode="after")
+    def _check_control_vector_layers(self) -> Options:
+        layers = self.control_vector_layers
+        if layers is not None and not 1 <= layers[0] <= layers[1]:
+            raise ValueError(f"control_vector_layers must be a first and a last layer from 1 on, not {list(layers)}")
+        return self
 
     @model_validator(mode="after")
     def _require_draft_model(self) -> Options:

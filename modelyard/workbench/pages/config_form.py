@@ -44,6 +44,7 @@ class ConfigForm:
         self._fields: dict[str, Json] = {}
         self._entry: Json = {"values": {}, "inherited": {}, "overridden": {}}
         self._dropped: set[str] = set()  # fields that the user has unset
+        self._timer: ui.timer | None = None
         self._preview: Json | None = None
         self._backend: str | None = None
         self._may_write = False
@@ -80,7 +81,7 @@ class ConfigForm:
         for button in (self._save, self._force):
             button.set_visibility(False)
         self._remove.set_visibility(False)
-        self._timer: ui.timer | None = None
+        self._timers = ui.element("div").classes("hidden")
 
     # --- building -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class ConfigForm:
     def _changed(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        with self._form:
+        with self._timers:  # not in the form, which the update may build again
             self._timer = ui.timer(_DELAY_S, self._update, once=True)
 
     def change(self) -> Json:

@@ -16,6 +16,9 @@ from litellm import completion
 litellm.suppress_debug_info = True
 litellm.drop_params = True
 provider, base, image = sys.argv[1:]
+# It sends a schema to a Gemini model that it does not know only if it is told that the model takes one.
+known = {"litellm_provider": provider, "mode": "chat", "supports_response_schema": True}
+litellm.register_model({f"{provider}/demo": known})
 SERVER: dict[str, Any] = {"model": f"{provider}/demo", "api_base": base, "api_key": "any", "max_retries": 0}
 TOOL = {
     "type": "function",

@@ -1,0 +1,256 @@
+"""A route with several models: the next one is tried if one cannot answer, until the first token.
+
+    resolve → prepare for the first model → start ─┬─▶ a first token, or the end ──▶ its stream
+                      ▲                            │
+                      └── the next model ◀─────────┴── an error that another model may not have
+
+Which errors lead on: the model is not loaded, draining or broken, its queue is full, its engine or upstream fails or
+refuses, the route's `fallback_wait_s` is over, the request does not fit it (images, tools, a long prompt), or this
+client may not use it. Not: what is wrong for every model, a limit of the client's key, and a cancelled request.
+
+Events before the first token are held back until it comes: a client never sees the start of an answer that another
+model gives. If no model answers, the error names the reason of each.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from modelyard.core.errors import (
+    BudgetExceeded,
+    Cancelled,
+    ContextOverflow,
+    KeyLimited,
+    ModelyardError,
+    OutputOverflow,
+    Unsupported,
+    with_message,
+)
+from modelyard.core.events import Event, Failed, Measured, PromptRead, Started
+from modelyard.core.request import Caller, Request
+from modelyard.gateway.prepared_request import PreparedRequest
+from modelyard.gateway.request_work import RequestWork
+from modelyard.router.router import Target
+from modelyard.telemetry.cache_diagnostics import CacheReuse
+from modelyard.telemetry.history import SkippedModel
+from modelyard.telemetry.log import log_event
+from modelyard.telemetry.request_capture import RequestCapture
+
+if TYPE_CHECKING:
+    from modelyard.gateway.gateway import EventSource, Gateway
+
+log = logging.getLogger("modelyard.gateway")
+
+_LEADING_ON = frozenset(
+    {
+        "conflict",
+        "forbidden",
+        "internal",
+        "not_found",
+        "overloaded",
+        "rate_limited",
+        "timeout",
+        "unauthenticated",
+        "unavailable",
+        "unimplemented",
+    }
+)
+_MISFITS = (Unsupported, ContextOverflow, OutputOverflow)
+_FINAL = (BudgetExceeded, Cancelled, KeyLimited)
+_WORTH_A_RETRY = frozenset({"overloaded", "rate_limited", "timeout", "unavailable"})
+_BEFORE_OUTPUT = (Started, PromptRead, Measured)
+
+
+def leads_on(error: ModelyardError) -> bool:
+    """Whether another model may answer where one failed with this error."""
+    if isinstance(error, _FINAL) or error.code == "shutting_down":
+        return False
+    return isinstance(error, _MISFITS) or error.kind in _LEADING_ON
+
+
+class Attempt(Struct, frozen=True):
+    """A model that could not answer, and why."""
+
+    model: str
+    error: ModelyardError
+
+    @property
+    def reason(self) -> str:
+        return self.error.code or self.error.kind
+
+
+def no_answer(attempts: Sequence[Attempt]) -> ModelyardError:
+    """The error of all attempts: of the kind of the last one if that is final, else of one that is worth a retry."""
+    errors = [attempt.error for attempt in attempts]
+    kind = errors[-1]
+    if leads_on(kind):
+        kind = next((error for error in errors if error.kind in _WORTH_A_RETRY), errors[0])
+    reasons = "; ".join(f"{attempt.model}: {attempt.error.message}" for attempt in attempts)
+    return with_message(kind, f"no model of this route could answer: {reasons}")
+
+
+def fallback_header(skipped: Sequence[SkippedModel], model: str) -> str:
+    """`from=a; reason=overloaded; to=b`, once for each model that could not answer."""
+    names = [quote(each.model, safe="/:@") for each in skipped] + [quote(model, safe="/:@")]
+    steps = zip(skipped, names, names[1:], strict=False)
+    return ", ".join(f"from={name}; reason={quote(each.reason)}; to={to}" for each, name, to in steps)
+
+
+class FallbackPlan(Struct, frozen=True):
+    """What is left to try: the client's request, the other targets, and what has failed so far."""
+
+    request: Request
+    size: int  # bytes of its body
+    targets: tuple[Target, ...]
+    attempts: tuple[Attempt, ...]
+    wait_s: float | None
+
+
+async def prepare_first(
+    gateway: Gateway, request: Request, caller: Caller, work: RequestWork | None, target: Target
+) -> PreparedRequest:
+    """For the first model that takes the request. Raises if none does."""
+    size = 0 if work is None else work.size
+    plan = FallbackPlan(request, size, (target, *target.fallbacks), (), target.fallback_wait_s)
+    return await _prepare_next(gateway, plan, caller, work or RequestWork(size, caller.deadline))
+
+
+async def _prepare_next(gateway: Gateway, plan: FallbackPlan, caller: Caller, work: RequestWork) -> PreparedRequest:
+    for number, target in enumerate(plan.targets):
+        try:
+            prepared = await gateway.prepare(plan.request, caller, work, target=target)
+        except ModelyardError as error:
+            plan = replace(plan, attempts=_failed(gateway, plan, target.model, error, caller.deadline))
+            continue
+        rest = plan.targets[number + 1 :]
+        # The last model is waited for as any other.
+        wait_until = time.monotonic() + plan.wait_s if plan.wait_s is not None and rest else None
+        skipped = tuple(SkippedModel(each.model, each.reason, each.error.message) for each in plan.attempts)
+        return replace(prepared, plan=replace(plan, targets=rest), skipped=skipped, wait_until=wait_until)
+    raise no_answer(plan.attempts)
+
+
+def _failed(
+    gateway: Gateway, plan: FallbackPlan, model: str, error: ModelyardError, deadline: float | None
+) -> tuple[Attempt, ...]:
+    """The attempts with this one. Raises if it is the end."""
+    attempts = (*plan.attempts, Attempt(model, error))
+    late = deadline is not None and time.monotonic() >= deadline
+    if late or not leads_on(error):
+        raise no_answer(attempts) if len(attempts) > 1 and not isinstance(error, Cancelled) else error
+    gateway.metrics.fell_back(model, attempts[-1].reason)
+    log_event(log, logging.WARNING, "fallback", model=model, reason=attempts[-1].reason, why=error.message)
+    return attempts
+
+
+class FallbackStream:
+    """The same interface as `ChoiceStream`: iterate, cancel, close. `prepared` is that of the model tried now."""
+
+    def __init__(
+        self, prepared: PreparedRequest, plan: FallbackPlan, gateway: Gateway, capture: RequestCapture | None
+    ) -> None:
+        self.prepared, self._plan, self._gateway, self._capture = prepared, plan, gateway, capture
+        self._source: EventSource | None = None
+        self._held: list[tuple[int, list[Event]]] = []  # before the first token
+        self._work: RequestWork | None = None
+        self._cancelled: ModelyardError | None = None
+        self._settled = self._over = False
+        self._start()
+
+    @property
+    def reuse(self) -> CacheReuse | None:
+        return None if self._source is None else self._source.reuse
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return () if self._source is None else self._source.ignored
+
+    def __aiter__(self) -> FallbackStream:
+        return self
+
+    async def __anext__(self) -> tuple[int, list[Event]]:
+        if not self._settled:
+            try:
+                await self._settle()
+            except ModelyardError as error:
+                self._settled = self._over = True
+                return 0, [Failed(error)]
+        if self._held:
+            return self._held.pop(0)
+        if self._over or self._source is None:
+            raise StopAsyncIteration
+        return await self._source.__anext__()
+
+    async def _settle(self) -> None:
+        """Read until a model has given its first token or its whole answer. Raises if none does."""
+        while not self._settled:
+            if self._source is None:
+                await self._try_next()
+                continue
+            try:
+                choice, events = await self._source.__anext__()
+            except StopAsyncIteration:
+                self._settled = True
+                return
+            if isinstance(last := events[-1], Failed) and not _has_output(events):
+                self._on_failed(last.error)
+                continue
+            self._held.append((choice, events))
+            self._settled = _has_output(events)
+
+    async def _try_next(self) -> None:
+        if self._cancelled is not None:
+            raise self._cancelled
+        plan, caller = self._plan, self.prepared.caller
+        if not plan.targets:
+            raise no_answer(plan.attempts)
+        self._work = RequestWork(plan.size, caller.deadline)
+        self.prepared = await _prepare_next(self._gateway, plan, caller, self._work)
+        if self._cancelled is not None:  # while it was prepared
+            raise self._cancelled
+        self._plan = self.prepared.plan or plan
+        self._start()
+
+    def _start(self) -> None:
+        try:
+            self._source = self._gateway.start(replace(self.prepared, plan=None), self._capture)
+        except ModelyardError as error:
+            self._on_failed(error)
+
+    def _on_failed(self, error: ModelyardError) -> None:
+        """Raises if no other model may be tried."""
+        if self._source is not None:
+            self._source.close()
+        has_lease = self._source is not None
+        self._source, self._held = None, []
+        caller, model = self.prepared.caller, self.prepared.model.name
+        attempts = _failed(self._gateway, self._plan, model, self._cancelled or error, caller.deadline)
+        if has_lease:  # its key has paid for a request
+            caller = replace(caller, is_retry=True)
+            self.prepared = replace(self.prepared, caller=caller)
+        self._plan = replace(self._plan, attempts=attempts)
+
+    def cancel(self, reason: ModelyardError | None = None) -> None:
+        """Idempotent. No other model is tried."""
+        if self._cancelled is None:
+            self._cancelled = reason or Cancelled("the client disconnected")
+            if self._work is not None:
+                self._work.cancel(self._cancelled)
+            if self._source is not None:
+                self._source.cancel(reason)
+
+    def close(self) -> None:
+        self._over = True
+        if self._source is not None:
+            self._source.close()
+
+
+def _has_output(events: Sequence[Event]) -> bool:
+    return not all(isinstance(event, (*_BEFORE_OUTPUT, Failed)) for event in events)
