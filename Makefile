@@ -81,7 +81,7 @@ test-compliance: install ## check the published specifications of the protocols,
 
 test-recipes: install ## install the frameworks of docs/clients.md (4 GiB, once) and run the page's programs
 	$(BIN)/python setup/recipes.py
-	$(BIN)/pytest -m recipes tests/docs
+	$(BIN)/pytest -m recipes tests/docs tests/clients
 
 test-cluster: install ## run the tests that need a Ray cluster, with three nodes in their own network namespace
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/ray 'ray>=2.50,<3'

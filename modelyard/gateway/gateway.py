@@ -80,6 +80,7 @@ from modelyard.core.events import (
 from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
 from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.output_format import OutputFormat, Region
+from modelyard.core.pool import RequestSnapshot
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, EmbeddingRequest, Infill, Message, Request, RerankRequest, Text
 from modelyard.core.tokenizer import IdLogprob
@@ -643,6 +644,10 @@ class Gateway:
                     usage.prompt, usage.cached, usage.prompt, usage.output, caller.endpoint, tools
                 )
         return running
+
+    def calling_tools(self) -> list[RequestSnapshot]:
+        """The requests whose tools run now: the pool does not know them, because they hold no slot meanwhile."""
+        return [rounds.snapshot() for rounds in self._rounds if rounds.running_tools]
 
     def watch(self, trace: str) -> tuple[str, str] | None:
         """The prompt of a running request, and its raw output since the first call. None: it does not run here, or

@@ -36,6 +36,7 @@ from modelyard.core.events import (
     Timings,
     Usage,
 )
+from modelyard.core.pool import RequestSnapshot
 from modelyard.core.request import (
     Audio,
     Image,
@@ -89,6 +90,20 @@ class ToolRounds:
     @property
     def usage(self) -> Usage:
         return self._usage
+
+    def snapshot(self) -> RequestSnapshot:
+        prepared, caller = self.prepared, self.prepared.caller
+        return RequestSnapshot(
+            trace=caller.trace,
+            model=prepared.model.name,
+            cache=prepared.target.cache,
+            state="running",
+            key=caller.key,
+            session=prepared.session_key(),
+            priority=prepared.priority,
+            tokens=self._usage.prompt,
+            since=prepared.created,
+        )
 
     def __aiter__(self) -> ToolRounds:
         return self

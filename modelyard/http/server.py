@@ -232,6 +232,12 @@ async def _on_error(request: HttpRequest, error: Exception) -> Response:
 async def _on_invalid(request: HttpRequest, error: Exception) -> Response:
     """FastAPI's findings about a body or query; the first is enough to act on."""
     first = error.errors()[0] if isinstance(error, RequestValidationError) else {"loc": (), "msg": str(error)}
+    if first.get("type") == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        message = f"the body is not JSON: {reason} at character {first['loc'][-1]}"
+        return _error_response(request, InvalidRequest(message, code="invalid_json"))
+    if first.get("type") in ("dict_type", "model_attributes_type"):
+        return _error_response(request, InvalidRequest("the body must be a JSON object", code="invalid_body"))
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
     return _error_response(request, InvalidRequest(f"{where or 'the body'}: {first['msg']}", param=where or None))
 

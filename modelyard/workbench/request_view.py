@@ -149,8 +149,11 @@ def _live_row(record: Json, now: float) -> Json:
 
 
 def live_state(record: Json) -> str:
-    """What a live request does now: its place in the queue, how much of its prompt is read, or that it generates."""
+    """What a live request does now: its place in the queue, how much of its prompt is read, the tools that the server
+    calls for it, or that it generates."""
     progress = record["progress"]
+    if progress and progress["tools"]:
+        return f"calling {', '.join(progress['tools'])}"
     if record["state"] == "waiting":
         return f"waiting ({record['position']}.)" if record["position"] else "waiting"
     if progress and progress["prompt"] and not progress["output"]:
@@ -188,6 +191,12 @@ def time_to_first_token(timings: Json) -> float | None:
     if timings["first_token"] is None:
         return None
     return sum(timings[name] or 0.0 for name in ("queue", "tokenize", "first_token"))
+
+
+def tool_run(call: Json) -> str:
+    """One call of an MCP server's tool."""
+    size = f" · {fmt.count(call['chars'])} characters" if call["chars"] else ""
+    return f"{call['server']}.{call['tool']} · {call['status']} · {fmt.duration(call['seconds'])}{size}"
 
 
 def timeline(timings: Json) -> list[tuple[str, float]]:

@@ -70,16 +70,7 @@ class AgentBench:
 
     def connect(self, server: LiveServer) -> None:
         self.server = server
-        self._record_requests(server.app.gateway)
-
-    def _record_requests(self, gateway: Gateway) -> None:
-        prepare = gateway.prepare
-
-        async def recording(request: Request, caller: Caller, *more: Any) -> PreparedRequest:
-            self.requests.append(request)
-            return await prepare(request, caller, *more)
-
-        gateway.prepare = recording  # type: ignore[method-assign]
+        record_requests(server.app.gateway, self.requests)
 
     @property
     def turns(self) -> list[Request]:
@@ -144,6 +135,17 @@ class AgentBench:
         self._stack.enter_context(mock.patch.object(fake_engine, "Script", return_value=Script(rules)))
         engine: Any = self.server.app.scheduler.engine("demo")
         self.server.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))
+
+
+def record_requests(gateway: Gateway, requests: list[Request]) -> None:
+    """Every request as the server has read it, in order of arrival."""
+    prepare = gateway.prepare
+
+    async def recording(request: Request, caller: Caller, *more: Any) -> PreparedRequest:
+        requests.append(request)
+        return await prepare(request, caller, *more)
+
+    gateway.prepare = recording  # type: ignore[method-assign]
 
 
 def _wait_for_end(process: subprocess.Popen[str]) -> AgentResult:

@@ -1,4 +1,4 @@
-"""All tests here run real agents; they run only if selected explicitly."""
+"""The tests here run real agents and other clients; they run only if selected explicitly."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _HERE in item.path.parents:
+        if _HERE in item.path.parents and item.get_closest_marker("recipes") is None:
             item.add_marker(pytest.mark.clients)

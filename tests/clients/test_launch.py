@@ -74,7 +74,7 @@ def test_launch_starts_a_server_and_the_agent_and_ends_both(name: str, tmp_path:
 FOREIGN = (".claude", ".claude.json", ".cline", ".codex", ".continue", "goose", "opencode.json", ".aider.conf.yml")
 
 
-@pytest.mark.parametrize("name", ["claude", "continue"])
+@pytest.mark.parametrize("name", ["aider", "claude", "continue"])
 def test_an_agent_gets_a_reply_from_a_model_right_after_its_pull(name: str, tmp_path: Path) -> None:
     user = User(name, tmp_path)
     (tmp_path / "settings" / "modelyard").mkdir(parents=True)

@@ -36,6 +36,13 @@ n_ctx = 100
         ('[[routes]]\nmodel = "x"', "routes[0].model: there is no model 'x'"),
         ('[[routes]]\nmodel = "n"\ncache = "main"', "routes[0].model: cache 'main' belongs to 'm', not to 'n'"),
         ("[[routes]]\nmatch = 'x'", "routes[0]: a route needs cache or model"),
+        (
+            '[[routes]]\nmodel = "n"\nfallback = ["mian"]',
+            "routes[0].fallback: there is no model or cache 'mian'; known: m, n, big, main. Did you mean 'main'?",
+        ),
+        ('[[routes]]\nmodel = "n"\nfallback = ["n"]', "routes[0].fallback: 'n' is the route's own target already"),
+        ('[[routes]]\ncache = "main"\nfallback = ["n", "big"]', "'big' is the route's own target already"),
+        ('[[routes]]\nmodel = "n"\nfallback = ["m", "main"]', "routes[0].fallback: 'main' is fallback 1 already"),
         ('[models.o]\nbackend = "toy"\naliases = ["big"]', "models.o.aliases[0]: 'big' is already an alias of 'm'."),
         ('[models.o]\nbackend = "toy"\naliases = ["n"]', "models.o.aliases[0]: 'n' is already the id of a model."),
         ('[[keys]]\nname = "a"', "keys[0]: a key needs exactly one of hash, env and key; found none of them."),
@@ -99,6 +106,7 @@ def test_duplicate_key_names_are_an_error(toml: Loader) -> None:
     ("text", "message"),
     [
         ('[[keys]]\nname = "a"\nkey = "plain"', "keys[0].key: is plain text in the file."),
+        ('[[routes]]\nmodel = "n"\nfallback_wait_s = 1', "routes[0].fallback_wait_s: is not used"),
         ('[[routes]]\ncache = "main"\n[[routes]]\nmatch = "X*"\nmodel = "n"', "routes[1]: is never reached: routes[0]"),
         (
             '[[routes]]\nmatch = ["*a*", "b"]\ncache = "main"\n[[routes]]\nmatch = ["B", "xA"]\nmodel = "n"',

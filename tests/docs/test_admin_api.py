@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from modelyard import plugins
+from modelyard.http.admin.config import ConfigRoutes
 from modelyard.http.admin.keys import KeyRoutes
 from modelyard.http.admin.routes import AdminRoutes
 from tests.http.app_client import app_client
@@ -19,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "admin-api.md"
 
 
 def endpoint_rows() -> Iterator[str]:
-    for kind in (AdminRoutes, KeyRoutes):
+    for kind in (AdminRoutes, KeyRoutes, ConfigRoutes):
         routes: Any = kind.__new__(kind)
         for method, path, _, summary in routes.endpoints():
             yield f"| `{method} /v1/admin{path.replace(':path', '')}` | {summary} |\n"

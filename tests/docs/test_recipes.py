@@ -8,21 +8,19 @@ import os
 import re
 import signal
 import subprocess
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from setup import recipes
-from tests.cli_process import ROOT, environment
+from tests.cli_process import ROOT
 from tests.docs.pages import DOCS, blocks_of, sections
+from tests.docs.recipe_programs import DEADLINE, environment_of, link_modules, wait_for
 from tests.launch.test_launch import free_port
 from tests.live_server import LiveServer, live_server
 
-DEADLINE = 300.0  # seconds for one program, on a busy machine
 ANSWER = "Yes: it is sunny in Rome, take a hat."
 HARMLESS = ("ignores temperature",)  # the scripted engine has no sampling
 
@@ -92,22 +90,13 @@ def requests() -> Iterator[RequestLog]:
     logger.setLevel(before)
 
 
-def environment_of(name: str, folder: Path) -> dict[str, str]:
-    """The framework's own programs first, its switches set, and nothing of the user's."""
-    recipe = recipes.RECIPES[name]
-    programs = recipes.install(recipe, os.environ) / "bin"
-    env = environment(**recipe.switches) | {"HOME": str(folder), "PATH": f"{programs}:{os.environ['PATH']}"}
-    return {name: value for name, value in env.items() if name != "PYTHONPATH" and not name.startswith("XDG_")}
-
-
 def program_of(name: str, folder: Path, url: str) -> list[str]:
     (code,) = blocks_of(sections("clients.md")[recipes.RECIPES[name].title], "python", "bash", "js")
     is_js = bool(recipes.RECIPES[name].npm)
     suffix, runner = (".mjs", "node") if is_js else {"llm": (".sh", "bash")}.get(name, (".py", "python"))
     path = folder / f"program{suffix}"
     path.write_text(code.replace("http://localhost:8000", url))
-    if is_js:
-        (folder / "node_modules").symlink_to(recipes.RECIPES[name].folder() / "node_modules")
+    link_modules(name, folder)
     return [runner, *(["-e"] if runner == "bash" else []), str(path)]
 
 
@@ -175,7 +164,7 @@ def test_open_webui_lists_models_and_chats(api: str, served: LiveServer, request
             ["bash", "-c", start], cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        _wait_for(f"http://127.0.0.1:{port}/health", process, tmp_path / "log")
+        wait_for(f"http://127.0.0.1:{port}/health", process, tmp_path / "log")
         done = subprocess.run(
             ["bash", "-c", use.replace("localhost:8080", f"127.0.0.1:{port}")],
             env=env,
@@ -193,14 +182,3 @@ def test_open_webui_lists_models_and_chats(api: str, served: LiveServer, request
     assert f"{lists} 200" in requests.requests
     assert f"{chats} 200" in requests.requests
     assert requests.problems == []
-
-
-def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(url, timeout=5).is_success:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.5)
-    raise AssertionError(f"Open WebUI did not start: {log.read_text()[-2000:]}")

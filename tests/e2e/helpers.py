@@ -91,11 +91,12 @@ def engine_stats(server: LiveServer) -> Any:
 class RawClient:
     """A client on a raw socket that can disconnect at any moment."""
 
-    def __init__(self, server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, server: LiveServer, path: str, body: dict[str, Any], key: str = "") -> None:
         host, port = server.url.removeprefix("http://").split(":")
         self._socket = socket.create_connection((host, int(port)), timeout=180)
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        head += f"\r\nX-Api-Key: {key}" if key else ""
         self._socket.sendall(head.encode() + b"\r\n\r\n" + data)
 
     def read_until(self, expected: bytes) -> None:
@@ -111,8 +112,8 @@ class RawClient:
 
 
 @contextmanager
-def raw_request(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[RawClient]:
-    caller = RawClient(server, path, body)
+def raw_request(server: LiveServer, path: str, body: dict[str, Any], key: str = "") -> Iterator[RawClient]:
+    caller = RawClient(server, path, body, key)
     try:
         yield caller
     finally:

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ SCRIPT: list[dict[str, Any]] = [
             }
         ],
     },
-    {"when": "^broken", "steps": [{"call": {"name": "add", "arguments": '{"a": 1,'}}]},
 ]
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 
@@ -83,9 +81,7 @@ class HttpToolServer:
 def config(**mcp: Any) -> dict[str, Any]:
     program = {"command": sys.executable, "args": [PROGRAM], "env_from": ["TOKEN"]}
     servers = {
-        "tools": program | {"timeout_s": 20},
-        "quick": program | {"timeout_s": 0.5, "by_request": True},
-        "wrong": {"command": sys.executable, "args": [PROGRAM, "wrong"]},
+        "tools": program,
         "private": program | {"by_request": False},
         "gone": {"url": "http://127.0.0.1:1/mcp"},
     }
@@ -107,7 +103,7 @@ def http_tools() -> Iterator[HttpToolServer]:
 
 @pytest.fixture(scope="module")
 def server(http_tools: HttpToolServer) -> Iterator[LiveServer]:
-    remote = {"remote": {"url": http_tools.url}}
+    remote = {"remote": {"url": http_tools.url, "timeout_s": 1.0}}
     with live_server(config(servers=remote), {"TOKEN": "t-123"}) as running:
         yield running
 
@@ -133,8 +129,13 @@ def post(server: LiveServer, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def last_record(server: LiveServer) -> dict[str, Any]:
-    found = httpx.get(f"{server.url}/v1/admin/requests", timeout=60).json()["requests"]
-    return next(record for record in found if record["state"] in ("finished", "failed"))
+    newest: dict[str, Any] = httpx.get(f"{server.url}/v1/admin/requests", timeout=60).json()["ended"][0]
+    return newest
+
+
+def live_requests(server: LiveServer) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(f"{server.url}/v1/admin/requests", timeout=60).json()["live"]
+    return found
 
 
 # --- Responses ------------------------------------------------------------------------------------------------------
@@ -178,7 +179,9 @@ def test_calls_of_one_turn_run_together_and_lead_to_the_same_prompt_when_they_ar
     assert made.output_text == "Three and five."
     history = [{"role": "user", "content": "both"}, *(item.to_dict() for item in made.output)]
     again = client.responses.create(
-        model="demo", input=[*history, {"role": "user", "content": "thanks"}], tools=[mcp()]  # type: ignore[list-item]
+        model="demo",
+        input=[*history, {"role": "user", "content": "thanks"}],
+        tools=[mcp()],  # type: ignore[list-item]
     )
     assert [item.type for item in again.output] == ["message"]  # the tools are listed in the input
     details = again.usage.input_tokens_details  # type: ignore[union-attr]
@@ -258,7 +261,9 @@ def test_a_tool_can_be_forced(client: openai.OpenAI) -> None:
 def test_a_response_repeats_no_credentials(server: LiveServer, http_tools: HttpToolServer) -> None:
     with live_server(config(allow_urls=["127.0.0.1"], allow_private=True)) as open_server:
         tool = mcp("mine", server_url=http_tools.url, headers={"x-key": "k-1"}, authorization="t-1")
-        reply = post(open_server, "/v1/responses", {"model": "demo", "input": 'call add {"a":1,"b":1}', "tools": [tool]})
+        reply = post(
+            open_server, "/v1/responses", {"model": "demo", "input": 'call add {"a":1,"b":1}', "tools": [tool]}
+        )
         assert reply.json()["output"][2]["output"] == "2"
         assert "k-1" not in reply.text
         assert "t-1" not in reply.text
@@ -270,17 +275,17 @@ def test_a_response_repeats_no_credentials(server: LiveServer, http_tools: HttpT
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_tool_that_hangs_is_a_result(server: LiveServer, tmp_path: Path, streamed: bool) -> None:
     marker = tmp_path / "marker"
-    body = {"model": "demo", "tools": [mcp("quick")], "stream": streamed}
+    body = {"model": "demo", "tools": [mcp("remote")], "stream": streamed}
     reply = post(server, "/v1/responses", body | {"input": f'call hang {{"marker":"{marker}"}}'})
     assert reply.status_code == 200
-    assert "did not answer within 0.5 s" in reply.text
+    assert "did not answer within 1 s" in reply.text
     wait_until(lambda: marker.read_text() == "cancelled", "the server was told")
     record = last_record(server)
     assert (record["status"], record["calls"][0]["status"]) == ("end", "timeout")
 
 
 def test_a_server_that_dies_is_a_result_and_works_again(server: LiveServer) -> None:
-    ask = {"model": "demo", "tools": [mcp("quick")]}
+    ask = {"model": "demo", "tools": [mcp()]}
     died = post(server, "/v1/responses", ask | {"input": "call die {}"}).json()
     assert died["output"][2]["status"] == "failed"
     assert "was lost during the call" in died["output_text"]
@@ -303,7 +308,6 @@ def test_a_restarted_http_server_is_used_again(server: LiveServer, http_tools: H
     [
         ("call fail {}", "Error executing tool fail"),
         ('call add {"a":"x"}', "validation error"),
-        ("broken", "the arguments are not JSON"),
         ('call big {"count":5000}', "[4800 more characters were left out]"),
         ("call picture {}", "a dot"),
         ("call odd_name_x {}", "odd"),
@@ -318,10 +322,10 @@ def test_whatever_a_tool_returns_the_model_reads(server: LiveServer, prompt: str
 
 
 def test_a_tool_with_a_wrong_schema_is_offered_without_it(server: LiveServer) -> None:
-    body = {"model": "demo", "input": 'call add {"a":1,"b":2}', "tools": [mcp("wrong")]}
+    body = {"model": "demo", "input": 'call misdescribed {"a":1}', "tools": [mcp()]}
     reply = post(server, "/v1/responses", body).json()
-    assert reply["output_text"].endswith("The tool answered: 3")
-    forced = body | {"tool_choice": {"type": "mcp", "server_label": "wrong", "name": "add"}}
+    assert reply["output_text"].endswith("The tool answered: 1")
+    forced = body | {"tool_choice": {"type": "mcp", "server_label": "tools", "name": "misdescribed"}}
     assert post(server, "/v1/responses", forced).status_code == 200
 
 
@@ -344,8 +348,7 @@ def test_a_client_that_leaves_cancels_the_call(server: LiveServer, tmp_path: Pat
         while "mcp_call_arguments.done" not in next(lines):
             pass
         wait_until(marker.exists, "the tool runs")
-        running = httpx.get(f"{server.url}/v1/admin/requests", timeout=60).json()["requests"]
-        assert [one["tools"] for one in running if one["state"] == "running"] == [["tools.hang"]]
+        assert [one["progress"]["tools"] for one in live_requests(server)] == [["tools.hang"]]
     wait_until(lambda: marker.read_text() == "cancelled", "the server was told")
     wait_until(lambda: last_record(server)["status"] == "cancelled", "the record")
     assert last_record(server)["calls"][0]["status"] == "cancelled"
@@ -358,8 +361,7 @@ def test_an_administrator_cancels_a_request_whose_tool_runs(server: LiveServer, 
     thread = threading.Thread(target=lambda: replies.append(post(server, "/v1/responses", body)))
     thread.start()
     wait_until(marker.exists, "the tool runs")
-    running = httpx.get(f"{server.url}/v1/admin/requests", timeout=60).json()["requests"]
-    (id,) = [one["id"] for one in running if one["state"] == "running"]
+    (id,) = [one["id"] for one in live_requests(server)]
     assert httpx.post(f"{server.url}/v1/admin/requests/{id}/cancel", timeout=60).status_code == 200
     thread.join(60)
     assert replies[0].status_code == 499
@@ -548,17 +550,14 @@ def test_calls_are_counted_and_timed(server: LiveServer, client: openai.OpenAI) 
     assert 'modelyard_tool_call_seconds_count{server="tools"}' in text
 
 
-@contextmanager
-def children() -> Iterator[set[int]]:
-    before = {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)}
-    new: set[int] = set()
-    yield new
-    new |= {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)} - before
+def children() -> set[psutil.Process]:
+    return set(psutil.Process(os.getpid()).children(recursive=True))
 
 
 def test_a_servers_program_ends_with_the_gateway() -> None:
+    before = children()
     with live_server(config()) as server:
-        with children() as started:
-            post(server, "/v1/responses", {"model": "demo", "input": "hi", "tools": [mcp()]})
-        assert started
-    assert not any(psutil.pid_exists(pid) for pid in started)
+        post(server, "/v1/responses", {"model": "demo", "input": "hi", "tools": [mcp()]})
+        started = children() - before
+        assert any(PROGRAM in process.cmdline() for process in started)
+    wait_until(lambda: not any(process.is_running() for process in started), "the program ended")

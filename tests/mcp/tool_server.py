@@ -1,7 +1,7 @@
 """An MCP server of the official SDK with tools that work, fail, hang, lie and die.
 
-python tool_server.py                on its standard streams
-python tool_server.py PORT [KIND]    over streamable HTTP; KIND stateful: with sessions, as older servers have them
+python tool_server.py         on its standard streams
+python tool_server.py PORT    over streamable HTTP
 """
 
 from __future__ import annotations
@@ -67,15 +67,7 @@ def big(count: int) -> str:
 @server.tool(structured_output=False)
 def picture() -> CallToolResult:
     """Draw something."""
-    return CallToolResult(
-        content=[TextContent(text="a dot"), ImageContent(data=PNG, mime_type="image/png")]
-    )
-
-
-@server.tool(structured_output=False)
-def lie() -> str:
-    """Return something else than it says."""
-    return "a string"
+    return CallToolResult(content=[TextContent(text="a dot"), ImageContent(data=PNG, mime_type="image/png")])
 
 
 @server.tool(name="odd.name/x", structured_output=False)
@@ -84,12 +76,14 @@ def odd() -> str:
     return "odd"
 
 
-def _tool(name: str) -> Any:
-    return server._tool_manager.get_tool(name)
+@server.tool(structured_output=False)
+def misdescribed(a: int) -> str:
+    """Have a schema that is none."""
+    return str(a)
 
 
-if "wrong" in sys.argv:
-    _tool("add").parameters = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+described: Any = server._tool_manager.get_tool("misdescribed")
+described.parameters = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1].isdecimal():

@@ -234,3 +234,25 @@ def test_a_cache_is_shared_between_keys_by_its_own_setting_or_the_models(
     caches = {"c": CacheSettings(model="m", n_ctx=1, share_across_keys=cache)}
     assert build_router(models, caches).resolve("c", "/").share_across_keys is shared
     assert build_router(models, {}).resolve("m", "/").share_across_keys is model
+
+
+def test_a_route_with_several_models_keeps_their_order_and_its_own_settings() -> None:
+    models = {"a": ModelSettings(), "b": ModelSettings(aliases=["bee"]), "c": ModelSettings()}
+    caches = {"one": CacheSettings(model="c", n_ctx=1), "two": CacheSettings(model="c", n_ctx=2)}
+    route = RouteSettings(
+        match=["x"], model="a", fallback=["bee", "two"], fallback_wait_s=5, allow_remote=True, mcp=["tools"]
+    )
+    target = build_router(models, caches, [route]).resolve("x", "/")
+    assert [each.cache for each in (target, *target.fallbacks)] == ["a", "b", "two"]
+    assert target.fallback_wait_s == 5
+    for each in target.fallbacks:
+        assert (each.allow_remote, each.route, each.mcp, each.fallbacks) == (True, ("x",), ("tools",), ())
+
+
+def test_a_route_may_name_its_one_fallback_as_text() -> None:
+    assert RouteSettings.model_validate({"model": "a", "fallback": "b"}).fallback == ["b"]
+
+
+def test_an_unknown_fallback_is_refused_with_its_route() -> None:
+    with pytest.raises(InvalidRequest, match=r"routes\[0\]\.fallback"):
+        build_router({"a": ModelSettings()}, {}, [RouteSettings(model="a", fallback=["z"])])

@@ -155,8 +155,11 @@ class DecodeBatch:
 
 def _batch_sampler(jobs: Sequence[LlamaCppJob]) -> BatchSampler | None:
     samplers = [job.sampler.numpy_sampler for job in jobs]
-    usable = [sampler for sampler in samplers if sampler is not None and sampler.top_k]
-    return BatchSampler(usable) if len(usable) == len(jobs) > 1 else None
+    usable = [sampler for sampler in samplers if sampler is not None]
+    if not usable or len(usable) < len(jobs):
+        return None
+    batch = BatchSampler(usable)
+    return batch if batch.is_useful else None
 
 
 # --- llama_batch ------------------------------------------------------------------------------------------------------

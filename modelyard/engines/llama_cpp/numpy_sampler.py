@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 from numpy.random import MT19937
 
 from modelyard.core.request import Sampling
@@ -51,6 +52,7 @@ class NumpySampler:
 
     def __init__(self, sampling: Sampling, seed: int) -> None:
         self.random = uniform_numbers(seed)
+        self.is_seeded = sampling.seed is not None
         self.temperature = 1.0 if sampling.temperature is None else max(sampling.temperature, _MIN_TEMPERATURE)
         self.top_k = max(0, sampling.top_k or 0)
         self.top_p = 1.0 if sampling.top_p is None else sampling.top_p
@@ -117,7 +119,7 @@ def top_tokens(row: Row, count: int) -> TokenIds:
 
 def top_candidates(row: Row, count: int) -> TokenIds:
     """The `count` most likely tokens and a few more, unordered; fewer if no others are possible."""
-    return top_of_rows(row[None], count)[1]
+    return top_of_rows(row[None], count).ids
 
 
 def nucleus(row: Row, share: float) -> TokenIds:
@@ -159,8 +161,17 @@ def _block_starts(count: int) -> Any:
     return np.arange(0, count, _BLOCK)
 
 
-def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> tuple[TokenIds, TokenIds, Row]:
-    """Of each row the `count` most likely tokens and a few more, unordered: row, token and logit of each.
+class TopTokens(Struct, frozen=True):
+    """Of several rows: the row, the token and the logit of each. They are all that reach the bound of their row."""
+
+    lines: TokenIds
+    ids: TokenIds
+    logits: Row
+    bounds: Row | None  # a column; None: others may reach it, too
+
+
+def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> TopTokens:
+    """Of each row the `count` most likely tokens and a few more, in the order of the rows.
 
     A row is laid out in `_LINES` lines, and the maxima of its columns in lines again. At least `count` tokens reach the
     count-th highest maximum of those columns. Hardly more do: likely tokens are often neighbours, and neighbours are in
@@ -176,7 +187,7 @@ def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> tuple[TokenIds, To
     if height < 1:
         ids = np.argpartition(rows, vocab - count, axis=1)[:, vocab - count :].ravel()
         lines = np.repeat(np.arange(n_rows), count)
-        return lines, ids, rows[lines, ids]
+        return TopTokens(lines, ids, rows[lines, ids], None)
     grid = rows[:, : _LINES * width].reshape(n_rows, _LINES, width)
     maxima = grid.max(1)
     inner = width // height
@@ -187,48 +198,77 @@ def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> tuple[TokenIds, To
     searched = grid[owners, :, columns]
     at = np.flatnonzero(searched >= bounds[owners])
     column, line = at // _LINES, at % _LINES
-    found = owners[column], line * width + columns[column], searched.ravel()[at]
-    if vocab == _LINES * width:
-        return found
-    rest = rows[:, _LINES * width :]
-    lines, ids = np.nonzero(rest >= bounds)
-    joined = zip(found, (lines, ids + _LINES * width, rest[lines, ids]), strict=True)
-    return tuple(np.concatenate(parts) for parts in joined)  # type: ignore[return-value]
+    lines, ids, logits = owners[column], line * width + columns[column], searched.ravel()[at]
+    if vocab > _LINES * width:
+        rest = rows[:, _LINES * width :]
+        more, places = np.nonzero(rest >= bounds)
+        order = np.argsort(np.concatenate((lines, more)), kind="stable")
+        lines = np.concatenate((lines, more))[order]
+        ids = np.concatenate((ids, places + _LINES * width))[order]
+        logits = np.concatenate((logits, rest[more, places]))[order]
+    return TopTokens(lines, ids, logits, bounds)
+
+
+_PROPOSALS = 64  # of each row
+_OPEN_COUNT = 40  # tokens that are looked for if no job limits them
 
 
 class BatchSampler:
-    """The samplers of several jobs at once; each gets the token that it would get alone.
+    """The samplers of several jobs at once: numpy takes longer to be called than for the work on a few dozen tokens.
 
-    All of them have a top_k, so each looks at a row of the same length. Truncation leaves some dozens of tokens, and
-    calling numpy takes longer than the work on them.
+    A job with a top_k gets the token that it would get alone. So does one with a seed. A job with neither draws from
+    the whole vocabulary by rejection, which weighs a few dozen tokens instead of all: the most likely ones are proposed
+    with their own weight, all others with the weight of the bound between them, and one of these is accepted with the
+    part of that weight that it has. The other jobs sample alone.
     """
 
     def __init__(self, samplers: Sequence[NumpySampler]) -> None:
         self._samplers = samplers
-        self._max_k = max(each.top_k for each in samplers)
+        self._limited = [bool(each.top_k) for each in samplers]
+        self._open = np.array([not each.truncates and not each.is_seeded for each in samplers])
+        self._alone = [at for at in range(len(samplers)) if not self._limited[at] and not self._open[at]]
+        self._max_k = max(each.top_k for each in samplers) or _OPEN_COUNT
         self._columns, self._lines = np.arange(self._max_k), np.arange(len(samplers))
-        self._top_k = _column([each.top_k for each in samplers])
+        self._top_k = _column([each.top_k or self._max_k for each in samplers])
         self._top_p = _column([each.top_p for each in samplers])
         self._min_gap = _column([each.min_gap for each in samplers])
         self._temperature = _column([each.temperature for each in samplers])
+        self._random = np.random.default_rng() if self._open.any() else None
+
+    @property
+    def is_useful(self) -> bool:
+        return len(self._samplers) > 1 and len(self._alone) < len(self._samplers)
 
     def sample(self, rows: npt.NDArray[np.float32]) -> list[int]:
-        lines, ids, logits = top_of_rows(rows, self._max_k)
-        counts = np.bincount(lines, minlength=len(rows))
-        if counts.min() < self._max_k:  # fewer tokens exist or are possible
+        top = top_of_rows(rows, self._max_k)
+        counts = np.bincount(top.lines, minlength=len(rows))
+        is_short = counts.min() < self._max_k  # fewer tokens exist or are possible
+        if is_short or (self._random is not None and top.bounds is None):
             return self._sample_each(rows)
-        falling = np.lexsort((ids, -logits, lines))
-        places = falling[(counts.cumsum() - counts)[:, None] + self._columns]
-        sorted_logits = logits[places].astype(np.float64)
-        if not np.isfinite(sorted_logits[:, 0]).all():
+        ends = counts.cumsum()
+        best = np.maximum.reduceat(top.logits, ends - counts)
+        if not np.isfinite(best).all():
             return self._sample_each(rows)
-        tokens: list[int] = ids[places[self._lines, self._draw(sorted_logits)]].tolist()
+        tokens = self._draw_limited(top, counts) if any(self._limited) else [0] * len(rows)
+        if self._random is not None and top.bounds is not None:
+            drawn = self._draw_open(rows, top, best, ends, self._random)
+            for at in np.flatnonzero(self._open).tolist():
+                tokens[at] = drawn[at] if drawn[at] >= 0 else self._samplers[at].sample(rows[at])
+        for at in self._alone:
+            tokens[at] = self._samplers[at].sample(rows[at])
         return tokens
 
     def _sample_each(self, rows: npt.NDArray[np.float32]) -> list[int]:
         return [each.sample(row) for each, row in zip(self._samplers, rows, strict=True)]
 
-    def _draw(self, logits: Floats) -> TokenIds:
+    def _draw_limited(self, top: TopTokens, counts: TokenIds) -> list[int]:
+        falling = np.lexsort((top.ids, -top.logits, top.lines))
+        places = falling[(counts.cumsum() - counts)[:, None] + self._columns]
+        columns = self._draw_columns(top.logits[places].astype(np.float64))
+        tokens: list[int] = top.ids[places[self._lines, columns]].tolist()
+        return tokens
+
+    def _draw_columns(self, logits: Floats) -> TokenIds:
         """The column of each line, whose logits fall from left to right."""
         gaps = logits - logits[:, :1]
         weights = np.where(self._columns < self._top_k, np.exp(gaps), 0.0)
@@ -236,9 +276,33 @@ class BatchSampler:
         kept = (weights > 0) & (gaps >= self._min_gap) & (sums - weights < self._top_p * sums[:, -1:])
         kept[:, 0] = True  # as without any truncation
         sums = np.where(kept, np.exp(gaps / self._temperature), 0.0).cumsum(1)
-        targets = _column([each.random() for each in self._samplers]) * sums[:, -1:]
-        drawn: TokenIds = np.minimum((sums <= targets).sum(1), kept.sum(1) - 1)
+        numbers = [each.random() if each.top_k else 0.0 for each in self._samplers]
+        drawn: TokenIds = np.minimum((sums <= _column(numbers) * sums[:, -1:]).sum(1), kept.sum(1) - 1)
         return drawn
+
+    def _draw_open(
+        self, rows: npt.NDArray[np.float32], top: TopTokens, best: Row, ends: TokenIds, random: np.random.Generator
+    ) -> list[int]:
+        """-1 where no proposal is accepted."""
+        vocab, size = rows.shape[1], (len(rows), _PROPOSALS)
+        sums = np.exp((top.logits - best[top.lines]) / self._temperature.ravel()[top.lines]).cumsum()
+        until = sums[ends - 1]
+        before = np.concatenate((np.zeros(1), until[:-1]))
+        weight = (until - before)[:, None]  # of the most likely ones
+        bounds = top.bounds if top.bounds is not None else rows[:, :1]
+        others = vocab * np.exp((bounds - best[:, None]) / self._temperature)
+        numbers = random.random(size) * (weight + others)
+        ids = random.integers(0, vocab, size)
+        logits = rows[self._lines[:, None], ids]
+        is_top = numbers < weight
+        share = np.exp(np.minimum(logits - bounds, 0.0) / self._temperature)
+        accepted = is_top | ((logits < bounds) & (numbers - weight < others * share))
+        first = accepted.argmax(1)
+        numbers, is_top = numbers[self._lines, first], is_top[self._lines, first]
+        places = np.minimum(sums.searchsorted(before + numbers, "right"), ends - 1)
+        drawn = np.where(is_top, top.ids[places], ids[self._lines, first])
+        found: list[int] = np.where(accepted.any(1), drawn, -1).tolist()
+        return found
 
 
 def _column(values: Sequence[float]) -> Floats:

@@ -204,7 +204,8 @@ class AdminRoutes:
     ) -> Response:
         """`since` (unix time): requests that ended before it are left out."""
         running = self._context.gateway.running()
-        live = [schemas.live(one, running.get(one.trace)) for one in self._context.pool.requests()]
+        seen = (*self._context.pool.requests(), *self._context.gateway.calling_tools())
+        live = [schemas.live(one, running.get(one.trace)) for one in seen]
         recent = takewhile(lambda one: one.at >= since, self._context.gateway.history.recent(limit))
         ended = [schemas.finished(one) for one in recent]
         here: dict[str, Any] = {"live": live, "ended": ended}
@@ -215,7 +216,8 @@ class AdminRoutes:
     async def request(self, request: StarletteRequest, id: str, own: bool = False) -> Response:
         trace, context = id.removeprefix("req_"), self._context
         running = context.gateway.running().get(trace)
-        live = [schemas.live(one, running) for one in context.pool.requests() if one.trace == trace]
+        seen = (*context.pool.requests(), *context.gateway.calling_tools())
+        live = [schemas.live(one, running) for one in seen if one.trace == trace]
         ended = [schemas.finished(one) for one in context.gateway.history.find(trace)]
         texts = schemas.captured(context.captures.find(trace))
         if texts is None and running is not None and (watched := context.gateway.watch(trace)) is not None:

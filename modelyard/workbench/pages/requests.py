@@ -29,6 +29,7 @@ from modelyard.workbench.request_view import (
     live_state,
     time_to_first_token,
     timeline,
+    tool_run,
 )
 from modelyard.workbench.session import PageSession
 
@@ -272,6 +273,10 @@ def _show_ended(record: Json) -> None:
                 with ui.element("div").classes("line small"):
                     ui.element("span").classes("swatch").style(f"background: {_PHASE_COLOURS[name]}")
                     ui.label(f"{name} {fmt.duration(seconds)}")
+        if record["calls"]:
+            caption("tools of MCP servers")
+        for call in record["calls"]:
+            ui.label(tool_run(call)).classes("small mono")
 
 
 async def _show_cache_use(session: PageSession, record: Json, texts: Json | None) -> None:

@@ -58,7 +58,7 @@ def streamed(messages: list[Any], **more: Any) -> dict[str, Any]:
 def failure(work: Callable[[], Any]) -> dict[str, Any] | None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - whatever the library makes of it
+    except Exception as error:
         return {"status": getattr(error, "status_code", None), "message": str(error), "kind": type(error).__name__}
     return None
 

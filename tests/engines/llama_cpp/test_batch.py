@@ -226,11 +226,13 @@ async def test_a_batch_is_simple_or_greedy_only_if_all_its_jobs_are(
     [
         pytest.param([Sampling(top_k=40), Sampling(top_k=9, top_p=0.5)], True, id="each has a top_k"),
         pytest.param([Sampling(top_k=40)], False, id="a single job"),
-        pytest.param([Sampling(top_k=40), SAMPLED], False, id="one without top_k"),
+        pytest.param([Sampling(), Sampling(temperature=0.5)], True, id="none limits its tokens"),
+        pytest.param([Sampling(top_k=40), Sampling(top_p=0.9)], True, id="one samples alone"),
+        pytest.param([Sampling(seed=1), Sampling(top_p=0.9)], False, id="each samples alone"),
         pytest.param([Sampling(top_k=40), GREEDY], False, id="one is greedy"),
         pytest.param([Sampling(top_k=40), Sampling(top_k=40, logit_bias={1: 2.0})], False, id="one has a bias"),
     ],
 )
-async def test_a_batch_sampler_is_used_if_all_jobs_have_a_top_k(samplings: list[Sampling], together: bool) -> None:
+async def test_a_batch_sampler_is_used_if_it_helps_a_job(samplings: list[Sampling], together: bool) -> None:
     found, _ = decode_batch(*(generating_job(sampling=sampling) for sampling in samplings))
     assert (found.sampler is not None) == together

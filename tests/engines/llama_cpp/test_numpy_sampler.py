@@ -212,12 +212,16 @@ def test_the_top_of_several_rows_is_that_of_each(vocab: int) -> None:
     rows = np.random.default_rng(vocab).normal(0, 3, (5, vocab)).astype(np.float32)
     rows[1, : vocab // 2] = -np.inf
     rows[2, 7::16] = rows[2].max()  # ties
-    lines, ids, logits = numpy_sampler.top_of_rows(rows, 40)
+    top = numpy_sampler.top_of_rows(rows, 40)
+    lines, ids, logits = top.lines, top.ids, top.logits
     assert (rows[lines, ids] == logits).all()
     for line, row in enumerate(rows):
         best = np.sort(row)[-40]
         assert set(np.flatnonzero(row > best)) <= set(ids[lines == line])
         assert (row[ids[lines == line]] >= best).sum() >= 40
+        if top.bounds is not None:
+            assert set(np.flatnonzero(row >= top.bounds[line])) == set(ids[lines == line])
+    assert (np.diff(lines) >= 0).all()
 
 
 def test_rows_together_draw_what_each_draws_alone() -> None:
@@ -225,6 +229,41 @@ def test_rows_together_draw_what_each_draws_alone() -> None:
     samplers = [NumpySampler(Sampling(top_k=40, top_p=0.95), seed) for seed in range(7)]
     alone = [NumpySampler(Sampling(top_k=40, top_p=0.95), n).sample(row) for n, row in enumerate(rows)]
     assert BatchSampler(samplers).sample(rows) == alone
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
+def test_a_batch_without_top_k_draws_each_token_by_its_probability(temperature: float, spread: float) -> None:
+    """Tokens in eight groups by their logits: the most likely ones, and those behind the bound."""
+    vocab, draws = 4200, 600
+    rows = np.random.default_rng(3).normal(0, spread, (4, vocab)).astype(np.float32)
+    sampler = BatchSampler([NumpySampler(Sampling(temperature=temperature), seed) for seed in range(4)])
+    drawn = np.array([sampler.sample(rows) for _ in range(draws)])
+    for row, found in zip(rows, drawn.T, strict=True):
+        weights = np.exp((row - row.max()).astype(np.float64) / temperature)
+        groups = np.searchsorted(np.quantile(row, [0.2, 0.5, 0.8, 0.9, 0.95, 0.99, 0.997]), row)
+        expected = np.bincount(groups, weights, 8) / weights.sum() * draws
+        counted = np.bincount(groups[found], minlength=8)
+        assert ((counted - expected) ** 2 / np.maximum(expected, 1.0)).sum() < 40
+
+
+def test_a_batch_of_all_kinds_gives_seeded_and_limited_jobs_what_they_get_alone() -> None:
+    kinds = [Sampling(top_k=40), Sampling(), Sampling(seed=5), Sampling(top_p=0.9), Sampling(min_p=0.1), Sampling()]
+    together, alone = ([NumpySampler(kind, seed) for seed, kind in enumerate(kinds)] for _ in range(2))
+    batch = BatchSampler(together)
+    for seed in range(20):
+        rows = np.random.default_rng(seed).normal(0, 3, (6, 9_001)).astype(np.float32)
+        found = batch.sample(rows)
+        expected = [sampler.sample(row) for sampler, row in zip(alone, rows, strict=True)]
+        assert [found[at] for at in (0, 2, 3, 4)] == [expected[at] for at in (0, 2, 3, 4)]
+        assert all(0 <= found[at] < 9_001 for at in (1, 5))
+
+
+def test_tokens_that_a_mask_forbids_are_never_drawn_without_top_k() -> None:
+    rows = np.full((2, 32_000), -np.inf, np.float32)
+    rows[:, :100] = np.arange(100, dtype=np.float32) / 50
+    sampler = BatchSampler([NumpySampler(Sampling(), seed) for seed in range(2)])
+    assert all(token < 100 for _ in range(50) for token in sampler.sample(rows))
 
 
 def test_tokens_that_a_mask_forbids_are_never_drawn() -> None:

@@ -354,3 +354,30 @@ def test_ended_requests_can_be_listed_since_a_time(client: httpx.Client) -> None
     assert first["id"] in [one["id"] for one in newer]
     last = max(one["at"] for one in newer)
     assert client.get("/v1/admin/requests", params={"since": last + 1}).json()["ended"] == []
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_a_body_is_json_whatever_its_content_type(client: httpx.Client, content_type: str | None) -> None:
+    """`curl -d` calls every body a form."""
+    headers = {"content-type": content_type} if content_type else {}
+    reply = client.post("/v1/admin/models/demo/replicas", content=b'{"replicas": 1}', headers=headers)
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    ("body", "words"), [(b"replicas=1", "the body is not JSON: Expecting value at character 0"), (b"[1]", "JSON object")]
+)
+def test_a_body_that_is_no_json_object_says_so(client: httpx.Client, body: bytes, words: str) -> None:
+    reply = client.post("/v1/admin/models/demo/replicas", content=body)
+    assert reply.status_code == 400
+    assert words in reply.json()["error"]["message"]
+
+
+def test_a_foreign_web_page_is_refused_whatever_its_content_type(client: httpx.Client) -> None:
+    headers = {"content-type": "text/plain", "origin": "https://elsewhere.example"}
+    reply = client.post("/v1/admin/models/demo/unload", content=b"{}", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert model(client)["state"] == "ready"
