@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from pydantic import BaseModel
 
 from tests.clients.agent_bench import red_png
 from tests.e2e.helpers import config
-from tests.library.convert.tiny_models import write_model
+from tests.engines.llama_cpp.lora_files import write_lora
+from tests.library.convert.tiny_models import LAYERS, WIDTH, write_model
 from tests.library.web import serve_hub
 from tests.live_server import LiveServer, live_server
 
@@ -56,6 +58,16 @@ def test_streamed_chat_with_thinking(sdk: ollama.Client) -> None:
     assert "".join(part.message.thinking or "" for part in parts) == "Let me see."
     assert "".join(part.message.content or "" for part in parts) == "Forty-two."
     assert [part.done for part in parts][-2:] == [False, True]
+
+
+def test_every_line_of_a_stream_has_its_own_time(sdk: ollama.Client) -> None:
+    before = datetime.now(UTC)
+    parts = [*sdk.chat("demo", user("slow prefill"), stream=True), *sdk.generate("demo", "thinking", stream=True)]
+    times = [datetime.fromisoformat(part.created_at or "") for part in parts]
+    assert sorted(set(times)) == times
+    assert before < times[0] < times[-1] < datetime.now(UTC)
+    whole = sdk.chat("demo", user("text"))
+    assert datetime.fromisoformat(whole.created_at or "").microsecond
 
 
 def test_thinking_can_be_switched_off(sdk: ollama.Client) -> None:
@@ -201,6 +213,27 @@ def test_a_model_is_uploaded_created_copied_and_deleted(
     with pytest.raises(ollama.ResponseError) as raised:
         sdk.delete("base")
     assert raised.value.status_code == 404
+
+
+def test_a_model_is_created_with_a_lora_adapter(librarian: ollama.Client, tmp_path: Path) -> None:
+    """Its answers differ from those of its base, and a file that is no adapter of this model is refused in one line."""
+    sdk = librarian
+    base = sdk.create_blob(write_model(tmp_path / "tiny.gguf"))
+    law = sdk.create_blob(write_lora(tmp_path / "law.gguf", width=WIDTH, layers=LAYERS, seed=1))
+    other = sdk.create_blob(write_lora(tmp_path / "wide.gguf", width=2 * WIDTH, layers=LAYERS, seed=1))
+    sdk.create("base", files={"tiny.gguf": base})
+    sdk.create("law", from_="base", adapters={"law.gguf": law})
+    sdk.create("wide", from_="base", adapters={"wide.gguf": other})
+    greedy = {"num_predict": 12, "temperature": 0.0}
+    said = {name: sdk.generate(name, "Hello", raw=True, options=greedy).response for name in ("base", "law")}
+    again = sdk.generate("law", "Hello", raw=True, options=greedy).response
+    assert said["law"] != said["base"]
+    assert said["law"] == again
+    with pytest.raises(ollama.ResponseError) as raised:
+        sdk.generate("wide", "Hello", raw=True, options=greedy)
+    assert "adapter" in str(raised.value)
+    for name in ("wide", "law", "base"):
+        sdk.delete(name)
 
 
 def test_a_model_is_pulled_with_progress(

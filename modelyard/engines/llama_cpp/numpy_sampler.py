@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import inf, isfinite, log, nextafter
+from math import exp, inf, isfinite, log, nextafter
 from typing import Any
 
 import numpy as np
@@ -162,16 +162,23 @@ def _block_starts(count: int) -> Any:
 
 
 class TopTokens(Struct, frozen=True):
-    """Of several rows: the row, the token and the logit of each. They are all that reach the bound of their row."""
+    """Of several rows: the row, the token and the logit of each, in the order of the rows."""
 
     lines: TokenIds
     ids: TokenIds
     logits: Row
-    bounds: Row | None  # a column; None: others may reach it, too
+    maxima: Row | None = None  # of the columns of each row, if they were searched
+
+
+def column_maxima(rows: npt.NDArray[np.float32]) -> Row:
+    """Of each row, laid out in `_LINES` lines; without the few tokens that do not fill a column."""
+    width = rows.shape[1] // _LINES
+    maxima: Row = rows[:, : _LINES * width].reshape(len(rows), _LINES, width).max(1)
+    return maxima
 
 
 def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> TopTokens:
-    """Of each row the `count` most likely tokens and a few more, in the order of the rows.
+    """Of each row the `count` most likely tokens and a few more.
 
     A row is laid out in `_LINES` lines, and the maxima of its columns in lines again. At least `count` tokens reach the
     count-th highest maximum of those columns. Hardly more do: likely tokens are often neighbours, and neighbours are in
@@ -187,15 +194,14 @@ def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> TopTokens:
     if height < 1:
         ids = np.argpartition(rows, vocab - count, axis=1)[:, vocab - count :].ravel()
         lines = np.repeat(np.arange(n_rows), count)
-        return TopTokens(lines, ids, rows[lines, ids], None)
-    grid = rows[:, : _LINES * width].reshape(n_rows, _LINES, width)
-    maxima = grid.max(1)
+        return TopTokens(lines, ids, rows[lines, ids])
+    maxima = column_maxima(rows)
     inner = width // height
     highest = maxima[:, : height * inner].reshape(n_rows, height, inner).max(1)
     bounds = np.partition(highest, inner - count, axis=1)[:, inner - count]
     bounds = np.maximum(bounds, _LOWEST)[:, None]  # impossible tokens never count
     owners, columns = np.divmod(np.flatnonzero(maxima >= bounds), width)
-    searched = grid[owners, :, columns]
+    searched = rows[:, : _LINES * width].reshape(n_rows, _LINES, width)[owners, :, columns]
     at = np.flatnonzero(searched >= bounds[owners])
     column, line = at // _LINES, at % _LINES
     lines, ids, logits = owners[column], line * width + columns[column], searched.ravel()[at]
@@ -206,67 +212,63 @@ def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> TopTokens:
         lines = np.concatenate((lines, more))[order]
         ids = np.concatenate((ids, places + _LINES * width))[order]
         logits = np.concatenate((logits, rest[more, places]))[order]
-    return TopTokens(lines, ids, logits, bounds)
+    return TopTokens(lines, ids, logits, maxima)
 
 
-_PROPOSALS = 64  # of each row
-_OPEN_COUNT = 40  # tokens that are looked for if no job limits them
+_PROPOSALS = 16  # of each row: at least an eighth of them is accepted on average
+_MIN_OPEN_VOCAB = 4096  # below it the work on a whole row takes no longer
 
 
 class BatchSampler:
     """The samplers of several jobs at once: numpy takes longer to be called than for the work on a few dozen tokens.
 
     A job with a top_k gets the token that it would get alone. So does one with a seed. A job with neither draws from
-    the whole vocabulary by rejection, which weighs a few dozen tokens instead of all: the most likely ones are proposed
-    with their own weight, all others with the weight of the bound between them, and one of these is accepted with the
-    part of that weight that it has. The other jobs sample alone.
+    the whole vocabulary by rejection, without the weight of each token: a column is proposed by the weight of its
+    maximum, a token of the column at random, and it is accepted with the part of that weight that it has. The other
+    jobs sample alone.
     """
 
     def __init__(self, samplers: Sequence[NumpySampler]) -> None:
         self._samplers = samplers
         self._limited = [bool(each.top_k) for each in samplers]
-        self._open = np.array([not each.truncates and not each.is_seeded for each in samplers])
-        self._alone = [at for at in range(len(samplers)) if not self._limited[at] and not self._open[at]]
-        self._max_k = max(each.top_k for each in samplers) or _OPEN_COUNT
+        self._open = [at for at, each in enumerate(samplers) if not each.truncates and not each.is_seeded]
+        self._alone = [at for at in range(len(samplers)) if not self._limited[at] and at not in self._open]
+        self._max_k = max(each.top_k for each in samplers)
         self._columns, self._lines = np.arange(self._max_k), np.arange(len(samplers))
         self._top_k = _column([each.top_k or self._max_k for each in samplers])
         self._top_p = _column([each.top_p for each in samplers])
         self._min_gap = _column([each.min_gap for each in samplers])
         self._temperature = _column([each.temperature for each in samplers])
-        self._random = np.random.default_rng() if self._open.any() else None
+        self._random = np.random.default_rng() if self._open else None
 
     @property
     def is_useful(self) -> bool:
         return len(self._samplers) > 1 and len(self._alone) < len(self._samplers)
 
     def sample(self, rows: npt.NDArray[np.float32]) -> list[int]:
-        top = top_of_rows(rows, self._max_k)
-        counts = np.bincount(top.lines, minlength=len(rows))
-        is_short = counts.min() < self._max_k  # fewer tokens exist or are possible
-        if is_short or (self._random is not None and top.bounds is None):
-            return self._sample_each(rows)
-        ends = counts.cumsum()
-        best = np.maximum.reduceat(top.logits, ends - counts)
-        if not np.isfinite(best).all():
-            return self._sample_each(rows)
-        tokens = self._draw_limited(top, counts) if any(self._limited) else [0] * len(rows)
-        if self._random is not None and top.bounds is not None:
-            drawn = self._draw_open(rows, top, best, ends, self._random)
-            for at in np.flatnonzero(self._open).tolist():
-                tokens[at] = drawn[at] if drawn[at] >= 0 else self._samplers[at].sample(rows[at])
-        for at in self._alone:
-            tokens[at] = self._samplers[at].sample(rows[at])
+        tokens, maxima = [-1] * len(rows), None
+        if self._max_k:
+            top = top_of_rows(rows, self._max_k)
+            tokens, maxima = self._draw_limited(top, len(rows)), top.maxima
+        if self._random is not None:
+            self._draw_open(rows, column_maxima(rows) if maxima is None else maxima, tokens, self._random)
+        for at, token in enumerate(tokens):
+            if token < 0:
+                tokens[at] = self._samplers[at].sample(rows[at])
         return tokens
 
-    def _sample_each(self, rows: npt.NDArray[np.float32]) -> list[int]:
-        return [each.sample(row) for each, row in zip(self._samplers, rows, strict=True)]
-
-    def _draw_limited(self, top: TopTokens, counts: TokenIds) -> list[int]:
+    def _draw_limited(self, top: TopTokens, n_rows: int) -> list[int]:
+        """-1 for jobs that are not limited, and for all of them if a row has too few tokens."""
+        counts = np.bincount(top.lines, minlength=n_rows)
+        if counts.min() < self._max_k:  # fewer tokens exist or are possible
+            return [-1] * n_rows
         falling = np.lexsort((top.ids, -top.logits, top.lines))
         places = falling[(counts.cumsum() - counts)[:, None] + self._columns]
-        columns = self._draw_columns(top.logits[places].astype(np.float64))
-        tokens: list[int] = top.ids[places[self._lines, columns]].tolist()
-        return tokens
+        logits = top.logits[places].astype(np.float64)
+        if not np.isfinite(logits[:, 0]).all():
+            return [-1] * n_rows
+        tokens: list[int] = top.ids[places[self._lines, self._draw_columns(logits)]].tolist()
+        return [token if limited else -1 for token, limited in zip(tokens, self._limited, strict=True)]
 
     def _draw_columns(self, logits: Floats) -> TokenIds:
         """The column of each line, whose logits fall from left to right."""
@@ -281,28 +283,33 @@ class BatchSampler:
         return drawn
 
     def _draw_open(
-        self, rows: npt.NDArray[np.float32], top: TopTokens, best: Row, ends: TokenIds, random: np.random.Generator
-    ) -> list[int]:
-        """-1 where no proposal is accepted."""
-        vocab, size = rows.shape[1], (len(rows), _PROPOSALS)
-        sums = np.exp((top.logits - best[top.lines]) / self._temperature.ravel()[top.lines]).cumsum()
-        until = sums[ends - 1]
-        before = np.concatenate((np.zeros(1), until[:-1]))
-        weight = (until - before)[:, None]  # of the most likely ones
-        bounds = top.bounds if top.bounds is not None else rows[:, :1]
-        others = vocab * np.exp((bounds - best[:, None]) / self._temperature)
-        numbers = random.random(size) * (weight + others)
-        ids = random.integers(0, vocab, size)
-        logits = rows[self._lines[:, None], ids]
-        is_top = numbers < weight
-        share = np.exp(np.minimum(logits - bounds, 0.0) / self._temperature)
-        accepted = is_top | ((logits < bounds) & (numbers - weight < others * share))
-        first = accepted.argmax(1)
-        numbers, is_top = numbers[self._lines, first], is_top[self._lines, first]
-        places = np.minimum(sums.searchsorted(before + numbers, "right"), ends - 1)
-        drawn = np.where(is_top, top.ids[places], ids[self._lines, first])
-        found: list[int] = np.where(accepted.any(1), drawn, -1).tolist()
-        return found
+        self, rows: npt.NDArray[np.float32], maxima: Row, tokens: list[int], random: np.random.Generator
+    ) -> None:
+        """Adds the tokens of the jobs that do not limit theirs, unless no proposal is accepted."""
+        vocab, width = rows.shape[1], maxima.shape[1]
+        if vocab != _LINES * width or vocab < _MIN_OPEN_VOCAB:
+            return
+        lines = random.integers(0, _LINES, (len(rows), _PROPOSALS))
+        numbers = random.random((2, len(rows), _PROPOSALS))
+        starts = _block_starts(width)
+        for at in self._open:
+            best, temperature = maxima[at].max(), np.float32(self._samplers[at].temperature)
+            if not isfinite(best):
+                continue
+            weights = np.exp((maxima[at] - best) / temperature)
+            sums = np.add.reduceat(weights, starts).astype(np.float64).cumsum()
+            targets = numbers[0, at] * sums[-1]
+            blocks = np.minimum(sums.searchsorted(targets, "right"), len(sums) - 1)
+            for block, target, line, number in zip(
+                blocks.tolist(), targets.tolist(), lines[at].tolist(), numbers[1, at].tolist(), strict=True
+            ):
+                inner = weights[starts[block] : starts[block] + _BLOCK].cumsum(dtype=np.float64)
+                before = float(sums[block - 1]) if block else 0.0
+                column = int(starts[block]) + min(int(inner.searchsorted(target - before, "right")), len(inner) - 1)
+                token = line * width + column
+                if number < exp(float(rows[at, token] - maxima[at, column]) / float(temperature)):
+                    tokens[at] = token
+                    break
 
 
 def _column(values: Sequence[float]) -> Floats:

@@ -344,6 +344,14 @@ def test_a_stream_split_anywhere_reads_back_equal(written: list[Event], data: st
     assert [(c.id, c.name) for c in after.calls] == [(c.id, c.name) for c in before.calls]
 
 
+def test_the_edges_clock_is_the_time_of_every_line() -> None:
+    writer, now = ollama.writer(REQUEST, "t"), iter((1_700_000_000.25, 1_700_000_000.999_999, 1_700_000_001.0))
+    writer.clock = lambda: next(now)
+    lines = [writer.keepalive(), *(writer.write(event) for event in answer(text(0, "Hi")))]
+    times = [msgspec.json.decode(line)["created_at"] for line in lines if line]
+    assert times == ["2023-11-14T22:13:20.250000Z", "2023-11-14T22:13:20.999999Z", "2023-11-14T22:13:21.000000Z"]
+
+
 def test_a_whole_reply_reads_back_equal() -> None:
     reply = collect_reply(answer(thinking(0, "hm"), text(1, "Hi"), call(2, "c1", "add", SUM), reason="tool_calls"))
     read_back = ollama.read_reply(ollama.write_reply([reply], REQUEST))
