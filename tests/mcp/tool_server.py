@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult, ImageContent, TextContent, ToolAnnotations
 
 server = MCPServer("tools")
@@ -35,20 +36,23 @@ def secret() -> str:
 @server.tool(structured_output=False)
 def fail() -> str:
     """Always fail."""
-    raise ValueError("the disk is full")
+    raise ToolError("the disk is full")
 
 
 @server.tool(structured_output=False)
 async def hang(marker: str = "") -> str:
     """Never answer; write to the marker when it is called and when it is cancelled."""
-    if marker:
-        Path(marker).write_text("called")
+    _write(marker, "called")
     try:
         await asyncio.sleep(3600)
     finally:
-        if marker:
-            Path(marker).write_text("cancelled")
+        _write(marker, "cancelled")
     return ""
+
+
+def _write(marker: str, state: str) -> None:
+    if marker:
+        Path(marker).write_text(state)
 
 
 @server.tool(structured_output=False)
