@@ -5,7 +5,8 @@
 
 FOLDER holds `llama-bench` and `llama-batched-bench` of the same build as the library that the engine loads. A step of a
 small model takes half a millisecond there, so that the cost of Python shows. The benchmark programs sample no tokens,
-while our engine picks the most likely one of each row: the ratio is not flattered. "python" is the share of a step that
+while our engine picks the most likely one of each row: the ratio is not flattered. Then it samples with top_k and top_p,
+and from the whole vocabulary. "python" is the share of a step that
 is not spent inside C calls (see `bench.decode_step`), from a separate run, because the clock costs time itself; "waits"
 is the part of it for which the GPU waits; the rest overlaps with the next step. `--fit` loads the model into so much
 of the GPU's memory as `fit` chooses, beside the same number of layers without its other choices.
@@ -38,6 +39,7 @@ STREAMS = (1, 8)
 _PROMPT = 64  # tokens
 _GREEDY = Sampling(temperature=0)
 _SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=1)
+_OPEN = Sampling(temperature=0.8)  # from the whole vocabulary
 _CONTEXT = 8 * 2048
 
 
@@ -47,6 +49,7 @@ class GpuResult(Struct, frozen=True):
     streams: int
     ours: list[float]
     sampled: list[float]
+    open: list[float]
     peer: list[float]
     python: float
     python_us: float
@@ -80,12 +83,13 @@ async def rate(engine: LlamaCppEngine, streams: int, tokens: int, sampling: Samp
     return generated / (end - begin)
 
 
-async def our_rates(file: Path, streams: int, tokens: int, seed: int) -> tuple[float, float]:
+async def our_rates(file: Path, streams: int, tokens: int, seed: int) -> tuple[float, float, float]:
     engine = await decode_step.open_engine(file, 1, streams)
     try:
         await rate(engine, streams, 16, _GREEDY, seed + 1)
         greedy = await rate(engine, streams, tokens, _GREEDY, seed + 2)
-        return greedy, await rate(engine, streams, tokens, _SAMPLED, seed + 3)
+        sampled = await rate(engine, streams, tokens, _SAMPLED, seed + 3)
+        return greedy, sampled, await rate(engine, streams, tokens, _OPEN, seed + 4)
     finally:
         await engine.close()
 
@@ -105,7 +109,7 @@ def llama_batched_bench(tools: Path, file: Path, streams: int, tokens: int) -> f
 
 
 def measure(file: Path, tools: Path, streams: int, rounds: int, tokens: int) -> GpuResult:
-    own: list[tuple[float, float]] = []
+    own: list[tuple[float, float, float]] = []
     peer: list[float] = []
     for round_ in range(rounds):
         own.append(asyncio.run(our_rates(file, streams, tokens, 1000 * round_)))
@@ -113,10 +117,10 @@ def measure(file: Path, tools: Path, streams: int, rounds: int, tokens: int) -> 
             llama_bench(tools, file, tokens) if streams == 1 else llama_batched_bench(tools, file, streams, tokens)
         )
     row = asyncio.run(decode_step.measure(file, 1, streams, tokens, _GREEDY))
-    greedy, sampled = ([each[at] for each in own] for at in (0, 1))
+    greedy, sampled, open_ = ([each[at] for each in own] for at in (0, 1, 2))
     sampled_cost = asyncio.run(decode_step.measure(file, 1, streams, tokens, _SAMPLED))
     shares = row.python_share, row.python * 1e6, row.wall * 1e3, row.waiting_share, row.waits * 1e6
-    return GpuResult(streams, greedy, sampled, peer, *shares, sampled_cost.wall * 1e3, sampled_cost.waits * 1e6)
+    return GpuResult(streams, greedy, sampled, open_, peer, *shares, sampled_cost.wall * 1e3, sampled_cost.waits * 1e6)
 
 
 # --- a model that is larger than the GPU ------------------------------------------------------------------------------
@@ -155,6 +159,7 @@ def table(lines: list[GpuResult]) -> Table:
         "peer",
         "ratio",
         "ours, sampled",
+        "whole vocabulary",
         "step ms",
         "python µs",
         "python",
@@ -173,7 +178,10 @@ def table(lines: list[GpuResult]) -> Table:
             str(line.streams),
             *rates,
             str(line.ratio).replace("[", r"\["),
-            f"{statistics.fmean(line.sampled):,.0f} ({ratio_interval(line.sampled, line.ours).middle:.2f})",
+            *(
+                f"{statistics.fmean(each):,.0f} ({ratio_interval(each, line.ours).middle:.2f})"
+                for each in (line.sampled, line.open)
+            ),
             *rest,
         )
     return made

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from modelyard.core import limits
 from modelyard.core.batch import Batch, BatchLine, BatchRow, LineFault
@@ -47,7 +47,7 @@ class BatchInputLine(Struct):
     custom_id: limits.Id | None = None
     method: limits.Word | None = None
     url: limits.Name | None = None
-    body: Raw | None = None
+    body: Raw | UnsetType = UNSET
 
 
 _body = msgspec.json.Decoder(BatchBody)
@@ -178,9 +178,9 @@ def read_line(line: bytes, endpoint: str) -> BatchLine:
     return BatchLine(id, read_line_body(parsed.body, "body", id))
 
 
-def read_line_body(body: Raw | None, name: str, custom_id: str) -> bytes:
+def read_line_body(body: Raw | UnsetType, name: str, custom_id: str) -> bytes:
     """The body of a request, which is not streamed: nobody reads a stream of a batch."""
-    data = b"" if body is None else bytes(body)
+    data = b"" if body is UNSET else bytes(body)
     if not data.startswith(b"{"):
         raise LineFault("invalid_request", f"{name} must be an object: the request", custom_id)
     fields = _fields.decode(data)

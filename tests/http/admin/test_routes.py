@@ -368,7 +368,8 @@ def test_a_body_is_json_whatever_its_content_type(client: httpx.Client, content_
 
 
 @pytest.mark.parametrize(
-    ("body", "words"), [(b"replicas=1", "the body is not JSON: Expecting value at character 0"), (b"[1]", "JSON object")]
+    ("body", "words"),
+    [(b"replicas=1", "the body is not JSON: Expecting value at character 0"), (b"[1]", "JSON object")],
 )
 def test_a_body_that_is_no_json_object_says_so(client: httpx.Client, body: bytes, words: str) -> None:
     reply = client.post("/v1/admin/models/demo/replicas", content=body)
