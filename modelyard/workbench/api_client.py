@@ -95,6 +95,23 @@ class ApiClient:
     async def apply_config(self, change: Json) -> Json:
         return await self._admin("POST", "config/apply", change)
 
+    # --- API keys -----------------------------------------------------------------------------------------------------
+
+    async def keys(self, *, revoked: bool = False) -> Json:
+        return await self._admin("GET", "keys", query={"revoked": str(revoked).lower()})
+
+    async def create_key(self, rules: Json) -> Json:
+        return await self._admin("POST", "keys", rules)
+
+    async def change_key(self, id: str, rules: Json) -> Json:
+        return await self._admin("PATCH", f"keys/{quote(id, safe='')}", rules)
+
+    async def revoke_key(self, id: str) -> Json:
+        return await self._admin("DELETE", f"keys/{quote(id, safe='')}")
+
+    async def usage(self, by: str) -> Json:
+        return await self._admin("GET", "usage", query={"by": by})
+
     # --- state of the server ------------------------------------------------------------------------------------------
 
     async def memory(self) -> Json:

@@ -43,6 +43,9 @@ _STATE_COLOURS = {
     "reading": "positive",
     "waiting": "warning",
     "finished": "grey-6",
+    "active": "positive",
+    "expired": "warning",
+    "revoked": "grey-6",
 }
 _BUSY_STATES = ("loading", "draining", "running", "reading", "waiting")
 _CHUNK_CHARACTERS = 1500  # per element: appending to a long text must not send all of it again

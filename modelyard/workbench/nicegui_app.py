@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from modelyard.core.errors import Overloaded
 from modelyard.workbench.components import BRAND_COLOURS, CSS, SCRIPT, show_notice
 from modelyard.workbench.markdown import code_css
-from modelyard.workbench.pages import caches, chat, config_form, logs, memory, models, plots, requests, routes
+from modelyard.workbench.pages import caches, chat, config_form, keys, logs, memory, models, plots, requests, routes
 from modelyard.workbench.peer_proxy import ServerAddress
 from modelyard.workbench.session import PageSession
 
@@ -29,6 +29,7 @@ NAVIGATION = (  # path, title, icon
     ("/caches", "Caches", "layers"),
     ("/plots", "Plots", "insights"),
     ("/routes", "Routes", "alt_route"),
+    ("/keys", "Keys", "key"),
     ("/logs", "Logs", "notes"),
 )
 # Open pages and connections; NiceGUI forgets a disconnected page after a minute.
@@ -130,6 +131,7 @@ def _pages(session: PageSession) -> dict[str, Callable[..., None]]:
         "/caches": lambda: caches.page(session),
         "/plots": lambda: plots.page(session),
         "/routes": lambda: routes.page(session),
+        "/keys": lambda: keys.page(session),
         "/logs": lambda: logs.page(session),
         "/models/edit": lambda name="": config_form.page(session, "models", name),
         "/caches/edit": lambda name="": config_form.page(session, "caches", name),

@@ -27,6 +27,7 @@ class PageSession:
         self.saving: list[asyncio.Task[None]] = []
         self._store_lock = asyncio.Lock()
         self.hidden = self.locked = False
+        self.utc_offset_s = 0.0  # of the browser's clock
         self.on_connection: Callable[[str], None] = lambda _: None
         self.on_locked: Callable[[str], None] = lambda _: None
         self._connection_error = ""
@@ -76,9 +77,10 @@ class PageSession:
     # --- the key ------------------------------------------------------------------------------------------------------
 
     async def restore_key(self) -> None:
-        """Use the key that was entered in this tab before it was reloaded."""
-        found = await ui.run_javascript(f"return sessionStorage.getItem('{_KEY_ITEM}')", timeout=10)
-        self.client.key = str(found or "")
+        """Use the key that was entered in this tab before it was reloaded, and read the browser's clock."""
+        script = f"return [sessionStorage.getItem('{_KEY_ITEM}'), -60 * new Date().getTimezoneOffset()]"
+        key, self.utc_offset_s = await ui.run_javascript(script, timeout=10)
+        self.client.key = str(key or "")
 
     async def unlock(self, key: str) -> str:
         """Try the key. Returns why it is refused, or ""."""

@@ -71,7 +71,9 @@ async def test_a_program_that_does_not_start_is_an_error_and_not_tried_again_at_
 
 
 async def test_a_program_that_says_nothing_does_not_keep_requests_waiting() -> None:
-    silent = connection(program(sys.executable, ["-S", "-c", "input()"], {}, None), connect_timeout_s=0.3)
+    silent = connection(
+        program(sys.executable, ["-S", "-c", "import sys; sys.stdin.read()"], {}, None), connect_timeout_s=0.3
+    )
     with pytest.raises(ServerFailed, match=r"did not start within 0\.3 s"):
         await silent.tools()
     await silent.close()

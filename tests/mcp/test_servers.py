@@ -30,7 +30,7 @@ def test_a_request_names_a_configured_server_by_its_label_or_url(named: ToolServ
     assert known.find(named) is known.named("docs")
 
 
-def test_a_url_must_be_allowed() -> None:
+async def test_a_url_must_be_allowed() -> None:
     with pytest.raises(Forbidden, match=r"mcp\.allow_urls"):
         servers().find(ToolServer(label="x", url="https://other.example.com/mcp"))
     allowed = servers(allow_urls=["*.example.com"])

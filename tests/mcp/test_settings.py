@@ -60,4 +60,4 @@ def test_credentials_of_servers_are_masked_everywhere() -> None:
     }
     env = {"TOKEN": "k-3", "OTHER": "k-4"}
     config = load_config(env=env, overrides=demo_config() | {"mcp": {"servers": servers}}).config
-    assert {"k-1", "k-2", "k-3", "k-4"} <= set(config_secrets(config, env))
+    assert {"k-1", "Bearer k-2", "k-3", "k-4"} <= set(config_secrets(config, env))

@@ -24,7 +24,7 @@ def test_a_model_is_added_changed_and_removed(page: BrowserPage, server: Restart
     page.find("[role=heading]", "New model")
     page.type("input[aria-label=Name]", "fresh", Keys.TAB)
     page.choose_option("backend", "fake")
-    page.find(".diff .added", '[models.fresh]')
+    page.find(".diff .added", "[models.fresh]")
     page.find(".written", str(file))
     assert "fresh" not in file.read_text(), "a preview writes nothing"
     page.add_setting("token_delay")

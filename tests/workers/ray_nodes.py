@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,7 +44,8 @@ class RayNodes:
 
 def _ray(*arguments: str, check: bool = True) -> None:
     argv = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *arguments]
-    subprocess.run(argv, check=check, timeout=_DEADLINE_S)
+    wait = {"RAY_raylet_start_wait_time_s": str(_DEADLINE_S)}  # for a node to join
+    subprocess.run(argv, check=check, timeout=_DEADLINE_S, env=os.environ | wait)
 
 
 @contextmanager

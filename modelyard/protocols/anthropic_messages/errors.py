@@ -11,7 +11,13 @@ import msgspec
 from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflow, Overloaded
 from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.protocols.common.errors import error_from_status, overflow_hint, read_retry_after, write_retry_headers
+from modelyard.protocols.common.errors import (
+    error_from_status,
+    overflow_hint,
+    overflow_in,
+    read_retry_after,
+    write_retry_headers,
+)
 from modelyard.protocols.common.json import encode
 
 # kind → (HTTP status, Anthropic's error type)
@@ -85,10 +91,8 @@ def read_error(status: int, headers: Mapping[str, str], body: bytes) -> Modelyar
     """Any upstream error response, whatever its body looks like."""
     fields = _fields(body)
     message = str(fields.get("message") or body.decode("utf-8", "replace")[:500] or f"the upstream answered {status}")
-    if found := _PROMPT_TOO_LONG.search(message):
-        return ContextOverflow(int(found[1]), int(found[2]))
-    if found := _OUTPUT_TOO_LONG.search(message):
-        return OutputOverflow(int(found[1]), int(found[2]), int(found[3]))
+    if overflow := overflow_in(message, _PROMPT_TOO_LONG, _OUTPUT_TOO_LONG):
+        return overflow
     code, param = (value if isinstance(value := fields.get(name), str) else None for name in ("code", "param"))
     if status == 529 and code not in (None, Overloaded.default_code):
         status = 503  # written for «unavailable» too, which has a code of its own

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from modelyard.core import errors
-from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Overloaded
+from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, OutputOverflow, Overloaded
 from modelyard.core.request import Message, Request, Text
 from modelyard.protocols.common.json import encode
 
+STATUS_BY_KIND: Mapping[str, int] = {
+    "invalid": 400,
+    "unauthenticated": 401,
+    "forbidden": 403,
+    "not_found": 404,
+    "conflict": 409,
+    "too_large": 413,
+    "rate_limited": 429,
+    "overloaded": 503,
+    "unavailable": 503,
+    "timeout": 504,
+    "unimplemented": 501,
+    "cancelled": 499,
+    "internal": 500,
+}
 ERROR_BY_STATUS: Mapping[int, type[ModelyardError]] = {
     400: errors.InvalidRequest,
     401: errors.Unauthenticated,
@@ -46,6 +62,15 @@ def error_from_status(
     if cls := ERROR_BY_STATUS.get(status):
         return cls(message, code=code, param=param)
     return errors.Internal(message, id=code or "upstream")
+
+
+def overflow_in(message: str, prompt: re.Pattern[str], output: re.Pattern[str]) -> ModelyardError | None:
+    """The overflow that an upstream's message tells of. The patterns find its numbers, in a protocol's own words."""
+    if found := prompt.search(message):
+        return ContextOverflow(int(found[1]), int(found[2]))
+    if found := output.search(message):
+        return OutputOverflow(int(found[1]), int(found[2]), int(found[3]))
+    return None
 
 
 def write_retry_headers(error: ModelyardError) -> dict[str, str]:

@@ -11,24 +11,30 @@ import msgspec
 from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflow
 from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.protocols.common.errors import error_from_status, overflow_hint, read_retry_after, write_retry_headers
+from modelyard.protocols.common.errors import (
+    STATUS_BY_KIND,
+    error_from_status,
+    overflow_hint,
+    overflow_in,
+    read_retry_after,
+    write_retry_headers,
+)
 from modelyard.protocols.common.json import encode
 
-# kind → (HTTP status, Google's name of it)
-_STATUS: Mapping[str, tuple[int, str]] = {
-    "invalid": (400, "INVALID_ARGUMENT"),
-    "unauthenticated": (401, "UNAUTHENTICATED"),
-    "forbidden": (403, "PERMISSION_DENIED"),
-    "not_found": (404, "NOT_FOUND"),
-    "conflict": (409, "ABORTED"),
-    "too_large": (413, "INVALID_ARGUMENT"),
-    "rate_limited": (429, "RESOURCE_EXHAUSTED"),
-    "overloaded": (503, "UNAVAILABLE"),
-    "unavailable": (503, "UNAVAILABLE"),
-    "timeout": (504, "DEADLINE_EXCEEDED"),
-    "unimplemented": (501, "UNIMPLEMENTED"),
-    "cancelled": (499, "CANCELLED"),
-    "internal": (500, "INTERNAL"),
+_NAMES: Mapping[str, str] = {
+    "invalid": "INVALID_ARGUMENT",
+    "unauthenticated": "UNAUTHENTICATED",
+    "forbidden": "PERMISSION_DENIED",
+    "not_found": "NOT_FOUND",
+    "conflict": "ABORTED",
+    "too_large": "INVALID_ARGUMENT",
+    "rate_limited": "RESOURCE_EXHAUSTED",
+    "overloaded": "UNAVAILABLE",
+    "unavailable": "UNAVAILABLE",
+    "timeout": "DEADLINE_EXCEEDED",
+    "unimplemented": "UNIMPLEMENTED",
+    "cancelled": "CANCELLED",
+    "internal": "INTERNAL",
 }
 _TYPES = "type.googleapis.com/google.rpc."
 _SMALLER_CLIENT = "choose a client that brings less along, for example aider: modelyard launch aider"
@@ -42,11 +48,11 @@ def write_error(
     request: Request | None = None,
 ) -> WireError:
     body = error_body(error, overflow_hint(error, request, _SMALLER_CLIENT))
-    return WireError(_STATUS[error.kind][0], body, {"x-request-id": trace} | write_retry_headers(error))
+    return WireError(STATUS_BY_KIND[error.kind], body, {"x-request-id": trace} | write_retry_headers(error))
 
 
 def error_body(error: ModelyardError, hint: str = "") -> bytes:
-    code, status = _STATUS[error.kind]
+    code, status = STATUS_BY_KIND[error.kind], _NAMES[error.kind]
     details: list[dict[str, Any]] = []
     if error.code:
         info = {"@type": _TYPES + "ErrorInfo", "reason": error.code.upper(), "domain": "modelyard"}
@@ -94,10 +100,8 @@ def read_error_field(error: object) -> ModelyardError:
 
 
 def _error(status: int, fields: Mapping[str, Any], message: str, retry_after: float | None) -> ModelyardError:
-    if found := _PROMPT_TOO_LONG.search(message):
-        return ContextOverflow(int(found[1]), int(found[2]))
-    if found := _OUTPUT_TOO_LONG.search(message):
-        return OutputOverflow(int(found[1]), int(found[2]), int(found[3]))
+    if overflow := overflow_in(message, _PROMPT_TOO_LONG, _OUTPUT_TOO_LONG):
+        return overflow
     details = [one for one in fields.get("details") or () if isinstance(one, dict)]
     reason = next((one["reason"] for one in details if isinstance(one.get("reason"), str)), None)
     ours = any(one.get("domain") == "modelyard" for one in details)

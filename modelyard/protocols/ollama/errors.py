@@ -10,24 +10,14 @@ import msgspec
 from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflow
 from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.protocols.common.errors import error_from_status, read_retry_after, write_retry_headers
+from modelyard.protocols.common.errors import (
+    STATUS_BY_KIND,
+    error_from_status,
+    overflow_in,
+    read_retry_after,
+    write_retry_headers,
+)
 from modelyard.protocols.common.json import encode
-
-_STATUS: Mapping[str, int] = {
-    "invalid": 400,
-    "unauthenticated": 401,
-    "forbidden": 403,
-    "not_found": 404,
-    "conflict": 409,
-    "too_large": 413,
-    "rate_limited": 429,
-    "overloaded": 503,
-    "unavailable": 503,
-    "timeout": 504,
-    "unimplemented": 501,
-    "cancelled": 499,
-    "internal": 500,
-}
 
 
 def write_error(
@@ -38,7 +28,7 @@ def write_error(
     request: Request | None = None,  # noqa: ARG001
 ) -> WireError:
     headers = {"x-request-id": trace} | write_retry_headers(error)
-    return WireError(_STATUS[error.kind], error_body(error), headers)
+    return WireError(STATUS_BY_KIND[error.kind], error_body(error), headers)
 
 
 def error_body(error: ModelyardError) -> bytes:
@@ -78,11 +68,8 @@ def read_line_error(error: object) -> ModelyardError:
 
 
 def _error(status: int, text: str, retry_after: float | None) -> ModelyardError:
-    if found := _PROMPT_TOO_LONG.search(text):
-        return ContextOverflow(int(found[1]), int(found[2]))
-    if found := _OUTPUT_TOO_LONG.search(text):
-        return OutputOverflow(int(found[1]), int(found[2]), int(found[3]))
-    return error_from_status(status, text or f"the upstream answered {status}", retry_after=retry_after)
+    overflow = overflow_in(text, _PROMPT_TOO_LONG, _OUTPUT_TOO_LONG)
+    return overflow or error_from_status(status, text or f"the upstream answered {status}", retry_after=retry_after)
 
 
 def _text(body: bytes) -> str:

@@ -15,25 +15,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Block, Finished, Reply
 from modelyard.core.request import Image, Infill, Message, Request, Text, Thinking
-from modelyard.protocols.common.extensions import present, read_constraint, read_priority
+from modelyard.protocols.common.extensions import present
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_fields import read_session, read_stop, require_model
 from modelyard.protocols.ollama import errors
 from modelyard.protocols.ollama.client import LineReader, UpstreamLine, decode_line, read_finished, write_common
 from modelyard.protocols.ollama.fields import (
     Images,
     OllamaBody,
-    read_format,
     read_images,
-    read_keep_alive,
-    read_logprobs,
-    read_options,
-    read_think,
     write_image,
     write_logprobs,
 )
@@ -64,32 +59,21 @@ _decoder = msgspec.json.Decoder(OllamaGenerateBody)
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     parsed = decode(_decoder, body)
-    warnings: list[str] = []
-    sampling, limit, options = read_options(parsed, warnings)
+    common = read_common(parsed, headers)
+    warnings = [*common.warnings]
     prompt, is_bare = parsed.prompt or "", parsed.raw is True or bool(parsed.suffix)
     if parsed.template and not is_bare:
         warnings.append("template_ignored: the configuration sets the template of a model")
     if is_bare and parsed.images:
         raise InvalidRequest("images belong to a message: leave raw and suffix out", param="images")
     load_only = not prompt and not parsed.images and not parsed.suffix
-    return Request(
-        model=require_model(parsed.model),
-        messages=() if is_bare or load_only else _read_messages(parsed, warnings),
+    messages = () if is_bare or load_only else _read_messages(parsed, warnings)
+    return replace(
+        common,
+        messages=messages,
         prompts=(prompt,) if is_bare and not load_only else (),
         infill=Infill(parsed.suffix) if parsed.suffix else None,
         load_only=load_only,
-        sampling=sampling,
-        max_tokens=limit,
-        stop=read_stop(options.stop, warnings),
-        logprobs=read_logprobs(parsed),
-        constraint=read_constraint(parsed, ("format", read_format(parsed.format))),
-        reasoning=read_think(parsed.think),
-        stream=parsed.stream is not False,
-        keep_alive=read_keep_alive(parsed.keep_alive),
-        lora_adapter=parsed.lora_adapter,
-        chat_template_kwargs=parsed.chat_template_kwargs or {},
-        priority=read_priority(parsed),
-        session=read_session(headers, None),
         warnings=tuple(warnings),
     )
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Raw, Struct, field
+from msgspec.structs import replace
 
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
@@ -70,25 +71,32 @@ _ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "user":
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     parsed = decode(_decoder, body)
-    warnings: list[str] = []
-    sampling, limit, options = read_options(parsed, warnings)
-    return Request(
-        model=require_model(parsed.model),
+    return replace(
+        read_common(parsed, headers),
         messages=_read_messages(parsed.messages or []),
         load_only=not parsed.messages,
         tools=tuple(_read_tool(tool, at) for at, tool in enumerate(parsed.tools or ())),
+        documents=parsed.documents or (),
+    )
+
+
+def read_common(body: OllamaBody, headers: Mapping[str, str]) -> Request:
+    """What `/api/chat` and `/api/generate` share: everything but the conversation."""
+    warnings: list[str] = []
+    sampling, limit, options = read_options(body, warnings)
+    return Request(
+        model=require_model(body.model),
         sampling=sampling,
         max_tokens=limit,
         stop=read_stop(options.stop, warnings),
-        logprobs=read_logprobs(parsed),
-        constraint=read_constraint(parsed, ("format", read_format(parsed.format))),
-        reasoning=read_think(parsed.think),
-        stream=parsed.stream is not False,
-        keep_alive=read_keep_alive(parsed.keep_alive),
-        lora_adapter=parsed.lora_adapter,
-        chat_template_kwargs=parsed.chat_template_kwargs or {},
-        documents=parsed.documents or (),
-        priority=read_priority(parsed),
+        logprobs=read_logprobs(body),
+        constraint=read_constraint(body, ("format", read_format(body.format))),
+        reasoning=read_think(body.think),
+        stream=body.stream is not False,
+        keep_alive=read_keep_alive(body.keep_alive),
+        lora_adapter=body.lora_adapter,
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        priority=read_priority(body),
         session=read_session(headers, None),
         warnings=tuple(warnings),
     )

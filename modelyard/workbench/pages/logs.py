@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from nicegui import ui
 
+from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import Json
 from modelyard.workbench.components import card, page_heading
 from modelyard.workbench.session import PageSession
@@ -62,7 +61,7 @@ class LogView:
         wanted = (self._text.value or "").lower()
         with self._output:
             for line in lines:
-                text = line_text(line)
+                text = line_text(line, self._session.utc_offset_s)
                 if wanted in text.lower():
                     ui.label(text).classes(f"text {_COLOURS.get(line['level'], '')}")
         children = self._output.default_slot.children
@@ -70,9 +69,9 @@ class LogView:
             surplus.delete()
 
 
-def line_text(line: Json) -> str:
+def line_text(line: Json, utc_offset_s: float) -> str:
     """Time, level, message, and what else the line says."""
-    clock = time.strftime("%H:%M:%S", time.localtime(line["at"]))
+    clock = fmt.clock(line["at"], utc_offset_s)
     details = " ".join(f"{name}={value}" for name, value in line.items() if name not in _HIDDEN)
     request = f"  [{line['request_id'][-8:]}]" if line.get("request_id") else ""
     return f"{clock} {line['level']:<7} {line['message']}{request}" + (f"  {details}" if details else "")

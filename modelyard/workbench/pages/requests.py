@@ -101,11 +101,13 @@ def _keep_texts_switch(session: PageSession) -> None:
 def _grid_options() -> dict[str, Any]:
     return {
         "columnDefs": [
-            _column("status", "Status", 96, cellClassRules={":text-negative": "x => x.data.failed"}),
-            _column("model", "Model", 96, flex=1, minWidth=96),
-            _column("cache", "Cache", 84),
-            _column("client", "Client", 104),
-            _column("session", "Session", 92),
+            _column(
+                "status", "Status", 96, tooltipField="status", cellClassRules={":text-negative": "x => x.data.failed"}
+            ),
+            _column("model", "Model", 96, flex=1, minWidth=96, tooltipField="model"),
+            _column("cache", "Cache", 80, tooltipField="cache"),
+            _column("client", "Client", 98, tooltipField="client"),
+            _column("session", "Session", 88, tooltipField="session"),
             _number_column("queue", "Queue", _FORMAT_SECONDS),
             _number_column("first", "First token", _FORMAT_SECONDS, 92),
             _number_column("rate", "tok/s", _FORMAT_RATE),
@@ -122,6 +124,7 @@ def _grid_options() -> dict[str, Any]:
         "rowHeight": 34,
         "headerHeight": 38,
         "animateRows": False,
+        "enableBrowserTooltips": True,
         "rowSelection": {"mode": "singleRow", "checkboxes": False, "enableClickSelection": True},
         "overlayNoRowsTemplate": "<span>No requests yet</span>",
         ":onCellClicked": _EMIT_CLICK,

@@ -8,13 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from modelyard.core.errors import ContextOverflow, InvalidRequest, ModelyardError, NotFound, RateLimited, Unavailable
 from modelyard.core.events import (
-    Block,
     BlockDelta,
     BlockEnd,
     BlockStart,
@@ -45,8 +42,6 @@ from modelyard.protocols.gemini import embeddings
 from modelyard.protocols.gemini.schema import read_schema
 from tests.protocols.event_streams import call, text, thinking, token
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_chat.helpers import check_grammar
-from tests.strategies import chunkings, events
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "parts": [{"text": "Hello"}]}]
 GENERATE = {":path": "/v1beta/models/m:generateContent"}
@@ -377,33 +372,6 @@ def test_a_request_reads_back_equal() -> None:
         reasoning=Reasoning(enabled=True, budget=5),
     )
     assert gemini.read_request(gemini.write_request(request), SSE) == request
-
-
-@settings(max_examples=60, deadline=None)
-@given(events(logprobs=False, incomplete=False, signatures=False), st.data())
-def test_a_stream_split_anywhere_reads_back_equal(written: list[Event], data: st.DataObject) -> None:
-    reader = gemini.reader()
-    found = [e for chunk in data.draw(chunkings(stream(written))) for e in reader.feed(chunk)] + reader.finish()
-    check_grammar(found)
-    before, after = collect_reply(written), collect_reply(found)
-    assert (after.text, after.thinking) == (before.text, before.thinking)
-    assert [(c.id, c.name) for c in after.calls] == [(c.id, c.name) for c in before.calls]
-    assert after.finished.usage == before.finished.usage
-
-
-def test_a_whole_reply_reads_back_equal() -> None:
-    reply = collect_reply(answer(thinking(0, "hm"), text(1, "Hi"), call(2, "c1", "add", SUM), reason="tool_calls"))
-    found = gemini.read_reply(gemini.write_reply([reply], Request(model="m")))
-    assert found.blocks[1:] == (Block(Text("Hi")), Block(ToolCall("c1", "add", SUM)))
-    assert found.thinking == "hm"
-    assert (found.finished.reason, found.finished.usage) == ("tool_calls", USAGE)
-
-
-@pytest.mark.parametrize("cut", [b"", b"data: {}\n\n", b'data: {"cand', b"data: null\n\n"])
-def test_a_stream_that_ends_early_fails(cut: bytes) -> None:
-    reader = gemini.reader()
-    found = reader.feed(cut) + reader.finish()
-    assert isinstance(found[-1], Failed)
 
 
 def test_an_error_chunk_fails_the_stream() -> None:

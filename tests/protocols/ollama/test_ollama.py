@@ -7,13 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from modelyard.core.errors import ContextOverflow, InvalidRequest, ModelyardError, NotFound, OutputOverflow, Unavailable
+from modelyard.core.errors import ContextOverflow, InvalidRequest, ModelyardError, NotFound, Unavailable
 from modelyard.core.events import (
-    Block,
     BlockDelta,
     BlockEnd,
     BlockStart,
@@ -44,8 +41,6 @@ from modelyard.protocols import ollama
 from modelyard.protocols.ollama import generate
 from tests.protocols.event_streams import call, text, thinking, token
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_chat.helpers import check_grammar
-from tests.strategies import chunkings, events
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 TIMES = Timings(queue=0.5, tokenize=0.25, prefill=0.125, decode=2.0, total=3.0)
@@ -303,12 +298,6 @@ def test_an_error_is_one_sentence_with_a_status(error: ModelyardError, status: i
     assert type(ollama.read_error(written.status, written.headers, written.body)) is type(error)
 
 
-def test_an_overflow_keeps_its_numbers() -> None:
-    for error in (ContextOverflow(12, 8), OutputOverflow(5, 6, 8)):
-        written = ollama.write_error(error, trace="t")
-        assert ollama.read_error(400, {}, written.body) == error
-
-
 # --- the client role --------------------------------------------------------------------------------------------------
 
 
@@ -333,37 +322,12 @@ def test_a_request_reads_back_equal() -> None:
     assert generate.read_request(generate.write_request(bare), {}) == bare
 
 
-@settings(max_examples=60, deadline=None)
-@given(events(logprobs=False, incomplete=False, signatures=False), st.data())
-def test_a_stream_split_anywhere_reads_back_equal(written: list[Event], data: st.DataObject) -> None:
-    reader = ollama.reader()
-    found = [e for chunk in data.draw(chunkings(stream(ollama, written))) for e in reader.feed(chunk)] + reader.finish()
-    check_grammar(found)
-    before, after = collect_reply(written), collect_reply(found)
-    assert (after.text, after.thinking) == (before.text, before.thinking)
-    assert [(c.id, c.name) for c in after.calls] == [(c.id, c.name) for c in before.calls]
-
-
 def test_the_edges_clock_is_the_time_of_every_line() -> None:
     writer, now = ollama.writer(REQUEST, "t"), iter((1_700_000_000.25, 1_700_000_000.999_999, 1_700_000_001.0))
     writer.clock = lambda: next(now)
     lines = [writer.keepalive(), *(writer.write(event) for event in answer(text(0, "Hi")))]
     times = [msgspec.json.decode(line)["created_at"] for line in lines if line]
     assert times == ["2023-11-14T22:13:20.250000Z", "2023-11-14T22:13:20.999999Z", "2023-11-14T22:13:21.000000Z"]
-
-
-def test_a_whole_reply_reads_back_equal() -> None:
-    reply = collect_reply(answer(thinking(0, "hm"), text(1, "Hi"), call(2, "c1", "add", SUM), reason="tool_calls"))
-    read_back = ollama.read_reply(ollama.write_reply([reply], REQUEST))
-    assert read_back.blocks == (Block(Thinking("hm")), Block(Text("Hi")), Block(ToolCall("c1", "add", SUM)))
-    assert (read_back.finished.reason, read_back.finished.usage) == ("tool_calls", Usage(9, 0, 6))
-
-
-@pytest.mark.parametrize("cut", [b"", b'{"model":"m"}\n', b'{"mod', b"null\n"])
-def test_a_stream_that_ends_early_fails(cut: bytes) -> None:
-    reader = ollama.reader()
-    found = reader.feed(cut) + reader.finish()
-    assert isinstance(found[-1], Failed)
 
 
 def test_an_error_line_fails_the_stream() -> None:
