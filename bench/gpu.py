@@ -5,11 +5,11 @@
 
 FOLDER holds `llama-bench` and `llama-batched-bench` of the same build as the library that the engine loads. A step of a
 small model takes half a millisecond there, so that the cost of Python shows. The benchmark programs sample no tokens,
-while our engine picks the most likely one of each row: the ratio is not flattered. Then it samples with top_k and top_p,
-and from the whole vocabulary. "python" is the share of a step that
-is not spent inside C calls (see `bench.decode_step`), from a separate run, because the clock costs time itself; "waits"
-is the part of it for which the GPU waits; the rest overlaps with the next step. `--fit` loads the model into so much
-of the GPU's memory as `fit` chooses, beside the same number of layers without its other choices.
+while our engine picks the most likely one of each row: the ratio is not flattered. Then it samples with top_k and
+top_p, and from the whole vocabulary. "python" is the share of a step that is not spent inside C calls (see
+`bench.decode_step`), from a separate run, because the clock costs time itself; "waits" is the part of it for which the
+GPU waits; the rest overlaps with the next step. `--fit` loads the model into so much of the GPU's memory as `fit`
+chooses, beside the same number of layers without its other choices.
 """
 
 from __future__ import annotations

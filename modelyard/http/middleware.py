@@ -25,6 +25,10 @@ _ROUTES = frozenset(
     {
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/messages/batches",
+        "/v1/batches",
+        "/v1/files",
+        "/v1/conversations",
         "/v1/chat/completions",
         "/v1/responses",
         "/v1/responses/compact",
@@ -77,6 +81,18 @@ _OTHER_NAMES = {
     "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
     "/fim/completions": "/v1/fim/completions",
 }
+_WITH_ID = (
+    "/v1/models/",
+    "/models/",
+    "/v1/responses/",
+    "/v1/admin/",
+    "/v1beta/models/",
+    "/api/blobs/",
+    "/v1/conversations/",
+    "/v1/files/",
+    "/v1/batches/",
+    "/v1/messages/batches/",
+)
 _DEBUG_ONLY = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
 _POLLED = "/v1/admin/"  # open pages read it every second
 
@@ -227,7 +243,7 @@ def _pattern(path: str) -> str:
     if is_gemini(path) and ":" in path:
         method = path.rpartition(":")[2]
         return f"/v1beta/models/{{id}}:{method}" if method in GEMINI_METHODS else "other"
-    for prefix in ("/v1/models/", "/models/", "/v1/responses/", "/v1/admin/", "/v1beta/models/", "/api/blobs/"):
+    for prefix in _WITH_ID:
         if path.startswith(prefix):
             return prefix + "{id}"
     return "/workbench" if is_workbench(path) else "other"

@@ -20,11 +20,13 @@ from modelyard.protocols import (
     llama_completion,
     llama_infill,
     mistral_fim,
+    openai_batches,
     openai_completions,
     openai_embeddings,
     rerank,
     score,
 )
+from modelyard.protocols.anthropic_messages import batches as message_batches
 from modelyard.protocols.anthropic_messages import request as anthropic_messages
 from modelyard.protocols.gemini import embeddings as gemini_embeddings
 from modelyard.protocols.gemini import request as gemini
@@ -32,6 +34,7 @@ from modelyard.protocols.ollama import generate as ollama_generate
 from modelyard.protocols.ollama import models as ollama_models
 from modelyard.protocols.ollama import request as ollama
 from modelyard.protocols.openai_chat import request as openai_chat
+from modelyard.protocols.openai_responses import conversations
 from modelyard.protocols.openai_responses import request as openai_responses
 from modelyard.protocols.pool_responses import request as pool_responses
 
@@ -51,6 +54,21 @@ _TAKES: tuple[tuple[str, str, str, type], ...] = (
         "Count the tokens of a Responses request",
         "OpenaiResponses",
         openai_responses.ResponsesBody,
+    ),
+    (
+        "/v1/conversations",
+        "Create a conversation, which responses continue",
+        "Conversations",
+        conversations.ConversationBody,
+    ),
+    ("/v1/conversations/{id}", "Change a conversation", "Conversations", conversations.ConversationUpdateBody),
+    ("/v1/conversations/{id}/items", "Add items", "Conversations", conversations.ConversationItemsBody),
+    ("/v1/batches", "Run the requests of a file, at low priority", "Batches", openai_batches.BatchBody),
+    (
+        "/v1/messages/batches",
+        "Run many Messages requests, at low priority",
+        "MessageBatches",
+        message_batches.MessageBatchBody,
     ),
     ("/v1/responses/compact", "Summarize a conversation", "OpenaiResponses", openai_responses.ResponsesBody),
     ("/v1/completions", "OpenAI Completions (legacy)", "OpenaiCompletions", openai_completions.CompletionBody),
@@ -92,9 +110,28 @@ _TAKES: tuple[tuple[str, str, str, type], ...] = (
 _GIVES = (
     ("get", "/v1/models", "The models, in the shape of the protocol that asks"),
     ("get", "/v1/models/{id}", "One model; any name that a route knows"),
-    ("get", "/v1/responses/{id}", "A stored response"),
+    ("get", "/v1/responses/{id}", "A stored response, or the events of a background response"),
+    ("post", "/v1/responses/{id}/cancel", "Cancel a background response"),
     ("delete", "/v1/responses/{id}", "Forget a stored response"),
     ("get", "/v1/responses/{id}/input_items", "What a stored response was asked"),
+    ("get", "/v1/conversations/{id}", "A conversation"),
+    ("delete", "/v1/conversations/{id}", "Delete a conversation"),
+    ("get", "/v1/conversations/{id}/items", "Items of a conversation"),
+    ("get", "/v1/conversations/{id}/items/{item}", "One item"),
+    ("delete", "/v1/conversations/{id}/items/{item}", "Delete an item"),
+    ("post", "/v1/files", "Upload a file, as a form with file and purpose"),
+    ("get", "/v1/files", "Uploaded files, and those of batches"),
+    ("get", "/v1/files/{id}", "One file"),
+    ("delete", "/v1/files/{id}", "Delete a file"),
+    ("get", "/v1/files/{id}/content", "What is in a file"),
+    ("get", "/v1/batches", "Batches, the newest first"),
+    ("get", "/v1/batches/{id}", "One batch, and how far it is"),
+    ("post", "/v1/batches/{id}/cancel", "Cancel a batch"),
+    ("get", "/v1/messages/batches", "Batches of Messages, the newest first"),
+    ("get", "/v1/messages/batches/{id}", "One batch of Messages, and how far it is"),
+    ("delete", "/v1/messages/batches/{id}", "Delete a batch that has ended"),
+    ("post", "/v1/messages/batches/{id}/cancel", "Cancel a batch of Messages"),
+    ("get", "/v1/messages/batches/{id}/results", "The results of a batch of Messages, one a line"),
     ("get", "/api/tags", "The models, as Ollama"),
     ("get", "/api/ps", "The loaded models, as Ollama"),
     ("get", "/api/version", "The version of Ollama's API that is served"),
@@ -194,6 +231,8 @@ def _operation(summary: str, more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _path_parameters(path: str) -> dict[str, Any]:
-    if "{id}" not in path:
+    names = [name for name in ("id", "item") if f"{{{name}}}" in path]
+    if not names:
         return {}
-    return {"parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]}
+    kind = {"in": "path", "required": True, "schema": {"type": "string"}}
+    return {"parameters": [{"name": name} | kind for name in names]}

@@ -53,6 +53,10 @@ _MAX_CHARACTERS = 400_000
 _RENDER_PAUSE = 10  # times what the last rendering of Markdown took: the loop has other work
 
 
+# JavaScript that formats a whole number as `formatting.count` does.
+FORMAT_COUNT = "v => v == null ? '–' : v.toLocaleString('en').replaceAll(',', '\u202f')"
+
+
 def page_heading(title: str, subtitle: str = "") -> None:
     ui.page_title(f"{title} · Modelyard")
     with ui.column().classes("gap-0"):

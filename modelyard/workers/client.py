@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -42,6 +43,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _QUEUE_LIMIT = 1024  # items that may wait for a reader before the worker is asked to pause
+_MAX_LINE_AGE_S = 86_400.0  # of a worker's log line: beyond, its clock is not ours
 
 
 class SessionRequest:
@@ -313,15 +315,17 @@ class WorkerSession:
 
     def _on_log(self, received: msg.WorkerLog) -> None:
         fields = {} if self.welcome is None else {"worker": self.welcome.worker, "pid": self.welcome.pid}
+        now = time.time()
         for line in received.lines:
             if log.isEnabledFor(line.level):
+                created = line.created if abs(line.created - now) < _MAX_LINE_AGE_S else now
                 record = {
                     "name": line.logger,
                     "levelno": line.level,
                     "levelname": logging.getLevelName(line.level),
                     "msg": line.message,
-                    "created": line.created,
-                    "msecs": line.created % 1 * 1000,
+                    "created": created,
+                    "msecs": created % 1 * 1000,
                     "exc_text": line.error or None,
                     "request_id": line.request_id,
                     "fields": fields,

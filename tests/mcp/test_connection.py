@@ -52,7 +52,7 @@ async def test_a_call_that_takes_too_long_is_a_result() -> None:
 async def test_a_cancelled_call_is_cancelled_at_the_server(tmp_path: Path) -> None:
     tools, marker = of_server(), tmp_path / "marker"
     call = asyncio.create_task(tools.call("hang", {"marker": str(marker)}))
-    while not marker.exists():  # noqa: ASYNC110, ASYNC240 - the tool writes it
+    while not marker.exists():  # noqa: ASYNC110 - the tool writes it
         await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

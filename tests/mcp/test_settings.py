@@ -43,7 +43,7 @@ def test_names_and_hosts_are_checked() -> None:
 def test_a_route_names_a_server_that_exists() -> None:
     config = demo_config() | {"routes": [{"match": "*", "model": "demo", "mcp": "dosc"}]}
     config["mcp"] = {"servers": {"docs": {"url": "http://127.0.0.1:9/mcp"}}}
-    with pytest.raises(ConfigError, match="there is no MCP server 'dosc'.*Did you mean 'docs'"):
+    with pytest.raises(ConfigError, match=r"there is no MCP server 'dosc'.*Did you mean 'docs'"):
         load_config(env={}, overrides=config)
 
 

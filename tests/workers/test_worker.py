@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from modelyard.workers.messages import (
     Heartbeat,
     Hello,
     InferRequest,
+    LogLine,
     OpenEngine,
     PauseRequest,
     ResumeRequest,
@@ -549,9 +551,11 @@ async def test_log_lines_wait_for_a_client_that_wants_them_and_reach_it_once(
             raise ValueError("broken")
         except ValueError:
             forward.handle(logging.makeLogRecord(fields | {"msg": "after", "exc_info": sys.exc_info()}))
-        await until(lambda: "after" in caplog.messages)
+        worker.forward_log(LogLine(float("nan"), logging.WARNING, "engine", "at no time"))
+        await until(lambda: "at no time" in caplog.messages)
         lines = [record for record in caplog.records if record.name == "engine"]
-        assert [line.getMessage() for line in lines] == ["before any", "after"]
+        assert [line.getMessage() for line in lines] == ["before any", "after", "at no time"]
+        assert abs(lines[2].created - time.time()) < DEADLINE_S
         assert (lines[0].request_id, lines[0].fields["worker"]) == ("r1", "w")
         assert "ValueError: broken" in TextFormatter(colour=False).format(lines[1])
         for session in sessions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,15 @@ from nicegui import ui
 from modelyard.core.errors import ModelyardError
 from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import Json
-from modelyard.workbench.components import Stat, StateBadge, card, copy_button, page_heading, show_notice
+from modelyard.workbench.components import (
+    FORMAT_COUNT,
+    Stat,
+    StateBadge,
+    card,
+    copy_button,
+    page_heading,
+    show_notice,
+)
 from modelyard.workbench.session import PageSession
 
 _INTERVAL_S = 5.0
@@ -24,6 +33,10 @@ _LIMITS = {  # field: label, hint, whether it is a whole number
     "token_budget": ("Token budget", "Of prompts and answers, in one period.", True),
     "cost_budget": ("Cost budget", "By the prices of the models, in one period.", False),
 }
+_NO_KEYS = (
+    "This server has no keys: everyone on this machine may use it. The first key is an admin key; from then on every "
+    "request needs a key."
+)
 _GROUPS = {"key": "Key", "model": "Model", "day": "Day"}
 _COUNTS = {
     "requests": "Requests",
@@ -50,13 +63,7 @@ def page(session: PageSession) -> None:
     async def update() -> None:
         found = await session.client.keys(revoked=bool(revoked.value))
         keys, currency = found["data"], found["currency"]
-        show_notice(
-            notice,
-            ""
-            if any(key["state"] == "active" for key in keys)
-            else "This server has no keys: everyone on this machine may use it. The first key is an admin key; from then on "
-            "every request needs a key.",
-        )
+        show_notice(notice, "" if any(key["state"] == "active" for key in keys) else _NO_KEYS)
         if [key["id"] for key in keys] != list(panels):
             grid.clear()
             panels.clear()
@@ -103,6 +110,9 @@ class KeyPanel:
             revoke = ui.button("Revoke", icon="block", on_click=self._confirm)
             for button in (edit, revoke):
                 button.props("outline no-caps size=sm")
+
+    def _edit(self) -> None:
+        KeyDialog(self._session, self._on_change, self._key).open()
 
     def update(self, key: Json, currency: str) -> None:
         self._key, used = key, key["usage"]
@@ -158,7 +168,8 @@ class KeyDialog:
                 self._period = ui.select(_PERIODS, value=known.get("budget_period", "month"), label="Budget is for")
                 self._expires = ui.input("Expires", value=fmt.day(known.get("expires")))
                 self._expires.props('type=date stack-label hint="At the start of this day, UTC; empty: never"')
-                remote = {True: "yes", False: "no"}.get(known.get("allow_remote"), "")
+                allowed = known.get("allow_remote")
+                remote = "" if allowed is None else "yes" if allowed else "no"
                 self._remote = ui.select(_REMOTE, value=remote, label="Models on other servers")
                 for field in (self._period, self._expires, self._remote):
                     field.props("outlined dense").classes("w-full")
@@ -266,9 +277,16 @@ class UsageTable:
 # --- pure -------------------------------------------------------------------------------------------------------------
 
 
-def usage_row(row: Json, by: str, currency: str) -> Json:
-    counts = {name: fmt.count(row[name]) for name in _COUNTS if name != "cost"}
-    return {"group": row[by] or "without a key", **counts, "cost": fmt.cost(row["cost"], currency)}
+def usage_columns(by: str, currency: str) -> list[Json]:
+    """The browser formats the numbers, so that it can sort by them."""
+    unit = json.dumps(f" {currency}").replace("<", "\\u003c")
+    formats = dict.fromkeys(_COUNTS, FORMAT_COUNT) | {"cost": f"v => v.toFixed(v === 0 || v >= 0.1 ? 2 : 4) + {unit}"}
+    group = {"name": "group", "label": _GROUPS[by], "field": "group", "align": "left", "sortable": True}
+    counts = [
+        {"name": name, "label": label, "field": name, "align": "right", "sortable": True, ":format": formats[name]}
+        for name, label in _COUNTS.items()
+    ]
+    return [group, *counts]
 
 
 def limit_value(name: str, value: float | None) -> float | None:

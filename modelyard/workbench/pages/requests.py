@@ -12,6 +12,7 @@ from modelyard.core.errors import ModelyardError
 from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import Json
 from modelyard.workbench.components import (
+    FORMAT_COUNT,
     SERIES_COLOURS,
     CodePane,
     Stat,
@@ -44,7 +45,7 @@ _FORMAT_SECONDS = (
     "p => p.value == null ? '–' : p.value < 0.001 ? '<1 ms' : p.value < 1 ? Math.round(p.value * 1000) + ' ms' : "
     "p.value.toFixed(p.value < 10 ? 1 : 0) + ' s'"
 )
-_FORMAT_COUNT = "p => p.value == null ? '–' : p.value.toLocaleString('en').replaceAll(',', '\u202f')"
+_FORMAT_COUNT = f"p => ({FORMAT_COUNT})(p.value)"
 _FORMAT_RATE = "p => p.value == null ? '–' : p.value.toFixed(p.value < 100 ? 1 : 0)"
 _FORMAT_TIME = "p => p.data.live ? 'now' : new Date(p.value * 1000).toTimeString().slice(0, 8)"
 _EMIT_CLICK = "p => emitEvent('modelyard-request', {id: p.data.id, act: p.column.getColId() === 'act' && p.data.live})"
