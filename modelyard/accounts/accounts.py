@@ -71,7 +71,7 @@ class Accounts:
 
     def check_budget(self, key: str) -> None:
         """Raise BudgetExceeded if this key may not start another request."""
-        if key:
+        if key in self.ledger.budgets:
             self.ledger.check_budget(key, self._clock())
 
     def add(self, key: str, model: str, usage: Usage, *, failed: bool = False, requests: int = 1) -> float:

@@ -111,7 +111,7 @@ class UsageLedger:
         self.prices: Mapping[str, Price] = {}
         self.pending: dict[UsageKey, UsageCounts] = {}
         self.written: dict[tuple[str, str], UsageCounts] = {}
-        self._budgets: dict[str, BudgetUse] = {}
+        self.budgets: dict[str, BudgetUse] = {}
 
     def add(self, key: str, model: str, usage: Usage, now: float, *, failed: bool = False, requests: int = 1) -> float:
         """Returns the cost."""
@@ -129,7 +129,7 @@ class UsageLedger:
         counts.reasoning += usage.reasoning
         counts.cost += cost
         counts.last = now
-        if self._budgets and (budget := self._budgets.get(key)) is not None:
+        if self.budgets and (budget := self.budgets.get(key)) is not None:
             budget.restart(now)
             budget.tokens += usage.prompt + usage.output
             budget.cost += cost
@@ -139,13 +139,13 @@ class UsageLedger:
 
     def check_budget(self, key: str, now: float) -> None:
         """Raise BudgetExceeded if this key may not start another request."""
-        if (budget := self._budgets.get(key)) is not None:
+        if (budget := self.budgets.get(key)) is not None:
             budget.restart(now)
             budget.check(now)
 
     def set_keys(self, keys: Iterable[Key], now: float) -> None:
         """A key with the same period keeps what it has used."""
-        before, self._budgets = self._budgets, {}
+        before, self.budgets = self.budgets, {}
         for key in keys:
             if key.token_budget is None and key.cost_budget is None:
                 continue
@@ -153,16 +153,13 @@ class UsageLedger:
             if use is None or use.key.budget_period != key.budget_period:
                 use = BudgetUse(key, *period(key.budget_period, now))
             use.key = key
-            self._budgets[key.name] = use
+            self.budgets[key.name] = use
 
     def periods(self, now: float) -> dict[str, int]:
         """The keys with budgets, and the first day of their periods."""
-        for budget in self._budgets.values():
+        for budget in self.budgets.values():
             budget.restart(now)
-        return {name: budget.since for name, budget in self._budgets.items()}
-
-    def used(self, key: str) -> BudgetUse | None:
-        return self._budgets.get(key)
+        return {name: budget.since for name, budget in self.budgets.items()}
 
     # --- the file -----------------------------------------------------------------------------------------------------
 
@@ -182,10 +179,10 @@ class UsageLedger:
     def read(self, spent: Mapping[str, tuple[int, UsageCounts]]) -> None:
         """What the file has of keys with budgets, each since its first day: of all processes."""
         for name, (since, counts) in spent.items():
-            if (budget := self._budgets.get(name)) is not None and budget.since == since:
+            if (budget := self.budgets.get(name)) is not None and budget.since == since:
                 budget.tokens, budget.cost = counts.prompt + counts.output, counts.cost
         for (day, key, _), counts in self.pending.items():
-            if key in spent and (budget := self._budgets.get(key)) is not None and day >= budget.since == spent[key][0]:
+            if key in spent and (budget := self.budgets.get(key)) is not None and day >= budget.since == spent[key][0]:
                 budget.tokens += counts.prompt + counts.output
                 budget.cost += counts.cost
 

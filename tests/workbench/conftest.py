@@ -22,6 +22,9 @@ history_texts = true
 [store]
 chats = "chats.sqlite"
 
+[accounts]
+path = "accounts.sqlite"
+
 [[keys]]
 name = "owner"
 key = "the-owner"

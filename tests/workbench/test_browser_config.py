@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from tests.cli_process import serve
 from tests.workbench.browser import BrowserPage
 from tests.workbench.conftest import CONFIG, RestartableServer
 
@@ -123,3 +125,64 @@ def test_a_file_that_changes_meanwhile_is_not_overwritten(page: BrowserPage, fil
     assert file.read_text().endswith("# by hand\n")
     assert 'description = "Mine"' in file.read_text()
     file.write_text(CONFIG)
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_created_limited_used_and_revoked(page: BrowserPage, server: RestartableServer) -> None:
+    page.open("/keys")
+    page.find("[data-key=owner]", "from the configuration")
+    page.click("button", "Create a key")
+    page.click(".q-dialog button", "Create")
+    page.find(".q-dialog .error")
+    page.type(".q-dialog input[aria-label=Name]", "team")
+    page.type(".q-dialog textarea[aria-label=Models]", "demo")
+    page.type(".q-dialog input[aria-label='Token budget']", "5000")
+    page.click(".q-dialog button", "Create")
+    secret = page.text(".q-dialog .secret")
+    page.click(".q-dialog button", "Done")
+    page.wait_gone(".q-dialog")
+    page.find("[data-key=team]", "of 5\u202f000 tokens")
+    assert secret not in page.run("return document.body.innerText")
+
+    body = {"model": "demo", "messages": [{"role": "user", "content": "think"}]}
+    headers = {"authorization": f"Bearer {secret}"}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code == 200
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"model": "second"}, headers=headers)
+    assert refused.status_code in (403, 404)
+    page.open("/keys")
+    page.find("[data-key=team] .stats", "just now")
+    page.find(".usage", "team")
+
+    page.click("[data-key=team] button", "Limits")
+    page.type(".q-dialog input[aria-label='Requests at a time']", "1")
+    page.click(".q-dialog button", "Save")
+    page.find("[data-key=team]", "1 requests at a time")
+    page.click("[data-key=team] button", "Revoke")
+    page.click(".q-dialog button", "Revoke")
+    page.wait_gone("[data-key=team]")
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers).status_code == 401
+    page.click(".q-toggle", "Show revoked keys")
+    page.find("[data-key=team]", "revoked")
+
+
+def test_the_first_key_unlocks_the_page_that_created_it(locked: BrowserPage, tmp_path: Path) -> None:
+    fake = '[models.demo]\nbackend = "fake"\n[accounts]\npath = "accounts.sqlite"\n'
+    with serve(tmp_path, config=fake) as running:
+        page = BrowserPage(locked.driver, running.url)
+        page.open("/keys")
+        page.find(".muted", "This server has no keys")
+        page.click("button", "Create a key")
+        page.type(".q-dialog input[aria-label=Name]", "me")
+        page.click(".q-dialog button", "Create")
+        page.find(".q-dialog .error", "admin")
+        page.click(".q-dialog .q-checkbox")
+        page.click(".q-dialog button", "Create")
+        page.find(".q-dialog .secret")
+        page.click(".q-dialog button", "Done")
+        page.find("[data-key=me]", "active")
+        assert httpx.get(f"{running.url}/v1/admin/models").status_code == 401
+        page.open("")
+        page.find("[data-model=demo]", "ready")
+        page.driver.get("about:blank")

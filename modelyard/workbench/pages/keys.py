@@ -104,9 +104,7 @@ class KeyPanel:
 
     def _build_actions(self) -> None:
         with ui.element("div").classes("line") as self._actions:
-            edit = ui.button(
-                "Limits", icon="tune", on_click=lambda: KeyDialog(self._session, self._on_change, self._key).open()
-            )
+            edit = ui.button("Limits", icon="tune", on_click=self._edit)
             revoke = ui.button("Revoke", icon="block", on_click=self._confirm)
             for button in (edit, revoke):
                 button.props("outline no-caps size=sm")
@@ -255,17 +253,8 @@ class UsageTable:
     async def _load(self) -> None:
         by = str(self._by.value)
         found = await self._session.client.usage(by)
-        self._table.columns = [
-            {
-                "name": name,
-                "label": label,
-                "field": name,
-                "align": "left" if name == "group" else "right",
-                "sortable": True,
-            }
-            for name, label in {"group": _GROUPS[by], **_COUNTS}.items()
-        ]
-        self._table.rows = [usage_row(row, by, found["currency"]) for row in found["data"]]
+        self._table.columns = usage_columns(by, found["currency"])
+        self._table.rows = [{**row, "group": row[by] or "without a key"} for row in found["data"]]
         total = found["total"]
         self._span.set_text(
             f"{found['from']} to {found['to']} (UTC): {fmt.plural(total['requests'], 'request')}, "
