@@ -81,7 +81,9 @@ def _sockets(process: psutil.Process) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MultiProcessServer]:
-    with cli_process.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
+    folder = tmp_path_factory.mktemp("fleet")
+    accounts = f'[accounts]\npath = "{folder / "accounts.sqlite"}"\n'
+    with cli_process.serve(folder, "--workers", "2", config=CONFIG + accounts) as server:
         cluster = MultiProcessServer(server)
         cluster.wait_for_processes(2)
         yield cluster
@@ -107,6 +109,26 @@ def test_a_stored_response_is_continued_by_any_process(cluster: MultiProcessServ
         assert reply.status_code == 200, reply.text
         found = httpx.get(f"{cluster.url}/v1/responses/{reply.json()['id']}")
         assert found.json()["previous_response_id"] == first["id"]
+
+
+def test_keys_are_created_and_revoked_in_all_processes_at_once(cluster: MultiProcessServer):
+    keys = f"{cluster.url}/v1/admin/keys"
+    boss = httpx.post(keys, json={"name": "boss", "admin": True}).json()
+    headers = {"x-api-key": boss["secret"]}
+
+    def statuses(secret: str) -> set[int]:
+        """Each on a new connection."""
+        return {httpx.get(f"{cluster.url}/v1/models", headers={"x-api-key": secret}).status_code for _ in range(16)}
+
+    try:
+        assert statuses("") == {401}
+        made = httpx.post(keys, json={"name": "team"}, headers=headers).json()
+        assert statuses(made["secret"]) == {200}
+        assert httpx.delete(f"{keys}/{made['id']}", headers=headers).status_code == 200
+        assert statuses(made["secret"]) == {401}
+    finally:
+        httpx.delete(f"{keys}/{boss['id']}", headers=headers)
+    assert statuses("") == {200}
 
 
 def test_a_killed_process_is_replaced_and_loses_no_metrics(cluster: MultiProcessServer):
