@@ -65,7 +65,9 @@ class BackgroundResponses:
         owner.on_sign.append(self._look_for_cancels)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, source: EventSource, request: Request, key: str, observer: RunObserver) -> tuple[str, bytes]:
+    async def start(
+        self, source: EventSource, request: Request, key: str, observer: BackgroundObserver
+    ) -> tuple[str, bytes]:
         """Run a request that was started. Returns the response's id, and the object as it is now."""
         prepared = source.prepared
         writer = ResponsesStreamWriter(request, prepared.caller.trace)
@@ -285,7 +287,7 @@ class BackgroundResponses:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class RunObserver(msgspec.Struct, frozen=True):
+class BackgroundObserver(msgspec.Struct, frozen=True):
     """`public_error`: an error as the client may see it. `on_end` gets all events."""
 
     public_error: Callable[[ModelyardError], ModelyardError]
@@ -301,7 +303,7 @@ class BackgroundRun:
         request: Request,
         writer: ResponsesStreamWriter,
         frames: list[bytes],
-        observer: RunObserver,
+        observer: BackgroundObserver,
     ) -> None:
         self.source, self.request, self._writer, self.frames = source, request, writer, frames
         self.observer = observer

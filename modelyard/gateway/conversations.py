@@ -18,7 +18,7 @@ from modelyard.protocols.openai_responses.conversations import complete_items, p
 _PAGE = 100
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class StoredConversation(msgspec.Struct, frozen=True):
     id: str
     created: int
     metadata: Metadata
@@ -33,16 +33,16 @@ class Conversations:
 
     def __init__(self, store: ObjectStore, ttl_s: float) -> None:
         self._store = store
-        self._records = Records(store, "conversations", Conversation, "conversation", ttl_s)
+        self._records = Records(store, "conversations", StoredConversation, "conversation", ttl_s)
         self.get, self.delete = self._records.get, self._records.delete
 
-    async def create(self, key: str, metadata: Metadata, items: list[JsonObject]) -> Conversation:
-        made = Conversation(new_id("conv_"), int(time.time()), metadata)
+    async def create(self, key: str, metadata: Metadata, items: list[JsonObject]) -> StoredConversation:
+        made = StoredConversation(new_id("conv_"), int(time.time()), metadata)
         await self._records.put(made.id, key, made)
         await self._add(made.id, key, items)
         return made
 
-    async def update(self, id: str, key: str, metadata: Metadata) -> Conversation:
+    async def update(self, id: str, key: str, metadata: Metadata) -> StoredConversation:
         return await self._records.update(id, key, lambda found: msgspec.structs.replace(found, metadata=metadata))
 
     async def add(self, id: str, key: str, items: list[JsonObject]) -> None:
@@ -68,7 +68,7 @@ class Conversations:
             raise _no_item(id, item)
         return found
 
-    async def delete_item(self, id: str, key: str, item: str) -> Conversation:
+    async def delete_item(self, id: str, key: str, item: str) -> StoredConversation:
         found = await self.get(id, key)
         if not await self._store.delete(self._records.parts(id, key), item):
             raise _no_item(id, item)

@@ -6,7 +6,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from modelyard.gateway.conversations import Conversation, Conversations, new_item_id
+from modelyard.gateway.conversations import Conversations, StoredConversation, new_item_id
 from modelyard.http.request_context import RequestContext, read_body, run_sized
 from modelyard.http.settings import HttpSettings
 from modelyard.http.stored_responses import included
@@ -86,7 +86,7 @@ def _key(request: HttpRequest) -> str:
     return RequestContext.of(request.scope).key
 
 
-def _written(found: Conversation) -> bytes:
+def _written(found: StoredConversation) -> bytes:
     return write_conversation(found.id, found.created, found.metadata)
 
 

@@ -15,7 +15,7 @@ from modelyard.core.errors import ModelyardError, Unsupported
 from modelyard.core.events import Event, Failed, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
-from modelyard.gateway.background_responses import RunObserver
+from modelyard.gateway.background_responses import BackgroundObserver
 from modelyard.gateway.gateway import EventSource, Gateway
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
@@ -147,7 +147,7 @@ class InferenceEndpoint:
             source.close()
             on_end(b"")
             raise Unsupported("background: responses are not stored here", param="background")
-        observer = RunObserver(lambda error: public_error(error, context), on_end)
+        observer = BackgroundObserver(lambda error: public_error(error, context), on_end)
         id, response = await background.start(source, request, context.key, observer)
         if not request.stream:
             await send_json(exchange.send, context, 200, response)
