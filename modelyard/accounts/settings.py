@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _MAX_NAME = 64
-_MAX_MODELS = 100
+_MAX_MODELS, _MAX_PATTERN = 100, 256
 
 BudgetPeriod = Literal["day", "month", "total"]
 
@@ -49,7 +49,7 @@ class KeyRules(BaseModel):
         description="Whether this key may use models that send data to another server: true allows it, false forbids "
         "it on every route, unset allows it on routes with allow_remote only. No request can change it.",
     )
-    models: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
+    models: list[str] = Field(
         default_factory=list,
         max_length=_MAX_MODELS,
         description="What this key may use: globs on the names of models and caches, or the match of a route as it is "
@@ -81,6 +81,13 @@ class KeyRules(BaseModel):
         description="When the key stops working: a date and time (UTC unless it names a zone), or seconds since 1970.",
     )
 
+    @field_validator("models")
+    @classmethod
+    def _models_are_names(cls, value: list[str]) -> list[str]:
+        if any(not 0 < len(name) <= _MAX_PATTERN for name in value):
+            raise ValueError(f"a name has 1 to {_MAX_PATTERN} characters")
+        return value
+
 
 class NewKey(KeyRules):
     """A key to create."""
@@ -99,8 +106,8 @@ class NewKey(KeyRules):
         return value
 
 
-class KeySettings(KeyRules):
-    """One API key. Exactly one of `hash`, `env` and `key` says what the secret is."""
+class KeySecret(BaseModel):
+    """Exactly one of `hash`, `env` and `key` says what the secret is."""
 
     name: str = Field(min_length=1, description="What logs, metrics and stored responses call the owner of this key.")
     hash: str | None = Field(
@@ -128,6 +135,10 @@ class KeySettings(KeyRules):
             found = " and ".join(given) or "none of them"
             raise ValueError(f"a key needs exactly one of hash, env and key; found {found}")
         return self
+
+
+class KeySettings(KeyRules, KeySecret):
+    """One API key of the configuration."""
 
 
 class AccountSettings(BaseModel):

@@ -38,7 +38,7 @@ class Config(BaseModel):
 
     http: HttpSettings = Field(default=HttpSettings(), description="The HTTP server.")
     keys: list[KeySettings] = Field(
-        default_factory=list, description="API keys; an empty list turns authentication off."
+        default_factory=list, description="API keys. Without any, and without created ones, authentication is off."
     )
     accounts: AccountSettings = Field(
         default=AccountSettings(), description="Created keys, and the usage and cost of all keys."

@@ -193,5 +193,9 @@ def _markdown_lines(chat: Chat) -> Iterator[str]:
                     yield "".join(item.text for item in content if isinstance(item, Text))
                 case "image":
                     yield "*(an image)*"
+                case "audio":
+                    yield "*(a sound)*"
+                case "document":
+                    yield f"*(the document {getattr(part, 'name', '') or 'without a name'})*"
         if turn.error:
             yield f"*{turn.error}*"

@@ -34,8 +34,8 @@ _MAX_BODY_BYTES = 32 * 1024**2  # enough for an uploaded image
 # NiceGUI compiles its templates in the browser, so inline scripts and eval must be allowed; other origins are not.
 _CONTENT_SECURITY_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; font-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'"
+    "img-src 'self' data: blob:; media-src 'self' data:; font-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'"
 )
 _SECURITY_HEADERS = (
     (b"content-security-policy", _CONTENT_SECURITY_POLICY.encode()),

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from modelyard.core.chat import Chat
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Message, Part, Reasoning, Request, Sampling, Text, Tool
+from modelyard.core.request import (
+    Audio,
+    Document,
+    Image,
+    Message,
+    Part,
+    Reasoning,
+    Request,
+    Sampling,
+    Text,
+    Tool,
+)
 
 PROTOCOLS = {
     "openai_chat": "OpenAI Chat Completions",
@@ -40,6 +53,41 @@ def chat_request(chat: Chat, model: str, end: str | None = None, draft: tuple[Pa
     )
 
 
+# --- files ------------------------------------------------------------------------------------------------------------
+
+IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+PDF_TYPE = "application/pdf"
+_AUDIO_TYPES = {  # what browsers call the formats
+    **dict.fromkeys(("audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave"), "audio/wav"),
+    **dict.fromkeys(("audio/mpeg", "audio/mp3"), "audio/mpeg"),
+    **dict.fromkeys(("audio/flac", "audio/x-flac"), "audio/flac"),
+}
+FILE_TYPES = (*IMAGE_TYPES, *_AUDIO_TYPES, PDF_TYPE)
+
+
+def attached_part(name: str, content_type: str, data: bytes) -> Image | Audio | Document:
+    """A file as a part of a message. Raises InvalidRequest."""
+    encoded = base64.b64encode(data).decode()
+    if content_type in IMAGE_TYPES:
+        return Image(f"data:{content_type};base64,{encoded}")
+    if content_type in _AUDIO_TYPES:
+        return Audio(f"data:{_AUDIO_TYPES[content_type]};base64,{encoded}")
+    if content_type == PDF_TYPE:
+        return Document(f"data:{PDF_TYPE};base64,{encoded}", name)
+    kind = f" ({content_type})" if content_type else ""
+    raise InvalidRequest(f"{name}{kind} cannot be attached: images, WAV, MP3, FLAC and PDF can", code="invalid_file")
+
+
+def refusal(part: Part, name: str, modalities: Mapping[str, Sequence[str]]) -> str:
+    """Why a model does not take this file, given what each model takes; empty if all do. Every model takes a PDF: at
+    least the text of its pages."""
+    needed = "image" if isinstance(part, Image) else "audio" if isinstance(part, Audio) else "text"
+    for model, taken in modalities.items():
+        if needed not in taken:
+            return f"{model} takes {' and '.join(taken)} only: {name} is not attached."
+    return ""
+
+
 def read_tools(text: str) -> tuple[Tool, ...]:
     """Tools as JSON, one or a list, in the format of any of the protocols."""
     if not text.strip():
@@ -66,7 +114,7 @@ def _read_tool(item: Any, number: int) -> Tool:
 
 
 def format_body(body: bytes) -> str:
-    """Indented JSON in which images are shortened."""
+    """Indented JSON in which files are shortened."""
     return msgspec.json.format(msgspec.json.encode(_shortened(msgspec.json.decode(body))), indent=2).decode()
 
 

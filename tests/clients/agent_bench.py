@@ -141,9 +141,9 @@ def record_requests(gateway: Gateway, requests: list[Request]) -> None:
     """Every request as the server has read it, in order of arrival."""
     prepare = gateway.prepare
 
-    async def recording(request: Request, caller: Caller, *more: Any) -> PreparedRequest:
+    async def recording(request: Request, caller: Caller, *more: Any, **named: Any) -> PreparedRequest:
         requests.append(request)
-        return await prepare(request, caller, *more)
+        return await prepare(request, caller, *more, **named)
 
     gateway.prepare = recording  # type: ignore[method-assign]
 

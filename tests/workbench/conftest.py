@@ -37,7 +37,7 @@ key = "a-guest"
 [models.demo]
 backend = "fake"
 token_delay = 0.02
-modalities = ["text", "image"]
+modalities = ["text", "image", "audio"]
 script = [
     { when = "endless", steps = [{ tokens = 100000 }] },
     { result = "sunny", steps = [{ text = "Take a hat." }] },

@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from tests.prompt.test_pdf_pages import pdf
 from tests.workbench.browser import MESSAGE, BrowserPage, choose, send
 from tests.workbench.conftest import RestartableServer
 
 pytestmark = pytest.mark.browser
 
+WAV = (
+    b"RIFF"
+    + (36 + 1600).to_bytes(4, "little")
+    + b"WAVEfmt \x10\0\0\0\1\0\1\0"
+    + bytes.fromhex("803e0000 007d0000 02001000")
+)
+WAV += b"data" + (1600).to_bytes(4, "little") + bytes(1600)
 IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 IN_VIEW = (
     "const box = document.querySelector('{css}').getBoundingClientRect();"
@@ -107,6 +115,33 @@ def test_an_image_is_sent_with_the_next_message(page: BrowserPage, tmp_path: Pat
     page.find(".code-block", "data:image/png;base64")
     page.find(".turn.assistant", "tok/s")
     assert not page.find_all(".attachment")
+
+
+def test_sound_and_pdf_are_sent_where_the_model_takes_them(page: BrowserPage, tmp_path: Path) -> None:
+    (tmp_path / "tone.wav").write_bytes(WAV)
+    (tmp_path / "terms.pdf").write_bytes(pdf("The terms of 2026"))
+    choose(page, "second")
+    file_input = page.driver.find_element("css selector", "input[type=file]")
+    file_input.send_keys(str(tmp_path / "tone.wav"))
+    page.find("[role=alert]", "second takes text only: tone.wav is not attached.")
+    assert not page.find_all(".attachment")
+    file_input.send_keys(str(tmp_path / "terms.pdf"))
+    page.find(".attachment .file-chip", "terms.pdf")
+    page.wait_gone("[role=alert]")
+    send(page, "Read it")
+    page.find(".turn.user .file-chip", "terms.pdf")
+    page.find(".turn.assistant", "From the second.")
+    page.click(".turn.assistant a", "view request")
+    page.find(".card", "The terms of 2026")
+    choose(page, "demo")
+    page.driver.find_element("css selector", "input[type=file]").send_keys(str(tmp_path / "tone.wav"))
+    page.find(".attachment audio")
+    send(page, "think")
+    page.find(".turn.user audio")
+    page.click(".q-tab", "Request")
+    page.find(".code-block", "input_audio")
+    page.find(".turn.assistant", "tok/s")
+    page.wait_until(lambda: page.run("return document.querySelector('.turn audio').duration > 0"), "it can be played")
 
 
 def test_a_pasted_image_is_attached(page: BrowserPage) -> None:

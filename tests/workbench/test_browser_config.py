@@ -108,6 +108,7 @@ def test_a_cache_is_added_and_a_route_leads_to_it(page: BrowserPage, server: Res
     page.click("button[aria-label='Edit small']")
     page.click("button", "Remove")
     page.click(".q-dialog button", "Remove")
+    page.find("[role=heading]", "Caches")
     page.wait_gone(".card .name", "small")
     assert file.read_text() == CONFIG
 
@@ -152,13 +153,14 @@ def test_a_key_is_created_limited_used_and_revoked(page: BrowserPage, server: Re
     refused = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"model": "second"}, headers=headers)
     assert refused.status_code in (403, 404)
     page.open("/keys")
-    page.find("[data-key=team] .stats", "just now")
+    page.find("[data-key=team] .stats .value")
+    page.wait_gone("[data-key=team] .stats", "never")
     page.find(".usage", "team")
 
     page.click("[data-key=team] button", "Limits")
     page.type(".q-dialog input[aria-label='Requests at a time']", "1")
     page.click(".q-dialog button", "Save")
-    page.find("[data-key=team]", "1 requests at a time")
+    page.find("[data-key=team]", "limits: 1 request at a time")
     page.click("[data-key=team] button", "Revoke")
     page.click(".q-dialog button", "Revoke")
     page.wait_gone("[data-key=team]")

@@ -8,16 +8,18 @@ import shlex
 import pytest
 
 from modelyard.core.chat import Chat, Turn
-from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Image, Part, Text, ToolCall, ToolResult
+from modelyard.core.errors import InvalidRequest, Unsupported
+from modelyard.core.request import Audio, Document, Image, Part, Text, ToolCall, ToolResult
 from modelyard.http.errors import load_protocol
 from modelyard.workbench.chat_request import (
     PROTOCOLS,
+    attached_part,
     chat_request,
     curl_snippet,
     format_body,
     python_snippet,
     read_tools,
+    refusal,
 )
 
 CHAT = load_protocol("openai_chat")
@@ -93,3 +95,50 @@ def test_the_python_snippet_compiles_and_has_the_exact_body(needs_key: bool) -> 
     exec(head, namespace)  # everything before the request
     assert namespace["body"] == json.loads(body)
     assert ("os" in namespace) == needs_key
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content_type", "part"),
+    [
+        ("image/png", Image("data:image/png;base64,YWJj")),
+        ("audio/x-wav", Audio("data:audio/wav;base64,YWJj")),
+        ("audio/mp3", Audio("data:audio/mpeg;base64,YWJj")),
+        ("application/pdf", Document("data:application/pdf;base64,YWJj", "a file")),
+    ],
+)
+def test_a_file_becomes_a_part(content_type: str, part: Part) -> None:
+    assert attached_part("a file", content_type, b"abc") == part
+
+
+@pytest.mark.parametrize("content_type", ["audio/ogg", "text/html", ""])
+def test_other_files_are_refused_in_one_sentence(content_type: str) -> None:
+    with pytest.raises(InvalidRequest, match="a file.* cannot be attached: images, WAV, MP3, FLAC and PDF can"):
+        attached_part("a file", content_type, b"abc")
+
+
+def test_a_model_that_takes_no_such_file_is_named() -> None:
+    taken = {"sees": ["text", "image"], "reads": ["text"]}
+    image, sound, pdf = Image("data:,"), Audio("data:,"), Document("data:,")
+    assert refusal(sound, "a.wav", taken) == "sees takes text and image only: a.wav is not attached."
+    assert refusal(image, "a.png", taken) == "reads takes text only: a.png is not attached."
+    assert refusal(pdf, "a.pdf", taken) == ""
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_files_reach_the_server_in_every_protocol(name: str) -> None:
+    protocol = load_protocol(name)
+    pdf, sound = Document("data:application/pdf;base64,YWJj", "a.pdf"), Audio("data:audio/wav;base64,YWJj")
+
+    def read_back(part: Part) -> tuple[Part, ...]:
+        body = protocol.write_request(chat_request(chat(part, Text("What is it?")), "m"))
+        return protocol.read_request(body, {}).messages[-1].parts
+
+    assert read_back(pdf)[0] == pdf
+    if name == "anthropic_messages":
+        with pytest.raises(Unsupported, match="takes no audio"):
+            read_back(sound)
+    else:
+        assert read_back(sound)[0] == sound

@@ -197,6 +197,21 @@ async def test_the_limits_of_a_key_cover_all_gateways(tmp_path: Path) -> None:
         (await lease_from(two, key="k")).release()
 
 
+async def test_limits_of_a_created_key_reach_the_scheduler_and_the_one_that_replaces_it(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
+        one.set_limits({"new": KeyLimits(max_concurrent=1)})
+        lease = await lease_from(one, key="new")
+        with pytest.raises(RateLimited):
+            await lease_from(two, key="new")
+        lease.release()
+        await deployment.kill()
+        await deployment.start()
+        await until(lambda: "new" in deployment.scheduler._rate_limiters)
+        one.set_limits({})
+        await until(lambda: not deployment.scheduler._rate_limiters)
+
+
+
 async def test_a_gateway_gets_the_errors_of_the_scheduler(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         with pytest.raises(NotFound):

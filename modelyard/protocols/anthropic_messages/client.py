@@ -104,8 +104,10 @@ def _write_content(parts: Iterable[Part]) -> str | list[dict[str, Any]]:
 
 
 def _write_part(part: Part) -> dict[str, Any]:
-    if isinstance(part, Audio | Document):  # documents are pages by now
+    if isinstance(part, Audio):
         raise Unsupported("Anthropic's API takes no audio", code="modality_unsupported", param="messages")
+    if isinstance(part, Document):
+        return {"type": "document", "source": _write_source(part.url)} | ({"title": part.name} if part.name else {})
     if isinstance(part, Image):
         return {"type": "image", "source": _write_source(part.url)}
     if isinstance(part, ToolReference):

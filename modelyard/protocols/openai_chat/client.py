@@ -26,6 +26,7 @@ from modelyard.core.events import (
 )
 from modelyard.core.request import (
     Audio,
+    Document,
     Constraint,
     Image,
     Message,
@@ -120,9 +121,9 @@ def _write_assistant(message: Message) -> dict[str, Any]:
 
 def _write_content(parts: tuple[Part, ...]) -> str | list[dict[str, Any]]:
     """A string where one text is all there is: many servers accept nothing else."""
-    shown: list[Text | Image | Audio] = []
+    shown: list[Text | Image | Audio | Document] = []
     for part in parts:
-        if isinstance(part, Text | Image | Audio):
+        if isinstance(part, Text | Image | Audio | Document):
             shown.append(part)
         elif isinstance(part, ToolReference):
             # Chat cannot add a tool in mid-conversation: its definition goes into `tools`, and this takes its place.
@@ -134,9 +135,11 @@ def _write_content(parts: tuple[Part, ...]) -> str | list[dict[str, Any]]:
     return [_write_part(part) for part in shown]
 
 
-def _write_part(part: Text | Image | Audio) -> dict[str, Any]:
+def _write_part(part: Text | Image | Audio | Document) -> dict[str, Any]:
     if isinstance(part, Audio):
         return write_audio(part)
+    if isinstance(part, Document):
+        return {"type": "file", "file": {"filename": part.name or "document.pdf", "file_data": part.url}}
     if isinstance(part, Text):
         return {"type": "text", "text": part.text}
     return {"type": "image_url", "image_url": {"url": part.url} | present(detail=part.detail)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import codecs
 import time
 from collections.abc import Callable, Sequence
@@ -16,23 +15,25 @@ from modelyard.core.chat import Chat, ChatSummary, Turn, new_id, to_markdown
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, ReplyBuilder, Started, Usage
 from modelyard.core.protocol import WireProtocol
-from modelyard.core.request import Image, Part, Text, Thinking, ToolCall, ToolResult
+from modelyard.core.request import Audio, Document, Image, Part, Text, Thinking, ToolCall, ToolResult
 from modelyard.http.errors import load_protocol
 from modelyard.workbench import formatting as fmt
 from modelyard.workbench.api_client import ApiClient, Json
 from modelyard.workbench.chat_request import (
+    FILE_TYPES,
     PROTOCOLS,
     THINKING_MODES,
+    attached_part,
     chat_request,
     curl_snippet,
     format_body,
     python_snippet,
+    refusal,
 )
-from modelyard.workbench.components import CodePane, MarkdownText, StreamingText, copy_button, page_heading
+from modelyard.workbench.components import CodePane, MarkdownText, StreamingText, copy_button, page_heading, show_notice
 from modelyard.workbench.session import PageSession
 
 MAX_MODELS = 4  # that answer side by side
-_IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _MAX_FILE_BYTES = 20 * 1024**2
 _FLUSH_INTERVAL_S = 0.1
 _COUNT_DELAY_S = 0.4  # after the last key
@@ -226,6 +227,8 @@ class ChatView:
 
     def _build_composer(self) -> None:
         self._attachments = ui.element("div").classes("line")
+        self._refusal = ui.label("").classes("error small text").props("role=alert")
+        self._refusal.set_visibility(False)
         with ui.element("div").classes("w-full composer") as composer:
             self._input = ui.textarea(placeholder="Type a message. Enter sends, Shift+Enter starts a new line.")
             self._input.props('outlined autogrow autofocus aria-label="Message"').classes("w-full")
@@ -236,9 +239,10 @@ class ChatView:
             self._stop_button = ui.button("Stop", icon="stop", on_click=self.stop)
             self._stop_button.props("unelevated no-caps color=negative")
             upload = ui.upload(on_upload=self._attach, auto_upload=True, multiple=True, max_file_size=_MAX_FILE_BYTES)
-            upload.props(f'accept="{",".join(_IMAGE_TYPES)}"').classes("hidden").on("rejected", self._rejected)
+            upload.props(f'accept="{",".join(FILE_TYPES)}"').classes("hidden").on("rejected", self._rejected)
             attach = ui.button(icon="attach_file", on_click=lambda: upload.run_method("pickFiles"))
-            attach.props('flat dense color=grey aria-label="Attach images"').tooltip("Images; or paste or drop them")
+            attach.props('flat dense color=grey aria-label="Attach files"')
+            attach.tooltip("Images, sound and PDF; or paste or drop them")
             ui.space()
             with ui.element("div").classes("context-meter") as self._count_box:
                 self._count = ui.label("").classes("muted small").props("aria-live=polite")
@@ -253,16 +257,25 @@ class ChatView:
         self._update_busy()
 
     async def _attach(self, event: events.UploadEventArguments) -> None:
-        kind = event.file.content_type
-        if kind not in _IMAGE_TYPES:
-            ui.notify(f"{event.file.name} ({kind}) is not a supported image", type="negative")
+        """A file that a chosen model does not take is refused, with the reason."""
+        name, chosen = event.file.name, self._session.chat.settings.models
+        try:
+            part = attached_part(name, event.file.content_type, await event.file.read())
+            records = await self._session.client.models()
+        except ModelyardError as error:
+            show_notice(self._refusal, error.message)
             return
-        data = base64.b64encode(await event.file.read()).decode()
-        self._attached.append(Image(f"data:{kind};base64,{data}"))
-        self._show_attachments()
+        taken = {record["id"]: record["capabilities"]["modalities"] for record in records if record["id"] in chosen}
+        reason = refusal(part, name, taken)
+        show_notice(self._refusal, reason)
+        if not reason:
+            self._attached.append(part)
+            self._show_attachments()
 
     def _rejected(self) -> None:
-        ui.notify(f"images up to {fmt.size(_MAX_FILE_BYTES)} can be attached", type="negative")
+        show_notice(
+            self._refusal, f"Images, WAV, MP3, FLAC and PDF of up to {fmt.size(_MAX_FILE_BYTES)} can be attached."
+        )
 
     def _show_attachments(self) -> None:
         self._attachments.clear()
@@ -325,6 +338,7 @@ class ChatView:
         if self._ask(turn):
             self._input.set_value("")
             self._attached = []
+            show_notice(self._refusal, "")
             self._show_attachments()
 
     def _ask(self, turn: Turn) -> bool:
@@ -502,6 +516,13 @@ def _alternatives(view: ChatView, turn: Turn) -> None:
 def _show_part(part: Part) -> None:
     if isinstance(part, Image):
         ui.image(part.url).classes("picture").props('alt="Attached image"')
+    elif isinstance(part, Audio):
+        ui.audio(part.url).classes("sound").props('aria-label="Attached sound"')
+    elif isinstance(part, Document):
+        with ui.element("div").classes("file-chip line no-wrap"):
+            ui.icon("picture_as_pdf").classes("text-lg").props("aria-hidden=true")
+            ui.label(part.name or "document.pdf").classes("text small")
+            ui.label(fmt.size(len(part.url) * 3 // 4)).classes("muted small")
     elif isinstance(part, Text):
         ui.label(part.text).classes("text")
 

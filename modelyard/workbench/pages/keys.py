@@ -296,11 +296,11 @@ def changed_rules(key: Json, values: Json) -> Json:
 def rule_lines(key: Json, utc_offset_s: float) -> Iterator[str]:
     yield f"models: {', '.join(key['models']) or 'all'}"
     limits = [
-        f"{fmt.count(key[name])} {text}"
-        for name, text in (
-            ("requests_per_minute", "requests a minute"),
-            ("tokens_per_minute", "tokens a minute"),
-            ("max_concurrent", "requests at a time"),
+        f"{fmt.plural(key[name], noun)} {when}"
+        for name, noun, when in (
+            ("requests_per_minute", "request", "a minute"),
+            ("tokens_per_minute", "token", "a minute"),
+            ("max_concurrent", "request", "at a time"),
         )
         if key[name] is not None
     ]
