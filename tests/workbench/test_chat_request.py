@@ -115,7 +115,7 @@ def test_a_file_becomes_a_part(content_type: str, part: Part) -> None:
 
 @pytest.mark.parametrize("content_type", ["audio/ogg", "text/html", ""])
 def test_other_files_are_refused_in_one_sentence(content_type: str) -> None:
-    with pytest.raises(InvalidRequest, match="a file.* cannot be attached: images, WAV, MP3, FLAC and PDF can"):
+    with pytest.raises(InvalidRequest, match=r"a file.* cannot be attached: images, WAV, MP3, FLAC and PDF can"):
         attached_part("a file", content_type, b"abc")
 
 

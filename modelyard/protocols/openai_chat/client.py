@@ -26,8 +26,8 @@ from modelyard.core.events import (
 )
 from modelyard.core.request import (
     Audio,
-    Document,
     Constraint,
+    Document,
     Image,
     Message,
     Part,
