@@ -6,6 +6,7 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -139,7 +140,16 @@ def take_all(page: BrowserPage) -> None:
     chat(page)
     request(page)
     routes(page)
-    dark_and_phone(page)
+    edit(page)
+    save(page, "edit")
+    dark_and_phone(page, PAGES)
+    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    make_keys(page)
+    page.open("/keys")
+    page.find("[data-key=team-a]")
+    time.sleep(3)
+    save(page, "keys")
+    dark_and_phone(page, ("keys",))
 
 
 def optimizer(page: BrowserPage) -> None:
@@ -197,21 +207,56 @@ def routes(page: BrowserPage) -> None:
     save(page, "routes")
 
 
-def dark_and_phone(page: BrowserPage) -> None:
-    """Every page in the dark theme, and on a phone."""
+def edit(page: BrowserPage) -> None:
+    page.open("/models/edit?name=smollm2")
+    page.type("input[aria-label=description]", "SmolLM2 135M, for background tasks")
+    page.add_setting("flash_attn")
+    page.type("input[aria-label=flash_attn]", "sometimes")
+    page.find(".diff .added", "flash_attn")
+    time.sleep(1)
+
+
+def make_keys(page: BrowserPage) -> None:
+    """Three keys, two of them with limits and some use."""
+    admin = f"{page.url}/v1/admin/keys"
+    owner = httpx.post(admin, json={"name": "owner", "admin": True}).json()["secret"]
+    headers = {"authorization": f"Bearer {owner}"}
+    team = {"name": "team-a", "models": ["demo", "smollm2"], "token_budget": 2000, "max_concurrent": 4}
+    guest = {"name": "guest", "models": ["demo"], "requests_per_minute": 60, "expires": "2030-01-01"}
+    for rules, requests in ((team, 9), (guest, 3)):
+        secret = httpx.post(admin, json=rules, headers=headers).json()["secret"]
+        for number in range(requests):
+            body = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": f"One sentence about {_TOPICS[number % 8]}."}],
+            }
+            httpx.post(
+                f"{page.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {secret}"}, timeout=60
+            )
+    page.run(f"sessionStorage['modelyard-key'] = '{owner}'")
+
+
+PAGES = ("models", "chat", "requests", "memory", "caches", "plots", "routes", "logs", "edit")
+
+
+def dark_and_phone(page: BrowserPage, names: Sequence[str]) -> None:
+    """Each page in the dark theme, and on a phone."""
     page.run("localStorage.setItem('modelyard-dark', 'dark')")
-    take_each(page, "dark")
+    take_each(page, "dark", names)
     page.run("localStorage.setItem('modelyard-dark', 'light')")
     page.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     )
-    take_each(page, "phone")
+    take_each(page, "phone", names)
 
 
-def take_each(page: BrowserPage, prefix: str) -> None:
-    stored = httpx.get(f"{page.url}/v1/admin/chats").json()["data"][0]["id"]
-    for name in ("models", "chat", "requests", "memory", "caches", "plots", "routes", "logs"):
-        page.open({"models": "", "chat": f"/chat/{stored}"}.get(name, f"/{name}"))
+def take_each(page: BrowserPage, prefix: str, names: Sequence[str]) -> None:
+    stored = httpx.get(f"{page.url}/v1/admin/chats").json()["data"][0]["id"] if "chat" in names else ""
+    for name in names:
+        if name == "edit":
+            edit(page)
+        else:
+            page.open({"models": "", "chat": f"/chat/{stored}"}.get(name, f"/{name}"))
         page.find("[role=heading]", name.capitalize())
         time.sleep(4)
         save(page, prefix + name)

@@ -54,7 +54,7 @@ class Accounts:
         self._is_unwritten = False  # the last write failed
         self.ledger.set_keys(self.ring.keys, clock())
         if file is not None:
-            self._install(file.keys())
+            self._install(file.all_keys())
             self.ledger.read(file.usage_since(self.ledger.periods(clock())))
             file.close()  # from now on another thread uses it
 
@@ -154,7 +154,7 @@ class Accounts:
     async def refresh(self) -> None:
         """Read the created keys again: another process may have changed them."""
         if self._file is not None:
-            self._install(await self._run(self._file.keys))
+            self._install(await self._run(self._file.all_keys))
 
     def _install(self, created: Iterable[Key]) -> None:
         found = tuple(created)
@@ -201,7 +201,7 @@ class Accounts:
 
         def exchange() -> tuple[list[Key], dict[str, tuple[int, UsageCounts]]]:
             file.add_usage(taken)
-            return file.keys(), file.usage_since(periods)
+            return file.all_keys(), file.usage_since(periods)
 
         try:
             keys, spent = await self._run(exchange)

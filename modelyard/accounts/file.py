@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from modelyard.accounts.keys import Key, make_key
-from modelyard.accounts.settings import KeyRules
+from modelyard.accounts.settings import AccountSettings, KeyRules
 from modelyard.accounts.usage import UsageCounts, UsageKey
 from modelyard.core.errors import Conflict, NotFound, Unavailable
 from modelyard.library.cache_dir import data_dir
@@ -49,6 +49,10 @@ class AccountsFile:
         self.path = path
         self._db: sqlite3.Connection | None = None
 
+    @classmethod
+    def of(cls, settings: AccountSettings) -> AccountsFile:
+        return cls(settings.path or default_path())
+
     def exists(self) -> bool:
         return self.path.exists()
 
@@ -59,7 +63,7 @@ class AccountsFile:
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
-    def keys(self) -> list[Key]:
+    def all_keys(self) -> list[Key]:
         """All created keys, revoked ones too, oldest first."""
         if self._db is None and not self.exists():
             return []
@@ -135,6 +139,14 @@ class AccountsFile:
                 "Move it away, or set accounts.path to another file.",
                 code="store_unusable",
             ) from error
+
+
+def has_created_keys(settings: AccountSettings) -> bool:
+    file = AccountsFile.of(settings)
+    try:
+        return any(key.revoked is None for key in file.all_keys())
+    finally:
+        file.close()
 
 
 def _key(row: tuple[str, str, bytes, str, float, float | None, str]) -> Key:

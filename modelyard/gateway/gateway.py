@@ -624,6 +624,14 @@ class Gateway:
         target = self.router.resolve(name, endpoint)
         return _with_loaded_window(target, self.leases.engine(target.model))
 
+    def names(self, allowed: tuple[str, ...], endpoint: str) -> Sequence[str]:
+        """The public names of models that a key with these `allowed` may use."""
+        names = self.router.names()
+        if not allowed:
+            return names
+        targets = {name: self.router.resolve(name, endpoint) for name in names}
+        return [name for name, at in targets.items() if may_use(allowed, at.model, at.cache, at.route)]
+
     def model_for(self, name: str, caller: Caller) -> tuple[Target, Model]:
         return self._resolve(name, caller)[:2]
 

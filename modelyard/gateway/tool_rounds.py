@@ -345,6 +345,7 @@ class ToolRounds:
             reuse=tools.records[0].reuse if tools.records else None,
             calls=tuple(tools.runs),
             cost=sum(record.cost for record in tools.records),
+            skipped=prepared.skipped,
         )
         self._gateway.history.add(made)
         return last

@@ -34,7 +34,8 @@ def check_bind(settings: HttpSettings, keys: Sequence[Key]) -> None:
     if not is_loopback(settings.host) and not keys:
         raise InvalidRequest(
             f"refusing to listen on {settings.host} without an API key: everyone on the network could use this server. "
-            "Set MODELYARD_API_KEY (or [[keys]] in the configuration), or listen on 127.0.0.1.",
+            "Set MODELYARD_API_KEY (or [[keys]] in the configuration), create a key (modelyard keys create NAME "
+            "--admin), or listen on 127.0.0.1.",
             code="bind_refused",
         )
 

@@ -100,10 +100,11 @@ class OllamaEndpoints:
     async def version(self, _request: HttpRequest) -> Response:
         return _json(wire.write_version(API_VERSION), {"x-modelyard-version": __version__})
 
-    async def tags(self, _request: HttpRequest) -> Response:
+    async def tags(self, request: HttpRequest) -> Response:
         """Every model that can answer, also under its other names."""
         status, router = self._gateway.leases.status(), self._gateway.router
-        names = {name: router.resolve(name, "/api/tags").model for name in router.names()}
+        allowed = RequestContext.of(request.scope).allowed
+        names = {name: router.resolve(name, "/api/tags").model for name in self._gateway.names(allowed, "/api/tags")}
         shown = {
             name: model
             for name, model in names.items()

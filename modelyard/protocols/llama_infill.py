@@ -167,7 +167,7 @@ _piece_decoder = msgspec.json.Decoder(UpstreamPiece)
 
 
 def _read_finished(piece: UpstreamPiece) -> Finished:
-    cached = piece.timings.cache_n if piece.timings is not None else 0
+    cached = piece.timings.cached if piece.timings is not None else 0
     usage = Usage(piece.tokens_evaluated or 0, cached, piece.tokens_predicted or 0)
     if piece.stop_type == "word":
         return Finished("stop_string", usage, piece.stopping_word)

@@ -287,9 +287,18 @@ class MarkerTable:
         as_text = [m for m in never_shown if self.codes[m] == m]
         as_token = [m for m in known if m not in as_text]
         self.spellings = MarkerSpellings(as_text, as_token)
+        inside = [m for m in form.inner_markers if m not in specials]
+        self._can_be_cut = Automaton((*as_text, *inside))
         newline = frozenset("\n" if form.trims_newlines else "")
         self._first_chars = frozenset(s[0] for s in spelled) | self.spellings.first | newline
         self._any_first_char = any_char(self._first_chars)
+
+    def without_cut_marker(self, text: str) -> str:
+        """The end of an output that a limit cut off, without the beginning of a marker there. A marker that is a token
+        cannot be cut, and a single character may be anything."""
+        while (begun := self._can_be_cut.begun(text, 0)) > 1:
+            text = text[:-begun]
+        return text
 
     def first_char(self, stop: Sequence[str]) -> re.Pattern[str]:
         """Text in which it finds nothing contains no part of a marker or stop string, in any spelling."""

@@ -84,6 +84,28 @@ class BlockWriter:
             self.index, self.kind = -1, None
 
 
+def cut_end(events: list[Event], open_block: str | None, shorten: Callable[[str], str]) -> list[Event]:
+    """The last events of an output that a limit cut off, with the text at its end as `shorten` leaves it.
+    `open_block` is the kind of the block that was open before them."""
+    start = next((at for at in reversed(range(len(events))) if isinstance(events[at], BlockStart)), None)
+    opening = None if start is None else events[start]
+    if (opening.kind if isinstance(opening, BlockStart) else open_block) == "tool_call":
+        return events
+    first = 0 if start is None else start + 1
+    deltas = [event for event in events[first:] if isinstance(event, BlockDelta)]
+    text = "".join(delta.text for delta in deltas)
+    kept = shorten(text)
+    if kept == text:
+        return events
+    cut, logprobs = len(text) - len(kept), [token for delta in deltas for token in delta.logprobs]
+    while logprobs and len(logprobs[-1].token) <= cut:
+        cut -= len(logprobs.pop().token)
+    if not kept and opening is not None:
+        return events[: first - 1]  # nothing is left of this block
+    rest = [BlockDelta(deltas[0].index, kept, tuple(logprobs))] if kept or logprobs else []
+    return [*events[:first], *rest, *(event for event in events[first:] if isinstance(event, BlockEnd))]
+
+
 class StopStrings:
     """Finds stop strings in chunks of text. A stop string is never shown.
 

@@ -14,7 +14,7 @@ from modelyard.core.request import Tool
 from modelyard.core.tokenizer import Piece
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, UnknownTool, marker_table
-from modelyard.scanner.output import BlockWriter, LogprobTracker, TokenText, VisibleOutput
+from modelyard.scanner.output import BlockWriter, LogprobTracker, TokenText, VisibleOutput, cut_end
 
 _PREFILL_LIMIT = 4096  # characters, if no marker tells where the assistant turn begins
 
@@ -143,6 +143,7 @@ class Scanner:
     def finish(self, truncated: bool = False) -> list[Event]:
         """The output is over: decide everything that was held back. `truncated`: a limit ended it, not the model."""
         self._buffer.ended, self._buffer.truncated = True, truncated
+        open_block = self._blocks.kind
         if self._reader is not None or not self._buffer.is_empty:
             self._advance()
         if self._calls.drafts and not self.is_done:
@@ -154,7 +155,8 @@ class Scanner:
         if not self.is_done:
             self._visible.finish(self._region.kind)
         self._blocks.close()
-        return self._blocks.take_events()
+        events = self._blocks.take_events()
+        return cut_end(events, open_block, self._table.without_cut_marker) if truncated else events
 
     def _step(self, piece: Piece) -> None:
         buffer, visible = self._buffer, self._visible

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 
 from modelyard.accounts.accounts import Accounts
 from modelyard.accounts.file import AccountsFile
-from modelyard.accounts.file import default_path as accounts_path
 from modelyard.accounts.keys import Key, read_keys
 from modelyard.accounts.settings import KeySettings
 from modelyard.chat_store import ChatStore, default_path
@@ -160,9 +159,8 @@ def make_scheduler(
 
 def make_accounts(config: Config, env: Mapping[str, str] = os.environ) -> Accounts:
     """A server for one command keeps nothing: created keys are for the servers that others use."""
-    settings = config.accounts
-    file = None if env.get(TEMPORARY_VARIABLE) else AccountsFile(settings.path or accounts_path())
-    made = Accounts(read_keys(config.keys, env), file, currency=settings.currency)
+    file = None if env.get(TEMPORARY_VARIABLE) else AccountsFile.of(config.accounts)
+    made = Accounts(read_keys(config.keys, env), file, currency=config.accounts.currency)
     made.ledger.prices = config.prices()
     return made
 

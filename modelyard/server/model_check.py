@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ValidationError
 
 from modelyard import plugins
+from modelyard.accounts.file import has_created_keys
 from modelyard.config.library_models import LIBRARY_SOURCE, missing_hub_model
 from modelyard.config.problems import ConfigPath, ConfigProblem, ProblemLevel, format_path, problem_at
 from modelyard.config.settings import Config, LoadedConfig, engine_spec
@@ -185,11 +186,12 @@ def _server_faults(config: Config) -> Iterator[ModelFault]:
     """What ends a start: an open address without keys, certificates that cannot be used, folders that cannot be
     written."""
     http = config.http
-    if not is_loopback(http.host) and not config.keys:
+    if not is_loopback(http.host) and not config.keys and not has_created_keys(config.accounts):
         message = (
             f"other machines can reach {http.host}, so the server needs an API key: set MODELYARD_API_KEY, or add "
         )
-        yield ("http", "host"), f"{message}[[keys]], or listen on 127.0.0.1.", "error"
+        create = "create one (modelyard keys create NAME --admin)"
+        yield ("http", "host"), f"{message}[[keys]], or {create}, or listen on 127.0.0.1.", "error"
     if http.ssl_certfile is not None and http.ssl_keyfile is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(

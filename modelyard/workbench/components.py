@@ -201,10 +201,12 @@ class MarkdownText:
 def copy_button(text: Callable[[], str], label: str) -> ui.button:
     """Copies what `text` returns at the moment of the click."""
 
-    def copy() -> None:
+    async def copy() -> None:
         value = json.dumps(text()).replace("<", "\\u003c")
-        ui.run_javascript(f"modelyard.copy({value})")
-        ui.notify("Copied", timeout=1200)
+        if await ui.run_javascript(f"return modelyard.copy({value})", timeout=10):
+            ui.notify("Copied", timeout=1200)
+        else:
+            ui.notify("The browser does not let this page copy: select the text and copy it.", type="negative")
 
     button = ui.button(icon="content_copy", on_click=copy)
     button.props(f'flat round dense size=sm color=grey aria-label="{label}"').tooltip(label)
@@ -248,12 +250,13 @@ class DiffPane:
 
 Points = Sequence[tuple[float, float | None]]  # unix time, value
 
-# Two significant digits at least, so that the labels of an axis differ whatever its range.
-_SHORT = "(x => x >= 100 ? Math.round(x) : Number(x.toPrecision(2)))"
+# Three significant digits at least, so that the labels of an axis differ whatever its range.
+_SHORT = "(x => x >= 100 ? Math.round(x) : Number(x.toPrecision(3)))"
 _UNIT_FORMATTERS = {
     "seconds": f"v => v < 1 ? {_SHORT}(v * 1000) + ' ms' : {_SHORT}(v) + ' s'",
     "share": "v => Math.round(v * 100) + ' %'",
     "count": f"v => {_SHORT}(v)",
+    "whole": f"v => {_SHORT}(v)",
 }
 _CLOCK = "{HH}:{mm}"  # the time of day has one format on all pages
 
@@ -267,6 +270,8 @@ def line_chart(names: Sequence[str], unit: str, height: int = 220) -> ui.echart:
         "axisLabel": {":formatter": formatter, "color": AXIS_COLOUR},
         "splitLine": {"lineStyle": {"color": GRID_COLOUR}},
     }
+    if unit == "whole":
+        axis |= {"minInterval": 1}
     if unit == "share":
         axis |= {"max": 1, "splitNumber": 2}
     series = {
@@ -289,6 +294,7 @@ def line_chart(names: Sequence[str], unit: str, height: int = 220) -> ui.echart:
         },
         "xAxis": {
             "type": "time",
+            "minInterval": 60_000,  # a minute, as the labels: two ticks never have the same one
             "axisLabel": {"color": AXIS_COLOUR, "hideOverlap": True, "formatter": _CLOCK},
         },
         "yAxis": axis,

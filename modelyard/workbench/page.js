@@ -29,16 +29,19 @@ window.modelyard = {
     element.modelyardFollows = true;
     element.scrollTop = element.scrollHeight;
   },
-  // navigator.clipboard exists on https and localhost only.
+  // Whether the text was copied. navigator.clipboard exists on https and localhost only, and may be refused.
   async copy(text) {
-    if (navigator.clipboard && window.isSecureContext) return navigator.clipboard.writeText(text);
+    if (navigator.clipboard && window.isSecureContext) {
+      try { await navigator.clipboard.writeText(text); return true; } catch { /* the old way */ }
+    }
     const area = document.createElement('textarea');
     area.value = text;
     area.style.position = 'fixed';
     document.body.append(area);
     area.select();
-    document.execCommand('copy');
+    const copied = document.execCommand('copy');
     area.remove();
+    return copied;
   },
   // Files that are pasted or dropped anywhere in `element` go to the uploader.
   takeFiles(element, uploader) {
@@ -61,8 +64,8 @@ window.modelyard = {
 document.addEventListener('click', (event) => {
   const button = event.target.closest('.copy-code');
   if (!button) return;
-  modelyard.copy(button.closest('.code').querySelector('code').innerText).then(() => {
-    button.textContent = 'Copied';
+  modelyard.copy(button.closest('.code').querySelector('code').innerText).then((copied) => {
+    button.textContent = copied ? 'Copied' : 'Not copied';
     setTimeout(() => { button.textContent = 'Copy'; }, 1500);
   });
 });

@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> AccountsFile:
 
 
 def test_it_is_created_by_the_first_write_and_private(file: AccountsFile) -> None:
-    assert file.keys() == []
+    assert file.all_keys() == []
     assert file.usage((), 0, 10) == []
     assert not file.exists()
     file.add(made_key("a"))
@@ -36,10 +36,10 @@ def test_keys_come_back_as_they_were_written(file: AccountsFile) -> None:
     first, second = made_key("a"), made_key("b", created=2.0)
     file.add(second)
     file.add(first)
-    assert file.keys() == [first, second]
+    assert file.all_keys() == [first, second]
     file.update("key_a", KeyRules(admin=True))
     file.revoke("key_b", 5.0)
-    changed, revoked = file.keys()
+    changed, revoked = file.all_keys()
     assert (changed.admin, changed.models, revoked.revoked) == (True, (), 5.0)
 
 
@@ -69,4 +69,4 @@ def test_usage_of_several_processes_is_summed(tmp_path: Path) -> None:
 def test_a_file_of_another_program_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "a.sqlite").write_bytes(b"not a database" * 100)
     with pytest.raises(Unavailable, match=r"a\.sqlite.*accounts\.path"):
-        AccountsFile(tmp_path / "a.sqlite").keys()
+        AccountsFile(tmp_path / "a.sqlite").all_keys()

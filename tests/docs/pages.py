@@ -27,12 +27,13 @@ def sections(page: str) -> dict[str, str]:
 
 
 class Call(NamedTuple):
-    """The request of one curl command; `path` includes the query."""
+    """The request of one curl command; `path` includes the query. `form` has the fields of a form."""
 
     method: str
     path: str
     headers: dict[str, str]
     body: str
+    form: tuple[str, ...] = ()
 
 
 def calls(page: str) -> list[Call]:
@@ -43,7 +44,7 @@ def calls(page: str) -> list[Call]:
 def _call(words: list[str]) -> Call:
     """Only the options used in the pages; any other option is an error in the page."""
     assert words[0] == "curl", words
-    method, url, headers, body = "", "", {}, ""
+    method, url, headers, body, form = "", "", {}, "", []
     rest = iter(words[1:])
     for word in rest:
         if word == "-d":
@@ -53,9 +54,13 @@ def _call(words: list[str]) -> Call:
         elif word == "-H":
             name, value = next(rest).split(": ")
             headers[name] = value
+        elif word == "-F":
+            method = "POST"
+            form.append(next(rest))
         elif word == "-I":
             method = "HEAD"
         elif word != "-N":
             assert word.startswith("http://localhost:8000/"), word
             url = word
-    return Call(method or ("POST" if body else "GET"), url.removeprefix("http://localhost:8000"), headers, body)
+    path = url.removeprefix("http://localhost:8000")
+    return Call(method or ("POST" if body else "GET"), path, headers, body, tuple(form))

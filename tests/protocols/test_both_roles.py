@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from modelyard.core.errors import ContextOverflow, OutputOverflow
+from modelyard.core.errors import ContextOverflow, InvalidRequest, OutputOverflow
 from modelyard.core.events import Block, Event, Failed, Finished, Started, Usage, collect_reply
-from modelyard.core.request import Message, Request, Text, ToolCall
-from modelyard.protocols import gemini, ollama
+from modelyard.core.request import Message, Request, Sampling, Text, ToolCall
+from modelyard.protocols import anthropic_messages, gemini, ollama
 from tests.protocols.event_streams import call, text, thinking
 from tests.protocols.openai_chat.helpers import check_grammar
 from tests.strategies import chunkings, events
@@ -63,6 +64,14 @@ def test_a_whole_reply_reads_back_equal(protocol: Any, usage: Usage) -> None:
 def test_a_stream_that_ends_early_fails(protocol: Any, cut: bytes) -> None:
     reader = protocol.reader()
     assert isinstance((reader.feed(cut) + reader.finish())[-1], Failed)
+
+
+@pytest.mark.parametrize(("protocol", "highest"), [(anthropic_messages, 1.0), (gemini, 2.0)])
+def test_a_temperature_that_an_upstream_does_not_take_is_refused_in_one_sentence(protocol: Any, highest: float) -> None:
+    protocol.write_request(replace(REQUEST, max_tokens=9, sampling=Sampling(temperature=highest)))
+    with pytest.raises(InvalidRequest, match=f"temperature must be between 0 and {highest:g} for this model") as caught:
+        protocol.write_request(replace(REQUEST, max_tokens=9, sampling=Sampling(temperature=highest + 0.5)))
+    assert caught.value.param == "temperature"
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 OWNER = {"authorization": "Bearer the-owner"}
 KEY_ITEM = "sessionStorage['modelyard-key']"
 MESSAGE = "textarea[aria-label=Message]"
-TIMEOUT_S = 30  # for a busy machine
+TIMEOUT_S = 120  # for a busy machine
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",  # not available in containers, and only our own pages are opened

@@ -28,8 +28,22 @@ PAGES = {
     "/caches": "Caches",
     "/plots": "Plots",
     "/routes": "Routes",
+    "/keys": "Keys",
     "/logs": "Logs",
+    "/models/edit?name=demo": "Edit demo",
+    "/caches/edit": "New cache",
+    "/routes/edit?index=0": "Edit route 1",
 }
+# Cells and labels whose text is cut off without a way to see it: neither a tooltip nor a scrollable box around them.
+CUT_OFF = """
+const isWider = (each) => each.scrollWidth > each.clientWidth;
+const scrolls = (each) => Boolean(each) && (scrolls(each.parentElement)
+  || (/auto|scroll/.test(getComputedStyle(each).overflowX) && isWider(each)));
+return [...document.querySelectorAll('.q-table td, .q-table th, .ag-cell, .ag-header-cell-text, .value, .tag, .name')]
+  .filter(each => each.offsetParent && isWider(each) && !each.closest('[title]'))
+  .filter(each => each.closest('.ag-root') || !scrolls(each))
+  .map(each => each.className + ': ' + each.innerText)
+"""
 HTML = '<img src=x onerror="window.hacked = 1"><b>bold</b>{{7 * 7}}'
 
 
@@ -153,6 +167,33 @@ def test_every_page_fits_a_phone_without_errors(page: BrowserPage) -> None:
     assert page.errors() == []
 
 
+@pytest.mark.parametrize("width", [1440, 390])
+def test_nothing_in_a_table_is_cut_off_without_a_way_to_see_it(
+    page: BrowserPage, server: RestartableServer, width: int
+) -> None:
+    long_name = "a-session-with-a-name-that-no-column-is-wide-enough-for"
+    body = {"model": "demo", "messages": [{"role": "user", "content": "think"}], "prompt_cache_key": long_name}
+    server.api("POST", "/v1/chat/completions", body)
+    page.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600},
+    )
+    for path, css in (
+        ("/requests", ".ag-row [col-id=session]"),
+        ("/routes", "td"),
+        ("/keys", ".usage td"),
+        ("", ".tag"),
+    ):
+        page.open(path)
+        page.find(css)
+        assert page.run(CUT_OFF) == [], path
+    if width == 1440:
+        page.open("/requests")
+        page.find(".ag-row")
+        grid = "document.querySelector('.ag-center-cols-viewport')"
+        assert page.run(f"return {grid}.scrollWidth - {grid}.clientWidth") <= 0, "all columns fit"
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_core_finds_no_serious_barrier(page: BrowserPage, theme: str, request: pytest.FixtureRequest) -> None:
     script = resources.files("axe_core_python").joinpath("axe.min.js").read_text()
@@ -171,7 +212,7 @@ def test_axe_core_finds_no_serious_barrier(page: BrowserPage, theme: str, reques
         found = page.driver.execute_async_script("axe.run(document, {resultTypes: ['violations']}).then(arguments[0])")
         serious = [rule for rule in found["violations"] if rule["impact"] in ("serious", "critical")]
         assert [(rule["id"], rule["nodes"][0]["html"][:200]) for rule in serious] == [], path
-        assert page.driver.title == f"{title} · Modelyard"
+        assert page.driver.title == f"{title} · Modelyard", path
         assert page.run("return document.documentElement.lang") == "en"
 
 

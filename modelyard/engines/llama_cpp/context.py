@@ -217,6 +217,8 @@ class LlamaContext:
         # If it fails, the next step decodes again and fails its jobs.
         self._in_flight = batch if lib.llama_decode(self._raw, self._batch.raw) == 0 else None
         self._batch.advance()
+        if batch.sampler is not None:
+            batch.sampler.prepare()
 
     def _step_in_flight(self, batch: DecodeBatch) -> None:
         launched_at = self._launched_at

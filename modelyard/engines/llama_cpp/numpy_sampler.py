@@ -51,12 +51,22 @@ class NumpySampler:
     """The sampler of one job."""
 
     def __init__(self, sampling: Sampling, seed: int) -> None:
-        self.random = uniform_numbers(seed)
+        self._draw_number = uniform_numbers(seed)
+        self._next_number: float | None = None
         self.is_seeded = sampling.seed is not None
         self.temperature = 1.0 if sampling.temperature is None else max(sampling.temperature, _MIN_TEMPERATURE)
         self.top_k = max(0, sampling.top_k or 0)
         self.top_p = 1.0 if sampling.top_p is None else sampling.top_p
         self.min_gap = log(sampling.min_p) if sampling.min_p else -inf  # how far below the best logit others may be
+
+    def random(self) -> float:
+        number, self._next_number = self._next_number, None
+        return self._draw_number() if number is None else number
+
+    def prepare(self) -> None:
+        """Draws the next number ahead, while a GPU computes."""
+        if self._next_number is None:
+            self._next_number = self._draw_number()
 
     @property
     def truncates(self) -> bool:
@@ -170,14 +180,15 @@ class TopTokens(Struct, frozen=True):
     maxima: Row | None = None  # of the columns of each row, if they were searched
 
 
-def column_maxima(rows: npt.NDArray[np.float32]) -> Row:
-    """Of each row, laid out in `_LINES` lines; without the few tokens that do not fill a column."""
+def column_maxima(rows: npt.NDArray[np.float32], out: Row | None = None) -> Row:
+    """Of each row, laid out in `_LINES` lines; without the few tokens that do not fill a column. New memory costs as
+    much as the search, so `out` may be that of the last step."""
     width = rows.shape[1] // _LINES
-    maxima: Row = rows[:, : _LINES * width].reshape(len(rows), _LINES, width).max(1)
+    maxima: Row = rows[:, : _LINES * width].reshape(len(rows), _LINES, width).max(1, out=out)
     return maxima
 
 
-def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> TopTokens:
+def top_of_rows(rows: npt.NDArray[np.float32], count: int, out: Row | None = None) -> TopTokens:
     """Of each row the `count` most likely tokens and a few more.
 
     A row is laid out in `_LINES` lines, and the maxima of its columns in lines again. At least `count` tokens reach the
@@ -195,16 +206,18 @@ def top_of_rows(rows: npt.NDArray[np.float32], count: int) -> TopTokens:
         ids = np.argpartition(rows, vocab - count, axis=1)[:, vocab - count :].ravel()
         lines = np.repeat(np.arange(n_rows), count)
         return TopTokens(lines, ids, rows[lines, ids])
-    maxima = column_maxima(rows)
+    maxima = column_maxima(rows, out)
     inner = width // height
     highest = maxima[:, : height * inner].reshape(n_rows, height, inner).max(1)
     bounds = np.partition(highest, inner - count, axis=1)[:, inner - count]
     bounds = np.maximum(bounds, _LOWEST)[:, None]  # impossible tokens never count
     owners, columns = np.divmod(np.flatnonzero(maxima >= bounds), width)
-    searched = rows[:, : _LINES * width].reshape(n_rows, _LINES, width)[owners, :, columns]
+    starts = (owners * vocab + columns)[:, None] + np.arange(0, _LINES * width, width)
+    searched = rows.ravel().take(starts)
     at = np.flatnonzero(searched >= bounds[owners])
-    column, line = at // _LINES, at % _LINES
-    lines, ids, logits = owners[column], line * width + columns[column], searched.ravel()[at]
+    column = at // _LINES
+    lines, logits = owners[column], searched.ravel()[at]
+    ids = starts.ravel()[at] - lines * vocab
     if vocab > _LINES * width:
         rest = rows[:, _LINES * width :]
         more, places = np.nonzero(rest >= bounds)
@@ -240,22 +253,34 @@ class BatchSampler:
         self._min_gap = _column([each.min_gap for each in samplers])
         self._temperature = _column([each.temperature for each in samplers])
         self._random = np.random.default_rng() if self._open else None
+        self._limits_vary = len({each.top_k for each in samplers}) > 1
+        self._has_top_p = any(each.top_k and each.top_p < 1 for each in samplers)
+        self._has_min_p = any(each.top_k and each.min_gap > -inf for each in samplers)
+        self._drawing = [each for each in samplers if each.top_k]
+        self._maxima: Row | None = None
 
     @property
     def is_useful(self) -> bool:
         return len(self._samplers) > 1 and len(self._alone) < len(self._samplers)
 
     def sample(self, rows: npt.NDArray[np.float32]) -> list[int]:
-        tokens, maxima = [-1] * len(rows), None
+        tokens, found = [-1] * len(rows), None
         if self._max_k:
-            top = top_of_rows(rows, self._max_k)
-            tokens, maxima = self._draw_limited(top, len(rows)), top.maxima
+            top = top_of_rows(rows, self._max_k, self._maxima)
+            tokens, found = self._draw_limited(top, len(rows)), top.maxima
         if self._random is not None:
-            self._draw_open(rows, column_maxima(rows) if maxima is None else maxima, tokens, self._random)
+            found = column_maxima(rows, self._maxima) if found is None else found
+            self._draw_open(rows, found, tokens, self._random)
+        self._maxima = found
         for at, token in enumerate(tokens):
             if token < 0:
                 tokens[at] = self._samplers[at].sample(rows[at])
         return tokens
+
+    def prepare(self) -> None:
+        """What the next step needs; call it while a GPU computes."""
+        for each in self._drawing:
+            each.prepare()
 
     def _draw_limited(self, top: TopTokens, n_rows: int) -> list[int]:
         """-1 for jobs that are not limited, and for all of them if a row has too few tokens."""
@@ -273,14 +298,25 @@ class BatchSampler:
     def _draw_columns(self, logits: Floats) -> TokenIds:
         """The column of each line, whose logits fall from left to right."""
         gaps = logits - logits[:, :1]
-        weights = np.where(self._columns < self._top_k, np.exp(gaps), 0.0)
-        sums = weights.cumsum(1)
-        kept = (weights > 0) & (gaps >= self._min_gap) & (sums - weights < self._top_p * sums[:, -1:])
-        kept[:, 0] = True  # as without any truncation
-        sums = np.where(kept, np.exp(gaps / self._temperature), 0.0).cumsum(1)
+        tempered = np.exp(gaps / self._temperature)
+        if self._limits_vary or self._has_top_p or self._has_min_p:
+            tempered *= self._kept(gaps)
+        sums = tempered.cumsum(1)
         numbers = [each.random() if each.top_k else 0.0 for each in self._samplers]
-        drawn: TokenIds = np.minimum((sums <= _column(numbers) * sums[:, -1:]).sum(1), kept.sum(1) - 1)
-        return drawn
+        drawn: TokenIds = (sums <= _column(numbers) * sums[:, -1:]).sum(1)
+        return np.minimum(drawn, (tempered > 0).sum(1) - 1)
+
+    def _kept(self, gaps: Floats) -> npt.NDArray[np.bool_]:
+        """Those that truncation leaves, in each line from the first on."""
+        kept = self._columns < self._top_k
+        if self._has_top_p:
+            weights = np.exp(gaps) * kept
+            sums = weights.cumsum(1)
+            kept &= sums - weights < self._top_p * sums[:, -1:]
+        if self._has_min_p:
+            kept &= gaps >= self._min_gap
+        kept[:, 0] = True  # as without any truncation
+        return kept
 
     def _draw_open(
         self, rows: npt.NDArray[np.float32], maxima: Row, tokens: list[int], random: np.random.Generator

@@ -45,12 +45,13 @@ from modelyard.protocols.anthropic_messages.errors import read_stream_error
 from modelyard.protocols.anthropic_messages.reply import ID_PREFIX, STOP_REASONS, write_block
 from modelyard.protocols.anthropic_messages.request import (
     FILE_ID,
+    MAX_TEMPERATURE,
     ContentBlock,
     has_content,
     read_content,
     read_input,
 )
-from modelyard.protocols.common.extensions import present, write_extensions
+from modelyard.protocols.common.extensions import check_temperature, present, write_extensions
 from modelyard.protocols.common.json import decode, encode, is_json_object
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.common.sse import SseEvent, SseParser
@@ -63,6 +64,7 @@ _FREE_TEXT_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"
 
 
 def write_request(request: Request) -> bytes:
+    check_temperature(request, MAX_TEMPERATURE, "Anthropic")
     system, messages = _split_system(request.messages)
     body: dict[str, Any] = {"model": request.model, "messages": [_write_message(message) for message in messages]}
     body |= present(

@@ -157,7 +157,7 @@ class UnparsedInput(Struct):
     raw: limits.Text
 
 
-_MAX_TEMPERATURE = 1.0
+MAX_TEMPERATURE = 1.0
 _body_decoder = Decoder(MessagesBody)
 _server_tool_decoder = Decoder(ServerToolFields)
 _content_decoder: Decoder[Content] = Decoder(Content)
@@ -198,7 +198,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         tools=_read_tools(parsed, body) if parsed.tools or parsed.mcp_servers else (),
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
-        sampling=read_sampling(parsed, _MAX_TEMPERATURE),
+        sampling=read_sampling(parsed, MAX_TEMPERATURE),
         max_tokens=parsed.max_tokens,
         stop=_read_stop_sequences(parsed.stop_sequences),
         constraint=read_constraint(parsed, ("output_config.format", _read_output_format(parsed))),

@@ -92,6 +92,17 @@ _sampling_values = attrgetter(*_SAMPLING_FIELDS)  # one call for all fields: thi
 _UNSET = (None,) * len(_SAMPLING_FIELDS)
 
 
+def check_temperature(request: Request, highest: float, owner: str) -> None:
+    """For the client role: an upstream of `owner`'s protocol takes no higher temperature than this."""
+    temperature = request.sampling.temperature
+    if temperature is not None and temperature > highest:
+        raise InvalidRequest(
+            f"temperature must be between 0 and {highest:g} for this model, which {owner}'s API serves, "
+            f"not {temperature:g}",
+            param="temperature",
+        )
+
+
 def read_sampling(body: ExtensionFields, max_temperature: float = 100.0) -> Sampling:
     """`max_temperature` of the protocol; samplers have none."""
     values = _sampling_values(body)

@@ -73,18 +73,26 @@ def write_timings(usage: Usage, timings: Timings) -> dict[str, Any]:
 
 
 class UpstreamTimings(Struct):
-    """`timings` of a llama-server."""
+    """`timings` of a llama-server. A number that it did not measure may be null."""
 
-    cache_n: int = 0
-    prompt_n: int = 0
-    prompt_ms: float = 0.0
-    predicted_n: int = 0
-    predicted_ms: float = 0.0
+    cache_n: int | None = None
+    prompt_n: int | None = None
+    prompt_ms: float | None = None
+    predicted_n: int | None = None
+    predicted_ms: float | None = None
+
+    @property
+    def cached(self) -> int:
+        return self.cache_n or 0
 
     @property
     def event(self) -> Measured:
-        usage = Usage(self.prompt_n + self.cache_n, self.cache_n, self.predicted_n)
-        return Measured(usage, Timings(first_token=self.prompt_ms / 1000, decode=self.predicted_ms / 1000))
+        usage = Usage((self.prompt_n or 0) + self.cached, self.cached, self.predicted_n or 0)
+        return Measured(usage, Timings(first_token=_seconds(self.prompt_ms), decode=_seconds(self.predicted_ms)))
+
+
+def _seconds(milliseconds: float | None) -> float:
+    return (milliseconds or 0.0) / 1000
 
 
 class UpstreamProgress(Struct):

@@ -38,13 +38,13 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.common.call_arguments import read_arguments, write_arguments
-from modelyard.protocols.common.extensions import present, write_extensions
+from modelyard.protocols.common.extensions import check_temperature, present, write_extensions
 from modelyard.protocols.common.json import encode
 from modelyard.protocols.common.openai_fields import MIN_LOGPROB
 from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.gemini.errors import read_error_field
 from modelyard.protocols.gemini.reply import write_signature
-from modelyard.protocols.gemini.request import GeminiCall
+from modelyard.protocols.gemini.request import MAX_TEMPERATURE, GeminiCall
 
 # --- the outgoing request -------------------------------------------------------------------------------------------
 
@@ -58,6 +58,7 @@ _NAMES = {
 
 def write_request(request: Request) -> bytes:
     """The path has the model and says whether the reply is a stream."""
+    check_temperature(request, MAX_TEMPERATURE, "Google")
     system = [message for message in request.messages[:1] if message.role in ("system", "developer")]
     names = {part.id: part.name for message in request.messages for part in message.parts if isinstance(part, ToolCall)}
     contents = [_write_content(message, names) for message in request.messages[len(system) :]]

@@ -172,7 +172,7 @@ _decoder = msgspec.json.Decoder(GeminiBody)
 _count_decoder = msgspec.json.Decoder(GeminiCountBody)
 _METHOD = re.compile(r"(?:/v\w+)?/(?:models|tunedModels)/(?P<model>.+):(?P<method>\w+)")
 _NO_CONFIG = GeminiGenerationConfig()
-_MAX_TEMPERATURE = 2.0
+MAX_TEMPERATURE = 2.0
 _MAX_LOGPROBS = 20
 
 
@@ -214,7 +214,7 @@ def _read_body(body: GeminiBody, model: str, headers: Mapping[str, str]) -> Requ
         messages=_read_messages(body, warnings),
         tools=tools,
         tool_choice=choice,
-        sampling=read_sampling(config, _MAX_TEMPERATURE),
+        sampling=read_sampling(config, MAX_TEMPERATURE),
         max_tokens=config.max_output_tokens,
         stop=read_stop(config.stop_sequences, warnings),
         n=config.candidate_count or 1,

@@ -129,8 +129,16 @@ class ToolName(Struct):
     name: limits.Name = ""
 
 
+class AllowedTool(Struct):
+    type: limits.Word = "function"
+    name: limits.Name | None = None
+    function: ToolName | None = None
+    custom: ToolName | None = None
+
+
 class AllowedTools(Struct):
     mode: limits.Word = "auto"
+    tools: Annotated[list[AllowedTool], limits.Tools] | None = None
 
 
 class ChatToolChoice(Struct):
@@ -140,6 +148,7 @@ class ChatToolChoice(Struct):
     function: ToolName | None = None
     custom: ToolName | None = None
     allowed_tools: AllowedTools | None = None
+    tools: Annotated[list[AllowedTool], limits.Tools] | None = None  # without `allowed_tools` around it
 
 
 class JsonSchemaFormat(Struct):
@@ -225,11 +234,14 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     if parsed.response_format is not None:
         form = _read_response_format(parsed.response_format)
     chooses = parsed.tool_choice is not None or parsed.function_call is not None
+    tools = _read_tools(parsed) if parsed.tools or parsed.functions else ()
+    if isinstance(parsed.tool_choice, ChatToolChoice) and parsed.tool_choice.type == "allowed_tools":
+        tools = _allowed_tools(parsed.tool_choice, tools)
     # A client sends few of the fields: what reads the others is not called.
     return Request(
         model=model,
         messages=messages,
-        tools=_read_tools(parsed) if parsed.tools or parsed.functions else (),
+        tools=tools,
         tool_choice=_read_tool_choice(parsed, warnings) if chooses else _TOOL_CHOICES["auto"],
         parallel_tool_calls=parsed.parallel_tool_calls,
         sampling=read_sampling(parsed, MAX_TEMPERATURE),
@@ -451,7 +463,6 @@ def _read_tool_choice(body: ChatCompletionBody, warnings: list[str]) -> ToolChoi
     if isinstance(choice, str):
         return _read_choice_mode(choice, warnings)
     if choice.type == "allowed_tools":
-        warnings.append("allowed_tools_ignored: every tool stays allowed")
         return _read_choice_mode((choice.allowed_tools or choice).mode, warnings)
     tool = choice.function or choice.custom
     if name := tool.name if tool else choice.name:
@@ -459,6 +470,19 @@ def _read_tool_choice(body: ChatCompletionBody, warnings: list[str]) -> ToolChoi
     if choice.type in _TOOL_CHOICES:
         return _TOOL_CHOICES[choice.type]
     raise InvalidRequest("tool_choice names no tool: set function.name", param="tool_choice")
+
+
+def _allowed_tools(choice: ChatToolChoice, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """The tools that may be called. The others are not offered: a model cannot call what it never saw."""
+    listed = (choice.allowed_tools or choice).tools
+    if listed is None:
+        raise InvalidRequest("tool_choice lists no allowed tools: set allowed_tools.tools", param="tool_choice")
+    named = [tool.function or tool.custom or tool for tool in listed]
+    names = {tool.name for tool in named}
+    if unknown := names - {tool.name for tool in tools}:
+        name = next(iter(unknown)) or ""
+        raise InvalidRequest(f"tool_choice allows the tool {name!r}, which is not in tools", param="tool_choice")
+    return tuple(tool for tool in tools if tool.name in names)
 
 
 def _read_choice_mode(mode: str, warnings: list[str]) -> ToolChoice:

@@ -111,43 +111,36 @@ class ChatList:
             self._search.props('aria-label="Search in chats"').classes("grow").on_value_change(self.refresh)
             button = ui.button(icon="add", on_click=new_chat).props('unelevated dense aria-label="New chat"')
             button.tooltip("New chat")
-        self._rows = ui.element("div").classes("rows").props("role=list")
+        self._box = ui.element("div").classes("rows").props("role=list")
+        self._empty = ui.label("").classes("muted small")
+        self._rows: dict[str, ChatRow] = {}
         self.refresh()
 
     def refresh(self) -> None:
         background_tasks.create_or_defer(self._load(), name=f"chats {id(self)}")
 
     async def _load(self) -> None:
+        """Rows stay the same elements: a menu may be open on one, or a finger on it."""
         try:
             found = await self._session.client.chats(self._search.value or "")
         except ModelyardError as error:
             self._session.show_error(error)
             return
-        if self._rows.is_deleted:
+        if self._box.is_deleted:
             return
-        self._rows.clear()
-        with self._rows:
-            if not found:
-                ui.label("Nothing found." if self._search.value else "No chats yet.").classes("muted small")
-            for summary in found:
-                self._row(summary)
+        show_notice(self._empty, "" if found else "Nothing found." if self._search.value else "No chats yet.")
+        for gone in self._rows.keys() - {summary.id for summary in found}:
+            self._rows.pop(gone).delete()
+        for place, summary in enumerate(found):
+            if summary.id not in self._rows:
+                with self._box:
+                    self._rows[summary.id] = ChatRow(self, summary)
+            self._rows[summary.id].update(summary, place, is_current=summary.id == self._session.chat.id)
 
-    def _row(self, chat: ChatSummary) -> None:
-        current = " current" if chat.id == self._session.chat.id else ""
-        with ui.element("div").classes(f"row{current}").props("role=listitem"):
-            open_button = ui.button(on_click=lambda: self._open(chat.id)).props("flat no-caps align=left")
-            with open_button.classes("grow title-button"), ui.column().classes("gap-0 items-start"):
-                ui.label(chat.title).classes("row-title")
-                ui.label(fmt.ago(chat.updated, time.time())).classes("muted small")
-            more = ui.button(icon="more_vert").props('flat round dense size=sm color=grey aria-label="More"')
-            with more, ui.menu():
-                ui.menu_item("Rename", lambda: self._rename(chat))
-                ui.menu_item("Export as Markdown", lambda: self._export(chat.id, "md"))
-                ui.menu_item("Export as JSON", lambda: self._export(chat.id, "json"))
-                ui.menu_item("Duplicate what is shown", lambda: self._duplicate(chat.id))
-                ui.menu_item("Delete", lambda: self._delete(chat))
+    def open(self, id: str) -> Any:
+        return self._open(id)
 
-    def _rename(self, chat: ChatSummary) -> None:
+    def rename(self, chat: ChatSummary) -> None:
         with ui.dialog() as dialog, ui.card().classes("card w-96"):
             name = ui.input("Name of the chat", value=chat.title).props("outlined autofocus").classes("w-full")
 
@@ -168,7 +161,7 @@ class ChatList:
             self._session.show_error(error)
         self.refresh()
 
-    async def _export(self, id: str, kind: str) -> None:
+    async def export(self, id: str, kind: str) -> None:
         try:
             chat = await self._session.client.chat(id)
         except ModelyardError as error:
@@ -178,7 +171,7 @@ class ChatList:
         content = to_markdown(chat).encode() if kind == "md" else msgspec.json.format(msgspec.json.encode(chat))
         ui.download.content(content, f"{name}.{kind}")
 
-    async def _duplicate(self, id: str) -> None:
+    async def duplicate(self, id: str) -> None:
         try:
             copied = (await self._session.client.chat(id)).copy(time.time())
             await self._session.store(copied)
@@ -187,7 +180,7 @@ class ChatList:
             return
         await self._open(copied.id)
 
-    def _delete(self, chat: ChatSummary) -> None:
+    def delete(self, chat: ChatSummary) -> None:
         with ui.dialog() as dialog, ui.card().classes("card w-96"):
             ui.label(f"Delete “{chat.title}”?").classes("name")
             ui.label("It cannot be restored.").classes("muted small")
@@ -203,6 +196,37 @@ class ChatList:
                 ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
                 ui.button("Delete", on_click=confirm).props("unelevated no-caps color=negative")
         dialog.open()
+
+
+class ChatRow:
+    def __init__(self, chats: ChatList, chat: ChatSummary) -> None:
+        self._chat, self._is_current = chat, False
+        with ui.element("div").classes("row").props("role=listitem") as self._box:
+            open_button = ui.button(on_click=lambda: chats.open(self._chat.id)).props("flat no-caps align=left")
+            with open_button.classes("grow title-button"), ui.column().classes("gap-0 items-start"):
+                self._title = ui.label(chat.title).classes("row-title")
+                self._updated = ui.label("").classes("muted small")
+            more = ui.button(icon="more_vert").props('flat round dense size=sm color=grey aria-label="More"')
+            with more, ui.menu():
+                ui.menu_item("Rename", lambda: chats.rename(self._chat))
+                ui.menu_item("Export as Markdown", lambda: chats.export(self._chat.id, "md"))
+                ui.menu_item("Export as JSON", lambda: chats.export(self._chat.id, "json"))
+                ui.menu_item("Duplicate what is shown", lambda: chats.duplicate(self._chat.id))
+                ui.menu_item("Delete", lambda: chats.delete(self._chat))
+
+    def update(self, chat: ChatSummary, place: int, *, is_current: bool) -> None:
+        self._chat = chat
+        self._title.set_text(chat.title)
+        self._updated.set_text(fmt.ago(chat.updated, time.time()))
+        if is_current != self._is_current:
+            self._is_current = is_current
+            self._box.classes(add="current" if is_current else "", remove="" if is_current else "current")
+        siblings = self._box.parent_slot.children if self._box.parent_slot is not None else []
+        if siblings and siblings[place] is not self._box:
+            self._box.move(target_index=place)
+
+    def delete(self) -> None:
+        self._box.delete()
 
 
 # --- one chat ---------------------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ class UsageTable:
                 self._by.props('no-caps unelevated dense toggle-color=primary aria-label="Usage by"')
             self._span = ui.label("").classes("muted small")
             self._table = ui.table(rows=[], columns=[], row_key="group", pagination=10)
-            self._table.props("flat dense").classes("w-full usage")
+            self._table.props("flat dense wrap-cells").classes("w-full usage")
         ui.timer(0, lambda: session.perform(self._load()), once=True)
 
     async def _load(self) -> None:

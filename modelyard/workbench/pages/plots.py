@@ -42,13 +42,13 @@ def _percentile(name: str, percentile: str) -> Getter:
 _CHARTS: tuple[tuple[str, str, dict[str, Getter]], ...] = (  # title, unit, lines
     ("First token", "seconds", {name: _percentile("first_token_s", name) for name in ("p50", "p95")}),
     ("Between tokens", "seconds", {name: _percentile("inter_token_s", name) for name in ("p50", "p95")}),
-    ("Tokens per second, one answer", "count", {"p50": _percentile("tokens_per_s", "p50")}),
-    ("Tokens per second, total", "count", {"output": lambda slice: slice["output_tokens"] / slice["slice_s"]}),
-    ("Longest queue", "count", {"waiting": lambda slice: slice["waiting"]}),
+    ("tok/s, one answer", "count", {"p50": _percentile("tokens_per_s", "p50")}),
+    ("tok/s, all answers", "count", {"output": lambda slice: slice["output_tokens"] / slice["slice_s"]}),
+    ("Longest queue", "whole", {"waiting": lambda slice: slice["waiting"]}),
     ("Cache reuse", "share", {"reuse": lambda slice: slice["reuse"]}),
     (
         "Requests per ten seconds",
-        "count",
+        "whole",
         {"all": lambda slice: slice["requests"], "failed": lambda slice: slice["failures"]},
     ),
 )
@@ -106,7 +106,7 @@ _OTHER_KIND = ("#06b6d4", 13)  # another baseline
 _COLUMNS = {
     "setting": "Setting",
     "against": "Against current",
-    "speed": "Tokens/s",
+    "speed": "tok/s",
     "first": "First token",
     "memory": "Memory",
     "trials": "Trials",

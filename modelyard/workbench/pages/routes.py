@@ -60,7 +60,7 @@ def page(session: PageSession) -> None:
             add = ui.button("Add a route", icon="add", on_click=lambda: ui.navigate.to("/routes/edit"))
             add.props("outline no-caps size=sm")
         ui.label("The first one that matches applies. A name of a model or cache always leads there.").classes("muted")
-        table = ui.table(rows=[], columns=_COLUMNS, row_key="number").props("flat dense").classes("w-full")
+        table = ui.table(rows=[], columns=_COLUMNS, row_key="number").props("flat dense wrap-cells").classes("w-full")
         table.add_slot("body-cell-edit", _EDIT_CELL)
         table.on("edit", lambda event: ui.navigate.to(f"/routes/edit?index={int(event.args)}"))
 

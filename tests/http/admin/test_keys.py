@@ -337,3 +337,30 @@ async def test_a_budget_counts_what_was_used_before_a_restart(app: ServerApp, tm
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
     await second.stop()
     await second.accounts.close()
+
+
+async def test_a_key_sees_the_models_that_it_may_use(tmp_path: Path) -> None:
+    settings = with_boss(tmp_path, routes=[{"match": "fast-*", "model": "second"}])
+    settings["models"]["second"] = {**settings["models"]["demo"], "aliases": ["other"]}
+    app = make_app(settings)
+    await load_all(app)
+    async with client_of(app, **BOSS) as boss:
+        assert [one["id"] for one in (await boss.get("/v1/models")).json()["data"]] == ["demo", "second", "other"]
+        second = await create(boss, models=["sec*"])
+        route = await create(boss, name="by-route", models=["fast-*"])
+    async with client_of(app, authorization=f"Bearer {second['secret']}") as client:
+        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["second", "other"]
+        assert [one["name"] for one in (await client.get("/api/tags")).json()["models"]] == [
+            "second:latest",
+            "other:latest",
+        ]
+        assert (await client.get("/v1/models/demo")).status_code == 403
+    for secret, model, status in (
+        (second["secret"], "other", 200),
+        (second["secret"], "demo", 403),
+        (route["secret"], "fast-1", 200),
+        (route["secret"], "second", 403),
+    ):
+        assert (await chat(app, secret, model=model)).status_code == status
+    await app.stop()
+    await app.accounts.close()

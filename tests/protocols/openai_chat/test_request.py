@@ -453,11 +453,33 @@ def test_tool_choices_are_read_in_every_form() -> None:
     assert read(tool_choice={"type": "auto"}).tool_choice == ToolChoice("auto")
 
 
-def test_allowed_tools_keep_their_mode() -> None:
-    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}
-    request = read(tool_choice=allowed)
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {"allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}},
+        {"allowed_tools": {"mode": "required", "tools": [{"type": "function", "name": "f"}]}},
+        {"mode": "required", "tools": [{"type": "function", "name": "f"}]},
+    ],
+)
+def test_only_the_allowed_tools_are_offered(listed: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("e", "f", "g")]
+    request = read(tools=tools, tool_choice={"type": "allowed_tools", **listed})
     assert request.tool_choice == ToolChoice("required")
-    assert request.warnings[0].startswith("allowed_tools_ignored")
+    assert [tool.name for tool in request.tools] == ["f"]
+    assert request.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "why"),
+    [
+        ({"mode": "auto", "tools": [{"type": "function", "function": {"name": "z"}}]}, "allows the tool 'z', which is"),
+        ({"mode": "auto"}, "lists no allowed tools"),
+    ],
+)
+def test_allowed_tools_that_do_not_exist_or_are_missing_are_refused(allowed: dict[str, Any], why: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(InvalidRequest, match=why):
+        read(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
 
 
 def test_an_unknown_choice_is_auto_with_a_warning() -> None:
