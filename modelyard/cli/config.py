@@ -88,8 +88,11 @@ def _print_tables(description: ConfigDescription) -> None:
         ],
     )
     print_table(
-        ("name", "endpoint", "model", "cache", "window"),
-        [(r.match, r.endpoint, r.model, r.cache, _count(r.window)) for r in description.routes],
+        ("name", "endpoint", "model", "cache", "window", "then"),
+        [
+            (r.match, r.endpoint, r.model, r.cache, _count(r.window), ", ".join(r.fallback))
+            for r in description.routes
+        ],
     )
 
 
@@ -122,6 +125,7 @@ class RouteRow(Struct, frozen=True):
     cache: str
     window: int | None
     allow_remote: bool = False
+    fallback: tuple[str, ...] = ()  # tried if this one cannot answer
 
 
 class CacheRow(Struct, frozen=True):
@@ -186,7 +190,8 @@ def _configured_routes(loaded: LoadedConfig, catalog: Catalog) -> Iterator[Route
         cache = catalog.caches[route.cache] if route.cache else catalog.find(route.model or "")
         if cache is not None:
             match, endpoint = " | ".join(route.match), route.endpoint or "*"
-            yield RouteRow(match, endpoint, cache.model, cache.name, _window(cache, catalog), route.allow_remote)
+            window, others = _window(cache, catalog), tuple(route.fallback)
+            yield RouteRow(match, endpoint, cache.model, cache.name, window, route.allow_remote, others)
 
 
 def _default_route(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:

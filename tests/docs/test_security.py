@@ -18,7 +18,7 @@ def test_every_named_test_exists(path: str) -> None:
     assert (ROOT / path).is_file()
 
 
-@pytest.mark.parametrize("section", ["http", "keys", "log", "store", "images", "workers", "routes"])
+@pytest.mark.parametrize("section", ["http", "keys", "log", "store", "images", "mcp", "workers", "routes"])
 def test_every_named_setting_exists(section: str) -> None:
     names = set(re.findall(rf"`{section}\.(\w+)", PAGE))
     assert names

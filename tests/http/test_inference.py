@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -32,6 +33,7 @@ class Source:
 
     reuse = None
     ignored: tuple[str, ...] = ()
+    prepared = SimpleNamespace(skipped=())
 
     def __init__(self, *batches: list[Event], hook: Any = None) -> None:
         self._batches, self._hook = list(batches), hook

@@ -278,7 +278,9 @@ def test_no_piece_of_a_marker_is_shown_where_a_limit_cuts_the_output(format: str
     """At every place, with tools and without. A bare marker is text until it is a call."""
     form = load(format)
     raw = WRITERS[format]("Hm.", "So.", [(_SEARCH, {"query": "Paris", "limit": 3}), (_NOW, {})]) + " end."
-    pieces = tuple({m[:size] for m in (*form.markers, *form.inner_markers) if m != _OF_XML for size in range(2, len(m))})
+    pieces = tuple(
+        {m[:size] for m in (*form.markers, *form.inner_markers) if m != _OF_XML for size in range(2, len(m))}
+    )
     for cut in range(1 + len(raw) % 3, len(raw), 3):
         for tools in ([_SEARCH, _NOW], None):
             blocks = scan([raw[:cut]], format, tools=tools, truncated=True)

@@ -130,6 +130,15 @@ class BrowserPage:
         self.click(".q-menu .q-item", f"{name}: ")
         self.wait_gone(".q-menu")
 
+    def attach(self, file: Path) -> None:
+        """Quasar replaces the input, which is hidden, after each file."""
+
+        def attached() -> bool:
+            self.driver.find_element(By.CSS_SELECTOR, "input[type=file]").send_keys(str(file))
+            return True
+
+        self.wait_until(attached, f"attaching {file.name}")
+
     def run(self, script: str) -> Any:
         return self.driver.execute_script(script)
 

@@ -44,7 +44,7 @@ from modelyard.workers.messages import (
     encode,
     open_engine_message,
 )
-from modelyard.workers.remote_pool import RemotePool, RemoteStore
+from modelyard.workers.remote_pool import RemoteObjectStore, RemotePool, RemoteStore
 from modelyard.workers.scheduler_server import SchedulerServer, run_store_operation
 from modelyard.workers.transport import DealerSocket, HeartbeatConfig, PeerDisconnected, RouterSocket
 from modelyard.workers.worker import HostedEngine, Worker
@@ -619,6 +619,28 @@ async def test_gateways_share_the_store_by_scope(tmp_path: Path) -> None:
         assert await other.get("other", "r\udc80") is None
         assert await other.delete("key", "r\udc80")
         assert not await here.delete("key", "r\udc80")
+
+
+async def test_gateways_share_conversations_files_and_batches(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
+        here, other = RemoteObjectStore(one), RemoteObjectStore(two)
+        with pytest.raises(Unavailable, match="keeps no"):
+            await here.get("files/ada", "f")
+        deployment.server._objects = objects = SqliteObjectStore(tmp_path / "objects.sqlite", 100, 1 << 20)
+        assert await here.page("files/ada") == []
+        for key in ("f1", "f2\udc80", "f3"):
+            await here.put("files/ada", key, b"\0" + key[:2].encode(), 60)
+        assert await other.page("files/ada", after="f1", limit=1) == [("f2\udc80", b"\0f2")]
+        assert await other.page("files/ada", newest_first=True, values=False, limit=1) == [("f3", b"")]
+        won = await asyncio.gather(here.swap("open", "b", None, b"a"), other.swap("open", "b", None, b"b"))
+        assert sorted(won) == [False, True]
+        assert await other.swap("files/ada", "f1", b"\0f1", b"new")
+        assert await here.get("files/ada", "f1") == b"new"
+        assert await other.delete("files/ada", "f1")
+        assert not await here.delete("files/ada", "f1")
+        with pytest.raises(NotFound):
+            await here.page("files/ada", after="f1")
+        await objects.close()
 
 
 async def test_engine_calls_need_no_lease(tmp_path: Path) -> None:
