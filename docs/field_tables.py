@@ -29,6 +29,15 @@ def _lines() -> Iterator[str]:
         if (section := _section(info.annotation)) is not None:
             yield from (f"### `{_TITLES.get(name, f'[{name}]')}`", "", info.description or "", "")
             yield from (*field_rows(section.model_fields, field_aliases(section)), "")
+            yield from _inner_tables(name, section)
+
+
+def _inner_tables(section: str, kind: type[BaseModel]) -> Iterator[str]:
+    """The tables by name of a section."""
+    for name, info in kind.model_fields.items():
+        if get_origin(info.annotation) is dict and (inner := _section(info.annotation)) is not None:
+            yield from (f"### `[{section}.{name}.NAME]`", "", info.description or "", "")
+            yield from (*field_rows(inner.model_fields, field_aliases(inner)), "")
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

@@ -214,11 +214,12 @@ class ConfigEditor:
             backup = await asyncio.to_thread(write_with_backup, draft.file.path, draft.text, draft.file.content)
             try:
                 done = await self._reload_now()
-            except ModelyardError as error:
+            except Exception as error:
                 kept = await asyncio.to_thread(restore, draft.file.path, draft.text, draft.file.content, backup)
-                raise InvalidRequest(
-                    f"the server refused the change, and {kept}: {error.message}", code="config"
-                ) from None
+                if not isinstance(error, ModelyardError):
+                    raise
+                message = f"the server refused the change, and {kept}: {error.message}"
+                raise InvalidRequest(message, code="config") from None
             written = await asyncio.to_thread(draft.file.path.read_bytes)
             after = replace(draft.file, content=written)
             return {
@@ -230,14 +231,15 @@ class ConfigEditor:
 
     async def _reload_now(self) -> ReloadResult:
         """A reload that is already running may have read the old file: then once more."""
-        async with asyncio.timeout(_RELOAD_WAIT_S):
-            while True:
-                try:
-                    return await self._reload()
-                except Conflict as error:
-                    if error.code != "reload_running":
-                        raise
-                await asyncio.sleep(_RELOAD_PAUSE_S)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _RELOAD_WAIT_S
+        while True:
+            try:
+                return await self._reload()
+            except Conflict as error:
+                if error.code != "reload_running" or loop.time() > deadline:
+                    raise
+            await asyncio.sleep(_RELOAD_PAUSE_S)
 
     def _check(self, change: ConfigChange) -> CheckedDraft:
         draft = make_draft(self._state(), change)

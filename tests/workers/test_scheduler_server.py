@@ -21,6 +21,7 @@ from modelyard.core.lease import KeyLimits, LeaseRequest
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
 from modelyard.engines.fake.engine import FakeTextEngine
+from modelyard.object_store import SqliteObjectStore
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.app import compose
 from modelyard.store import MemoryStore
@@ -209,7 +210,6 @@ async def test_limits_of_a_created_key_reach_the_scheduler_and_the_one_that_repl
         await until(lambda: "new" in deployment.scheduler._rate_limiters)
         one.set_limits({})
         await until(lambda: not deployment.scheduler._rate_limiters)
-
 
 
 async def test_a_gateway_gets_the_errors_of_the_scheduler(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 _BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn
 _LINES, _COLUMNS = 8, 512  # of a row that is searched
+_SPAN = 4096  # columns whose maxima fit into a core's first cache
 _LOWEST = np.finfo(np.float32).min
 _NUCLEUS = 256  # a top_p rarely keeps more tokens
 _BINS, _BINS_PER_NAT = 256, 8
@@ -184,7 +185,10 @@ def column_maxima(rows: npt.NDArray[np.float32], out: Row | None = None) -> Row:
     """Of each row, laid out in `_LINES` lines; without the few tokens that do not fill a column. New memory costs as
     much as the search, so `out` may be that of the last step."""
     width = rows.shape[1] // _LINES
-    maxima: Row = rows[:, : _LINES * width].reshape(len(rows), _LINES, width).max(1, out=out)
+    grid = rows[:, : _LINES * width].reshape(len(rows), _LINES, width)
+    maxima: Row = np.empty((len(rows), width), np.float32) if out is None else out
+    for start in range(0, width, _SPAN):
+        np.maximum.reduce(grid[:, :, start : start + _SPAN], axis=1, out=maxima[:, start : start + _SPAN])
     return maxima
 
 
@@ -287,7 +291,8 @@ class BatchSampler:
         counts = np.bincount(top.lines, minlength=n_rows)
         if counts.min() < self._max_k:  # fewer tokens exist or are possible
             return [-1] * n_rows
-        falling = np.lexsort((top.ids, -top.logits, top.lines))
+        falling = np.argsort(-top.logits, kind="stable")
+        falling = falling[np.argsort(top.lines[falling].astype(np.int16), kind="stable")]
         places = falling[(counts.cumsum() - counts)[:, None] + self._columns]
         logits = top.logits[places].astype(np.float64)
         if not np.isfinite(logits[:, 0]).all():
