@@ -17,6 +17,8 @@ from typing import Any, Literal
 from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
+FILE_ID = "file-id:"  # begins the URL of an image or document that is an uploaded file: here, or at an upstream
+
 
 class Text(Struct, frozen=True, tag="text", gc=False):
     text: str

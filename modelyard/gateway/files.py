@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import cast
 
 import msgspec
+from msgspec.structs import replace
 
-from modelyard.core.errors import TooLarge
+from modelyard.core.errors import InvalidRequest, NotFound, TooLarge
+from modelyard.core.request import FILE_ID, Document, Image, Part, Request, ResultPart, Text, ToolResult
 from modelyard.core.store import ObjectStore
 from modelyard.gateway.records import Records, new_id
 from modelyard.protocols.common.openai_lists import PageQuery
@@ -15,6 +19,14 @@ from modelyard.protocols.common.openai_lists import PageQuery
 CHUNK = 1 << 20  # bytes
 _PAGE = 8  # chunks read at once
 _LISTED = 1000  # records read at once
+_MAX_INLINE = 32 << 20  # bytes of a file that a request names
+_KINDS = (
+    (b"%PDF", "application/pdf"),
+    (b"\x89PNG", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF8", "image/gif"),
+    (b"RIFF", "image/webp"),
+)
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -59,6 +71,39 @@ class Files:
     def content(self, id: str, key: str) -> AsyncIterator[bytes]:
         return read_chunks(self._store, self._records.parts(id, key))
 
+    async def inline(self, request: Request, key: str, *, is_remote: bool) -> Request:
+        """With the uploaded files that the request names by their ids. A remote service may know other ids."""
+        found: dict[Part, Part] = {}
+        for part in _named_files(request):
+            try:
+                found[part] = await self._inlined(part, key)
+            except NotFound as error:
+                if not is_remote:
+                    raise InvalidRequest(error.message, code="file_not_found", param="file_id") from None
+        if not found:
+            return request
+        messages = tuple(replace(m, parts=tuple(_inline_part(p, found) for p in m.parts)) for m in request.messages)
+        return replace(request, messages=messages)
+
+    async def _inlined(self, part: Image | Document, key: str) -> Part:
+        """An image, a PDF, or the text of any other file."""
+        id = part.url.removeprefix(FILE_ID)
+        file = await self.get(id, key)
+        if file.bytes > _MAX_INLINE:
+            raise TooLarge(f"the file {id!r} has {file.bytes} bytes; at most {_MAX_INLINE} fit into a request")
+        data = b"".join([chunk async for chunk in self.content(id, key)])
+        kind = next((kind for start, kind in _KINDS if data.startswith(start)), "")
+        name = part.name if isinstance(part, Document) and part.name else file.filename
+        if kind:
+            url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+            detail = part.detail if isinstance(part, Image) else None
+            return Image(url, detail) if kind.startswith("image/") else Document(url, name)
+        try:
+            return Text(f"{name}:\n\n{data.decode()}")
+        except UnicodeDecodeError:
+            problem = f"the file {id!r} is neither an image nor a PDF nor text"
+            raise InvalidRequest(problem, code="invalid_document", param="file_id") from None
+
     async def page(self, key: str, query: PageQuery, purpose: str | None) -> tuple[list[FileRecord], bool]:
         found: list[FileRecord] = []
         after, has_more = query.after, True
@@ -67,6 +112,21 @@ class Files:
             found += [record for record in page if purpose is None or record.purpose == purpose]
             after = page[-1].id if page else ""
         return found[: query.limit], has_more or len(found) > query.limit
+
+
+def _named_files(request: Request) -> Iterator[Image | Document]:
+    for message in request.messages:
+        for part in message.parts:
+            for each in part.content if isinstance(part, ToolResult) else (part,):
+                if isinstance(each, Image | Document) and each.url.startswith(FILE_ID):
+                    yield each
+
+
+def _inline_part(part: Part, found: Mapping[Part, Part]) -> Part:
+    if isinstance(part, ToolResult):
+        content = tuple(cast("ResultPart", found.get(each, each)) for each in part.content)
+        return replace(part, content=content)
+    return found.get(part, part)
 
 
 async def read_chunks(store: ObjectStore, scope: str) -> AsyncIterator[bytes]:

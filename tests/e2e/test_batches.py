@@ -66,7 +66,7 @@ def ended(client: openai.OpenAI, id: str) -> Batch:
     deadline = time.monotonic() + 60
     while (batch := client.batches.retrieve(id)).status in ("validating", "in_progress", "finalizing", "cancelling"):
         assert time.monotonic() < deadline, batch
-        time.sleep(0.01)
+        time.sleep(0.03)
     return batch
 
 
@@ -447,7 +447,7 @@ def ended_messages(client: anthropic.Anthropic, id: str) -> MessageBatch:
     deadline = time.monotonic() + 60
     while (batch := client.messages.batches.retrieve(id)).processing_status != "ended":
         assert time.monotonic() < deadline, batch
-        time.sleep(0.01)
+        time.sleep(0.03)
     return batch
 
 

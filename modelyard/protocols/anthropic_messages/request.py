@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import (
+    FILE_ID,
     Constraint,
     Document,
     Image,
@@ -47,7 +48,6 @@ from modelyard.protocols.common.extensions import (
 from modelyard.protocols.common.json import decode
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 
-FILE_ID = "file-id:"  # URL prefix of an image in the upstream's file store: forwarded, no local model can open it
 UNPARSED = "__unparsedToolInput"  # how clients return arguments that were not JSON
 
 Warnings = dict[str, None]  # an ordered set

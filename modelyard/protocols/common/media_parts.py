@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from modelyard.core.errors import InvalidRequest, Unsupported
-from modelyard.core.request import Audio, Document, Part
+from modelyard.core.request import FILE_ID, Audio, Document, Part
 
 _AUDIO_TYPES = {"mp3": "audio/mpeg", "wav": "audio/wav", "flac": "audio/flac"}
 
@@ -29,16 +29,19 @@ def read_audio(part: Any, path: str) -> Audio:
 
 
 def read_file(part: Any, path: str) -> Document:
-    """OpenAI's `file` and `input_file`: a PDF as `file_data` or, in Responses, as `file_url`."""
+    """OpenAI's `file` and `input_file`: a PDF as `file_data`, as the `file_id` of an uploaded file or, in Responses, as
+    `file_url`."""
     fields = part if isinstance(part, dict) else {}
-    name, data, url = (fields.get(key) for key in ("filename", "file_data", "file_url"))
+    name, data, url, id = (fields.get(key) for key in ("filename", "file_data", "file_url", "file_id"))
     name = name if isinstance(name, str) else ""
     if isinstance(data, str) and data:
         return Document(data if data.startswith("data:") else f"data:application/pdf;base64,{data}", name)
     if isinstance(url, str) and url:
         return Document(url, name)
+    if isinstance(id, str) and id:
+        return Document(FILE_ID + id, name)
     raise InvalidRequest(
-        f"{path} needs file_data: uploaded files are not stored here",
+        f"{path} needs file_data, or the file_id of an uploaded file",
         param=f"{path}.file_data",
         code="invalid_document",
     )

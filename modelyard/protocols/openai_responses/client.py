@@ -25,6 +25,7 @@ from modelyard.core.events import (
     collect_reply,
 )
 from modelyard.core.request import (
+    FILE_ID,
     Audio,
     Document,
     Image,
@@ -113,13 +114,20 @@ def _write_content(part: Part, text_type: str) -> JsonObject:
     if isinstance(part, Audio):
         return write_audio(part)
     if isinstance(part, Image):
-        return {"type": "input_image", "image_url": part.url} | present(detail=part.detail)
+        where, url = ("file_id", part.url.removeprefix(FILE_ID)) if _is_file(part) else ("image_url", part.url)
+        return {"type": "input_image", where: url} | present(detail=part.detail)
     if isinstance(part, Document):
-        where = "file_data" if part.url.startswith("data:") else "file_url"
-        return {"type": "input_file", where: part.url} | present(filename=part.name or None)
+        where, url = "file_data" if part.url.startswith("data:") else "file_url", part.url
+        if _is_file(part):
+            where, url = "file_id", url.removeprefix(FILE_ID)
+        return {"type": "input_file", where: url} | present(filename=part.name or None)
     if isinstance(part, ToolReference):
         return {"type": text_type, "text": part.name}
     return {"type": text_type, "text": part.text if isinstance(part, Text) else ""}
+
+
+def _is_file(part: Image | Document) -> bool:
+    return part.url.startswith(FILE_ID)
 
 
 def _write_part(part: Part) -> JsonObject:

@@ -17,6 +17,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
+    FILE_ID,
     Constraint,
     Image,
     Message,
@@ -67,6 +68,7 @@ class InputPart(Struct, gc=False):
     refusal: limits.Text | None = None
     image_url: limits.Text | InputImageUrl | None = None
     input_audio: Any = None
+    file_id: limits.Id | None = None
     file_data: limits.Text | None = None
     file_url: limits.Text | None = None
     filename: limits.Text | None = None
@@ -394,12 +396,12 @@ def _read_part(part: InputPart, path: str, warnings: list[str], role: str) -> It
         if isinstance(url, InputImageUrl):
             detail = url.detail or detail
             url = url.url
+        if not url and part.file_id:
+            url = FILE_ID + part.file_id
         if url:
             yield Image(url, detail)
         else:
-            yield from _refuse_part(
-                f"{path}: uploaded files are not stored here; send image_url", f"{path}.image_url", role
-            )
+            yield from _refuse_part(f"{path} needs image_url or file_id", f"{path}.image_url", role)
     elif part.type in ("input_audio", "input_file") and role != "assistant":
         try:
             yield _read_media(part, path)
@@ -418,7 +420,8 @@ def _read_part(part: InputPart, path: str, warnings: list[str], role: str) -> It
 def _read_media(part: InputPart, path: str) -> ResultPart:
     if part.type == "input_audio":
         return read_audio(part.input_audio, f"{path}.input_audio")
-    return read_file({"file_data": part.file_data, "file_url": part.file_url, "filename": part.filename}, path)
+    fields = {"file_data": part.file_data, "file_url": part.file_url, "filename": part.filename}
+    return read_file(fields | {"file_id": part.file_id}, path)
 
 
 def _refuse_part(problem: str, path: str, role: str) -> Iterator[ResultPart]:
