@@ -37,6 +37,7 @@ from modelyard.core.events import Event, Failed, Measured, PromptRead, Started
 from modelyard.core.request import Caller, Request
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.request_work import RequestWork
+from modelyard.gateway.tool_rounds import ToolRounds
 from modelyard.router.router import Target
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 from modelyard.telemetry.history import SkippedModel
@@ -199,11 +200,12 @@ class FallbackStream:
             except StopAsyncIteration:
                 self._settled = True
                 return
-            if isinstance(last := events[-1], Failed) and not _has_output(events):
+            has_called = isinstance(self._source, ToolRounds) and self._source.has_called
+            if isinstance(last := events[-1], Failed) and not _has_output(events) and not has_called:
                 self._on_failed(last.error)
                 continue
             self._held.append((choice, events))
-            self._settled = _has_output(events)
+            self._settled = _has_output(events) or isinstance(last, Failed)
 
     async def _try_next(self) -> None:
         if self._cancelled is not None:

@@ -98,6 +98,7 @@ from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.constraints import constrain
 from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
 from modelyard.gateway.fallbacks import FallbackStream, prepare_first
+from modelyard.gateway.files import Files
 from modelyard.gateway.model import Model
 from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, estimated_tokens, output_budget
 from modelyard.gateway.priority import priority
@@ -149,6 +150,7 @@ class Gateway:
         history: History | None = None,
         replay: ReplayMemory | None = None,
         stored: StoredResponses | None = None,
+        files: Files | None = None,
         mcp: McpServers | None = None,
         accounts: Accounts | None = None,
     ) -> None:
@@ -156,7 +158,7 @@ class Gateway:
         self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
         self.history = history or History(_HISTORY_REQUESTS)
         self.capabilities = CapabilityCache()
-        self.stored, self.mcp = stored, mcp
+        self.stored, self.files, self.mcp = stored, files, mcp
         self._diagnostics = CacheDiagnostics()
         self._replay = replay or ReplayMemory()
         self._dedup = RequestDeduplicator()
@@ -348,6 +350,9 @@ class Gateway:
         effective = self.capabilities.effective(model, capabilities)
         media = media_kinds(request)
         if media:
+            if self.files is not None:
+                request = await self.files.inline(request, caller.key, is_remote=model.remote)
+                media = media_kinds(request)
             request = await self._adapt_media(request, media, model, effective)
             media = media_kinds(request)
         check_capabilities(request, effective, model.name, media=media)

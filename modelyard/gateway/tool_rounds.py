@@ -91,6 +91,11 @@ class ToolRounds:
     def usage(self) -> Usage:
         return self._usage
 
+    @property
+    def has_called(self) -> bool:
+        """Whether a tool was called, which may have done something: the request must not be repeated."""
+        return self._made > 0
+
     def snapshot(self) -> RequestSnapshot:
         prepared, caller = self.prepared, self.prepared.caller
         return RequestSnapshot(

@@ -120,6 +120,7 @@ def compose(
         replay=ReplayMemory(store if shared else None),
         accounts=accounts,
         stored=StoredResponses(store, objects.conversations, objects.background),
+        files=objects.files,
     )
     metrics.set_usage_source(lambda: accounts.ledger.series(accounts.currency))
     metrics.set_queue_source(lambda: {name: status.waiting for name, status in scheduler.status().items()})

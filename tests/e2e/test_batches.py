@@ -19,7 +19,8 @@ from openai.types.chat import ChatCompletion
 from modelyard.core.errors import Unavailable
 from modelyard.gateway import batches, records
 from modelyard.object_store import SqliteObjectStore
-from tests.e2e.helpers import config, wait_for_running, wait_until, wait_until_idle
+from tests.e2e.helpers import SCRIPT, config, wait_for_running, wait_until, wait_until_idle
+from tests.engines.llama_cpp.media_files import picture
 from tests.live_server import LiveServer, live_server
 
 KEYS = [{"name": "ada", "key": "sk-ada"}, {"name": "bob", "key": "sk-bob"}]
@@ -150,6 +151,35 @@ def test_an_upload_that_is_no_form_is_refused(server: LiveServer) -> None:
         headers = {"authorization": "Bearer sk-ada", "content-type": kind}
         reply = httpx.post(server.url + "/v1/files", content=body, headers=headers)
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_requests_name_uploaded_files_by_their_ids(tmp_path: Path) -> None:
+    settings = config(keys=KEYS, store={"objects": str(tmp_path / "objects.sqlite")})
+    settings["models"]["demo"] |= {"modalities": ["text", "image"]}
+    settings["models"]["demo"]["script"] = [{"when": "the secret is teal", "steps": [{"text": "Teal."}]}, *SCRIPT]
+    with live_server(settings) as server:
+        client = sdk(server)
+        notes = client.files.create(file=("notes.txt", b"the secret is teal"), purpose="user_data").id
+        part: Any = {"type": "input_file", "file_id": notes}
+        asked: Any = [{"role": "user", "content": [part, {"type": "input_text", "text": "What is it?"}]}]
+        response = client.responses.create(model="demo", input=asked)
+        assert response.output_text == "Teal."
+        items: Any = client.responses.input_items.list(response.id).data
+        assert items[0].content[0].file_id == notes
+        chat: Any = [{"role": "user", "content": [{"type": "file", "file": {"file_id": notes}}]}]
+        answer = client.chat.completions.create(model="demo", messages=chat)
+        assert answer.choices[0].message.content == "Teal."
+        image_file = client.files.create(file=("p.png", picture(1)), purpose="vision").id
+        image: Any = [{"role": "user", "content": [{"type": "input_image", "file_id": image_file, "detail": "auto"}]}]
+        assert client.responses.create(model="demo", input=image).status == "completed"
+        binary = client.files.create(file=("x.bin", b"\xff\x00"), purpose="user_data").id
+        part["file_id"] = binary
+        with pytest.raises(openai.BadRequestError, match="neither an image"):
+            client.responses.create(model="demo", input=asked)
+        part["file_id"] = notes
+        with pytest.raises(openai.BadRequestError) as error:
+            sdk(server, "sk-bob").responses.create(model="demo", input=asked)
+        assert error.value.code == "file_not_found"
 
 
 # --- OpenAI's batches -------------------------------------------------------------------------------------------------
