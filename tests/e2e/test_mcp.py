@@ -251,6 +251,26 @@ def test_the_clients_own_call_in_the_same_turn_goes_to_the_client(client: openai
     assert done.output_text == "It is sunny."
 
 
+def test_a_conversation_keeps_the_calls_and_their_approval(client: openai.OpenAI) -> None:
+    conversation = client.conversations.create()
+    ask: Any = {"model": "demo", "conversation": conversation.id, "tools": [mcp(require_approval="always")]}
+    asked = client.responses.create(input='call add {"a":4,"b":2}', **ask)
+    answer: Any = {"type": "mcp_approval_response", "approval_request_id": asked.output[-1].id, "approve": True}
+    done = client.responses.create(input=[answer], **ask)
+    assert done.output_text == "The tool answered: 6"
+    more = client.responses.create(input="thanks", **ask)
+    assert [item.type for item in more.output] == ["message"]
+    kinds = [item.type for item in client.conversations.items.list(conversation.id, order="asc", limit=100)]
+    assert kinds.count("mcp_call") == 1
+    assert kinds.count("mcp_list_tools") == 1
+
+
+def test_a_response_in_the_background_calls_tools(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="demo", input='call add {"a":1,"b":2}', tools=[mcp()], background=True)  # type: ignore[list-item]
+    wait_until(lambda: client.responses.retrieve(made.id).status == "completed", "the response")
+    assert client.responses.retrieve(made.id).output_text.endswith("The tool answered: 3")
+
+
 def test_a_tool_can_be_forced(client: openai.OpenAI) -> None:
     choice: Any = {"type": "mcp", "server_label": "tools", "name": "add"}
     made = client.responses.create(model="demo", input="hello", tools=[mcp()], tool_choice=choice)  # type: ignore[list-item]

@@ -294,8 +294,12 @@ class AdminRoutes:
     async def tune(self) -> Response:
         return _json({"data": await asyncio.to_thread(tuning_runs, self._context.tune)})
 
-    async def reload(self) -> Response:
-        return _json(await self._context.service.reload())
+    async def reload(self, request: StarletteRequest, own: bool = False) -> Response:
+        """Gateways that share a scheduler follow it; others are told."""
+        done = await self._context.service.reload()
+        if not own and not self._context.shares_scheduler:
+            await self._context.peers.request("POST", "reload", request.headers)
+        return _json(done)
 
     # --- models of the hub and the library ----------------------------------------------------------------------------
 
