@@ -1,11 +1,11 @@
 """The llama.cpp engine beside a native llama-server on the same file, threads and context, both through HTTP.
 
-    python bench/engine.py [--quick] [--model FILE] [--threads N] [--rounds N] [--json FILE] [--svg FILE]
+    python bench/engine.py [--quick] [--caches] [--model FILE] [--threads N] [--rounds N] [--json FILE] [--svg FILE]
 
 Tokens per second of 1, 2, 4 and 8 streams and at depths of 512 and 4,096 tokens, the time to first token of prompts of
 32, 512 and 4,096 tokens, and our single stream with 32 streams of the fake engine in the same process against the same
-stream alone, and 2 + 2 streams in two caches against 4 in one. Rounds are interleaved; every prompt starts with new
-words, so that no cache matches.
+stream alone, and 2 + 2 streams in two caches against 4 in one (`--caches`: only that). Rounds are interleaved; every
+prompt starts with new words, so that no cache matches.
 """
 
 from __future__ import annotations
@@ -246,24 +246,27 @@ def caches_comparison(together: list[Measured], apart: list[Measured]) -> Compar
 
 
 def measure(plan: Plan, model: Path, threads: int, tick: Callable[[str], None]) -> list[Comparison]:
-    prompts = RandomPrompts(tokenizer_folder())
     config = llama_cpp_config(model, threads, {"main": (plan.window, _SLOTS)})
     with ExitStack() as stack:
         ours = stack.enter_context(modelyard_server(config))
         theirs = stack.enter_context(llama_server(model, threads, plan.window, _SLOTS, "--cache-ram", "0"))
-        benchmark = EngineBenchmark(plan, prompts, tick)
-        found = list(comparisons(*benchmark.run({OURS: ours, LLAMA_SERVER: theirs})))
+        benchmark = EngineBenchmark(plan, RandomPrompts(tokenizer_folder()), tick)
+        return list(comparisons(*benchmark.run({OURS: ours, LLAMA_SERVER: theirs})))
+
+
+def measure_caches(plan: Plan, model: Path, threads: int, tick: Callable[[str], None]) -> Comparison:
     with ExitStack() as stack:
         layouts = {"main": (plan.window, 4)}, {"main": (plan.window, 2), "fast": (plan.window, 2)}
         servers = [modelyard_server(llama_cpp_config(model, threads, caches)) for caches in layouts]
-        together, apart = benchmark.run_caches(*map(stack.enter_context, servers))
-    return [*found, caches_comparison(together, apart)]
+        benchmark = EngineBenchmark(plan, RandomPrompts(tokenizer_folder()), tick)
+        return caches_comparison(*benchmark.run_caches(*map(stack.enter_context, servers)))
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     parser = argparse.ArgumentParser(description="Measure the llama.cpp engine beside llama-server.")
     parser.add_argument("--quick", action="store_true", help="once each, few tokens: to see that it works")
+    parser.add_argument("--caches", action="store_true", help="only 2 + 2 streams in two caches against 4 in one")
     parser.add_argument("--model", type=Path, help="another GGUF with SmolLM2's vocabulary; default: the default model")
     parser.add_argument("--threads", type=int, default=1, help="of both servers; on a busy machine 1 is the fairest")
     parser.add_argument("--rounds", type=int, default=5)
@@ -272,9 +275,12 @@ def main() -> None:
     options = parser.parse_args()
     out, plan = report.console(), QUICK if options.quick else Plan(rounds=options.rounds)
     with Progress(console=out, transient=True) as progress:
-        task = progress.add_task("", total=4 + plan.rounds * (2 * len(plan.cases) + 4))
+        rest = 0 if options.caches else 2 + plan.rounds * (2 * len(plan.cases) + 2)
+        task = progress.add_task("", total=2 + 2 * plan.rounds + rest)
         tick = lambda what: progress.update(task, description=what, advance=1)  # noqa: E731
-        found = measure(plan, options.model or default_model.fetch(), options.threads, tick)
+        given = plan, options.model or default_model.fetch(), options.threads, tick
+        found = [] if options.caches else measure(*given)
+        found.append(measure_caches(*given))
     title = f"The engine beside llama-server, {options.threads} thread(s)"
     notes = [
         f"{plan.rounds} interleaved round(s), means, ratios with 95 % by Student's t; window {plan.window} × {_SLOTS}",

@@ -181,6 +181,7 @@ def chat(page: BrowserPage) -> None:
     page.find(".turn.assistant", "tok/s")
     time.sleep(1)
     save(page, "chat")
+    page.type("input[aria-label='Max tokens']", "64", Keys.TAB)
     page.type(".model input", "smollm2", Keys.ENTER)
     page.find(".model .q-chip", "smollm2")
     page.type(MESSAGE, "What is the weather like in Rome?", Keys.ENTER)

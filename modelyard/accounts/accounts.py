@@ -70,7 +70,7 @@ class Accounts:
     # --- the request path ---------------------------------------------------------------------------------------------
 
     def check_budget(self, key: str) -> None:
-        """Raise BudgetExceeded if this key may not start another request."""
+        """Raise QuotaExceeded if this key may not start another request."""
         if key in self.ledger.budgets:
             self.ledger.check_budget(key, self._clock())
 

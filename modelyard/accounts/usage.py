@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from modelyard.accounts.keys import Key
 from modelyard.accounts.settings import BudgetPeriod
-from modelyard.core.errors import BudgetExceeded
+from modelyard.core.errors import QuotaExceeded
 from modelyard.core.events import Usage
 
 DAY_S = 86_400
@@ -80,13 +80,13 @@ class BudgetUse(Struct):
         if key.cost_budget is not None and self.cost >= key.cost_budget:
             raise self._exceeded(f"{key.cost_budget:g} (its cost)", now)
 
-    def _exceeded(self, amount: str, now: float) -> BudgetExceeded:
+    def _exceeded(self, amount: str, now: float) -> QuotaExceeded:
         key, resets = self.key, self.resets
         if resets is None:
-            return BudgetExceeded(f"the key {key.name!r} has used its whole budget of {amount}; it does not reset")
+            return QuotaExceeded(f"the key {key.name!r} has used its whole budget of {amount}; it does not reset")
         when = datetime.fromtimestamp(resets, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         message = f"the key {key.name!r} has used its budget of {amount} a {key.budget_period}; it resets at {when}"
-        return BudgetExceeded(message, retry_after=resets - now)
+        return QuotaExceeded(message, retry_after=resets - now)
 
 
 def day_of(now: float) -> int:
@@ -138,7 +138,7 @@ class UsageLedger:
     # --- budgets ------------------------------------------------------------------------------------------------------
 
     def check_budget(self, key: str, now: float) -> None:
-        """Raise BudgetExceeded if this key may not start another request."""
+        """Raise QuotaExceeded if this key may not start another request."""
         if (budget := self.budgets.get(key)) is not None:
             budget.restart(now)
             budget.check(now)

@@ -12,7 +12,7 @@
     ├── TooLarge                body or headers over their limit
     ├── RateLimited             too much in too short a time; with Retry-After
     │   ├── KeyLimited          by us, not by an upstream: no other model helps
-    │   └── BudgetExceeded      the key's budget is used; with Retry-After if it resets
+    │   └── QuotaExceeded       the key's budget is used; with Retry-After if it resets
     ├── Overloaded              the queue is full; with Retry-After and the queue position
     ├── Unavailable             engine, worker or scheduler lost; a retry may succeed
     ├── Timeout                 a deadline passed
@@ -152,7 +152,7 @@ class KeyLimited(RateLimited):
     """By the limits of the client's key, not by an upstream: no other model helps."""
 
 
-class BudgetExceeded(RateLimited):
+class QuotaExceeded(RateLimited):
     """The code is OpenAI's: its clients know that to try again at once is in vain."""
 
     default_code = "insufficient_quota"

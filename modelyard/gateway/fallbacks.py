@@ -24,12 +24,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.errors import (
-    BudgetExceeded,
     Cancelled,
     ContextOverflow,
     KeyLimited,
     ModelyardError,
     OutputOverflow,
+    QuotaExceeded,
     Unsupported,
     with_message,
 )
@@ -64,7 +64,7 @@ _LEADING_ON = frozenset(
     }
 )
 _MISFITS = (Unsupported, ContextOverflow, OutputOverflow)
-_FINAL = (BudgetExceeded, Cancelled, KeyLimited)
+_FINAL = (QuotaExceeded, Cancelled, KeyLimited)
 _WORTH_A_RETRY = frozenset({"overloaded", "rate_limited", "timeout", "unavailable"})
 _BEFORE_OUTPUT = (Started, PromptRead, Measured)
 

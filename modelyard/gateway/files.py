@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from modelyard.core.errors import InvalidRequest, NotFound, TooLarge
+from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, TooLarge
 from modelyard.core.request import FILE_ID, Document, Image, Part, Request, ResultPart, Text, ToolResult
 from modelyard.core.store import ObjectStore
 from modelyard.gateway.records import Records, new_id
@@ -74,12 +74,18 @@ class Files:
     async def inline(self, request: Request, key: str, *, is_remote: bool) -> Request:
         """With the uploaded files that the request names by their ids. A remote service may know other ids."""
         found: dict[Part, Part] = {}
-        for part in _named_files(request):
+        for part, is_result in _named_files(request):
             try:
                 found[part] = await self._inlined(part, key)
-            except NotFound as error:
-                if not is_remote:
+            except ModelyardError as error:
+                if isinstance(error, NotFound) and is_remote:
+                    continue
+                if is_result:  # a refusal would end an agent's session, because the file stays in its history
+                    found[part] = Text(f"[file: {error.message}]")
+                elif isinstance(error, NotFound):
                     raise InvalidRequest(error.message, code="file_not_found", param="file_id") from None
+                else:
+                    raise
         if not found:
             return request
         messages = tuple(replace(m, parts=tuple(_inline_part(p, found) for p in m.parts)) for m in request.messages)
@@ -114,12 +120,14 @@ class Files:
         return found[: query.limit], has_more or len(found) > query.limit
 
 
-def _named_files(request: Request) -> Iterator[Image | Document]:
+def _named_files(request: Request) -> Iterator[tuple[Image | Document, bool]]:
+    """With whether it is in a tool's result."""
     for message in request.messages:
         for part in message.parts:
+            is_result = isinstance(part, ToolResult)
             for each in part.content if isinstance(part, ToolResult) else (part,):
                 if isinstance(each, Image | Document) and each.url.startswith(FILE_ID):
-                    yield each
+                    yield each, is_result
 
 
 def _inline_part(part: Part, found: Mapping[Part, Part]) -> Part:

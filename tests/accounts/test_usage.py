@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.accounts.keys import Key
 from modelyard.accounts.usage import DAY_S, Price, UsageCounts, UsageLedger, day_of, period
-from modelyard.core.errors import BudgetExceeded
+from modelyard.core.errors import QuotaExceeded
 from modelyard.core.events import Usage
 
 NOON = datetime(2026, 11, 16, 12, tzinfo=UTC).timestamp()
@@ -81,7 +81,7 @@ def test_a_key_is_refused_once_its_tokens_are_used_and_admitted_when_the_day_end
     ledger.add("team", "m", Usage(90, 0, 9), NOON)
     ledger.check_budget("team", NOON)
     ledger.add("team", "m", Usage(1, 0, 0), NOON)
-    with pytest.raises(BudgetExceeded) as caught:
+    with pytest.raises(QuotaExceeded) as caught:
         ledger.check_budget("team", NOON)
     assert "100 tokens a day" in caught.value.message
     assert "2026-11-17T00:00:00Z" in caught.value.message
@@ -95,7 +95,7 @@ def test_a_total_budget_never_comes_back() -> None:
     ledger.prices = {"m": Price(output=1.0)}
     ledger.set_keys([budget_key(cost_budget=1.0, budget_period="total")], NOON)
     ledger.add("team", "m", Usage(0, 0, 1_000_000), NOON)
-    with pytest.raises(BudgetExceeded) as caught:
+    with pytest.raises(QuotaExceeded) as caught:
         ledger.check_budget("team", NOON + 400 * DAY_S)
     assert caught.value.retry_after is None
     assert "does not reset" in caught.value.message
@@ -117,7 +117,7 @@ def test_a_changed_budget_keeps_what_was_used_unless_its_period_changes() -> Non
     ledger.set_keys([budget_key(token_budget=100, budget_period="day")], NOON)
     ledger.add("team", "m", Usage(60, 0, 0), NOON)
     ledger.set_keys([budget_key(token_budget=50, budget_period="day")], NOON)
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(QuotaExceeded):
         ledger.check_budget("team", NOON)
     ledger.set_keys([], NOON)
     ledger.check_budget("team", NOON)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from modelyard.accounts.keys import Key
 from modelyard.accounts.usage import Price, UsageCounts
-from modelyard.core.errors import BudgetExceeded, Unavailable
+from modelyard.core.errors import QuotaExceeded, Unavailable
 from modelyard.core.events import BlockDelta, BlockStart, Started, Usage
 from modelyard.core.request import Caller
 from modelyard.gateway.gateway import ChatOutput, Gateway
@@ -102,7 +102,7 @@ async def test_a_key_without_budget_left_is_refused_before_anything_is_done() ->
         ledger = harness.gateway.accounts.ledger
         ledger.set_keys([Key(id="k", name="team", digest=b"", token_budget=10, budget_period="total")], 0.0)
         ledger.add("team", "demo", Usage(10), 0.0)
-        with pytest.raises(BudgetExceeded):
+        with pytest.raises(QuotaExceeded):
             await harness.gateway.prepare(make_request(), CALLER)
 
 

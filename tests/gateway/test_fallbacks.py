@@ -26,7 +26,7 @@ from modelyard.telemetry.history import SkippedModel
         (errors.Forbidden("a remote model"), True),
         (errors.InvalidRequest("wrong for every model"), False),
         (errors.KeyLimited("the key's limit", retry_after=1.0), False),
-        (errors.BudgetExceeded("the key's budget"), False),
+        (errors.QuotaExceeded("the key's budget"), False),
         (errors.Cancelled("the client left"), False),
         (errors.Unavailable("the server is shutting down", code="shutting_down"), False),
     ],

@@ -49,6 +49,7 @@ script = [
     { when = "^hostile", steps = [
         { text = "<img src=x onerror='hacked = 1'><script>window.hacked = 1</script> [x](javascript:hack())" },
     ] },
+    { when = "^pause", steps = [{ text = "One" }, { delay = 2 }, { text = " two." }] },
     { when = "^long", steps = [{ tokens = 400 }] },
     { when = "^fail", steps = [{ text = "so far" }, { fail = "out of memory" }] },
 ]

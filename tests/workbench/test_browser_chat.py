@@ -233,6 +233,17 @@ def test_a_chat_is_found_by_its_text_opened_renamed_exported_and_deleted(
     assert server.api("GET", "/v1/admin/chats?search=walrus")["data"] == []
 
 
+def test_a_menu_of_the_list_stays_open_while_the_list_is_refreshed(page: BrowserPage) -> None:
+    choose(page, "demo")
+    send(page, "pause for a moment")
+    page.find(".row.current", "pause for a moment")
+    page.click(".row.current button[aria-label=More]")
+    page.find(".q-menu .q-item", "Rename")
+    page.find(".turn.assistant", "tok/s")  # the end of an answer is stored, and the list shows it
+    page.click(".q-menu .q-item", "Rename")
+    page.find("input[aria-label='Name of the chat']")
+
+
 def test_an_error_is_shown_in_the_chat_and_the_answer_can_be_tried_again(page: BrowserPage) -> None:
     choose(page, "demo")
     send(page, "fail please")

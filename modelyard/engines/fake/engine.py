@@ -83,6 +83,7 @@ CAPABILITIES = Capabilities(
     rerank=True,
     ignored=_IGNORED,
 )
+_TIMER_ERROR_S = 0.0005  # uvloop's timers and clock count milliseconds: asked again, it would spin until the next one
 BURST = 4096  # tokens of one batch; then the job yields to the event loop
 QUEUE_LIMIT = 256  # items that may wait for the reader
 _MAX_CACHED_STEPS = 1000  # a longer answer is encoded again for every job
@@ -129,8 +130,10 @@ class FakeEngine(ABC, Generic[Output]):
             self._token_timer = self.loop.call_later(self.delay, self._continue_jobs)
 
     def _continue_jobs(self) -> None:
-        now, waiting = self.loop.time(), self._waiting
-        while waiting and waiting[0][0] <= now:
+        due, waiting = self.loop.time() + _TIMER_ERROR_S, self._waiting
+        for _ in range(len(waiting)):  # each job once: it waits again for its next token
+            if waiting[0][0] > due:
+                break
             waiting.popleft()[1].advance()
         self._token_timer = self.loop.call_at(waiting[0][0], self._continue_jobs) if waiting else None
 

@@ -79,7 +79,7 @@ def write_retry_headers(error: ModelyardError) -> dict[str, str]:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
     if isinstance(error, Overloaded) and error.position is not None:
         headers["x-queue-position"] = str(error.position)
-    if isinstance(error, (Cancelled, errors.BudgetExceeded)):
+    if isinstance(error, (Cancelled, errors.QuotaExceeded)):
         headers["x-should-retry"] = "false"  # the OpenAI and Anthropic SDKs obey
     return headers
 

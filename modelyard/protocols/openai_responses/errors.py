@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from modelyard.core.errors import BudgetExceeded, Cancelled, ContextOverflow, ModelyardError, Overloaded, RateLimited
+from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Overloaded, QuotaExceeded, RateLimited
 from modelyard.core.request import Request
 from modelyard.protocols.common.errors import overflow_hint
 from modelyard.protocols.common.openai_errors import SMALLER_CLIENT, error_from_fields, read_http_error
@@ -30,7 +30,7 @@ def write_failure(error: ModelyardError, request: Request | None = None) -> dict
         return {"code": "invalid_prompt", "message": error.message}
     if error.kind in _CLIENT_ERRORS:
         return {"code": error.code or "invalid_prompt", "message": error.message}
-    if isinstance(error, BudgetExceeded):
+    if isinstance(error, QuotaExceeded):
         return {"code": "insufficient_quota", "message": error.message}
     if isinstance(error, RateLimited):  # Codex parses the delay out of the message
         return {"code": "rate_limit_exceeded", "message": f"{error.message} Please try again in {error.retry_after}s."}

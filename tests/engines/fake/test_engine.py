@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,28 @@ async def test_tokens_come_one_by_one_with_a_delay() -> None:
     engine = await text_engine(script=[{"steps": [{"tokens": 3}]}], token_delay=0.001)
     chunks = await read(engine.generate(prompt()))
     assert [len(chunk.ids) for chunk in chunks if isinstance(chunk, Tokens)] == [1, 1, 1]
+
+
+def test_waiting_for_the_next_token_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop's clock stands still for a millisecond, however often it is asked."""
+    calls = 0
+
+    async def play() -> int:
+        nonlocal calls
+        engine = await text_engine(token_delay=1e-6, script=[{"steps": [{"tokens": 50}]}])
+        step = engine._continue_jobs
+
+        def counted() -> None:
+            nonlocal calls
+            calls += 1
+            step()
+
+        monkeypatch.setattr(engine, "_continue_jobs", counted)
+        return len(ids(await read(engine.generate(prompt()))))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(play()) == 50
+    assert calls <= 51
 
 
 async def test_max_tokens_ends_with_length() -> None:

@@ -317,7 +317,7 @@ def test_a_reference_to_an_item_is_refused() -> None:
 )
 def test_content_that_no_model_reads_is_refused_by_its_path(part: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read_items({"role": "user", "content": [{"type": "input_text", "text": "a"}, part | {"file_id": "f"}]})
+        read_items({"role": "user", "content": [{"type": "input_text", "text": "a"}, part]})
     assert (caught.value.param, caught.value.code) == (f"input[0].content[1].{param}", "modality_unsupported")
 
 
@@ -326,23 +326,27 @@ def test_audio_and_files_are_read() -> None:
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}},
         {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,CCCC"},
         {"type": "input_file", "file_url": "https://example.com/a.pdf"},
+        {"type": "input_file", "file_id": "file-1"},
+        {"type": "input_image", "file_id": "file-2", "detail": "low"},
     ]
     assert read_items({"role": "user", "content": parts}).messages[0].parts == (
         Audio("data:audio/mpeg;base64,AAAA"),
         Document("data:application/pdf;base64,CCCC", "a.pdf"),
         Document("https://example.com/a.pdf"),
+        Document("file-id:file-1"),
+        Image("file-id:file-2", "low"),
     )
 
 
 @pytest.mark.parametrize(("kind", "field"), [("input_file", "file_data"), ("input_audio", "input_audio.data")])
 def test_audio_or_a_file_without_data_is_refused_by_its_field(kind: str, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read_items({"role": "user", "content": [{"type": kind, "file_id": "f"}]})
+        read_items({"role": "user", "content": [{"type": kind}]})
     assert caught.value.param == f"input[0].content[0].{field}"
 
 
 def test_in_an_output_the_model_is_told_of_a_part_that_it_cannot_read() -> None:
-    output = [{"type": "input_file", "file_id": "f"}]
+    output = [{"type": "input_file"}]
     request = read_items({"type": "function_call_output", "call_id": "c", "output": output})
     assert request.messages[0].parts == (ToolResult("c", (Text("[a part that this model does not read]"),)),)
 
