@@ -198,6 +198,7 @@ class Capabilities(Struct, frozen=True):
     reasoning_budget: bool = False  # it ends reasoning after a number of tokens
     lora: bool = False
     embeddings: bool = False
+    embeddings_optional: bool = False  # the model's setting `embeddings` would add them
     rerank: bool = False
     ignored: tuple[str, ...] = ()  # sampling fields that the engine accepts and ignores; reported to the client
     # Of an engine that renders by itself; for others the template decides (`Renderer.thinking_modes`), and whether the

@@ -118,10 +118,9 @@ def no_chat(can: Capabilities, name: str) -> Unsupported:
     return Unsupported(f"the model {name!r} does not generate text: {use}", code="model_has_no_chat", param="model")
 
 
-def check_embeddings(can: Capabilities, name: str, *, local: bool) -> None:
-    """`local`: the model's settings are here."""
+def check_embeddings(can: Capabilities, name: str) -> None:
     if not can.embeddings:
-        how = " or set embeddings = true for this model" if local and can.chat else ""
+        how = " or set embeddings = true for this model" if can.embeddings_optional else ""
         raise Unsupported(
             f"the model {name!r} makes no embeddings; use an embedding model{how}",
             code="embeddings_unsupported",

@@ -494,7 +494,7 @@ class Gateway:
 
     async def embed(self, request: EmbeddingRequest, caller: Caller, work: RequestWork | None = None) -> Embeddings:
         target, model, can = await self._resolve_reader(request.model, caller)
-        check_embeddings(can, model.name, local=model.kind == "text")
+        check_embeddings(can, model.name)
         chars = sum(map(len, request.inputs))
         batch = await self._encode(_encode_inputs, request, target, model, chars, caller, work, request.truncate)
 

@@ -215,10 +215,10 @@ class AdminService:
     def _replace(self, loaded: LoadedConfig, models: Mapping[str, Model]) -> ReloadResult:
         """Without await: every request sees either the old configuration or the new one."""
         before, config = self._config, loaded.config
-        router = config.router()
+        router, keys = config.router(), read_keys(config.keys)
         self._pool.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
         self._gateway.router, self._gateway.models = router, models
-        self._gateway.accounts.configure(read_keys(config.keys), config.prices(), config.accounts.currency)
+        self._gateway.accounts.configure(keys, config.prices(), config.accounts.currency)
         self._reconfigure_mcp(config.mcp)
         self._config = config
         add_secrets(config_secrets(config, os.environ))

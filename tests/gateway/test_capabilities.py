@@ -11,12 +11,15 @@ from modelyard.core.engine import Capabilities
 from modelyard.core.errors import Unsupported
 from modelyard.core.events import Failed
 from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text, Tool, ToolResult
+from modelyard.engines.llama_cpp.options import Options, model_capabilities
 from modelyard.gateway.capabilities import (
     CapabilityCache,
     check_capabilities,
+    check_embeddings,
     effective_capabilities,
     ignored_parameters,
 )
+from modelyard.library.gguf import ModelPurpose
 from modelyard.prompt.media import media_kinds
 from tests.gateway.harness import CALLER, GatewayHarness, make_request, model, read_events
 
@@ -147,3 +150,19 @@ def test_a_budget_for_reasoning_is_ignored_where_the_engine_cannot_end_it() -> N
     request = Request(model="m", reasoning=Reasoning(budget=5))
     assert ignored_parameters(request, Capabilities()) == ("reasoning_budget",)
     assert ignored_parameters(request, Capabilities(reasoning_budget=True)) == ()
+
+
+@pytest.mark.parametrize(
+    ("can", "advised"),
+    [
+        (model_capabilities(ModelPurpose(), Options(path="x")), True),
+        (model_capabilities(ModelPurpose(has_vectors=False), Options(path="x")), False),  # deepseek4's graph has none
+        (model_capabilities(ModelPurpose(task="reranking"), Options(path="x")), False),
+        (Capabilities(), False),  # an engine without that setting
+    ],
+)
+def test_a_setting_is_advised_only_where_it_would_add_embeddings(can: Capabilities, advised: bool) -> None:
+    with pytest.raises(Unsupported) as refused:
+        check_embeddings(can, "chatty")
+    assert ("set embeddings = true" in refused.value.message) == advised
+    assert "use an embedding model" in refused.value.message

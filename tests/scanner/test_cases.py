@@ -53,6 +53,12 @@ def _expected(case: Case) -> dict[str, Any]:
     return {key: case.get(key, value) for key, value in empty.items()}
 
 
+def _cuts_a_marker(case: Case, tokens: Iterable[str]) -> bool:
+    """A limit cuts off the output inside of a marker. That cannot happen where the marker is a token."""
+    pieces = tuple(token[:size] for token in tokens for size in range(2, len(token)))
+    return bool(case.get("truncated")) and case["raw"].endswith(pieces)
+
+
 def test_every_format_has_at_least_fifteen_cases() -> None:
     assert set(CASES) == set(names())
     assert [name for name, cases in CASES.items() if len(cases) < 15] == []
@@ -73,7 +79,7 @@ def test_the_chunks_do_not_change_the_blocks(format: str) -> None:
 def test_a_case_reads_the_same_if_markers_are_tokens(format: str) -> None:
     specials = marker_tokens(load(format))
     for case in CASES[format]:
-        if specials and not case.get("quotes"):
+        if specials and not case.get("quotes") and not _cuts_a_marker(case, specials):
             split = pieces(case["raw"], specials)
             blocks = scan(split, format, specials=specials, **_options(case))
             assert _summary(blocks) == _expected(case), case["name"]
@@ -132,6 +138,8 @@ def _encode(tokenizer: HuggingFaceTokenizer, format: str, case: Case) -> list[in
 def test_a_case_reads_the_same_byte_by_byte(format: str) -> None:
     tokenizer = _byte_vocabulary(format)
     for case in CASES[format]:
+        if _cuts_a_marker(case, tokenizer.specials):
+            continue
         blocks = _scan_ids(tokenizer, _encode(tokenizer, format, case), format, **_options(case))
         assert _summary(blocks) == _expected(case), case["name"]
 
@@ -140,6 +148,8 @@ def test_a_case_reads_the_same_in_the_shipped_vocabulary() -> None:
     tokenizer = HuggingFaceTokenizer.load(SHIPPED)
     for format in SPOKEN_BY_THE_FAKE_ENGINE:
         for case in CASES[format]:
+            if _cuts_a_marker(case, tokenizer.specials):
+                continue
             blocks = _scan_ids(tokenizer, _encode(tokenizer, format, case), format, **_options(case))
             assert _summary(blocks) == _expected(case), (format, case["name"])
 

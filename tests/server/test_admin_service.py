@@ -73,6 +73,32 @@ async def test_a_changed_model_is_reloaded(tmp_path: Path) -> None:
         assert await reply_text(client) == "After."
 
 
+async def test_keys_prices_and_limits_are_applied(tmp_path: Path) -> None:
+    def config(*keys: dict[str, Any], price: float) -> dict[str, Any]:
+        found = config_with_reply("Hi.")
+        found["models"]["demo"]["price"] = {"output": price}
+        return {**found, "keys": list(keys), "accounts": {"path": str(tmp_path / "accounts.sqlite")}}
+
+    boss = {"name": "boss", "key": "boss-secret", "admin": True}
+    team = {"name": "team", "key": "team-secret", "requests_per_minute": 1}
+    async with reloadable_server(tmp_path / "a.json", config(boss, price=1.0)) as (server, client):
+
+        async def status(secret: str) -> int:
+            headers = {"x-api-key": secret}
+            return (await client.post("/v1/chat/completions", json=CHAT_BODY, headers=headers)).status_code
+
+        assert await status("team-secret") == 401
+        server.write(config(boss, team, price=2.0))
+        reply = await client.post("/v1/admin/reload", headers={"x-api-key": "boss-secret"})
+        assert "restart" not in str(reply.json()["warnings"])
+        assert [await status("team-secret") for _ in range(2)] == [200, 429]
+        assert server.server_app.accounts.ledger.prices["demo"].output == 2.0
+        server.write(config(boss, price=2.0))
+        await client.post("/v1/admin/reload", headers={"x-api-key": "boss-secret"})
+        assert await status("team-secret") == 401
+        await server.server_app.accounts.close()
+
+
 async def test_models_are_added_and_removed(tmp_path: Path) -> None:
     async with reloadable_server(tmp_path / "a.json", config_with_reply("One.")) as (server, client):
         more = config_with_reply("One.")

@@ -365,11 +365,13 @@ def _sequences(group: Mapping[str, CacheInfo]) -> int:
 def model_capabilities(purpose: ModelPurpose, options: Options) -> Capabilities:
     """What a model with this purpose can do: generate, or embed, or rank. Its projector adds what it sees and hears."""
     embeds = purpose.task == "embedding" if options.embeddings is None else options.embeddings
+    can_embed = purpose.has_vectors and purpose.task in ("chat", "embedding")
     return structs.replace(
         CAPABILITIES,
         modalities=("text",),
         chat=purpose.task == "chat",
-        embeddings=embeds and purpose.has_vectors and purpose.task in ("chat", "embedding"),
+        embeddings=can_embed and embeds,
+        embeddings_optional=can_embed and not embeds,
         rerank=purpose.task == "reranking",
     )
 

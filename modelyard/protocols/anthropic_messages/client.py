@@ -24,6 +24,7 @@ from modelyard.core.events import (
     Usage,
 )
 from modelyard.core.request import (
+    FILE_ID,
     Audio,
     Constraint,
     Document,
@@ -44,7 +45,6 @@ from modelyard.protocols.anthropic_messages import mcp
 from modelyard.protocols.anthropic_messages.errors import read_stream_error
 from modelyard.protocols.anthropic_messages.reply import ID_PREFIX, STOP_REASONS, write_block
 from modelyard.protocols.anthropic_messages.request import (
-    FILE_ID,
     MAX_TEMPERATURE,
     ContentBlock,
     has_content,
