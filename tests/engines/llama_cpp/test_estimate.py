@@ -165,6 +165,17 @@ def test_models_that_cannot_rewind_are_estimated_too(made: Callable[[], Path], m
     assert llama_cpp.estimate(asked, NO_GPU).kv == pytest.approx(real["KV"], rel=0.01)
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen35", "nemotron_h", "jamba"])
+@pytest.mark.parametrize("speculation", ["off", "ngram"])
+def test_the_states_that_drafts_need_are_estimated(
+    name: str, speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info, file = CacheInfo(256, 16), architectures.model(name)
+    asked = spec({"main": info}, path=str(file), speculation=speculation, draft_n_max=6)
+    real = allocated(file, asked.options, info, monkeypatch)
+    assert llama_cpp.estimate(asked, NO_GPU).kv == pytest.approx(real["KV"], rel=0.02)
+
+
 def test_every_cache_of_a_model_counts_and_the_weights_count_once() -> None:
     one = llama_cpp.estimate(spec({"main": CacheInfo(1024, 2)}), NO_GPU)
     other = CacheInfo(1024, 2, n_batch=17)
