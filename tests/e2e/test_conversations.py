@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.helpers import config
+from tests.e2e.helpers import config, wait_until
 from tests.live_server import LiveServer, live_server
 
 KEYS = [{"name": "ada", "key": "sk-ada"}, {"name": "bob", "key": "sk-bob"}]
@@ -210,13 +210,20 @@ def test_conversations_survive_a_restart_and_expire(tmp_path: Path) -> None:
         client = sdk(server)
         assert texts(client, id) == ["Hi"]
         assert client.responses.create(model="demo", input="text", conversation=id).status == "completed"
-    with live_server(config(store=store | {"object_ttl_s": 0.01})) as server:
+    with live_server(config(store=store | {"object_ttl_s": 0.2})) as server:
         client = sdk(server)
         client.conversations.items.create(id, items=[user("Ho")])
+        wait_until(lambda: is_gone(client, id), "it expires")
         with pytest.raises(openai.NotFoundError):
             client.conversations.items.list(id)
-        with pytest.raises(openai.NotFoundError):
-            client.conversations.retrieve(id)
+
+
+def is_gone(client: openai.OpenAI, id: str) -> bool:
+    try:
+        client.conversations.retrieve(id)
+    except openai.NotFoundError:
+        return True
+    return False
 
 
 def test_a_full_store_refuses_and_says_so(tmp_path: Path) -> None:
