@@ -78,15 +78,19 @@ class ServerApp(Struct):
     scheduler: Scheduler | RemotePool
     gateway: Gateway
     admin: AdminService
+    objects: ClientObjects
     app: ASGIApp
 
     async def stop(self) -> None:
-        await _stop(self.gateway, self.scheduler)
+        await _stop(self.gateway, self.scheduler, self.objects)
 
 
-async def _stop(gateway: Gateway, scheduler: Scheduler | RemotePool) -> None:
-    """End every running request with an error that its client can read; accept no new ones."""
+async def _stop(gateway: Gateway, scheduler: Scheduler | RemotePool, objects: ClientObjects) -> None:
+    """End every running request with an error that its client can read; accept no new ones. Batches are put back first,
+    and what background responses ended with is stored before the scheduler, which may have the store, is left."""
+    await objects.batches.close()
     gateway.stop(Unavailable("the server is shutting down", code="shutting_down"))
+    await objects.background.close()
     await scheduler.close()
 
 
@@ -137,6 +141,7 @@ def compose(
         scheduler,
         gateway,
         service,
+        objects,
         _build_http(config, accounts, scheduler, gateway, peer, service, store, objects, on_ready, env, load_config),
     )
 
@@ -192,8 +197,7 @@ class ClientObjects(Struct, frozen=True):
     batches: Batches
 
     async def close(self) -> None:
-        """Batches are closed before the gateway, so that no line fails with it."""
-        await self.background.close()
+        """The batches and the background responses are closed."""
         await self.owner.close()
         await self.store.close()
 
@@ -254,8 +258,7 @@ def _build_http(
             objects.batches.open()
         yield
         collecting.cancel()
-        await objects.batches.close()
-        await _stop(gateway, scheduler)  # not every ASGI server calls `ServerApp.stop` first
+        await _stop(gateway, scheduler, objects)  # not every ASGI server calls `ServerApp.stop` first
         await service.close()
         await gateway.close()
         await accounts.close()

@@ -152,7 +152,7 @@ def live_state(record: Json) -> str:
     """What a live request does now: its place in the queue, how much of its prompt is read, the tools that the server
     calls for it, or that it generates."""
     progress = record["progress"]
-    if progress and progress["tools"]:
+    if progress and progress.get("tools"):
         return f"calling {', '.join(progress['tools'])}"
     if record["state"] == "waiting":
         return f"waiting ({record['position']}.)" if record["position"] else "waiting"

@@ -21,6 +21,7 @@ from modelyard.gateway.gateway import ChoiceStream, Gateway
 from modelyard.gateway.model import Model
 from modelyard.prompt.images import Images
 from modelyard.scheduler.scheduler import Scheduler
+from modelyard.scheduler.settings import SchedulerOptions
 from modelyard.server.model_definition import define_model
 from modelyard.telemetry.metrics import Metrics
 from tests.live_server import demo_config
@@ -99,12 +100,13 @@ class GatewayHarness:
         self,
         *,
         slots: int = 4,
+        options: SchedulerOptions = SchedulerOptions(),
         start_error: Exception | None = None,
         model_fault: ModelyardError | None = None,
         **changes: Any,
     ) -> None:
         caches = {"main": CacheInfo(4096, slots), "fast": CacheInfo(2048, slots)}
-        self.engine, self.scheduler = ManualEngine(caches, start_error), Scheduler()
+        self.engine, self.scheduler = ManualEngine(caches, start_error), Scheduler(options)
         spec = ModelSpec(name="demo", caches=caches, make=lambda: self.engine)  # type: ignore[arg-type,return-value]
         self.scheduler.reconfigure({"demo": spec})
         models = {"demo": msgspec.structs.replace(model(), fault=model_fault, **changes)}

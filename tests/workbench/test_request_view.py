@@ -20,6 +20,7 @@ from modelyard.workbench.request_view import (
     merge_choices,
     time_to_first_token,
     timeline,
+    tool_run,
 )
 
 TIMINGS: dict[str, Any] = {
@@ -85,6 +86,12 @@ def test_a_live_request_shows_its_prefill_its_output_and_its_client() -> None:
     (row,) = table.update([live("a", progress=progress(output=3))], [], 9.0).update
     assert (row["status"], row["output"]) == ("running", 3)
     assert live_state(live("b", state="waiting", position=2)) == "waiting (2.)"
+
+
+def test_the_tools_of_mcp_servers_are_shown_while_they_run_and_afterwards() -> None:
+    assert live_state(live("a", progress=progress(output=3, tools=["docs.search"]))) == "calling docs.search"
+    call = {"server": "docs", "tool": "search", "status": "ok", "seconds": 0.25, "chars": 12}
+    assert tool_run(call) == "docs.search · ok · 250 ms · 12 characters"
 
 
 def test_a_live_request_that_vanishes_is_removed() -> None:

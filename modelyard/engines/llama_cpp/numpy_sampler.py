@@ -308,8 +308,8 @@ class BatchSampler:
             tempered *= self._kept(gaps)
         sums = tempered.cumsum(1)
         numbers = [each.random() if each.top_k else 0.0 for each in self._samplers]
-        drawn: TokenIds = (sums <= _column(numbers) * sums[:, -1:]).sum(1)
-        return np.minimum(drawn, (tempered > 0).sum(1) - 1)
+        drawn: TokenIds = np.minimum((sums <= _column(numbers) * sums[:, -1:]).sum(1), (tempered > 0).sum(1) - 1)
+        return drawn
 
     def _kept(self, gaps: Floats) -> npt.NDArray[np.bool_]:
         """Those that truncation leaves, in each line from the first on."""

@@ -277,9 +277,9 @@ def _show_ended(record: Json) -> None:
                 with ui.element("div").classes("line small"):
                     ui.element("span").classes("swatch").style(f"background: {_PHASE_COLOURS[name]}")
                     ui.label(f"{name} {fmt.duration(seconds)}")
-        if record["calls"]:
+        if record.get("calls"):
             caption("tools of MCP servers")
-        for call in record["calls"]:
+        for call in record.get("calls", ()):
             ui.label(tool_run(call)).classes("small mono")
 
 

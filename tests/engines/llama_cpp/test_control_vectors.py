@@ -68,7 +68,7 @@ async def test_every_cache_has_it_and_saved_kv_of_another_vector_is_not_restored
     usual: dict[str, Any] = {"path": str(exact_model()), "kv_store": str(tmp_path / "kv")}
     async with running(caches, control_vectors=[file], **usual) as engine:
         found = [await read(engine.generate(id_prompt(TALK, max_tokens=8, cache=name))) for name in caches]
-    assert_alike(*found)
+    assert_alike(found[0], found[1])
     for vectors, cached in (([file], len(TALK) - 1), ([{"path": file, "scale": 2.0}], 0), ([], 0)):
         async with running(caches, control_vectors=vectors, **usual) as engine:
             assert accepted(await read(engine.generate(id_prompt(TALK)))).cached_tokens == cached
