@@ -195,9 +195,12 @@ class ToolRounds:
             request = replace(request, max_tokens=left)
         if number == self.tools.servers.settings.max_rounds:
             request = replace(request, tool_choice=ToolChoice("none"))  # the model must answer now
+        caller = self.prepared.caller
+        if number:
+            caller = replace(caller, is_retry=True)  # the request was counted against its key's limits before
         try:
             prepared = await self._gateway.prepare(
-                request, self.prepared.caller, server_tools=self.tools, target=self.prepared.target
+                request, caller, server_tools=self.tools, target=self.prepared.target
             )
         except ContextOverflow:
             if not number:

@@ -283,7 +283,7 @@ def endpoint(url: str, headers: Mapping[str, str], guard: AddressGuard | None = 
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        transport = _http_transport(guard)
+        transport = None if guard is None else _guarded_transport(guard)
         timeout = httpx2.Timeout(30.0, read=None)  # a call's own limit ends it
         async with (
             httpx2.AsyncClient(headers=dict(headers), timeout=timeout, transport=transport) as client,
@@ -294,24 +294,23 @@ def endpoint(url: str, headers: Mapping[str, str], guard: AddressGuard | None = 
     return open_streams
 
 
-def _http_transport(guard: AddressGuard | None) -> httpx2.AsyncBaseTransport:
+def _guarded_transport(guard: AddressGuard) -> httpx2.AsyncBaseTransport:
     import httpx2
 
     class GuardedTransport(httpx2.AsyncBaseTransport):
         """Connects to the address that was checked, without a proxy, which would resolve the name again."""
 
         def __init__(self) -> None:
-            self._inner = httpx2.AsyncHTTPTransport(trust_env=guard is None)
+            self._inner = httpx2.AsyncHTTPTransport(trust_env=False)
 
         async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-            if guard is not None:
-                await self._pin(guard, request)
+            await self._pin(request)
             response = await self._inner.handle_async_request(request)
             if response.headers.get("content-type", "").startswith("application/json"):
                 response.stream = LimitedStream(response.stream)
             return response
 
-        async def _pin(self, guard: AddressGuard, request: httpx2.Request) -> None:
+        async def _pin(self, request: httpx2.Request) -> None:
             host = host_name(request.url.raw_host)
             if not guard.allows(host):
                 raise httpx2.ConnectError(f"the host {host!r} is not allowed (the setting mcp.allow_urls)")

@@ -57,7 +57,9 @@ def enforceable_format(constraint: Constraint) -> tuple[Constraint, list[str]]:
     reduced = reducer.reduced()
     if reducer.loop is not None:
         raise InvalidRequest(
-            f"the schema describes no value: $ref {reducer.loop[:80]!r} leads back to itself", code="bad_schema"
+            f"the schema describes no value: $ref {reducer.loop[:80]!r} leads back to itself",
+            code="bad_schema",
+            param="response_format",
         )
     return msgspec.structs.replace(constraint, text=json.dumps(reduced, ensure_ascii=False)), warnings
 

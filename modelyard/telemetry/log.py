@@ -67,7 +67,8 @@ class LogSettings(BaseModel):
 current_trace: Final[ContextVar[str]] = ContextVar("current_trace", default="")
 
 request_logger: Final = logging.getLogger("modelyard.http")
-_NOISY = ("httpx", "httpcore", "asyncio", "multipart")  # they log every request at "info" or "debug"
+# They log every request at "info" or "debug".
+_NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "mcp", "asyncio", "multipart")
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 _COLOURS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[1;31m"}
 _RESET = "\x1b[0m"

@@ -11,6 +11,7 @@ import pytest
 
 from modelyard.core.errors import Cancelled, Unavailable
 from modelyard.core.events import Event, Failed, Finished, Reply, collect_reply
+from modelyard.core.lease import LeaseRequest
 from modelyard.core.request import Audio, Image, Text, Tool, ToolCall, ToolResult, ToolServer
 from modelyard.gateway.tool_rounds import ToolRounds
 from modelyard.mcp.connection import McpResult, McpTool
@@ -192,6 +193,19 @@ async def test_max_tokens_counts_all_rounds(harness: RoundsHarness) -> None:
     assert 0 < second.prompt.max_tokens < 200
     second.finish()
     await reading
+
+
+async def test_a_key_is_charged_for_one_request(harness: RoundsHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases: list[LeaseRequest] = []
+    request = harness.scheduler.request
+    monkeypatch.setattr(harness.scheduler, "request", lambda wanted: leases.append(wanted) or request(wanted))
+    reading = await harness.begin()
+    write_calls(await harness.generation(0), "add")
+    await harness.called(0)
+    harness.tools.answer(0, Text("three"))
+    (await harness.generation(1)).finish()
+    await reading
+    assert [lease.is_retry for lease in leases] == [False, True]
 
 
 async def test_results_that_fill_the_window_end_the_reply(harness: RoundsHarness) -> None:

@@ -1,5 +1,6 @@
 """What Google's and Ollama's protocol write as a server, they read back as a client: streams split anywhere, whole
-replies, errors, and streams that end early. (The other protocols express more, and have tests of their own.)"""
+replies, errors, and streams that end early. (The other protocols express more, and have tests of their own.) And what
+several protocols share: the highest temperature of an upstream, the names of fields in errors."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from modelyard.core.errors import ContextOverflow, InvalidRequest, OutputOverflow
 from modelyard.core.events import Block, Event, Failed, Finished, Started, Usage, collect_reply
 from modelyard.core.request import Message, Request, Sampling, Text, ToolCall
-from modelyard.protocols import anthropic_messages, gemini, ollama
+from modelyard.protocols import anthropic_messages, gemini, ollama, openai_chat, openai_responses
 from tests.protocols.event_streams import call, text, thinking
 from tests.protocols.openai_chat.helpers import check_grammar
 from tests.strategies import chunkings, events
@@ -64,6 +65,20 @@ def test_a_whole_reply_reads_back_equal(protocol: Any, usage: Usage) -> None:
 def test_a_stream_that_ends_early_fails(protocol: Any, cut: bytes) -> None:
     reader = protocol.reader()
     assert isinstance((reader.feed(cut) + reader.finish())[-1], Failed)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "field"),
+    [
+        (openai_chat, "response_format"),
+        (openai_responses, "text.format"),
+        (anthropic_messages, "output_config.format"),
+        (gemini, "responseSchema"),
+    ],
+)
+def test_an_error_of_the_schema_names_the_clients_own_field(protocol: Any, field: str) -> None:
+    error = InvalidRequest("the schema describes no value", code="bad_schema", param="response_format")
+    assert f'"{field}"'.encode() in protocol.write_error(error, trace="t").body
 
 
 @pytest.mark.parametrize(("protocol", "highest"), [(anthropic_messages, 1.0), (gemini, 2.0)])

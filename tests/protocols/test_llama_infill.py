@@ -140,6 +140,12 @@ def test_a_request_is_written_for_an_upstream() -> None:
         llama_infill.write_request(msgspec.structs.replace(request, logprobs=1))
 
 
+def test_numbers_that_an_upstream_did_not_measure_may_be_null() -> None:
+    timings = dict.fromkeys(("cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"))
+    body = {"content": "return 1", "stop": True, "tokens_evaluated": 9, "tokens_predicted": 2, "timings": timings}
+    assert llama_infill.read_reply(msgspec.json.encode(body)).finished.usage == Usage(9, 0, 2)
+
+
 def test_a_whole_reply_of_an_upstream_is_read() -> None:
     reply = llama_infill.read_reply(b'{"content": "x", "stop": true, "stop_type": "eos", "tokens_evaluated": 4}')
     assert (reply.text, reply.finished) == ("x", Finished("end", Usage(4)))

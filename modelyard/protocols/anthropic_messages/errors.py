@@ -53,7 +53,8 @@ def write_error(
 
 def error_body(error: ModelyardError, trace: str, hint: str = "") -> bytes:
     fields = {"type": _STATUS[error.kind][1], "message": _message(error) + (f".{hint}" if hint else "")}
-    fields |= {name: value for name in ("code", "param") if (value := getattr(error, name)) is not None}
+    param = "output_config.format" if error.param == "response_format" else error.param
+    fields |= {name: value for name, value in (("code", error.code), ("param", param)) if value is not None}
     return encode({"type": "error", "error": fields, "request_id": f"req_{trace}"})
 
 

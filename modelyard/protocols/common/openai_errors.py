@@ -33,12 +33,19 @@ STATUS: Mapping[str, tuple[int, str]] = {
 SMALLER_CLIENT = "choose a client that brings less along, for example aider: modelyard launch aider"
 
 
+def _own_name(param: str | None, conversation: str) -> str | None:
+    """The client's name of a field: the gateway says it in the words of Chat Completions."""
+    if param == "messages":
+        return conversation
+    return "text.format" if param == "response_format" and conversation == "input" else param
+
+
 def error_body(error: ModelyardError, overflow_param: str = "messages") -> dict[str, Any]:
     """`overflow_param` is the field that holds the conversation in this protocol."""
     body: dict[str, Any] = {
         "message": error.message,
         "type": STATUS[error.kind][1],
-        "param": overflow_param if error.param == "messages" else error.param,
+        "param": _own_name(error.param, overflow_param),
         "code": error.code,
     }
     if isinstance(error, ContextOverflow):

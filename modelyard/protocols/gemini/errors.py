@@ -56,7 +56,8 @@ def error_body(error: ModelyardError, hint: str = "") -> bytes:
     details: list[dict[str, Any]] = []
     if error.code:
         info = {"@type": _TYPES + "ErrorInfo", "reason": error.code.upper(), "domain": "modelyard"}
-        details.append(info | ({"metadata": {"field": error.param}} if error.param else {}))
+        param = "responseSchema" if error.param == "response_format" else error.param
+        details.append(info | ({"metadata": {"field": param}} if param else {}))
     if error.retry_after is not None:
         details.append({"@type": _TYPES + "RetryInfo", "retryDelay": f"{error.retry_after:g}s"})
     fields: dict[str, Any] = {"code": code, "message": _message(error) + hint, "status": status}
