@@ -553,6 +553,28 @@ def test_a_chat_client_gets_its_own_call_and_the_servers_call_is_left(
     assert done.choices[0].message.content == "It is sunny."
 
 
+def test_no_other_model_repeats_a_request_whose_tool_has_run(http_tools: HttpToolServer) -> None:
+    call = {"call": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    fails = [
+        {"result": "3", "steps": [{"fail": "out of memory", "kind": "overloaded"}]},
+        {"when": "^quiet", "steps": [call]},
+        {"steps": [{"fail": "out of memory", "kind": "overloaded"}]},
+    ]
+    route = {"match": "two", "model": "shaky", "fallback": "demo", "mcp": "remote"}
+    both = {
+        "models": {"shaky": {"backend": "fake", "token_delay": 0, "script": fails}, "demo": {"backend": "fake"}},
+        "routes": [route],
+        "mcp": {"servers": {"remote": {"url": http_tools.url}}},
+    }
+    with live_server(both) as server:
+        ask = {"model": "two", "messages": [{"role": "user", "content": "quiet"}]}
+        assert post(server, "/v1/chat/completions", ask).status_code == 503
+        assert [run["status"] for run in last_record(server)["calls"]] == ["ok"]
+        ask = {"model": "two", "messages": [{"role": "user", "content": 'call add {"a":1,"b":2}'}]}
+        reply = post(server, "/v1/chat/completions", ask)  # no tool has run: the other model answers
+        assert reply.json()["choices"][0]["message"]["content"] == ANSWER
+
+
 def test_several_replies_get_no_tools_of_the_route(client: openai.OpenAI) -> None:
     made = client.chat.completions.create(
         model="with-tools", messages=[{"role": "user", "content": "call add {}"}], n=2

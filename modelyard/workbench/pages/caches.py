@@ -18,7 +18,7 @@ _MAX_SAMPLES = 300  # ten minutes
 
 
 def page(session: PageSession) -> None:
-    with ui.element("div").classes("line between"):
+    with ui.element("div").classes("line between w-full"):
         page_heading("Caches", "Isolated KV caches: the conversations in them and how much they save.")
         ui.button("Add a cache", icon="add", on_click=lambda: ui.navigate.to("/caches/edit")).props("outline no-caps")
     box = ui.element("div").classes("grid-cards")

@@ -49,7 +49,7 @@ _COUNTS = {
 
 
 def page(session: PageSession) -> None:
-    with ui.element("div").classes("line between"):
+    with ui.element("div").classes("line between w-full"):
         page_heading("Keys", "Who may use this server, how much, and how much they have used.")
         create = ui.button("Create a key", icon="add", on_click=lambda: KeyDialog(session, update).open())
         create.props("outline no-caps")

@@ -22,7 +22,7 @@ _MAX_DEFINITION_CHARACTERS = 4000
 
 
 def page(session: PageSession) -> None:
-    with ui.element("div").classes("line between"):
+    with ui.element("div").classes("line between w-full"):
         page_heading("Models", "Every model that this server can run, with its present state.")
         add = ui.button("Add a model", icon="add", on_click=lambda: ui.navigate.to("/models/edit"))
         add.props("outline no-caps").tooltip("Write a model into the configuration")
