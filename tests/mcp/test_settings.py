@@ -61,3 +61,10 @@ def test_credentials_of_servers_are_masked_everywhere() -> None:
     env = {"TOKEN": "k-3", "OTHER": "k-4"}
     config = load_config(env=env, overrides=demo_config() | {"mcp": {"servers": servers}}).config
     assert {"k-1", "Bearer k-2", "k-3", "k-4"} <= set(config_secrets(config, env))
+
+
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelyard.config.checks.find_spec", lambda _: None)
+    servers = {"servers": {"docs": {"url": "http://127.0.0.1:9/mcp"}}}
+    loaded = load_config(env={}, overrides=demo_config() | {"mcp": servers})
+    assert "pip install 'modelyard[mcp]'" in str(loaded.problems[-1])
