@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
 import signal
 import ssl
 import sys
@@ -27,7 +29,10 @@ os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 # No test reads the configuration of the user who runs it.
 os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "no-user-configuration")
-os.environ["XDG_DATA_HOME"] = str(Path(tempfile.gettempdir()) / "no-user-data")
+# Its data are not touched either; a run has its own, because servers with the same file accept the same keys.
+_data = tempfile.mkdtemp(prefix="no-user-data-")
+atexit.register(shutil.rmtree, _data, ignore_errors=True)
+os.environ["XDG_DATA_HOME"] = _data
 # And no test sees which models that user has pulled.
 os.environ["MODELYARD_LIBRARY"] = "false"
 
