@@ -208,7 +208,7 @@ class Gateway:
         if model.define is not None:
             model = await self._defined(model)
         if self.mcp is not None and server_tools is None:
-            request, server_tools = await offer_tools(self.mcp, request, target.mcp, forwards=model.kind == "chat")
+            request, server_tools = await self._offer(self.mcp, request, target, model, engine)
             began = time.perf_counter()
         request, capabilities = await self._adapt(request, caller, model, engine)
         if request.infill is not None and model.kind == "chat":
@@ -336,6 +336,13 @@ class Gateway:
             self.models = {**self.models, name: defined}
         return defined
 
+    async def _offer(
+        self, mcp: McpServers, request: Request, target: Target, model: Model, engine: Engine | None
+    ) -> tuple[Request, ServerTools | None]:
+        """With the tools of the servers that the request names, and of its route if the model can call tools."""
+        can = self.capabilities.effective(model, None if engine is None else engine.info.capabilities)
+        return await offer_tools(mcp, request, target.mcp if can.tools else (), forwards=model.kind == "chat")
+
     async def _adapt(
         self, request: Request, caller: Caller, model: Model, engine: Engine | None
     ) -> tuple[Request, Capabilities | None]:
@@ -460,7 +467,7 @@ class Gateway:
         if model.define is not None:
             model = await self._defined(model)
         if self.mcp is not None:
-            request, _ = await offer_tools(self.mcp, request, target.mcp, forwards=model.kind == "chat")
+            request, _ = await self._offer(self.mcp, request, target, model, engine)
         request, _ = await self._adapt(request, caller, model, engine)
         work = work or RequestWork(0, caller.deadline)
         counts_media = model.count_media is not None and engine is None

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from modelyard.core.errors import Cancelled, Unavailable
+from modelyard.config.load import load_config
+from modelyard.core.errors import Cancelled, Unavailable, Unsupported
 from modelyard.core.events import Event, Failed, Finished, Reply, collect_reply
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.request import Audio, Image, Text, Tool, ToolCall, ToolResult, ToolServer
@@ -18,6 +20,7 @@ from modelyard.mcp.connection import McpResult, McpTool
 from modelyard.mcp.servers import McpServers
 from modelyard.mcp.settings import McpSettings
 from tests.gateway.harness import CALLER, GatewayHarness, ManualGeneration, make_request
+from tests.live_server import demo_config
 
 NAMED = Tool("mcp", kind="server", type="mcp", server=ToolServer(label="math"))
 MINE = Tool("mine", "Mine.", {"type": "object"})
@@ -240,6 +243,22 @@ async def test_media_that_would_be_refused_is_replaced_by_a_text(harness: Rounds
     first, second, third = (part.text for part in result.content if isinstance(part, Text))
     assert first.startswith("[image: the data: URL")
     assert (second, third) == ("[audio, which is not passed on]", "x")
+
+
+async def test_a_model_that_cannot_call_tools_gets_none_of_its_route(harness: RoundsHarness) -> None:
+    routes = {
+        "routes": [{"match": "*", "cache": "main", "mcp": "math"}],
+        "mcp": {"servers": {"math": {"command": "x"}}},
+    }
+    harness.gateway.router = load_config(env={}, overrides=demo_config() | routes).config.router()
+    offered = await harness.gateway.prepare(make_request(), CALLER)
+    assert [tool.name for tool in offered.request.tools] == ["add"]
+    info = harness.engine.info
+    harness.engine.info = replace(info, capabilities=replace(info.capabilities, tools=False))
+    without = await harness.gateway.prepare(make_request(), CALLER)
+    assert without.server_tools is None
+    with pytest.raises(Unsupported, match="cannot call tools"):
+        await harness.gateway.prepare(make_request(tools=(NAMED,)), CALLER)
 
 
 async def test_more_calls_than_allowed_are_not_run() -> None:

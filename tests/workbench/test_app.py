@@ -96,7 +96,8 @@ def test_an_address_can_open_only_so_many_pages_and_connections(tmp_path: Path) 
             refused = client.get(paths[1], headers=forged)
             assert refused.status_code in (503, 529)
             assert "40 pages of the workbench are open from your address" in refused.text
-        assert handshake(running.url).startswith("HTTP/1.1 403")
+            if POLLING in paths:  # at once: connections that send nothing end by themselves
+                assert handshake(running.url).startswith("HTTP/1.1 403")
         assert client.get("/health").status_code == 200
 
 
