@@ -17,6 +17,7 @@ from modelyard.telemetry.metrics import (
     Labels,
     Metrics,
     MetricsSnapshot,
+    bounded_series,
     decode_snapshot,
     encode_snapshot,
     render_snapshot,
@@ -325,3 +326,11 @@ async def test_several_processes_sum_their_load_but_count_each_gpu_once() -> Non
     assert sample_values(text, "memory_usage_bytes") == {(): 16 << 30}
     assert sample_values(text, "gpu_memory_used_bytes") == {("GPU-1",): 1000}
     assert sample_values(text, "modelyard_build_info") == {(__version__,): 1}
+
+
+def test_usage_by_key_is_bounded_and_its_sum_is_kept() -> None:
+    series = {(f"key-{number}", "m"): 1.0 for number in range(1500)}
+    bounded = bounded_series(series)
+    assert len(bounded) == 1001
+    assert bounded["other", "other"] == 500
+    assert sum(bounded.values()) == 1500
