@@ -231,7 +231,8 @@ async def _on_error(request: HttpRequest, error: Exception) -> Response:
 
 async def _on_invalid(request: HttpRequest, error: Exception) -> Response:
     """FastAPI's findings about a body or query; the first is enough to act on."""
-    first = error.errors()[0] if isinstance(error, RequestValidationError) else {"loc": (), "msg": str(error)}
+    other: dict[str, Any] = {"loc": (), "msg": str(error)}
+    first = error.errors()[0] if isinstance(error, RequestValidationError) else other
     if first.get("type") == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         message = f"the body is not JSON: {reason} at character {first['loc'][-1]}"

@@ -25,7 +25,7 @@ import modelyard
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
-from modelyard.protocols import anthropic_messages, gemini, ollama, openai_chat, openai_responses
+from modelyard.protocols import anthropic_messages, gemini, ollama, openai_batches, openai_chat, openai_responses
 from tests import strategies
 from tests.e2e.protocols import DONE, FULL_BODIES, VALID_BODIES, ServerSentEvent, check_error, parse_events
 from tests.fuzz.explore import DEADLINE_S, Finding, Target
@@ -288,7 +288,8 @@ def _shape(call: HttpCall) -> str:
     path = call.path.partition("?")[0]
     if path.startswith(("/api/", "/v1beta/")):
         return path
-    if path not in VALID_BODIES and not path.startswith("/v1/responses") and "anthropic-version" in call.headers:
+    has_protocol = path in VALID_BODIES or path in openai_batches.PATHS or path.startswith("/v1/responses")
+    if not has_protocol and "anthropic-version" in call.headers:
         return "/v1/messages"
     return path
 
@@ -330,4 +331,5 @@ def _last_line(log: str) -> str:
 
 def _hub_is_away(call: HttpCall, reply: httpx.Response) -> bool:
     """Without a network the hub's endpoints say so, with a status that a client may retry."""
-    return call.path.startswith("/v1/admin/hub") and reply.status_code == 503 and "fetch_failed" in reply.text
+    is_away = reply.status_code in (503, 529) and "fetch_failed" in reply.text  # 529 in Anthropic's protocol
+    return call.path.startswith("/v1/admin/hub") and is_away
