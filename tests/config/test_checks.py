@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -65,7 +66,6 @@ n_ctx = 100
         ),
         ('[models.o]\nbackend = "toy"\nport = 1', "It belongs into [http]."),
         ('[models.o]\npath = "no-such-model"', "there is no file or folder 'no-such-model' that would imply one"),
-        ('[models.o]\npath = "/tmp"', "'/tmp' does not imply one: it is no GGUF or CTranslate2 model."),
         ("[models.o]", "models.o.backend: neither backend nor path is set"),
         ('[models.o]\nbackend = "toy"\nprompt_format = "zz"', "there is no prompt_format 'zz'. Choose one of chatml, "),
     ],
@@ -74,6 +74,12 @@ def test_an_inconsistency_is_an_error(text: str, message: str, toml: Loader) -> 
     with pytest.raises(ConfigError) as error:
         toml(BASE + text)
     assert message in str(error.value)
+
+
+def test_a_folder_without_a_model_implies_no_backend(toml: Loader, tmp_path: Path) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="/empty' does not imply one: it is no GGUF or CTranslate2 model"):
+        toml(f'{BASE}[models.o]\npath = "{empty}"')
 
 
 def test_names_of_types_and_templates_are_accepted_as_people_write_them(toml: Loader) -> None:
