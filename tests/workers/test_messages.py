@@ -312,7 +312,7 @@ ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubc
 
 
 def example(kind: type[ModelyardError]) -> ModelyardError:
-    given_ = {"retry_after": 2.5} if kind is errors.RateLimited else {}
+    given_ = {"retry_after": 2.5} if issubclass(kind, errors.RateLimited) else {}
     numbers = {ContextOverflow: (9, 8), errors.OutputOverflow: (9, 8, 7)}
     return kind(*numbers.get(kind, ("words",)), **given_)
 

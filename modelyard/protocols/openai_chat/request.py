@@ -479,8 +479,10 @@ def _allowed_tools(choice: ChatToolChoice, tools: tuple[Tool, ...]) -> tuple[Too
         raise InvalidRequest("tool_choice lists no allowed tools: set allowed_tools.tools", param="tool_choice")
     named = [tool.function or tool.custom or tool for tool in listed]
     names = {tool.name for tool in named}
+    if None in names or "" in names:
+        raise InvalidRequest("tool_choice allows a tool without a name: set function.name", param="tool_choice")
     if unknown := names - {tool.name for tool in tools}:
-        name = next(iter(unknown)) or ""
+        name = next(iter(unknown))
         raise InvalidRequest(f"tool_choice allows the tool {name!r}, which is not in tools", param="tool_choice")
     return tuple(tool for tool in tools if tool.name in names)
 
