@@ -46,6 +46,7 @@ class ConfigForm:
         self._dropped: set[str] = set()  # fields that the user has unset
         self._timer: ui.timer | None = None
         self._preview: Json | None = None
+        self._previewed: Json = {}  # the change that it is of
         self._backend: str | None = None
         self._may_write = False
         with card().classes("config-form"):
@@ -213,6 +214,7 @@ class ConfigForm:
                 self._show(None)
                 return
             self._show(await self._session.client.preview_config(change))
+            self._previewed = change
         except ModelyardError as error:
             self._show(None)
             self._refuse(error)
@@ -248,10 +250,14 @@ class ConfigForm:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     async def _apply(self, *, force: bool) -> None:
-        """With what is entered now: a change that was not previewed yet is previewed first."""
+        """Only what was previewed is written: what was typed since is shown first."""
         if self._preview is None:
             return
-        await self._write({**self.change(), "revision": self._preview["revision"], "force": force})
+        change = self.change()
+        if change != self._previewed:
+            await self._update()
+            return
+        await self._write({**change, "revision": self._preview["revision"], "force": force})
 
     async def _write(self, change: Json) -> None:
         self._save.props("loading")
