@@ -41,7 +41,8 @@ class StoreSettings(BaseModel):
     objects: Path | None = Field(
         default=None,
         description="The file of conversations, uploaded files, batches and background responses; by default "
-        "objects.sqlite in the user's folder for data. Nothing in it is evicted: when it is full, requests are refused.",
+        "objects.sqlite in the user's folder for data. Nothing in it is evicted: when it is full, requests are "
+        "refused.",
     )
     max_objects: int = Field(
         default=1_000_000,

@@ -89,10 +89,7 @@ def _print_tables(description: ConfigDescription) -> None:
     )
     print_table(
         ("name", "endpoint", "model", "cache", "window", "then"),
-        [
-            (r.match, r.endpoint, r.model, r.cache, _count(r.window), ", ".join(r.fallback))
-            for r in description.routes
-        ],
+        [(r.match, r.endpoint, r.model, r.cache, _count(r.window), ", ".join(r.fallback)) for r in description.routes],
     )
 
 

@@ -184,9 +184,7 @@ def create(
     ] = None,
     allow_remote: Annotated[
         bool | None,
-        typer.Option(
-            "--allow-remote/--forbid-remote", help="Models that send data elsewhere: always, or never."
-        ),
+        typer.Option("--allow-remote/--forbid-remote", help="Models that send data elsewhere: always, or never."),
     ] = None,
     requests_per_minute: Annotated[int | None, typer.Option(min=1)] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(min=1)] = None,

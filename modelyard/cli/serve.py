@@ -132,7 +132,12 @@ def workbench(
 
 
 def launch(
-    agent: Annotated[str, typer.Argument(help="One of claude, codex, gemini, opencode, qwen, goose, cline, crush, continue, aider, roo and zed.")],
+    agent: Annotated[
+        str,
+        typer.Argument(
+            help="One of claude, codex, gemini, opencode, qwen, goose, cline, crush, continue, aider, roo and zed."
+        ),
+    ],
     own: Annotated[list[str] | None, typer.Argument(help="After --: arguments for the agent.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Any model name of the server; default: the first that suits the agent.")
