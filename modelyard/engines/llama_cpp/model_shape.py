@@ -133,9 +133,12 @@ class _Facts:
         return int(max(value, default=default) if isinstance(value, list) else value)
 
     def per_layer(self, name: str, default: int = 0) -> list[int]:
+        """One for each layer. In a damaged file some may be missing."""
         value = self.get(name)
         value = default if value is None else value
-        return [int(each) for each in value] if isinstance(value, list) else [int(value)] * self.blocks
+        if not isinstance(value, list):
+            return [int(value)] * self.blocks
+        return [int(each) for each in value] + [default] * (self.blocks - len(value))
 
     def is_recurrent(self, layer: int) -> bool:
         if self.architecture in _RECURRENT or self.architecture == "falcon-h1":
@@ -143,7 +146,7 @@ class _Facts:
         if self.architecture in _INTERVALS or self.get("full_attention_interval"):
             marked = self.get("attention.recurrent_layers")
             if isinstance(marked, list):
-                return bool(marked[layer])
+                return layer < len(marked) and bool(marked[layer])
             return (layer + 1) % max(
                 1, self.number("full_attention_interval", _INTERVALS.get(self.architecture, 1))
             ) != 0

@@ -322,6 +322,16 @@ def test_recurrent_layers_keep_a_state_instead_of_kv(tmp_path: Path) -> None:
     assert compute_bytes(found, CacheInfo(4096, 2), Options(path="x")) > 0
 
 
+def test_a_list_with_fewer_values_than_layers_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "odd.gguf"
+    facts: dict[str, Any] = {"block_count": 3, "embedding_length": 64, "attention.head_count": 4}
+    write(file, {"general.architecture": "odd"} | {f"odd.{key}": value for key, value in facts.items()}, {})
+    whole = read_model_shape(file)
+    facts["attention.head_count_kv"] = [4]
+    write(file, {"general.architecture": "odd"} | {f"odd.{key}": value for key, value in facts.items()}, {})
+    assert read_model_shape(file).key == whole.key
+
+
 def test_invalid_metadata_is_an_error_with_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "odd.gguf"
     write(file, {"general.architecture": "odd", "odd.block_count": "many"}, {})
