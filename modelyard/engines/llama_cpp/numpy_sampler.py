@@ -29,6 +29,8 @@ _LINES, _COLUMNS = 8, 512  # of a row that is searched
 _SPAN = 4096  # columns whose maxima fit into a core's first cache
 _LOWEST = np.finfo(np.float32).min
 _NUCLEUS = 256  # a top_p rarely keeps more tokens
+_NUCLEUS_OF_BATCH = 64  # nor often more than these; the search takes longer for more
+_PART = 16_384  # tokens whose weights are summed at once
 _BINS, _BINS_PER_NAT = 256, 8
 _BELOW_ONE = nextafter(1.0, 0.0)
 _MIN_TEMPERATURE = 1e-6  # below it only overflows change
@@ -138,14 +140,23 @@ def nucleus(row: Row, share: float) -> TokenIds:
     best = row.max()
     if not isfinite(best):
         return np.zeros(0, np.intp)
-    gaps = best - row
-    weights = np.exp(-gaps)
-    target = share * float(weights.sum())
+    target = share * total_weight(row, best)
     ids = top_tokens(row, _NUCLEUS)
-    sums = weights[ids].cumsum(dtype=np.float64)
+    sums = np.exp(row[ids].astype(np.float64) - best).cumsum()
     if sums[-1] < target:
+        gaps = best - row
+        weights = np.exp(-gaps)
         return np.flatnonzero(weights >= _nucleus_bound(gaps, weights, target))
     return ids[: int(sums.searchsorted(target)) + 1]
+
+
+def total_weight(row: Row, best: np.float32) -> float:
+    """By parts, because new memory of the size of a row takes as long as the work."""
+    total = 0.0
+    for start in range(0, len(row), _PART):
+        part = row[start : start + _PART] - best
+        total += float(np.exp(part, out=part).sum())
+    return total
 
 
 def _nucleus_bound(gaps: Row, weights: Row, target: float) -> np.float32:
@@ -239,39 +250,41 @@ _MIN_OPEN_VOCAB = 4096  # below it the work on a whole row takes no longer
 class BatchSampler:
     """The samplers of several jobs at once: numpy takes longer to be called than for the work on a few dozen tokens.
 
-    A job with a top_k gets the token that it would get alone. So does one with a seed. A job with neither draws from
-    the whole vocabulary by rejection, without the weight of each token: a column is proposed by the weight of its
-    maximum, a token of the column at random, and it is accepted with the part of that weight that it has. The other
-    jobs sample alone.
+    A job with a top_k or top_p gets the token that it would get alone. So does one with a seed. A job with none of them
+    draws from the whole vocabulary by rejection, without the weight of each token: a column is proposed by the weight
+    of its maximum, a token of the column at random, and it is accepted with the part of that weight that it has. The
+    other jobs sample alone.
     """
 
     def __init__(self, samplers: Sequence[NumpySampler]) -> None:
         self._samplers = samplers
-        self._limited = [bool(each.top_k) for each in samplers]
         self._open = [at for at, each in enumerate(samplers) if not each.truncates and not each.is_seeded]
-        self._alone = [at for at in range(len(samplers)) if not self._limited[at] and at not in self._open]
-        self._max_k = max(each.top_k for each in samplers)
+        self._nuclei = [at for at, each in enumerate(samplers) if not each.top_k and each.top_p < 1]
+        limits = [each.top_k or (_NUCLEUS_OF_BATCH if each.top_p < 1 else 0) for each in samplers]
+        self._is_limited = np.array(limits) > 0
+        self._max_k = max(limits)
         self._columns, self._lines = np.arange(self._max_k), np.arange(len(samplers))
-        self._top_k = _column([each.top_k or self._max_k for each in samplers])
+        self._top_k = _column([limit or self._max_k for limit in limits])
         self._top_p = _column([each.top_p for each in samplers])
         self._min_gap = _column([each.min_gap for each in samplers])
         self._temperature = _column([each.temperature for each in samplers])
         self._random = np.random.default_rng() if self._open else None
-        self._limits_vary = len({each.top_k for each in samplers}) > 1
-        self._has_top_p = any(each.top_k and each.top_p < 1 for each in samplers)
-        self._has_min_p = any(each.top_k and each.min_gap > -inf for each in samplers)
-        self._drawing = [each for each in samplers if each.top_k]
+        self._limits_vary = len(set(limits)) > 1
+        limited = [each for each, limit in zip(samplers, limits, strict=True) if limit]
+        self._has_top_p = any(each.top_p < 1 for each in limited)
+        self._has_min_p = any(each.min_gap > -inf for each in limited)
+        self._drawing = limited
         self._maxima: Row | None = None
 
     @property
     def is_useful(self) -> bool:
-        return len(self._samplers) > 1 and len(self._alone) < len(self._samplers)
+        return len(self._samplers) > 1 and bool(self._drawing or self._open)
 
     def sample(self, rows: npt.NDArray[np.float32]) -> list[int]:
         tokens, found = [-1] * len(rows), None
         if self._max_k:
             top = top_of_rows(rows, self._max_k, self._maxima)
-            tokens, found = self._draw_limited(top, len(rows)), top.maxima
+            tokens, found = self._draw_limited(rows, top), top.maxima
         if self._random is not None:
             found = column_maxima(rows, self._maxima) if found is None else found
             self._draw_open(rows, found, tokens, self._random)
@@ -286,8 +299,10 @@ class BatchSampler:
         for each in self._drawing:
             each.prepare()
 
-    def _draw_limited(self, top: TopTokens, n_rows: int) -> list[int]:
-        """-1 for jobs that are not limited, and for all of them if a row has too few tokens."""
+    def _draw_limited(self, rows: npt.NDArray[np.float32], top: TopTokens) -> list[int]:
+        """-1 for jobs that are not limited, for a nucleus with more tokens than were searched, and for all of them if a
+        row has too few tokens."""
+        n_rows = len(rows)
         counts = np.bincount(top.lines, minlength=n_rows)
         if counts.min() < self._max_k:  # fewer tokens exist or are possible
             return [-1] * n_rows
@@ -297,31 +312,34 @@ class BatchSampler:
         logits = top.logits[places].astype(np.float64)
         if not np.isfinite(logits[:, 0]).all():
             return [-1] * n_rows
-        tokens: list[int] = top.ids[places[self._lines, self._draw_columns(logits)]].tolist()
-        return [token if limited else -1 for token, limited in zip(tokens, self._limited, strict=True)]
-
-    def _draw_columns(self, logits: Floats) -> TokenIds:
-        """The column of each line, whose logits fall from left to right."""
         gaps = logits - logits[:, :1]
-        tempered = np.exp(gaps / self._temperature)
+        tempered, is_drawn = np.exp(gaps / self._temperature), self._is_limited
         if self._limits_vary or self._has_top_p or self._has_min_p:
-            tempered *= self._kept(gaps)
+            kept, is_drawn = self._truncate(rows, gaps)
+            tempered *= kept
         sums = tempered.cumsum(1)
-        numbers = [each.random() if each.top_k else 0.0 for each in self._samplers]
-        drawn: TokenIds = np.minimum((sums <= _column(numbers) * sums[:, -1:]).sum(1), (tempered > 0).sum(1) - 1)
-        return drawn
+        numbers = [each.random() if drawn else 0.0 for each, drawn in zip(self._samplers, is_drawn, strict=True)]
+        columns = np.minimum((sums <= _column(numbers) * sums[:, -1:]).sum(1), (tempered > 0).sum(1) - 1)
+        tokens: list[int] = np.where(is_drawn, top.ids[places[self._lines, columns]], -1).tolist()
+        return tokens
 
-    def _kept(self, gaps: Floats) -> npt.NDArray[np.bool_]:
-        """Those that truncation leaves, in each line from the first on."""
-        kept = self._columns < self._top_k
+    def _truncate(self, rows: npt.NDArray[np.float32], gaps: Floats) -> tuple[npt.NDArray[np.bool_], Any]:
+        """The tokens that truncation leaves, in each line from the first on, and whether these are all of them."""
+        kept, is_whole = self._columns < self._top_k, self._is_limited
         if self._has_top_p:
             weights = np.exp(gaps) * kept
             sums = weights.cumsum(1)
-            kept &= sums - weights < self._top_p * sums[:, -1:]
+            targets = self._top_p * sums[:, -1:]
+            if self._nuclei:
+                is_whole = is_whole.copy()
+                for at in self._nuclei:
+                    target = self._samplers[at].top_p * total_weight(rows[at], rows[at].max())
+                    targets[at], is_whole[at] = target, sums[at, -1] >= target
+            kept &= sums - weights < targets
         if self._has_min_p:
             kept &= gaps >= self._min_gap
         kept[:, 0] = True  # as without any truncation
-        return kept
+        return kept, is_whole
 
     def _draw_open(
         self, rows: npt.NDArray[np.float32], maxima: Row, tokens: list[int], random: np.random.Generator

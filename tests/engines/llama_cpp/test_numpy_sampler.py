@@ -167,6 +167,9 @@ ALL = [
     Sampling(top_k=20, top_p=0.5, min_p=0.1),
     Sampling(top_k=20, top_p=0.0),
     Sampling(top_k=20, min_p=1.0),
+    Sampling(top_p=0.9, temperature=0.7),
+    Sampling(top_p=0.5, min_p=0.1),
+    Sampling(top_p=0.0),
 ]
 
 
@@ -227,6 +230,16 @@ def test_rows_together_draw_what_each_draws_alone() -> None:
     samplers = [NumpySampler(Sampling(top_k=40, top_p=0.95), seed) for seed in range(7)]
     alone = [NumpySampler(Sampling(top_k=40, top_p=0.95), n).sample(row) for n, row in enumerate(rows)]
     assert BatchSampler(samplers).sample(rows) == alone
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 6.0], ids=["too many to search", "some of both", "few"])
+def test_nuclei_together_draw_what_each_draws_alone(spread: float) -> None:
+    together, alone = ([NumpySampler(Sampling(top_p=0.9), seed) for seed in range(7)] for _ in range(2))
+    batch = BatchSampler(together)
+    assert batch.is_useful
+    for seed in range(10):
+        rows = np.random.default_rng(seed).normal(0, spread, (7, 32_000)).astype(np.float32)
+        assert batch.sample(rows) == [sampler.sample(row) for sampler, row in zip(alone, rows, strict=True)]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
