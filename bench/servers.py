@@ -61,11 +61,11 @@ class Server:
 def running(
     command: Sequence[str], port: int, ready: str = "", env: Mapping[str, str] | None = None, within_s: float = 120.0
 ) -> Iterator[Server]:
-    """The server until the block ends. It is ready when the port accepts, or the path `ready` responds with 200."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+    """The server until the block ends. It is ready when the port accepts, or the path `ready` responds with 200. It has
+    none of the user's keys, and its usage is not counted as the user's."""
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="modelyard-data-") as data:
+        environment = {**os.environ, "XDG_DATA_HOME": data, **(env or {})}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             until = time.monotonic() + within_s
             while not _is_ready(port, ready):

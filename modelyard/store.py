@@ -221,7 +221,10 @@ _FORMAT_VERSION = 1
 def open_database(path: Path, application: int, schema: Sequence[str]) -> sqlite3.Connection:
     """A SQLite file of ours, which is created with `schema` if it is missing. `application` tells what it contains."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # conversations are private; SQLite would apply the umask
+    # Conversations are private, and SQLite would apply the umask. A file that exists is not opened here: closing it
+    # would release the locks that other connections of this process hold.
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
     try:
         _prepare(db, application, schema)

@@ -33,7 +33,8 @@ class WorkerSettings(BaseModel):
     keys: Path | None = Field(
         default=None,
         description="File of the cluster's keys, made with modelyard keys cluster; needed for addresses that other "
-        "machines can reach. Unset: ipc sockets are private, and loopback addresses use keys that are created for this user.",
+        "machines can reach. Unset: ipc sockets are private, and loopback addresses use keys that are created for "
+        "this user.",
     )
     host: str | None = Field(
         default=None,

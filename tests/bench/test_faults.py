@@ -24,7 +24,7 @@ async def test_only_complete_responses_and_errors_in_time_are_expected() -> None
     assert outcomes.unexpected(("cut",)) == {"complete, late": 1, "MIXED": 1}
     assert (outcomes.counts["complete"], outcomes.counts["error"]) == (1, 1)
     assert round(outcomes.longest_wait_s, 1) == MAX_WAIT_S + 0.1
-    assert outcomes.messages["the worker was lost"] == 1
+    assert outcomes.messages["error: the worker was lost"] == 1
 
 
 async def test_the_wait_counts_from_the_first_fault_during_a_request() -> None:

@@ -206,7 +206,6 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": []}, "input"),
     (RESPONSES, {"input": 5}, "input"),
     (RESPONSES, {"input": [5]}, "input[0]"),
-    (RESPONSES, {"background": True}, "background"),
     (RESPONSES, {"top_logprobs": 21}, "top_logprobs"),
     (RESPONSES, {"previous_response_id": 5}, "previous_response_id"),
     (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
@@ -24,7 +25,13 @@ from tests.live_server import live_server
 MODELS = ["demo", "calls"]
 ARCHITECTURES = ("gpt2", "kimi-linear", "deepseek4", "bert", "dream", "gemma3")
 APART, REAL = "apart", "real"
+_KEY = "sk-fuzz"  # an admin key: keys that the fuzzer creates must not lock it out
+_HEADERS = {"authorization": f"Bearer {_KEY}"}
 _WINDOW = 128  # small: an answer of the real model must end before the deadline
+
+
+_HASH = f"sha256:{hashlib.sha256(_KEY.encode()).hexdigest()}"
+_SETTINGS = {"http": {"docs": True}, "keys": [{"name": "fuzz", "hash": _HASH, "admin": True}]}
 
 
 def configuration(*, real: bool = False) -> dict[str, Any]:
@@ -39,7 +46,7 @@ def configuration(*, real: bool = False) -> dict[str, Any]:
         file = str(default_model.fetch())
         models[APART] = {"backend": "fake", "token_delay": 0, "placement": "process"}
         models[REAL] = {"backend": "llama_cpp", "path": file, "n_threads": 1, "n_ctx": _WINDOW, "speculation": "off"}
-    return {"models": models, "images": {"allow": ["pictures.example"]}, "http": {"docs": True}}
+    return {"models": models, "images": {"allow": ["pictures.example"]}, **_SETTINGS}
 
 
 class LogTail(logging.Handler):
@@ -73,8 +80,9 @@ def logged() -> Iterator[Callable[[], str]]:
 def server_in_thread() -> Iterator[HttpTargets]:
     with (
         logged() as read_log,
-        live_server(configuration()) as server,
-        httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
+        tempfile.TemporaryDirectory(prefix="modelyard-fuzz-") as folder,
+        live_server(configuration() | {"accounts": {"path": f"{folder}/accounts.sqlite"}}) as server,
+        httpx.Client(base_url=server.url, headers=_HEADERS, timeout=DEADLINE_S) as client,
     ):
         yield HttpTargets(client, read_log, MODELS, library=True)
 
@@ -91,7 +99,7 @@ def server_of_architectures() -> Iterator[HttpTargets]:
     window, sequences that a recurrent model cannot divide, no vectors, an encoder, diffusion."""
     usual = {"backend": "llama_cpp", "n_threads": 1, "n_ctx": 512, "parallel": 3, "placement": "inline"}
     models = {name: usual | {"path": str(architectures.model(name)), "embeddings": True} for name in ARCHITECTURES}
-    with _process({"models": models, "http": {"docs": True}}) as (client, log):
+    with _process({"models": models, **_SETTINGS}) as (client, log):
         yield HttpTargets(client, log, list(ARCHITECTURES))
 
 
@@ -105,7 +113,7 @@ def _process(config: dict[str, Any]) -> Iterator[tuple[httpx.Client, Callable[[]
         command = ["sh", "-c", 'exec "$@" 2> "$0"', str(log), *command]
         with (
             running(command, port, "/health/ready") as server,
-            httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client,
+            httpx.Client(base_url=server.url, headers=_HEADERS, timeout=DEADLINE_S) as client,
         ):
             yield client, _file_tail(log)
 

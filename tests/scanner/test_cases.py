@@ -66,12 +66,13 @@ def test_every_format_has_at_least_fifteen_cases() -> None:
 
 @every_format
 def test_the_chunks_do_not_change_the_blocks(format: str) -> None:
-    for case in CASES[format]:
+    """Every fourth cut, each case from another start: a marker occurs in so many cases that each of its cuts does."""
+    for index, case in enumerate(CASES[format]):
         raw, options = case["raw"], _options(case)
         blocks = scan([raw], format, **options)
         assert _summary(blocks) == _expected(case), case["name"]
         assert scan(list(raw), format, **options) == blocks, case["name"]
-        for cut in range(1, len(raw)):
+        for cut in range(1 + index % 4, len(raw), 4):
             assert scan([raw[:cut], raw[cut:]], format, **options) == blocks, f"{case['name']}, cut after {raw[:cut]!r}"
 
 

@@ -33,6 +33,19 @@ def _modes(folder: Path) -> dict[str, int]:
     return {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
 
 
+async def test_a_second_connection_of_a_process_leaves_the_locks_of_the_first(tmp_path: Path) -> None:
+    """Without its lock another process would take itself for the last one, and remove the log of the first."""
+    first = _open(tmp_path / "s.db")
+    await first.put("s", "k", b"v")
+    await _open(tmp_path / "s.db").close()
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", _WRITER, str(tmp_path / "s.db"), "w")
+    assert await other.wait() == 0
+    assert (tmp_path / "s.db-wal").exists()
+    await first.put("s", "l", b"w")
+    assert [await first.get("s", key) for key in ("k", "l")] == [b"v", b"w"]
+    await first.close()
+
+
 async def test_entries_survive_reopening(tmp_path: Path) -> None:
     first = _open(tmp_path / "s.db")
     await first.put("s", "k", b"v")
