@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import sqlite3
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import msgspec
 
 from modelyard.core.chat import Chat, ChatSummary
-from modelyard.core.errors import Conflict, NotFound, Unavailable
+from modelyard.core.errors import Conflict, NotFound
+from modelyard.database import Database, DatabaseKind, DatabaseThread
 from modelyard.library.cache_dir import data_dir
-from modelyard.store import open_database, transaction
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_APPLICATION_ID = 0x4D594348  # SQLite's "application_id" of this file
 _SCHEMA = (
     """CREATE TABLE chats (
         scope TEXT NOT NULL, id TEXT NOT NULL, title TEXT NOT NULL, updated REAL NOT NULL, turns INTEGER NOT NULL,
@@ -30,6 +21,7 @@ _SCHEMA = (
     )""",
     "CREATE INDEX chats_by_time ON chats (scope, updated)",
 )
+_KIND = DatabaseKind(0x4D594348, _SCHEMA, "the file of the chats", "store.chats")
 _FIND = """SELECT id, title, updated, turns FROM chats WHERE scope = ? AND text LIKE ? ESCAPE '\\'
     ORDER BY updated DESC LIMIT ?"""
 _GET = "SELECT body FROM chats WHERE scope = ? AND id = ?"
@@ -43,51 +35,45 @@ def default_path(env: Mapping[str, str] = os.environ, platform: str = sys.platfo
 
 
 class ChatStore:
-    """One thread owns the connection, which is opened at the first use. `scope` is the name of an API key."""
+    """`scope` is the name of an API key."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chats")
-        self._db: sqlite3.Connection | None = None
+        self._database = Database(path, _KIND)
+        self._thread = DatabaseThread(self._database, "chats")
 
     async def find(self, scope: str, search: str, limit: int) -> list[ChatSummary]:
         """The newest first. `search`: only those that contain this text, in upper or lower case."""
-        return await self._run(self._find, scope, search, limit)
+        return await self._thread.run(self._find, scope, search, limit)
 
     async def get(self, scope: str, id: str) -> Chat:
-        return await self._run(self._get, scope, id)
+        return await self._thread.run(self._get, scope, id)
 
     async def put(self, scope: str, chat: Chat) -> Chat:
         """Returns the chat with its new revision. Raises if another version was stored since it was read."""
-        return await self._run(self._put, scope, chat)
+        return await self._thread.run(self._put, scope, chat)
 
     async def delete(self, scope: str, id: str) -> None:
-        await self._run(self._delete, scope, id)
+        await self._thread.run(self._delete, scope, id)
 
     async def close(self) -> None:
-        if self._db is not None:
-            await self._run(self._db.close)
-        self._thread.shutdown(wait=False)
-
-    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))
+        await self._thread.close()
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
     def _find(self, scope: str, search: str, limit: int) -> list[ChatSummary]:
         escaped = "".join(f"\\{letter}" if letter in "\\%_" else letter for letter in search.casefold())
-        with self._opened() as db:
+        with self._database.opened() as db:
             return [ChatSummary(*row) for row in db.execute(_FIND, (scope, f"%{escaped}%", limit))]
 
     def _get(self, scope: str, id: str) -> Chat:
-        with self._opened() as db:
+        with self._database.opened() as db:
             row = db.execute(_GET, (scope, id)).fetchone()
         if row is None:
             raise _unknown(id)
         return msgspec.json.decode(row[0], type=Chat)
 
     def _put(self, scope: str, chat: Chat) -> Chat:
-        with self._opened() as db, transaction(db):
+        with self._database.transaction() as db:
             row = db.execute(_REVISION, (scope, chat.id)).fetchone()
             if row is not None and row[0] != chat.revision:
                 message = f"the chat {chat.id!r} was changed elsewhere: read it again, then change it"
@@ -99,22 +85,9 @@ class ChatStore:
         return chat
 
     def _delete(self, scope: str, id: str) -> None:
-        with self._opened() as db, transaction(db):
+        with self._database.transaction() as db:
             if not db.execute(_DELETE, (scope, id)).rowcount:
                 raise _unknown(id)
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        try:
-            if self._db is None:
-                self._db = open_database(self._path, _APPLICATION_ID, _SCHEMA)
-            yield self._db
-        except (sqlite3.Error, OSError) as error:
-            raise Unavailable(
-                f"the file of the chats, {self._path}, cannot be used: {error}. "
-                "Move it away, or set store.chats to another file.",
-                code="store_unusable",
-            ) from error
 
 
 def _unknown(id: str) -> NotFound:

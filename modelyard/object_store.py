@@ -5,23 +5,16 @@ The file is created by the first write: a server on which nobody uses these leav
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from modelyard.chat_store import default_path
 from modelyard.core.errors import NotFound, Unavailable
-from modelyard.store import StoreSettings, key_bytes, open_database, transaction
+from modelyard.database import Database, DatabaseKind, DatabaseThread
+from modelyard.store import StoreSettings, key_bytes
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_APPLICATION_ID = 0x4D594F42  # SQLite's "application_id" of this file
 _SCHEMA = (
     "CREATE TABLE totals (objects INTEGER NOT NULL, bytes INTEGER NOT NULL)",
     "INSERT INTO totals VALUES (0, 0)",
@@ -41,6 +34,7 @@ _SCHEMA = (
         UPDATE totals SET objects = objects - 1, bytes = bytes - length(old.value);
     END""",
 )
+_KIND = DatabaseKind(0x4D594F42, _SCHEMA, "the file of conversations, files and batches", "store.objects")
 _GET = "SELECT value FROM objects WHERE scope = ? AND key = ? AND (expires IS NULL OR expires > ?)"
 _PUT = """INSERT INTO objects (scope, key, value, expires) VALUES (?, ?, ?, ?) ON CONFLICT (scope, key)
     DO UPDATE SET value = excluded.value, expires = coalesce(excluded.expires, expires)"""
@@ -59,57 +53,50 @@ _SWEEP_S = 60.0  # between two searches for expired objects, if nothing is writt
 
 
 class SqliteObjectStore:
-    """One thread owns the connection, so that the event loop never waits for the disk."""
-
     def __init__(self, path: Path, max_objects: int, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._max_objects, self._max_bytes, self._clock = path, max_objects, max_bytes, clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="objects")
-        self._db: sqlite3.Connection | None = None
+        self._max_objects, self._max_bytes, self._clock = max_objects, max_bytes, clock
+        self._database = Database(path, _KIND)
+        self._thread = DatabaseThread(self._database, "objects")
         self._swept = 0.0
 
     async def get(self, scope: str, key: str) -> bytes | None:
-        return await self._run(self._get, *key_bytes(scope, key))
+        return await self._thread.run(self._get, *key_bytes(scope, key))
 
     async def put(self, scope: str, key: str, value: bytes, ttl_s: float | None = None) -> None:
-        await self._run(self._put, *key_bytes(scope, key), value, ttl_s)
+        await self._thread.run(self._put, *key_bytes(scope, key), value, ttl_s)
 
     async def swap(self, scope: str, key: str, old: bytes | None, new: bytes, ttl_s: float | None = None) -> bool:
-        return await self._run(self._swap, *key_bytes(scope, key), old, new, ttl_s)
+        return await self._thread.run(self._swap, *key_bytes(scope, key), old, new, ttl_s)
 
     async def delete(self, scope: str, key: str) -> bool:
-        return await self._run(self._delete, *key_bytes(scope, key))
+        return await self._thread.run(self._delete, *key_bytes(scope, key))
 
     async def page(
         self, scope: str, *, after: str = "", limit: int = 100, newest_first: bool = False, values: bool = True
     ) -> list[tuple[str, bytes]]:
-        return await self._run(self._page, *key_bytes(scope, after), limit, newest_first, values)
+        return await self._thread.run(self._page, *key_bytes(scope, after), limit, newest_first, values)
 
     async def close(self) -> None:
-        if self._db is not None:
-            await self._run(self._db.close)
-        self._thread.shutdown(wait=False)
-
-    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))
+        await self._thread.close()
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
     def _get(self, scope: bytes, key: bytes) -> bytes | None:
-        if self._is_absent():
+        if self._database.is_absent:
             return None
-        with self._opened() as db:
-            self._sweep(db)
+        self._sweep()
+        with self._database.opened() as db:
             row = db.execute(_GET, (scope, key, self._clock())).fetchone()
         return None if row is None else bytes(row[0])
 
     def _put(self, scope: bytes, key: bytes, value: bytes, ttl_s: float | None) -> None:
-        with self._opened() as db, transaction(db):
+        with self._database.transaction() as db:
             self._write(db, scope, key, value, ttl_s)
 
     def _swap(self, scope: bytes, key: bytes, old: bytes | None, new: bytes, ttl_s: float | None) -> bool:
-        if old is not None and self._is_absent():
+        if old is not None and self._database.is_absent:
             return False
-        with self._opened() as db, transaction(db):
+        with self._database.transaction() as db:
             row = db.execute(_GET, (scope, key, self._clock())).fetchone()
             found = None if row is None else bytes(row[0])
             if found == old:
@@ -129,9 +116,9 @@ class SqliteObjectStore:
             )
 
     def _delete(self, scope: bytes, key: bytes) -> bool:
-        if self._is_absent():
+        if self._database.is_absent:
             return False
-        with self._opened() as db, transaction(db):
+        with self._database.transaction() as db:
             self._expire(db, self._clock())
             return self._remove(db, scope, key)
 
@@ -140,11 +127,11 @@ class SqliteObjectStore:
         db.execute(_DELETE_PARTS, (parts, parts + b"/", parts + b"0"))
         return db.execute(_DELETE, (scope, key)).rowcount > 0
 
-    def _sweep(self, db: sqlite3.Connection) -> None:
+    def _sweep(self) -> None:
         """What has expired is also removed from the disk of a server that only reads."""
         if (now := self._clock()) - self._swept > _SWEEP_S:
             self._swept = now
-            with transaction(db):
+            with self._database.transaction() as db:
                 self._expire(db, now)
 
     def _expire(self, db: sqlite3.Connection, now: float) -> None:
@@ -154,10 +141,10 @@ class SqliteObjectStore:
     def _page(
         self, scope: bytes, after: bytes, limit: int, newest_first: bool, values: bool
     ) -> list[tuple[str, bytes]]:
-        if self._is_absent():
+        if self._database.is_absent:
             return []
-        with self._opened() as db:
-            self._sweep(db)
+        self._sweep()
+        with self._database.opened() as db:
             number = _NEWEST if newest_first else 0
             if after:
                 row = db.execute(_NUMBER, (scope, after)).fetchone()
@@ -168,22 +155,6 @@ class SqliteObjectStore:
             query = query if values else query.replace("key, value", "key, x''")
             rows = db.execute(query, (scope, number, self._clock(), limit)).fetchall()
         return [(key.decode("utf-8", "surrogatepass"), bytes(value)) for key, value in rows]
-
-    def _is_absent(self) -> bool:
-        return self._db is None and not self._path.exists()
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        try:
-            if self._db is None:
-                self._db = open_database(self._path, _APPLICATION_ID, _SCHEMA)
-            yield self._db
-        except (sqlite3.Error, OSError) as error:
-            raise Unavailable(
-                f"the file {self._path} of conversations, files and batches cannot be used: {error}. "
-                "Move it away, or set store.objects to another file.",
-                code="store_unusable",
-            ) from error
 
 
 def objects_path() -> Path:

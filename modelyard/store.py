@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, ParamSpec, Self, TypeVar
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from modelyard.core.errors import TooLarge, Unavailable
+from modelyard.core.errors import TooLarge
 from modelyard.core.store import Store
+from modelyard.database import Database, DatabaseKind, DatabaseThread
 
 
 class StoreSettings(BaseModel):
@@ -122,14 +118,7 @@ class MemoryStore:
 
 # --- sqlite ---------------------------------------------------------------------------------------------------------
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_APPLICATION_ID = 0x4D595244  # SQLite's "application_id" of a Modelyard store
-_LOCK_TIMEOUT_S = 10.0  # to wait for another process that has locked the file
-
-# Single statements: `executescript` would commit the transaction. `tick` orders the entries by use; the clocks of
-# several processes could not.
+# `tick` orders the entries by use; the clocks of several processes could not.
 _SCHEMA = (
     "CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL, tick INTEGER NOT NULL)",
     "INSERT INTO totals VALUES (0, 0, 0)",
@@ -146,6 +135,7 @@ _SCHEMA = (
         UPDATE totals SET entries = entries - 1, bytes = bytes - old.size;
     END""",
 )
+_KIND = DatabaseKind(0x4D595244, _SCHEMA, "the store file", "store.path")
 _USE = "UPDATE totals SET tick = tick + 1"
 _TOUCH = "UPDATE entries SET used = (SELECT tick FROM totals) WHERE scope = ? AND key = ?"
 _GET = "SELECT value FROM entries WHERE scope = ? AND key = ? AND expires > ?"
@@ -156,58 +146,48 @@ _EVICT = "DELETE FROM entries WHERE rowid = (SELECT rowid FROM entries ORDER BY 
 _FULL = "SELECT entries > ? OR bytes > ? FROM totals"
 
 
-class _File:
-    """The file and all statements on it. Synchronous, used by one thread."""
+class _Entries:
+    """All statements on the file. Synchronous, used by one thread."""
 
-    def __init__(self, path: Path, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float]) -> None:
-        self._path, self._max_entries, self._max_bytes = path, max_entries, max_bytes
+    def __init__(
+        self, database: Database, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._database, self._max_entries, self._max_bytes = database, max_entries, max_bytes
         self._ttl, self._clock = ttl_s, clock
-        with self._wrap_errors():
-            self._db = open_database(path, _APPLICATION_ID, _SCHEMA)
+
+    def check(self) -> None:
+        """Open the file."""
+        with self._database.opened():
+            pass
 
     def get(self, scope: str, key: str) -> bytes | None:
         full_key = key_bytes(scope, key)
-        with self._wrap_errors():
-            row = self._db.execute(_GET, (*full_key, self._clock())).fetchone()
-            if row is None:
-                return None
-            with transaction(self._db):
-                self._db.execute(_USE)
-                self._db.execute(_TOUCH, full_key)
-            return bytes(row[0])
+        with self._database.opened() as db:
+            row = db.execute(_GET, (*full_key, self._clock())).fetchone()
+        if row is None:
+            return None
+        with self._database.transaction() as db:
+            db.execute(_USE)
+            db.execute(_TOUCH, full_key)
+        return bytes(row[0])
 
     def put(self, scope: str, key: str, value: bytes) -> None:
         full_key, size, now = key_bytes(scope, key), len(scope) + len(key) + len(value), self._clock()
         if size > self._max_bytes:
             self.delete(scope, key)
             raise _too_large(size, self._max_bytes)
-        with self._wrap_errors(), transaction(self._db):
-            self._db.execute(_EXPIRE, (now,))
-            self._db.execute(_DELETE, full_key)
-            self._db.execute(_USE)
-            self._db.execute(_PUT, (*full_key, value, size, now + self._ttl))
-            while self._db.execute(_FULL, (self._max_entries, self._max_bytes)).fetchone()[0]:
-                self._db.execute(_EVICT)
+        with self._database.transaction() as db:
+            db.execute(_EXPIRE, (now,))
+            db.execute(_DELETE, full_key)
+            db.execute(_USE)
+            db.execute(_PUT, (*full_key, value, size, now + self._ttl))
+            while db.execute(_FULL, (self._max_entries, self._max_bytes)).fetchone()[0]:
+                db.execute(_EVICT)
 
     def delete(self, scope: str, key: str) -> bool:
-        with self._wrap_errors(), transaction(self._db):
-            self._db.execute(_EXPIRE, (self._clock(),))
-            return self._db.execute(_DELETE, key_bytes(scope, key)).rowcount > 0
-
-    def close(self) -> None:
-        with self._wrap_errors():
-            self._db.close()
-
-    @contextlib.contextmanager
-    def _wrap_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            raise Unavailable(
-                f"the store file {self._path} cannot be used: {error}. "
-                "Move it away, or set store.path to another file.",
-                code="store_unusable",
-            ) from error
+        with self._database.transaction() as db:
+            db.execute(_EXPIRE, (self._clock(),))
+            return db.execute(_DELETE, key_bytes(scope, key)).rowcount > 0
 
 
 def key_bytes(scope: str, key: str) -> tuple[bytes, bytes]:
@@ -215,99 +195,36 @@ def key_bytes(scope: str, key: str) -> tuple[bytes, bytes]:
     return scope.encode("utf-8", "surrogatepass"), key.encode("utf-8", "surrogatepass")
 
 
-_FORMAT_VERSION = 1
-
-
-def open_database(path: Path, application: int, schema: Sequence[str]) -> sqlite3.Connection:
-    """A SQLite file of ours, which is created with `schema` if it is missing. `application` tells what it contains."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Conversations are private, and SQLite would apply the umask. A file that exists is not opened here: closing it
-    # would release the locks that other connections of this process hold.
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-    db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
-    try:
-        _prepare(db, application, schema)
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _prepare(db: sqlite3.Connection, application: int, schema: Sequence[str]) -> None:
-    with transaction(db):
-        is_new = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        marks = (f"PRAGMA application_id = {application}", f"PRAGMA user_version = {_FORMAT_VERSION}")
-        for statement in (*schema, *marks) if is_new else ():
-            db.execute(statement)
-        (program,) = db.execute("PRAGMA application_id").fetchone()
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-    if program != application:
-        raise sqlite3.DatabaseError("it is the database of another program")
-    if version != _FORMAT_VERSION:
-        raise sqlite3.DatabaseError(f"it has format {version}, and this version of Modelyard reads {_FORMAT_VERSION}")
-    _use_wal(db)
-
-
-def _use_wal(db: sqlite3.Connection) -> None:
-    """In WAL mode readers do not wait for a writer. SQLite's lock timeout does not cover the switch, so retry."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-            break
-        except sqlite3.OperationalError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-    db.execute("PRAGMA synchronous = NORMAL")
-
-
-@contextlib.contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """IMMEDIATE: a transaction that goes from reading to writing fails at once if another process writes."""
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        if db.in_transaction:  # a full disk has rolled back already; keep its error
-            db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
-
-
 class SqliteStore:
     """In one file: it survives the process, and several gateway processes may share it.
 
-    One thread owns the connection, so that the event loop never waits for the disk. Totals and order are in the file
-    and are updated by triggers in the transaction of the entries, so that all processes apply the same bounds.
+    Totals and order are in the file and are updated by triggers in the transaction of the entries, so that all
+    processes apply the same bounds.
     """
 
     def __init__(
         self, path: Path, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.time
     ) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        database = Database(path, _KIND)
+        self._thread = DatabaseThread(database, "store")
+        self._entries = _Entries(database, max_entries, max_bytes, ttl_s, clock)
         try:
-            self._file = self._thread.submit(_File, path, max_entries, max_bytes, ttl_s, clock).result()
+            self._thread.run_blocking(self._entries.check)
         except BaseException:
-            self._thread.shutdown()
+            self._thread.stop()
             raise
 
     async def get(self, scope: str, key: str) -> bytes | None:
-        return await self._run(self._file.get, scope, key)
+        return await self._thread.run(self._entries.get, scope, key)
 
     async def put(self, scope: str, key: str, value: bytes) -> None:
-        await self._run(self._file.put, scope, key, value)
+        await self._thread.run(self._entries.put, scope, key, value)
 
     async def delete(self, scope: str, key: str) -> bool:
-        return await self._run(self._file.delete, scope, key)
+        return await self._thread.run(self._entries.delete, scope, key)
 
     async def close(self) -> None:
-        await self._run(self._file.close)
-        self._thread.shutdown(wait=False)
-
-    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))
+        await self._thread.close()
 
 
 def open_store(settings: StoreSettings) -> Store:

@@ -5,20 +5,18 @@ Secrets are not in it, only their SHA-256. Everything here is synchronous and us
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from modelyard.accounts.keys import Key, make_key
 from modelyard.accounts.settings import AccountSettings, KeyRules
 from modelyard.accounts.usage import UsageCounts, UsageKey
-from modelyard.core.errors import Conflict, NotFound, Unavailable
+from modelyard.core.errors import Conflict, NotFound
+from modelyard.database import Database, DatabaseKind
 from modelyard.library.cache_dir import data_dir
-from modelyard.store import open_database, transaction
 
-_APPLICATION_ID = 0x4D594143  # SQLite's "application_id" of this file
 _SCHEMA = (
     """CREATE TABLE keys (
         id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE, digest BLOB NOT NULL UNIQUE, hint TEXT NOT NULL,
@@ -31,6 +29,7 @@ _SCHEMA = (
     ) WITHOUT ROWID""",
     "CREATE INDEX usage_by_key ON usage (key, day)",
 )
+_KIND = DatabaseKind(0x4D594143, _SCHEMA, "the file of keys and usage", "accounts.path")
 _COUNTS = UsageCounts.__struct_fields__
 _SUMS = ", ".join(f"sum({name})" for name in _COUNTS[:-1]) + ", max(last)"
 _ADD = f"""INSERT INTO usage VALUES ({", ".join("?" * (3 + len(_COUNTS)))})
@@ -46,37 +45,30 @@ class AccountsFile:
     """Created at the first write: a server whose keys are all in its configuration needs none until it has usage."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._db: sqlite3.Connection | None = None
+        self._database = Database(path, _KIND)
 
     @classmethod
     def of(cls, settings: AccountSettings) -> AccountsFile:
         return cls(settings.path or default_path())
 
-    def exists(self) -> bool:
-        return self.path.exists()
-
     def close(self) -> None:
-        if self._db is not None:
-            self._db.close()
-            self._db = None
+        self._database.close()
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
     def all_keys(self) -> list[Key]:
         """All created keys, revoked ones too, oldest first."""
-        if self._db is None and not self.exists():
+        if self._database.is_absent:
             return []
-        with self._opened() as db:
+        with self._database.opened() as db:
             rows = db.execute("SELECT id, name, digest, hint, created, revoked, rules FROM keys ORDER BY created, id")
             return [_key(row) for row in rows]
 
     def add(self, key: Key) -> None:
         row = (key.id, key.name, key.digest, key.hint, key.created, key.revoked, _rules(key))
-        with self._opened() as db:
+        with self._database.transaction() as db:
             try:
-                with transaction(db):
-                    db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             except sqlite3.IntegrityError:
                 raise name_taken(key.name) from None
 
@@ -87,7 +79,7 @@ class AccountsFile:
         self._change(id, "UPDATE keys SET revoked = ? WHERE id = ? AND revoked IS NULL", at)
 
     def _change(self, id: str, statement: str, value: str | float) -> None:
-        with self._opened() as db, transaction(db):
+        with self._database.transaction() as db:
             if not db.execute(statement, (value, id)).rowcount:
                 raise key_not_found(id)
 
@@ -95,16 +87,16 @@ class AccountsFile:
 
     def add_usage(self, rows: Mapping[UsageKey, UsageCounts]) -> None:
         if rows:
-            with self._opened() as db, transaction(db):
+            with self._database.transaction() as db:
                 values = ((*at, *(getattr(counts, name) for name in _COUNTS)) for at, counts in rows.items())
                 db.executemany(_ADD, values)
 
     def usage_since(self, periods: Mapping[str, int]) -> dict[str, tuple[int, UsageCounts]]:
         """The usage of each of these keys, from its day on."""
-        if not periods or (self._db is None and not self.exists()):
+        if not periods or self._database.is_absent:
             return {}
         query = f"SELECT {_SUMS} FROM usage WHERE key = ? AND day >= ?"  # noqa: S608  column names of ours
-        with self._opened() as db:
+        with self._database.opened() as db:
             return {
                 name: (since, _counts(db.execute(query, (name, since)).fetchone())) for name, since in periods.items()
             }
@@ -113,7 +105,7 @@ class AccountsFile:
         self, by: Sequence[str], first: int, last: int, key: str | None = None, model: str | None = None
     ) -> list[tuple[tuple[int | str, ...], UsageCounts]]:
         """Sums of the days from `first` to `last`, grouped by these columns and in their order."""
-        if self._db is None and not self.exists():
+        if self._database.is_absent:
             return []
         columns = "".join(f"{name}, " for name in by)
         group = f" GROUP BY {', '.join(by)} ORDER BY {', '.join(by)}" if by else ""
@@ -123,22 +115,9 @@ class AccountsFile:
             if value is not None:
                 query += f" AND {column} = ?"
                 values.append(value)
-        with self._opened() as db:
+        with self._database.opened() as db:
             rows = db.execute(query + group, values).fetchall()
         return [(row[: len(by)], _counts(row[len(by) :])) for row in rows if row[len(by)] is not None]
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        try:
-            if self._db is None:
-                self._db = open_database(self.path, _APPLICATION_ID, _SCHEMA)
-            yield self._db
-        except (sqlite3.Error, OSError) as error:
-            raise Unavailable(
-                f"the file of keys and usage, {self.path}, cannot be used: {error}. "
-                "Move it away, or set accounts.path to another file.",
-                code="store_unusable",
-            ) from error
 
 
 def has_created_keys(settings: AccountSettings) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 
@@ -24,12 +23,14 @@ def file(tmp_path: Path) -> AccountsFile:
     return AccountsFile(tmp_path / "folder" / "accounts.sqlite")
 
 
-def test_it_is_created_by_the_first_write_and_private(file: AccountsFile) -> None:
+def test_it_is_created_by_the_first_write_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "accounts.sqlite"
+    file = AccountsFile(path)
     assert file.all_keys() == []
     assert file.usage((), 0, 10) == []
-    assert not file.exists()
+    assert not path.exists()
     file.add(made_key("a"))
-    assert stat.S_IMODE(os.stat(file.path).st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_keys_come_back_as_they_were_written(file: AccountsFile) -> None:

@@ -84,7 +84,7 @@ def test_a_corrupt_file_is_an_error_and_stays_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     for content in (b"this is a text file, and a rather long one at that" * 50, b"SQLite format 3\0junk"):
         path.write_bytes(content)
-        with pytest.raises(Unavailable, match=r"s\.db cannot be used: .*Move it away, or set store\.path") as caught:
+        with pytest.raises(Unavailable, match=r"s\.db, cannot be used: .*Move it away, or set store\.path") as caught:
             _open(path)
         assert caught.value.code == "store_unusable"
         assert path.read_bytes() == content

@@ -21,7 +21,7 @@ UNSET = "not set"
 _WORDS = {"models": "model", "caches": "cache", "routes": "route"}
 _PATHS = {"models": "/", "caches": "/caches", "routes": "/routes"}
 _DECIDE_FIELDS = ("backend", "path", "model")  # the engine, and so the fields, depend on them
-_DELAY_S = 0.4  # after the last key
+_DELAY_S = 0.05  # for changes that come together; the fields themselves wait for the last key
 _LONG_TEXTS = ("chat_template", "system_prompt")
 _SHOWN_GROUPS = ("basic",)
 
