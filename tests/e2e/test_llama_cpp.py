@@ -17,6 +17,7 @@ from modelyard.cli.models import explain_model
 from modelyard.config.load import load_config
 from modelyard.library import default_model
 from tests.engines.llama_cpp.lora_files import write_lora
+from tests.engines.llama_cpp.short_model import LAYERS, short_model_file
 from tests.live_server import LiveServer, live_server
 from tests.scanner.patches import GRAMMAR, is_patch
 from tests.telemetry.prometheus_text import sample_values
@@ -285,18 +286,17 @@ def call_apply_patch(server: LiveServer, grammar: str, choice: Any, **fields: An
     return dict(reply.json())
 
 
-@pytest.mark.parametrize("choice", [{"type": "custom", "name": "apply_patch"}, "required"])
-def test_the_input_of_a_custom_tool_fits_its_grammar(server: LiveServer, choice: Any) -> None:
+def test_the_input_of_a_custom_tool_fits_its_grammar(server: LiveServer) -> None:
+    choice = {"type": "custom", "name": "apply_patch"}
     reply = call_apply_patch(server, SHORT_GRAMMAR, choice, parallel_tool_calls=False, temperature=0)
     (call,) = reply["output"]
     assert (reply["status"], call["type"], call["name"]) == ("completed", "custom_tool_call", "apply_patch")
     assert is_patch(call["input"]), call
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sampled_input_of_a_custom_tool_fits_its_grammar(server: LiveServer, seed: int) -> None:
+def test_sampled_input_of_a_custom_tool_fits_its_grammar(server: LiveServer) -> None:
     """The output limit may cut the last call off; such a call is marked as incomplete."""
-    reply = call_apply_patch(server, SHORT_GRAMMAR, "required", temperature=1.5, seed=seed, max_output_tokens=100)
+    reply = call_apply_patch(server, SHORT_GRAMMAR, "required", temperature=1.5, seed=0, max_output_tokens=100)
     for item in reply["output"]:
         if item["type"] == "custom_tool_call" and (item is not reply["output"][-1] or reply["status"] == "completed"):
             assert (item["status"], is_patch(item["input"])) == ("completed", True), item
@@ -325,11 +325,10 @@ def test_an_unsupported_grammar_does_not_fail_the_request(server: LiveServer) ->
 
 @pytest.fixture(scope="module")
 def lora_sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    default_model.fetch()
-    file = write_lora(tmp_path_factory.mktemp("lora") / "law.gguf", width=576, layers=30, seed=3, strength=0.2)
-    models = {"smollm2": {"n_threads": 1, "lora": {"law": str(file)}}}
+    file = write_lora(tmp_path_factory.mktemp("lora") / "law.gguf", width=576, layers=LAYERS, seed=3, strength=0.2)
+    models = {"smollm2": {"path": str(short_model_file()), "n_threads": 1, "lora": {"law": str(file)}}}
     with (
-        live_server({"models": models, "caches": {"main": {"n_ctx": 512}, "fast": {"n_ctx": 512}}}) as server,
+        live_server({"models": models, "caches": {"main": {"model": "smollm2", "n_ctx": 512}}}) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="sk-dummy", max_retries=0) as client,
     ):
         yield client
@@ -380,14 +379,14 @@ TASK = {"role": "user", "content": "Fix the tests."}
 
 @pytest.fixture(scope="module")
 def agent_server() -> Iterator[LiveServer]:
-    default_model.fetch()
-    caches = {"main": {"n_ctx": 1024, "parallel": 1}, "fast": {"n_ctx": 256, "parallel": 1}}
+    model = {"backend": "llama_cpp", "path": str(short_model_file()), "n_threads": 1}
+    caches = {name: {"model": "smollm2", "n_ctx": n, "parallel": 1} for name, n in (("main", 1024), ("fast", 256))}
     with pytest.MonkeyPatch.context() as patch:
         # Independent of the speed of this machine.
         patch.setattr(
             "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved >= 8
         )
-        with live_server({"models": {"smollm2": {"n_threads": 1}}, "caches": caches}) as running:
+        with live_server({"models": {"smollm2": model}, "caches": caches}) as running:
             yield running
 
 

@@ -32,8 +32,23 @@ _FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--disable-extensions",
+    "--disable-default-apps",
+    "--disable-breakpad",
+    "--disable-features=Translate,OptimizationHints,MediaRouter,InterestFeedContentSuggestions",
+    "--mute-audio",
+    "--force-prefers-reduced-motion",
     "--window-size=1440,1000",
 )
+_POLL_S = 0.05
+# The visible elements that contain a text, and these texts, in one step: a command for each element would be slow.
+_VISIBLE = """
+const read = (each) => (each.innerText ?? each.textContent).replaceAll('\\u00a0', ' ').trim();
+const found = [...document.querySelectorAll(arguments[0])]
+  .filter(each => each.checkVisibility({opacityProperty: true, visibilityProperty: true}))
+  .filter(each => read(each).includes(arguments[1]));
+return arguments[2] ? found.map(read) : found;
+"""
 
 
 @contextmanager
@@ -72,12 +87,17 @@ class BrowserPage:
             except StaleElementReferenceException:
                 return None
 
-        return WebDriverWait(self.driver, TIMEOUT_S, poll_frequency=0.1).until(check, f"timed out: {description}")
+        return WebDriverWait(self.driver, TIMEOUT_S, poll_frequency=_POLL_S).until(check, f"timed out: {description}")
 
     def find_all(self, css: str, text: str = "") -> list[WebElement]:
         """The visible elements that contain the text."""
-        found = self.driver.find_elements(By.CSS_SELECTOR, css)
-        return [element for element in found if text in element.text and element.is_displayed()]
+        found: list[WebElement] = self.driver.execute_script(_VISIBLE, css, text, False)
+        return found
+
+    def texts(self, css: str, text: str = "") -> list[str]:
+        """What the visible elements that contain the text say."""
+        found: list[str] = self.driver.execute_script(_VISIBLE, css, text, True)
+        return found
 
     def find(self, css: str, text: str = "") -> WebElement:
         found: list[WebElement] = self.wait_until(lambda: self.find_all(css, text), f"{css} with {text!r}")
@@ -85,9 +105,7 @@ class BrowserPage:
 
     def text(self, css: str, text: str = "") -> str:
         """Finds and reads in one step, because the element may be replaced a moment later."""
-        found: list[str] = self.wait_until(
-            lambda: [element.text for element in self.find_all(css, text)], f"{css} with {text!r}"
-        )
+        found: list[str] = self.wait_until(lambda: self.texts(css, text), f"{css} with {text!r}")
         return found[0]
 
     def wait_gone(self, css: str, text: str = "") -> None:

@@ -36,7 +36,7 @@ key = "a-guest"
 
 [models.demo]
 backend = "fake"
-token_delay = 0.02
+token_delay = 0.01
 modalities = ["text", "image", "audio"]
 script = [
     { when = "endless", steps = [{ tokens = 100000 }] },
@@ -50,7 +50,7 @@ script = [
         { text = "<img src=x onerror='hacked = 1'><script>window.hacked = 1</script> [x](javascript:hack())" },
     ] },
     { when = "^pause", steps = [{ text = "One" }, { delay = 2 }, { text = " two." }] },
-    { when = "^long", steps = [{ tokens = 400 }] },
+    { when = "^long", steps = [{ text = "PARAGRAPHS" }] },
     { when = "^fail", steps = [{ text = "so far" }, { fail = "out of memory" }] },
 ]
 
@@ -73,7 +73,7 @@ n_threads = 1
 backend = "llama_cpp"
 path = "/no/such/file.gguf"
 enabled = false
-"""
+""".replace("PARAGRAPHS", r"word\n\n" * 60)  # more than a page shows
 
 
 class RestartableServer:

@@ -18,6 +18,7 @@ from modelyard.workers.tokenizer_files import cached_tokenizers, read_tokenizer_
 from tests import cli_process
 from tests.e2e.helpers import wait_until
 from tests.engines.llama_cpp.helpers import model_file
+from tests.engines.llama_cpp.short_model import short_model_file
 from tests.workers.harness import connected, open_fake, running_worker, short_folder
 
 SHIPPED = fake.tokenizer_path(fake.Options())
@@ -115,7 +116,7 @@ def test_a_gateway_without_the_model_file_fetches_the_tokenizer_from_the_worker(
     here, there = tmp_path / "here", tmp_path / "there"
     (there / "models").mkdir(parents=True)
     here.mkdir()
-    (there / "models" / "far.gguf").symlink_to(model_file())
+    (there / "models" / "far.gguf").symlink_to(short_model_file())
     endpoint = f"ipc://{short_folder() / 's'}"
     config = CONFIG.format(endpoint=endpoint)
     (there / "modelyard.toml").write_text(config)

@@ -23,9 +23,9 @@ from tests.engines.llama_cpp.architectures import ARCHITECTURES, WINDOW, model
 from tests.engines.llama_cpp.exact_models import write
 
 USUAL = (  # noqa: SIM905
-    "llama qwen2vl phi3 chatglm granite "  # dense
+    "llama qwen2vl phi3 falcon chatglm granite command-r "  # dense
     "gpt2 starcoder mpt "  # learned positions, or biases instead
-    "gemma3 gemma3n gpt-oss llama4 "  # sliding windows
+    "gemma2 gemma3 gemma3n cohere2 gpt-oss llama4 "  # sliding windows
     "qwen3moe glm4moe grok "  # experts
     "deepseek2 glm-dsa deepseek4 "  # latent attention
     "mamba2 rwkv7 "  # recurrent

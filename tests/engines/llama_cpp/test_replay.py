@@ -13,6 +13,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
 from modelyard.engines.llama_cpp.replay import read_rules as read_rules
 from tests.engines.llama_cpp.helpers import chatml, prompt, running, vocabulary
+from tests.engines.llama_cpp.short_model import short_model_file
 from tests.engines.reading import accepted, end, ids, read
 
 CACHES = {"main": CacheInfo(512, 2)}
@@ -35,7 +36,7 @@ async def test_the_script_answers_and_the_next_turn_reuses_its_kv(tmp_path: Path
         {"result": "forty", "steps": [{"text": "It is forty-two."}]},
         {"when": "look", "steps": [{"think": "Hm."}, {"text": "Looking.\n"}, {"call": call}]},
     )
-    async with running(CACHES, replay=rules) as engine:
+    async with running(CACHES, path=str(short_model_file()), replay=rules) as engine:
         first = await read(engine.generate(prompt("look into it", max_tokens=200, session="a")))
         turn = chatml(
             ("user", "look into it"),
@@ -56,7 +57,7 @@ async def test_turns_count_per_session_and_a_prompt_without_a_rule_gets_an_empty
     tmp_path: Path,
 ) -> None:
     rules = script(tmp_path, *({"turn": n, "steps": [{"text": f"Answer {n}."}]} for n in (1, 2)))
-    async with running(CACHES, replay=rules) as engine:
+    async with running(CACHES, path=str(short_model_file()), replay=rules) as engine:
         answers = [
             text_of(await read(engine.generate(prompt("go on", max_tokens=50, session=session))))
             for session in "aabaab"
@@ -66,7 +67,7 @@ async def test_turns_count_per_session_and_a_prompt_without_a_rule_gets_an_empty
 
 async def test_limits_apply_to_scripted_answers_and_grammars_do_not(tmp_path: Path) -> None:
     rules = script(tmp_path, {"steps": [{"tokens": 12}]})
-    async with running(CACHES, replay=rules) as engine:
+    async with running(CACHES, path=str(short_model_file()), replay=rules) as engine:
         cut = await read(engine.generate(prompt(max_tokens=7)))
         free = await read(engine.generate(prompt(max_tokens=20, constraint=Constraint("json_object"))))
         endless = await read(engine.generate(prompt(max_tokens=20, stop_ids=())))
