@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
-from modelyard.core.request import Constraint, Request, Sampling
+from modelyard.core.request import Constraint, Request, RerankRequest, Sampling
 from modelyard.engines.vllm_serve.engine import VllmServeEngine
+from modelyard.library import vllm_env
 from tests.engines.conformance.test_chat_engines import NO_END
 from tests.engines.vllm.real_vllm import write_adapter
 from tests.engines.vllm_serve import real_server
@@ -197,3 +198,42 @@ async def test_sampling_with_a_seed_is_repeatable_and_has_logprobs() -> None:
             for _ in range(2)
         ]
         assert one.text == two.text
+
+
+# Writes a tiny cross-encoder with random weights, and prints the scores that Transformers gives two pairs.
+_CROSS_ENCODER = """
+import json, sys
+from pathlib import Path
+import torch
+from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+folder, query, documents = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+folder.mkdir()
+letters = "abcdefghijklmnopqrstuvwxyz"
+vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
+(folder / "vocab.txt").write_text("\\n".join(vocab))
+tokenizer = BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=128)
+tokenizer.save_pretrained(folder)
+torch.manual_seed(1)
+sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+sizes |= dict(vocab_size=len(vocab), max_position_embeddings=128)
+config = BertConfig(**sizes, num_labels=1, initializer_range=0.5)
+model = BertForSequenceClassification(config).eval()
+model.save_pretrained(folder)
+pairs = tokenizer([query] * len(documents), documents, return_tensors="pt", padding=True)
+print(json.dumps(torch.sigmoid(model(**pairs).logits)[:, 0].tolist()))
+"""
+
+
+async def test_a_cross_encoder_ranks_documents_by_the_scores_of_its_library(tmp_path: Path) -> None:
+    folder, query, documents = (
+        str(tmp_path / "ranker"),
+        "where is rome",
+        ("rome is in italy", "a cat", "zebras run fast"),
+    )
+    command = [str(vllm_env.python()), "-c", _CROSS_ENCODER, folder, query, *documents]
+    made = await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, text=True)
+    scores = json.loads(made.stdout.splitlines()[-1])
+    async with running_engine({"main": CacheInfo(128, 8)}, vllm_model=folder) as served:
+        ranking = await served.rerank(RerankRequest(model="smollm2", query=query, documents=documents))
+        assert [score for _, score in sorted(ranking.scores)] == pytest.approx(scores, abs=1e-4)
+        assert isinstance((await read_events(served, chat_request("Hi", max_tokens=4)))[-1], Failed)
