@@ -143,18 +143,18 @@ def test_sound_and_pdf_are_sent_where_the_model_takes_them(page: BrowserPage, tm
     page.wait_until(lambda: page.run("return document.querySelector('.turn audio').duration > 0"), "it can be played")
 
 
-def test_a_pasted_image_is_attached(page: BrowserPage) -> None:
+def test_pasted_and_dropped_files_are_attached(page: BrowserPage) -> None:
     choose(page, "demo")
     page.find(MESSAGE)
-    page.run(
-        f"const bytes = Uint8Array.from(atob('{IMAGE}'), letter => letter.charCodeAt(0));"
-        "const data = new DataTransfer(); data.items.add(new File([bytes], 'dot.png', {type: 'image/png'}));"
-        f"document.querySelector('{MESSAGE}').dispatchEvent("
-        "new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true}))"
-    )
-    page.find(".attachment .q-img")
-    page.click(".attachment button[aria-label=Remove]")
-    page.wait_gone(".attachment")
+    for event in ("ClipboardEvent('paste', {clipboardData: data,", "DragEvent('drop', {dataTransfer: data,"):
+        page.run(
+            f"const bytes = Uint8Array.from(atob('{IMAGE}'), letter => letter.charCodeAt(0));"
+            "const data = new DataTransfer(); data.items.add(new File([bytes], 'dot.png', {type: 'image/png'}));"
+            f"document.querySelector('{MESSAGE}').dispatchEvent(new {event} bubbles: true, cancelable: true}}))"
+        )
+        page.find(".attachment .q-img")
+        page.click(".attachment button[aria-label=Remove]")
+        page.wait_gone(".attachment")
 
 
 def test_a_tool_call_is_a_card_whose_result_is_sent_to_the_model(page: BrowserPage) -> None:
