@@ -301,6 +301,7 @@ def test_optimizer_runs_are_shown_and_never_rendered_as_html(locked: BrowserPage
         page.find(".q-expansion-item .code-block", "n_ubatch = 64")
         page.find(".q-expansion-item", HTML)
         assert not page.run("return window.hacked")
+        assert page.run(CUT_OFF) == []
         page.driver.get("about:blank")  # a page without its server reports errors for ever
 
 
