@@ -1,15 +1,16 @@
 """Decoding on a GPU: our engine in process beside llama.cpp's own benchmarks, on one model, in interleaved rounds.
 
-    python -m bench.gpu --model FILE --tools FOLDER [--rounds N] [--tokens N] [--json FILE]
+    python -m bench.gpu --model FILE [--tools FOLDER] [--rounds N] [--tokens N] [--json FILE]
     python -m bench.gpu --model FILE --fit MIB [--tokens N]
 
-FOLDER holds `llama-bench` and `llama-batched-bench` of the same build as the library that the engine loads. A step of a
-small model takes half a millisecond there, so that the cost of Python shows. The benchmark programs sample no tokens,
-while our engine picks the most likely one of each row: the ratio is not flattered. Then it samples with top_k and
-top_p, and from the whole vocabulary. "python" is the share of a step that is not spent inside C calls (see
-`bench.decode_step`), from a separate run, because the clock costs time itself; "waits" is the part of it for which the
-GPU waits; the rest overlaps with the next step. `--fit` loads the model into so much of the GPU's memory as `fit`
-chooses, beside the same number of layers without its other choices.
+FOLDER holds `llama-bench` and `llama-batched-bench` of the same build as the library that the engine loads; without it
+our engine runs alone. A step of a small model takes half a millisecond there, so that the cost of Python shows. The
+benchmark programs sample no tokens, while our engine picks the most likely one of each row: the ratio is not flattered.
+Then it samples, and the rates are compared with that of greedy decoding in the same round: `bench.random_model
+--spread` makes the logits as flat as those of a trained model. "python" is the share of a step that is not spent inside
+C calls (see `bench.decode_step`), from a separate run, because the clock costs time itself; "waits" is the part of it
+for which the GPU waits; the rest overlaps with the next step. `--fit` loads the model into so much of the GPU's memory
+as `fit` chooses, beside the same number of layers without its other choices.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 STREAMS = (1, 8)
 _PROMPT = 64  # tokens
 _GREEDY = Sampling(temperature=0)
-_SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=1)
-_OPEN = Sampling(temperature=0.8)  # from the whole vocabulary
+_SAMPLED = {
+    "temperature": Sampling(temperature=0.8),
+    "top_p": Sampling(temperature=0.8, top_p=0.95),
+    "top_k top_p min_p": Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05),
+}
 _CONTEXT = 8 * 2048
 
 
@@ -48,20 +52,18 @@ class GpuResult(Struct, frozen=True):
 
     streams: int
     ours: list[float]
-    sampled: list[float]
-    open: list[float]
+    sampled: dict[str, list[float]]
     peer: list[float]
     python: float
     python_us: float
     step_ms: float
     waits: float
     waits_us: float
-    sampled_step_ms: float
-    sampled_waits_us: float
+    sampled_waits_us: dict[str, float]
 
     @property
-    def ratio(self) -> Interval:
-        return ratio_interval(self.ours, self.peer)
+    def ratio(self) -> Interval | None:
+        return ratio_interval(self.ours, self.peer) if self.peer else None
 
 
 async def rate(engine: LlamaCppEngine, streams: int, tokens: int, sampling: Sampling, seed: int) -> float:
@@ -83,13 +85,13 @@ async def rate(engine: LlamaCppEngine, streams: int, tokens: int, sampling: Samp
     return generated / (end - begin)
 
 
-async def our_rates(file: Path, streams: int, tokens: int, seed: int) -> tuple[float, float, float]:
+async def our_rates(file: Path, streams: int, tokens: int, seed: int) -> list[float]:
+    """Greedily, then sampled in each way."""
     engine = await decode_step.open_engine(file, 1, streams)
     try:
         await rate(engine, streams, 16, _GREEDY, seed + 1)
-        greedy = await rate(engine, streams, tokens, _GREEDY, seed + 2)
-        sampled = await rate(engine, streams, tokens, _SAMPLED, seed + 3)
-        return greedy, sampled, await rate(engine, streams, tokens, _OPEN, seed + 4)
+        kinds = (_GREEDY, *_SAMPLED.values())
+        return [await rate(engine, streams, tokens, kind, seed + at) for at, kind in enumerate(kinds, 2)]
     finally:
         await engine.close()
 
@@ -108,19 +110,23 @@ def llama_batched_bench(tools: Path, file: Path, streams: int, tokens: int) -> f
     return float(found["speed_tg"])
 
 
-def measure(file: Path, tools: Path, streams: int, rounds: int, tokens: int) -> GpuResult:
-    own: list[tuple[float, float, float]] = []
+def measure(file: Path, tools: Path | None, streams: int, rounds: int, tokens: int) -> GpuResult:
+    own: list[list[float]] = []
     peer: list[float] = []
     for round_ in range(rounds):
         own.append(asyncio.run(our_rates(file, streams, tokens, 1000 * round_)))
-        peer.append(
-            llama_bench(tools, file, tokens) if streams == 1 else llama_batched_bench(tools, file, streams, tokens)
-        )
+        if tools is not None:
+            peer.append(
+                llama_bench(tools, file, tokens) if streams == 1 else llama_batched_bench(tools, file, streams, tokens)
+            )
+    greedy, *sampled = ([each[at] for each in own] for at in range(len(_SAMPLED) + 1))
     row = asyncio.run(decode_step.measure(file, 1, streams, tokens, _GREEDY))
-    greedy, sampled, open_ = ([each[at] for each in own] for at in (0, 1, 2))
-    sampled_cost = asyncio.run(decode_step.measure(file, 1, streams, tokens, _SAMPLED))
     shares = row.python_share, row.python * 1e6, row.wall * 1e3, row.waiting_share, row.waits * 1e6
-    return GpuResult(streams, greedy, sampled, open_, peer, *shares, sampled_cost.wall * 1e3, sampled_cost.waits * 1e6)
+    waits = {
+        name: asyncio.run(decode_step.measure(file, 1, streams, tokens, kind)).waits * 1e6
+        for name, kind in _SAMPLED.items()
+    }
+    return GpuResult(streams, greedy, dict(zip(_SAMPLED, sampled, strict=True)), peer, *shares, waits)
 
 
 # --- a model that is larger than the GPU ------------------------------------------------------------------------------
@@ -153,38 +159,29 @@ def show_fit(file: Path, limit_mb: int, tokens: int) -> None:
 
 def table(lines: list[GpuResult]) -> Table:
     made = Table(title="Decoding, tokens/s (means)")
-    for name in (
-        "streams",
-        "ours",
-        "peer",
-        "ratio",
-        "ours, sampled",
-        "whole vocabulary",
-        "step ms",
-        "python µs",
-        "python",
-        "waits µs",
-        "waits",
-        "sampled: step ms",
-        "waits µs",
-    ):
+    for name in ("streams", "ours", "peer", "ratio", "step ms", "python µs", "python", "waits µs", "waits"):
         made.add_column(name, justify="right")
     for line in lines:
-        rates = (f"{statistics.fmean(each):,.0f}" for each in (line.ours, line.peer))
+        rates = (f"{statistics.fmean(each):,.0f}" if each else "–" for each in (line.ours, line.peer))
         ours = f"{line.step_ms:.3f}", f"{line.python_us:.0f}", f"{line.python:.1%}"
-        sampled_cost = f"{line.sampled_step_ms:.3f}", f"{line.sampled_waits_us:.0f}"
-        rest = *ours, f"{line.waits_us:.0f}", f"{line.waits:.1%}", *sampled_cost
-        made.add_row(
-            str(line.streams),
-            *rates,
-            str(line.ratio).replace("[", r"\["),
-            *(
-                f"{statistics.fmean(each):,.0f} ({ratio_interval(each, line.ours).middle:.2f})"
-                for each in (line.sampled, line.open)
-            ),
-            *rest,
-        )
+        waits = f"{line.waits_us:.0f}", f"{line.waits:.1%}"
+        made.add_row(str(line.streams), *rates, _shown(line.ratio), *ours, *waits)
     return made
+
+
+def sampled_table(lines: list[GpuResult]) -> Table:
+    made = Table(title="Sampled, tokens/s (means), beside greedy")
+    for name in ("streams", "sampling", "tokens/s", "ratio", "waits µs"):
+        made.add_column(name, justify="right")
+    for line in lines:
+        for name, found in line.sampled.items():
+            ratio, waits = _shown(ratio_interval(found, line.ours)), f"{line.sampled_waits_us[name]:.0f}"
+            made.add_row(str(line.streams), name, f"{statistics.fmean(found):,.0f}", ratio, waits)
+    return made
+
+
+def _shown(ratio: Interval | None) -> str:
+    return "–" if ratio is None else str(ratio).replace("[", r"\[")
 
 
 def main() -> None:
@@ -201,7 +198,7 @@ def main() -> None:
         show_fit(options.model, options.fit, options.tokens)
         return
     lines = [measure(options.model, options.tools, n, options.rounds, options.tokens) for n in options.streams]
-    Console(width=140).print(table(lines))
+    Console(width=140).print(table(lines), sampled_table(lines))
     if options.json is not None:
         options.json.write_text(json.dumps([{name: getattr(x, name) for name in x.__struct_fields__} for x in lines]))
 

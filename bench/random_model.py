@@ -1,9 +1,11 @@
 """Writes a Llama with random weights of Q8_0, dense or with experts: for measurements where no model can be fetched.
 
-    python -m bench.random_model FILE [--size 0.2b|8b|moe]
+    python -m bench.random_model FILE [--size 0.2b|8b|moe] [--spread N]
 
 It has no vocabulary: ids go in and ids come out. The weights are one random page, repeated: speed does not depend on
-them, and eight billion of them take seconds.
+them, and eight billion of them take seconds. Only the speed of sampling depends on the spread of the logits, their
+standard deviation: with 1 all tokens are nearly as likely, with 5 some dozens have 95 % of the probability, as those of
+a trained model often do.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from modelyard.core.units import format_size
 
 _F32, _Q8_0, _BLOCK, _ALIGN = 0, 8, 34, 32  # ggml's types; the bytes of 32 weights
 _PAGE = 1 << 20  # blocks
+_STEP = 7919  # blocks by which a page begins later than the one before: no two tokens have the same weights
+_SCALE = 2e-4  # of a weight of 8 bits; the logits of 4,096 such weights have a standard deviation of about 1
 
 
 class Dimensions(Struct, frozen=True):
@@ -83,12 +87,10 @@ def facts(size: Dimensions) -> dict[str, str | int | float]:
     return names | {f"llama.{key}": value for key, value in numbers.items()}
 
 
-def write(file: Path, size: Dimensions) -> None:
+def write(file: Path, size: Dimensions, spread: float = 1.0) -> None:
     """As a GGUF file, version 3."""
-    random, shapes, values = np.random.default_rng(1), tensors(size), facts(size)
-    page = np.empty((_PAGE, _BLOCK), np.uint8)
-    page[:, :2] = np.frombuffer(np.float16(2e-4).tobytes(), np.uint8)
-    page[:, 2:] = random.integers(0, 256, (_PAGE, _BLOCK - 2), np.uint8)
+    shapes, values = tensors(size), facts(size)
+    page, last = _page(_SCALE), _page(_SCALE * spread * (4096 / size.width) ** 0.5)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(values))
     head += b"".join(_string(key) + _value(value) for key, value in values.items())
     offset = 0
@@ -100,8 +102,15 @@ def write(file: Path, size: Dimensions) -> None:
     with file.open("wb") as out:
         out.write(head.ljust(_padded(len(head)), b"\0"))
         for name, shape in shapes.items():
-            for piece in _pieces(shape, _kind(shape, name), page):
+            for piece in _pieces(shape, _kind(shape, name), last if name == "output.weight" else page):
                 out.write(piece)
+
+
+def _page(scale: float) -> np.ndarray:
+    page = np.empty((_PAGE, _BLOCK), np.uint8)
+    page[:, :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    page[:, 2:] = np.random.default_rng(1).integers(0, 256, (_PAGE, _BLOCK - 2), np.uint8)
+    return page
 
 
 def _pieces(shape: tuple[int, ...], kind: int, page: np.ndarray) -> Iterator[bytes | memoryview]:
@@ -109,10 +118,11 @@ def _pieces(shape: tuple[int, ...], kind: int, page: np.ndarray) -> Iterator[byt
     if kind == _F32:
         yield np.ones(shape, np.float32).tobytes()
         left = 0
-    whole = memoryview(page.reshape(-1))
+    whole, start = memoryview(page.reshape(-1)), 0
     while left:
-        yield whole[: min(left, len(whole))]
-        left -= min(left, len(whole))
+        piece = whole[start * _BLOCK :][:left]
+        yield piece
+        left, start = left - len(piece), (start + _STEP) % _PAGE
     yield bytes(_padded(size) - size)
 
 
@@ -143,8 +153,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--size", choices=SIZES, default="0.2b")
+    parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the logits")
     options = parser.parse_args()
-    write(options.file, SIZES[options.size])
+    write(options.file, SIZES[options.size], options.spread)
     print(f"{options.file}: {format_size(options.file.stat().st_size)}")
 
 

@@ -49,12 +49,19 @@ _MAX_LINE_AGE_S = 86_400.0  # of a worker's log line: beyond, its clock is not o
 class SessionRequest:
     """A request in flight; `WorkerSession.start` explains `make_end` and `capture`."""
 
-    __slots__ = ("capture", "is_paused", "make_end", "queue")
+    __slots__ = ("capture", "is_paused", "is_received", "make_end", "queue")
 
     def __init__(
         self, queue: GenerationQueue[Any], make_end: Callable[[ModelyardError], Any], capture: RequestCapture | None
     ) -> None:
-        self.queue, self.make_end, self.capture, self.is_paused = queue, make_end, capture, False
+        self.queue, self.make_end, self.capture = queue, make_end, capture
+        self.is_paused = self.is_received = False
+
+    def end(self, error: ModelyardError) -> None:
+        """The worker is lost. A request that it has not read did not kill it, and may be sent to another one."""
+        if error.code == ENGINE_DIED and not self.is_received:
+            error = Unavailable(f"{error.message} (before it read this request)", code="engine_gone")
+        self.queue.put_many([self.make_end(error)], last=True)
 
     def on_traffic(self, traffic: msg.ChatTraffic) -> None:
         if self.capture is None:
@@ -102,6 +109,7 @@ class WorkerSession:
         self._timer: asyncio.TimerHandle | None = None
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             msg.UpdateBatch: self._on_updates,
+            msg.RequestReceived: self._on_received,
             msg.Heartbeat: self._on_heartbeat,
             msg.Welcome: self._on_welcome,
             msg.ConnectionRefused: lambda message: self.end(Unavailable(f"the worker refused us: {message.reason}")),
@@ -252,6 +260,10 @@ class WorkerSession:
         for update in batch.updates:
             self._on_update(update)
 
+    def _on_received(self, received: msg.RequestReceived) -> None:
+        if (request := self._requests.get(received.request_id)) is not None:
+            request.is_received = True
+
     def _on_update(self, update: msg.RequestUpdate) -> None:
         id = update.request_id
         request = self._requests.get(id)
@@ -368,7 +380,7 @@ class WorkerSession:
         self._report_loss(error)  # first: requests that are retried must not be sent here
         requests, self._requests = self._requests, {}
         for request in requests.values():
-            request.queue.put_many([request.make_end(error)], last=True)
+            request.end(error)
         futures: list[asyncio.Future[Any]] = [self._connected, *(future for future, _ in self._opening.values())]
         for future in (*futures, *self._calls.values()):
             if not future.done():

@@ -63,7 +63,7 @@ from modelyard.core.request import Constraint, EmbeddingRequest, Priority, Reque
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.workers.definitions import define, message_options
 
-VERSION = 5  # 5: the scheduler keeps conversations, files and batches
+VERSION = 6  # 6: a worker tells which requests it has read
 TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
 FORWARD_FEATURE = "forward"  # the worker understands `EmbedInputs` and `RerankDocuments`
 LOG_FEATURE = "log"  # in `Hello.features`: the client wants `WorkerLog`
@@ -424,6 +424,12 @@ class EngineLost(ToClient, frozen=True, tag="lost"):
 
     engine: str
     error: ModelyardError
+
+
+class RequestReceived(ToClient, frozen=True, tag="got"):
+    """The worker has read the request. If it dies without having said so, the request is not the cause."""
+
+    request_id: int
 
 
 class RequestAccepted(LinkMessage, frozen=True, tag="a"):

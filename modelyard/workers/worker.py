@@ -387,6 +387,7 @@ class Worker(PeerServer[WorkerClient]):
     ) -> None:
         if id in client.requests:
             raise msg.MalformedMessage(f"the request id {id} is in use")
+        self._send(client, msg.RequestReceived(id))  # at once: the request may kill this process
         try:
             hosted, engine = self._find(engine_id)
             if self._is_draining:

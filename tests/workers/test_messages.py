@@ -35,6 +35,7 @@ from modelyard.workers.messages import (
     MalformedMessage,
     OpenEngine,
     RequestFailed,
+    RequestReceived,
     ToClient,
     ToGateway,
     TokenStep,
@@ -117,6 +118,7 @@ FOR_CLIENT = [
             )
         ]
     ),
+    RequestReceived(1),
     WorkerReply(1, None, [b"12345678"], 9),
 ]
 

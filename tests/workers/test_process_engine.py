@@ -159,10 +159,27 @@ def test_a_request_that_may_have_killed_its_process_is_not_sent_to_the_next_one(
         pid = _pid(client)
         pending = executor.submit(httpx.post, f"{served.url}/v1/chat/completions", json=_asked("slow"), timeout=60)
         wait_for_running(served, 1)
+        assert client.post("/v1/chat/completions", json=_asked("hello")).status_code == 200  # so it has read both
         os.kill(pid, signal.SIGKILL)
         reply = pending.result()
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_died")
         assert client.post("/v1/chat/completions", json=_asked("hello")).status_code == 200
+        assert _pid(client) != pid
+
+
+def test_a_request_that_its_process_never_read_is_sent_to_the_next_one() -> None:
+    config = demo_config([{"steps": [{"text": "Hello."}]}], placement="process") | {"workers": {"patience": 1000}}
+    with (
+        live_server(config) as served,
+        httpx.Client(base_url=served.url, timeout=60) as client,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        pid = _pid(client)
+        os.kill(pid, signal.SIGSTOP)
+        pending = executor.submit(httpx.post, f"{served.url}/v1/chat/completions", json=_asked("hello"), timeout=60)
+        wait_for_running(served, 1)
+        os.kill(pid, signal.SIGKILL)
+        assert pending.result().status_code == 200
         assert _pid(client) != pid
 
 

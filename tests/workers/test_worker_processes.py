@@ -101,11 +101,9 @@ def test_all_gateways_use_one_worker(processes: ServerProcesses) -> None:
 
 
 def test_a_killed_worker_is_replaced_and_requests_wait_for_it(processes: ServerProcesses) -> None:
-    """A request that reaches the dying worker may have killed it and is not retried; later ones wait."""
+    """The request is sent when the worker may not have ended yet: it never reads it."""
     before = processes.reply()
     os.kill(processes.worker_pid(), signal.SIGKILL)
-    first = processes.post()
-    assert first.status_code == 200 or first.json()["error"]["code"] == "engine_died"
     assert processes.reply() == before
 
 
