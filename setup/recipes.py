@@ -60,7 +60,14 @@ RECIPES = {
     "ai-sdk": Recipe(
         "Vercel AI SDK",
         (_NODE,),
-        npm=("ai@7.0.169", "@ai-sdk/openai-compatible@3.0.90", "zod@4.6.7"),
+        npm=(
+            "ai@7.0.169",
+            "@ai-sdk/openai-compatible@3.0.90",
+            "@ai-sdk/openai@4.0.114",
+            "@ai-sdk/anthropic@4.0.102",
+            "@ai-sdk/google@4.0.117",
+            "zod@4.6.7",
+        ),
     ),
     "autogen": Recipe("AutoGen", ("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5")),
     "crewai": Recipe(

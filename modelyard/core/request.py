@@ -88,7 +88,13 @@ class ToolApproval(Struct, frozen=True, tag="tool_approval", gc=False):
     call_id: str
 
 
-Part = Text | Image | Audio | Document | Thinking | ToolCall | ToolResult | ToolReference | ToolApproval
+class ItemReference(Struct, frozen=True, tag="item_reference", gc=False):
+    """An output item of a stored response. The gateway replaces it by the item's parts."""
+
+    id: str
+
+
+Part = Text | Image | Audio | Document | Thinking | ToolCall | ToolResult | ToolReference | ToolApproval | ItemReference
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -279,6 +285,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     store: bool | None = None
     background: bool = False  # Responses: it runs without its client, which asks for the result later
     conversation: str | None = None  # the stored conversation that it continues, resolved by the gateway
+    has_references: bool = False  # its messages contain ItemReference, resolved by the gateway
     earlier: int = 0  # how many of the first messages are instructions or come from that conversation
     load_only: bool = False  # the model is loaded, or with `keep_alive` 0 unloaded; nothing is generated
     keep_alive: float | None = None  # seconds that the model stays loaded without a request after this one; inf: always

@@ -185,10 +185,12 @@ class Gateway:
             request = await (work or RequestWork()).run(protocol.read_request, body, headers)
         else:
             request = protocol.read_request(body, headers)
-        continues = request.previous is not None or request.conversation is not None
-        if continues and (stored := stored or self.stored) is not None:
-            request = await stored.resume(request, key)
-        return request
+        continues = request.previous is not None or request.conversation is not None or request.has_references
+        if not continues:
+            return request
+        if (stored := stored or self.stored) is None:
+            raise Unsupported("responses are not stored here: send the whole conversation as input", param="input")
+        return await stored.resume(request, key)
 
     async def prepare(
         self,

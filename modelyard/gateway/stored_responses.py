@@ -9,11 +9,20 @@ from msgspec.structs import replace
 
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound, Unsupported
 from modelyard.core.events import Event, Failed, Finished, Reply, ReplyBuilder
-from modelyard.core.request import Request
+from modelyard.core.request import Part, Request
 from modelyard.core.store import Store
 from modelyard.gateway.background_responses import BackgroundResponses
 from modelyard.gateway.conversations import Conversations
-from modelyard.protocols.openai_responses.stored import StoredResponse, decode_stored, encode_stored, prepend_stored
+from modelyard.protocols.openai_responses.stored import (
+    StoredResponse,
+    decode_stored,
+    encode_stored,
+    prepend_stored,
+    read_output_item,
+    referenced_items,
+    replace_references,
+    response_of,
+)
 from modelyard.telemetry.log import log_event
 
 log = logging.getLogger("modelyard.gateway")
@@ -34,7 +43,9 @@ class StoredResponses:
         self._store, self.conversations, self.background = store, conversations, background
 
     async def resume(self, request: Request, key: str) -> Request:
-        """The request with the conversation it continues in front."""
+        """The request with the conversation it continues in front, and the items that it refers to."""
+        if request.has_references:
+            request = await self._with_items(request, key)
         if request.conversation is not None:
             if self.conversations is None:
                 raise Unsupported("conversation: conversations are not stored here", param="conversation")
@@ -50,6 +61,27 @@ class StoredResponses:
                 param="previous_response_id",
             ) from error
         return prepend_stored(stored, request)
+
+    async def _with_items(self, request: Request, key: str) -> Request:
+        responses: dict[str, StoredResponse] = {}
+        items: dict[str, tuple[Part, ...]] = {}
+        for id in referenced_items(request.messages):
+            response = response_of(id)
+            try:
+                if response is not None and response not in responses:
+                    responses[response] = await self.get(response, key)
+            except NotFound:
+                response = None
+            parts = None if response is None else read_output_item(responses[response], id)
+            if parts is None:
+                raise InvalidRequest(
+                    f"input: no stored response has the item {id[:100]!r}: send the item itself, or store the response"
+                    " that it is from",
+                    code="item_not_found",
+                    param="input",
+                )
+            items[id] = parts
+        return replace_references(request, items)
 
     async def save(self, request: Request, reply: Reply, key: str) -> Finished:
         """Best effort: the reply is there and is sent in any case. Its end, which says if it could not be stored."""

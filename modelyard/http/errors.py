@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import cast
+from typing import Any, cast
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ExceptionHandler
 
 from modelyard import plugins
-from modelyard.core.errors import Internal, ModelyardError, with_message
+from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, NotFound, with_message
 from modelyard.core.protocol import WireError, WireProtocol
 from modelyard.http.request_context import ADMIN_PATH, RequestContext, is_gemini
 from modelyard.telemetry.log import log_event
@@ -62,3 +67,40 @@ def as_modelyard_error(error: Exception) -> ModelyardError:
     internal = Internal("the server made a mistake; its log has the details")
     log_event(log, logging.ERROR, "unexpected error", error=error, error_id=internal.id)
     return internal
+
+
+# --- what the apps answer ---------------------------------------------------------------------------------------------
+
+
+async def _on_error(request: HttpRequest, error: Exception) -> Response:
+    return error_response(request, as_modelyard_error(error))
+
+
+async def _on_http_error(request: HttpRequest, error: Exception) -> Response:
+    """Starlette's own errors (unknown path, wrong method) in the protocol of the path."""
+    path, status = request.scope["path"][:256], error.status_code if isinstance(error, HTTPException) else 500
+    if status == 404:
+        found: ModelyardError = NotFound(f"there is no {path} here; /docs lists the paths", code="path_not_found")
+    elif status == 405:
+        found = InvalidRequest(f"{request.method} is not a method of {path}", code="method_not_allowed")
+    else:
+        found = InvalidRequest(str(getattr(error, "detail", error)))
+    reply = error_response(request, found)
+    reply.status_code = status
+    reply.headers.update(getattr(error, "headers", None) or {})  # `allow` lists the methods
+    return reply
+
+
+def error_response(request: HttpRequest, error: ModelyardError) -> Response:
+    context = RequestContext.of(request.scope)
+    context.failed(error)
+    written = write_error(error, context)
+    ids = dict.fromkeys(("x-request-id", "request-id"), f"req_{context.trace}")
+    return Response(written.body, written.status, {**written.headers, **ids}, written.content_type)
+
+
+EXCEPTION_HANDLERS: dict[Any, ExceptionHandler] = {
+    ModelyardError: _on_error,
+    HTTPException: _on_http_error,
+    Exception: _on_error,
+}

@@ -98,8 +98,8 @@ _POLLED = "/v1/admin/"  # open pages read it every second
 
 
 class RequestMiddleware:
-    """`inference` are the handlers of POST routes that need nothing of the FastAPI app around them: they set
-    `context.status` and write their own errors. FastAPI's layers cost 9 µs a request and four calls per event."""
+    """`inference` are the handlers of POST routes that need nothing of the app around them: they set
+    `context.status` and write their own errors. Its layers cost some µs a request and calls per event."""
 
     def __init__(
         self,

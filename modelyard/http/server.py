@@ -1,4 +1,4 @@
-"""The HTTP server: routes in a FastAPI app, the middleware around it, uvicorn below it."""
+"""The HTTP server: the routes, the middleware around them, uvicorn below it."""
 
 from __future__ import annotations
 
@@ -12,40 +12,31 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from fastapi.telemetry import TelemetryConfig
 from msgspec import Struct
-from starlette.exceptions import HTTPException
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from modelyard import __version__
 from modelyard.accounts.keys import KeyRing
-from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.core.protocol import WireProtocol
 from modelyard.gateway.batches import Batches
 from modelyard.gateway.files import Files
 from modelyard.gateway.gateway import Gateway
 from modelyard.http import ollama, tokens
 from modelyard.http.admin.context import AdminContext
-from modelyard.http.admin.routes import admin_router
-from modelyard.http.auth import Authenticator
+from modelyard.http.auth import Authenticator, is_docs
 from modelyard.http.batches import BatchEndpoints, FileEndpoints, LineExecutor, MessageBatchEndpoints
 from modelyard.http.connection import LimitedConnection
 from modelyard.http.conversations import ConversationEndpoints
 from modelyard.http.engine_lookups import EngineLookups
-from modelyard.http.errors import as_modelyard_error, load_protocol, write_error
+from modelyard.http.errors import EXCEPTION_HANDLERS, load_protocol
 from modelyard.http.gemini import gemini_routes
 from modelyard.http.health import HealthEndpoints
 from modelyard.http.inference import InferenceEndpoint
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.models import ModelEndpoints
-from modelyard.http.openapi import describe, page_routes
-from modelyard.http.request_context import RequestContext
+from modelyard.http.request_context import ADMIN_PATH
 from modelyard.http.responses_socket import ResponsesSocket
 from modelyard.http.settings import HttpSettings
 from modelyard.http.stored_responses import StoredResponseEndpoints
@@ -55,8 +46,6 @@ from modelyard.telemetry.request_capture import CaptureSink
 
 Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 
-# The middleware counts and logs. FastAPI's telemetry would search the environment for exporters at every request.
-_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 # Longer than clients keep an idle connection (httpx and the SDKs: 5 s). If the server closed it first, a request that
 # is being sent on it would be lost.
 _KEEP_ALIVE_S = 75
@@ -87,37 +76,45 @@ class HttpContext(Struct, frozen=True):
 
 def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp:
     settings = context.settings
-    app = FastAPI(
-        title="Modelyard",
-        version=__version__,
-        docs_url=None,  # see page_routes
-        redoc_url=None,
-        openapi_url="/openapi.json" if settings.docs else None,
-        telemetry=_NO_TELEMETRY,
-        lifespan=lifespan,
-        exception_handlers={
-            ModelyardError: _on_error,
-            HTTPException: _on_http_error,
-            RequestValidationError: _on_invalid,
-            Exception: _on_error,
-        },
-    )
     inference, token_routes = _inference_routes(context), _token_routes(context)
-    app.router.routes[:0] = [*inference, *token_routes, *_lookup_routes(context), *_stored_routes(context)]
-    app.router.routes += page_routes() if settings.docs else []
-    if context.admin is not None:
-        app.include_router(admin_router(context.admin, settings))
-    describe(app)
+    app = Starlette(
+        routes=[*inference, *token_routes, *_lookup_routes(context), *_stored_routes(context)],
+        lifespan=lifespan,
+        exception_handlers=EXCEPTION_HANDLERS,
+    )
     handlers = {route.path: route.app for route in inference}
     authenticator = Authenticator(settings, context.keys)
     if context.batches is not None:
         runnable = {route.path: route.app for route in (*inference, *token_routes)}
         context.batches.execute = LineExecutor(runnable, authenticator)
     metrics = context.gateway.metrics
-    middleware = RequestMiddleware(app, handlers, settings, authenticator, metrics, context.workbench)
+    served = WithAdminApp(app, context.admin, settings)
+    middleware = RequestMiddleware(served, handlers, settings, authenticator, metrics, context.workbench)
     if context.gateway.stored is not None:
         middleware.sockets["/v1/responses"] = ResponsesSocket(middleware, context.gateway.stored, settings)
     return _with_cors(middleware, settings)
+
+
+class WithAdminApp:
+    """The app of clients, and beside it the admin API and the documentation, which FastAPI serves. FastAPI takes 0.3 s
+    to import, and many servers never need it: its app is made at its first request, in a thread, while streams go on.
+    """
+
+    def __init__(self, app: Starlette, admin: AdminContext | None, settings: HttpSettings) -> None:
+        self.app, self._admin, self._settings = app, admin, settings
+        self._admin_app: asyncio.Future[ASGIApp] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app: ASGIApp = self.app
+        if scope["type"] == "http" and (scope["path"].startswith(f"{ADMIN_PATH}/") or is_docs(scope["path"])):
+            self._admin_app = self._admin_app or asyncio.ensure_future(asyncio.to_thread(self._make_admin_app))
+            app = await asyncio.shield(self._admin_app)
+        await app(scope, receive, send)
+
+    def _make_admin_app(self) -> ASGIApp:
+        from modelyard.http.admin.app import build_admin_app
+
+        return build_admin_app(self._admin, self._settings)
 
 
 _LLAMA = ("llama_completion", "bare_completions")
@@ -223,47 +220,6 @@ def _with_cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:
         allow_headers=["*"],
         expose_headers=_EXPOSED_HEADERS,
     )
-
-
-async def _on_error(request: HttpRequest, error: Exception) -> Response:
-    return _error_response(request, as_modelyard_error(error))
-
-
-async def _on_invalid(request: HttpRequest, error: Exception) -> Response:
-    """FastAPI's findings about a body or query; the first is enough to act on."""
-    other: dict[str, Any] = {"loc": (), "msg": str(error)}
-    first = error.errors()[0] if isinstance(error, RequestValidationError) else other
-    if first.get("type") == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
-        message = f"the body is not JSON: {reason} at character {first['loc'][-1]}"
-        return _error_response(request, InvalidRequest(message, code="invalid_json"))
-    if first.get("type") in ("dict_type", "model_attributes_type"):
-        return _error_response(request, InvalidRequest("the body must be a JSON object", code="invalid_body"))
-    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
-    return _error_response(request, InvalidRequest(f"{where or 'the body'}: {first['msg']}", param=where or None))
-
-
-async def _on_http_error(request: HttpRequest, error: Exception) -> Response:
-    """Starlette's own errors (unknown path, wrong method) in the protocol of the path."""
-    path, status = request.scope["path"][:256], error.status_code if isinstance(error, HTTPException) else 500
-    if status == 404:
-        found: ModelyardError = NotFound(f"there is no {path} here; /docs lists the paths", code="path_not_found")
-    elif status == 405:
-        found = InvalidRequest(f"{request.method} is not a method of {path}", code="method_not_allowed")
-    else:
-        found = InvalidRequest(str(getattr(error, "detail", error)))
-    reply = _error_response(request, found)
-    reply.status_code = status
-    reply.headers.update(getattr(error, "headers", None) or {})  # `allow` lists the methods
-    return reply
-
-
-def _error_response(request: HttpRequest, error: ModelyardError) -> Response:
-    context = RequestContext.of(request.scope)
-    context.failed(error)
-    written = write_error(error, context)
-    ids = dict.fromkeys(("x-request-id", "request-id"), f"req_{context.trace}")
-    return Response(written.body, written.status, {**written.headers, **ids}, written.content_type)
 
 
 async def _no_cleanup() -> None:

@@ -25,10 +25,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
-import httpx
 import msgspec
 from msgspec import Struct
 
@@ -36,6 +35,9 @@ from modelyard import __version__
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, RateLimited, Unavailable
 from modelyard.library.cache_dir import file_lock
 from modelyard.library.progress import OnBytes, ProgressReporter, format_size
+
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 
@@ -89,7 +91,7 @@ def _parse_path(path: str) -> HubReference | None:
 
 # --- the API ----------------------------------------------------------------------------------------------------------
 
-_TIMEOUT = httpx.Timeout(15.0, read=30.0)  # `read`: between two pieces of data
+_TIMEOUT_S, _READ_TIMEOUT_S = 15.0, 30.0  # the second is between two pieces of data
 _ATTEMPTS = 5  # in a row without a new byte
 _CHUNK = 1 << 20
 
@@ -149,6 +151,8 @@ class HubClient:
     """A connection to the hub. Every error of the hub or the network is one sentence."""
 
     def __init__(self, env: Mapping[str, str] = os.environ) -> None:
+        import httpx  # slow to import, and most servers never ask the hub
+
         self._url, self._token = endpoint(env), read_token(env)
         headers = {"user-agent": f"modelyard/{__version__}"}
         if self._token:  # httpx does not send it to the CDN that a download is redirected to
@@ -156,7 +160,8 @@ class HubClient:
         if urlsplit(self._url).scheme not in ("http", "https"):
             raise InvalidRequest(f"HF_ENDPOINT is not an http or https URL: {self._url}")
         try:
-            self._http = httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=True)
+            timeout = httpx.Timeout(_TIMEOUT_S, read=_READ_TIMEOUT_S)
+            self._http = httpx.Client(headers=headers, timeout=timeout, follow_redirects=True)
         except (ImportError, ValueError) as error:  # a proxy of the environment that httpx cannot use
             raise Unavailable(f"the hub cannot be reached: {error}", code="fetch_failed") from error
 
@@ -201,6 +206,8 @@ class HubClient:
         return f"/{listing.repo}/resolve/{listing.commit}/{quote(name)}"
 
     def _get_json(self, repo: str, path: str, kind: type[T]) -> T:
+        import httpx
+
         for attempt in range(_ATTEMPTS):
             try:
                 with self._request(repo, path, {}) as response:
@@ -218,6 +225,8 @@ class HubClient:
 
     @contextmanager
     def _request(self, repo: str, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
+        import httpx
+
         with self._http.stream("GET", self._url + path, headers=dict(headers)) as response:
             if response.status_code >= 500:  # try again, like after a disconnect
                 raise httpx.RemoteProtocolError(f"the server answered {response.status_code}")
@@ -375,6 +384,8 @@ def _receive(
 ) -> str | None:
     """Receive a file to its end, through disconnects. Returns what is wrong with it ("checksum", "size"), having
     removed it; None if it is right."""
+    import httpx
+
     hasher = _Hasher(file)
     with part.open("a+b") as out:
         out.seek(0)

@@ -170,7 +170,7 @@ class CallBuilder:
         self.feed_evidence(rest)
 
     @property
-    def is_expecting_evidence(self) -> bool:
+    def expects_evidence(self) -> bool:
         return self._unknown is not None
 
     def feed_evidence(self, text: str) -> None:

@@ -1,7 +1,8 @@
 """The visible output as block events: text and reasoning without line breaks around markers, up to a stop string.
 
 Text passes three stages: line breaks that may belong to a marker are held back, markers that appear only because
-another one was dropped are removed (`marker_filter.py`), and stop strings are searched in the rest.
+another one was dropped are removed (`marker_filter.py`), and stop strings are searched in the rest. A stage exists only
+from the first text on that it may change.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class BlockWriter:
 
     def write(self, kind: BlockKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> None:
         if self.kind != kind:
-            self.close()
+            if self.kind is not None:
+                self.close()
             self._open(kind)
         self.parts.append(text)
         if logprobs:
@@ -56,15 +58,16 @@ class BlockWriter:
     def close(self, complete: bool = True) -> None:
         if self.kind is None:
             return
-        self._flush()
+        if self.parts or self._logprobs:
+            self._flush()
         self._events.append(BlockEnd(self.index, complete=complete))
         self.kind = None
 
     def _flush(self) -> None:
         if (text := "".join(self.parts)) or self._logprobs:
             self._events.append(BlockDelta(self.index, text, tuple(self._logprobs)))
+            self._logprobs.clear()
         self.parts.clear()
-        self._logprobs.clear()
 
     def take_events(self) -> list[Event]:
         """All events since the last call."""
@@ -207,8 +210,10 @@ class VisibleOutput:
         "_kind",
         "_show_thinking",
         "_space",
+        "_spellings",
         "_stops",
         "_trims_newlines",
+        "flowing",
         "logprobs",
         "seen",
         "stop_string",
@@ -223,11 +228,8 @@ class VisibleOutput:
         show_thinking: bool,
         has_messages: bool = False,
     ) -> None:
-        self._blocks, self._has_messages = blocks, has_messages
-        self._filters: dict[VisibleKind, MarkerFilter] = {
-            "text": MarkerFilter(spellings),
-            "thinking": MarkerFilter(spellings),
-        }
+        self._blocks, self._spellings, self._has_messages = blocks, spellings, has_messages
+        self._filters: dict[VisibleKind, MarkerFilter] = {}
         self._kind: VisibleKind = "text"
         self._trims_newlines = trims_newlines
         self._stops: StopStrings | None = None
@@ -239,15 +241,13 @@ class VisibleOutput:
         self.seen = 0
         self.stop_string: str | None = None
         self.logprobs: LogprobTracker | None = None
+        # The kind of the open block, while nothing is held back: text without the beginning of anything may be appended
+        # to the block as it is.
+        self.flowing: VisibleKind | None = None
 
     def set_stop_strings(self, stop: Sequence[str]) -> None:
         """From here on. Stop strings in the prompt have no effect."""
         self._stops = StopStrings(stop) if stop else None
-
-    def is_clear(self, kind: VisibleKind) -> bool:
-        """Nothing is held back and a block of this kind is open: text without line breaks may pass unchanged."""
-        held = self._space or self.logprobs or (self._stops is not None and self._stops.held)
-        return self._blocks.kind == kind and not held and self._filters[kind].is_idle
 
     @property
     def is_blank(self) -> bool:
@@ -270,6 +270,9 @@ class VisibleOutput:
             text = self._hold_newlines(kind, text)
         if text:
             self._filter(kind, text)
+        is_held = self._space or self.logprobs or (self._stops and self._stops.held) or self.stop_string is not None
+        is_begun = kind in self._filters and not self._filters[kind].is_idle
+        self.flowing = kind if self._blocks.kind == kind and not is_held and not is_begun else None
 
     def _hold_newlines(self, kind: VisibleKind, text: str) -> str:
         body = text.rstrip()
@@ -308,35 +311,47 @@ class VisibleOutput:
         if kind == "thinking" and not self._show_thinking:
             self._drop_logprobs(self.seen)
             return
-        marker_filter = self._filters[kind]
+        if kind in self._filters or self._spellings.first_char.search(text):
+            text = self._without_markers(self._marker_filter(kind), text)
+        self._write(kind, text)
+
+    def _marker_filter(self, kind: VisibleKind) -> MarkerFilter:
+        found = self._filters.get(kind)
+        if found is None:
+            found = self._filters[kind] = MarkerFilter(self._spellings)
+        return found
+
+    def _without_markers(self, marker_filter: MarkerFilter, text: str) -> str:
         shown = marker_filter.feed(text)
         if self.logprobs and marker_filter.removed:
             start = self.seen - sum(map(len, self._space)) - len(text)
             self.logprobs.remove([(start + first, start + last) for first, last in marker_filter.removed])
-        self._find_stop(kind, shown)
+        return shown
 
-    def _find_stop(self, kind: VisibleKind, text: str) -> None:
+    def _write(self, kind: VisibleKind, text: str) -> None:
+        """Up to a stop string."""
         if kind == "text" and self._stops:
             text, self.stop_string = self._stops.feed(text)
             if self.stop_string is not None:
                 self._space.clear()
-        self._write(kind, text)
-
-    def _write(self, kind: VisibleKind, text: str) -> None:
-        logprobs = self.logprobs.take(self.seen - self._held()) if self.logprobs else ()
+        logprobs = self._take_logprobs() if self.logprobs else ()
         if text:
             self._blocks.write(kind, text, logprobs)
 
-    def _held(self) -> int:
+    def _take_logprobs(self) -> Sequence[TokenLogprob]:
+        """Of the text that is no longer held back."""
         held = len(self._stops.held) if self._stops else 0
-        return held + self._filters[self._kind].held + sum(map(len, self._space))
+        if self._kind in self._filters:
+            held += self._filters[self._kind].held
+        return self.logprobs.take(self.seen - held - sum(map(len, self._space))) if self.logprobs else ()
 
     def _flush(self) -> None:
         """No more text can follow in this block. Show what was held back for it."""
-        if (rest := self._filters[self._kind].flush()) and self.stop_string is None:
-            self._find_stop(self._kind, rest)
+        rest = self._filters[self._kind].flush() if self._kind in self._filters else ""
+        if rest and self.stop_string is None:
+            self._write(self._kind, rest)
         if self.stop_string is None and self._stops and (rest := self._stops.flush()):
-            self._write("text", rest)
+            self._blocks.write("text", rest, self._take_logprobs())
 
     def _drop_logprobs(self, end: int) -> None:
         """The first `end` characters, as far as they were not shown yet, never will be."""
@@ -350,19 +365,21 @@ class VisibleOutput:
         self._space.clear()
         self._drop_logprobs(self.seen)
         self._blocks.close()
-        self._is_begun, self._after_marker = False, True
+        self._is_begun, self._after_marker, self.flowing = False, True, None
 
     def recall(self, kind: VisibleKind, text: str) -> None:
         """The last words of the prompt. They are not repeated, but the reply may continue them."""
-        self._filters[kind].feed(text)
-        self._filters[kind].flush()
+        marker_filter = self._marker_filter(kind)
+        marker_filter.feed(text)
+        marker_filter.flush()
 
     def end_prompt(self) -> None:
         """Forget the text of the prompt: it is not repeated."""
         self._space.clear()
-        self._filters[self._kind].flush()
+        for marker_filter in self._filters.values():
+            marker_filter.flush()
         self._is_begun, self._after_marker = False, self._after_marker and not self._is_begun
-        self._has_shown_text = False
+        self._has_shown_text, self.flowing = False, None
 
     def finish(self, kind: VisibleKind) -> None:
         if kind == "text" and self._space and (self._is_begun or not self._after_marker):

@@ -69,12 +69,12 @@ class Scanner:
         self._token_text = token_text
         self.reasoning_tokens = 0
         self._prompt_end = 0  # the position in the input where the prompt ends: text before it is not repeated
+        self._passes_text = True  # no marker is open or begun: text without a `_first_char` is shown at once
         self._enter(format.start_region)
         if prefill:
             self._read_prefill(prefill)
         self.set_stop_strings(stop)
         self._calls.parallel = parallel
-        self._passes_text = False  # text without a `_first_char` goes straight to the open block
 
     def set_stop_strings(self, stop: Sequence[str]) -> None:
         """For the text from here on."""
@@ -115,35 +115,44 @@ class Scanner:
         return self._calls.warnings
 
     def feed(self, pieces: Sequence[Piece]) -> list[Event]:
-        search, write = self._first_char.search, self._blocks.parts.append
-        for index, piece in enumerate(pieces):
-            if self._passes_text and index == 1 and self._pass_all(pieces[index:]):
-                break
-            if self._passes_text and not piece.special and not search(piece.text) and piece.logprob is None:
-                write(piece.text)
-            elif self.is_done:
-                break
-            else:
-                self._step(piece)
-            if self._reader is None and self._region.kind == "thinking":
-                self.reasoning_tokens += 1
+        if not self._pass(pieces):
+            for piece in pieces:
+                if self.is_done:
+                    break
+                if len(pieces) == 1 or not self._pass((piece,)):
+                    self._step(piece)
         return self._blocks.take_events()
 
-    def _pass_all(self, pieces: Sequence[Piece]) -> bool:
-        """Pass many pieces at once if none of them needs a closer look. False: nothing was done."""
-        plain = [piece.text for piece in pieces if not piece.special and piece.logprob is None]
-        text = "".join(plain)
-        if len(plain) != len(pieces) or self._first_char.search(text):
+    def _pass(self, pieces: Sequence[Piece]) -> bool:
+        """Show all pieces at once if none of them needs a closer look. False: nothing was done."""
+        text = ""
+        for piece in pieces:
+            if piece.special or piece.logprob is not None:
+                return False
+            text += piece.text
+        if not self._passes_text or self._first_char.search(text):
             return False
-        self._blocks.parts.append(text)
-        if self._region.kind == "thinking":
+        kind = self._region.kind
+        if self._visible.flowing == kind:
+            self._blocks.parts.append(text)
+        elif text:
+            self._visible.show(kind, text)
+        if kind == "thinking":
             self.reasoning_tokens += len(pieces)
         return True
 
     def finish(self, truncated: bool = False) -> list[Event]:
         """The output is over: decide everything that was held back. `truncated`: a limit ended it, not the model."""
-        self._buffer.ended, self._buffer.truncated = True, truncated
         open_block = self._blocks.kind
+        if not self._passes_text or self._visible.flowing is None:
+            self._decide_rest(truncated)
+        self._blocks.close()
+        events = self._blocks.take_events()
+        is_cut = truncated and len(events) > 1  # else only the end of a block, without text
+        return cut_end(events, open_block, self._table.without_cut_marker) if is_cut else events
+
+    def _decide_rest(self, truncated: bool) -> None:
+        self._buffer.ended, self._buffer.truncated = True, truncated
         if self._reader is not None or not self._buffer.is_empty:
             self._advance()
         if self._calls.drafts and not self.is_done:
@@ -154,9 +163,6 @@ class Scanner:
                 self._calls.send_drafts()
         if not self.is_done:
             self._visible.finish(self._region.kind)
-        self._blocks.close()
-        events = self._blocks.take_events()
-        return cut_end(events, open_block, self._table.without_cut_marker) if truncated else events
 
     def _step(self, piece: Piece) -> None:
         buffer, visible = self._buffer, self._visible
@@ -165,24 +171,21 @@ class Scanner:
         if piece.special and not text and buffer.is_empty:
             visible.mark_gap()
         buffer.push(text)
-        if self._calls.is_expecting_evidence:
+        if self._calls.expects_evidence:
             self._calls.feed_evidence(text)
         if piece.logprob is not None and self._token_text:
             visible.logprobs = visible.logprobs or LogprobTracker(self._token_text)
             visible.logprobs.add(buffer.dropped + len(buffer.text), piece.logprob)
         self._advance()
-        self._passes_text = (
-            self._reader is None
-            and not self.is_done
-            and buffer.is_empty
-            and visible.is_clear(self._region.kind)
-            and not self._calls.is_expecting_evidence
-            and not self._calls.drafts
-        )
+        if self._reader is None and self._region.kind == "thinking":
+            self.reasoning_tokens += 1
 
     def _advance(self) -> None:
         while not self.is_done and (self._scan() if self._reader is None else self._run_reader()):
             pass
+        calls, is_between_markers = self._calls, self._reader is None and self._buffer.is_empty
+        needs_position = calls.drafts or calls.expects_evidence or self._visible.logprobs is not None
+        self._passes_text = is_between_markers and not needs_position and not self.is_done
 
     def _scan(self) -> bool:
         """Show text up to the next marker and act on it. False: more input is needed."""

@@ -12,7 +12,6 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-import httpx
 import uvicorn
 from msgspec import Struct
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -95,6 +94,8 @@ class WorkbenchProxy:
     """Forwards requests for the workbench to the host process."""
 
     def __init__(self, path: str) -> None:
+        import httpx  # slow to import, and only several processes need it
+
         transport = httpx.AsyncHTTPTransport(uds=path)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://workbench", timeout=_TIMEOUT_S)
 
@@ -102,6 +103,8 @@ class WorkbenchProxy:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1013})
             return
+        import httpx
+
         query = scope["query_string"].decode("latin-1")
         url = scope["path"] + (f"?{query}" if query else "")
         body = _read_body(receive) if scope["method"] not in ("GET", "HEAD") else None

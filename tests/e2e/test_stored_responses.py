@@ -18,14 +18,19 @@ from tests.e2e.protocols import parse_events
 from tests.live_server import LiveServer, demo_config, live_server
 
 PATH = "/v1/responses"
+WEATHER_TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 
 
 def connect(server: LiveServer, key: str = "none") -> httpx.Client:
     return httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"})
 
 
-def create(connect: httpx.Client, text: str, **more: Any) -> Any:
-    reply = connect.post(PATH, json={"model": "demo", "input": text, **more})
+def create(connect: httpx.Client, given: str | list[dict[str, Any]], **more: Any) -> Any:
+    reply = connect.post(PATH, json={"model": "demo", "input": given, **more})
     assert reply.status_code == 200, reply.text
     return reply.json()
 
@@ -150,6 +155,48 @@ def test_an_unknown_previous_response_names_the_field(server: LiveServer) -> Non
     with connect(server) as client:
         reply = client.post(PATH, json={"model": "demo", "input": "text", "previous_response_id": "resp_nowhere"})
         expect_no_previous(reply, "resp_nowhere")
+
+
+# --- references to items ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["thinking", "one tool"])
+def test_a_reference_stands_for_an_item_of_a_stored_response(
+    two_key_server: LiveServer, text: str, stream: bool
+) -> None:
+    """Reasoning, texts and calls: the prompt is the one that the items themselves give."""
+    body: dict[str, Any] = {"model": "demo", "input": text, "tools": [WEATHER_TOOL], "stream": stream}
+    with connect(two_key_server, "sk-ada") as ada:
+        reply = ada.post(PATH, json=body)
+        items = (parse_events(reply.text)[-1].data["response"] if stream else reply.json())["output"]
+        outputs = [
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "sunny"}
+            for item in items
+            if item["type"] == "function_call"
+        ]
+        references = [{"type": "item_reference", "id": item["id"]} for item in items]
+        prompts: list[int] = []
+        for between in (items, references, references[:1] + items[1:]):
+            given = [{"role": "user", "content": text}, *between, *outputs, {"role": "user", "content": "text"}]
+            follow = {"model": "demo", "input": given, "tools": [WEATHER_TOOL]}
+            prompts.append(create(ada, given, tools=[WEATHER_TOOL])["usage"]["input_tokens"])
+            counted = ada.post(PATH + "/input_tokens", json=follow).json()
+            assert counted["input_tokens"] == prompts[-1]
+        assert len(set(prompts)) == 1
+        assert prompts[0] > create(ada, "text", tools=[WEATHER_TOOL])["usage"]["input_tokens"]
+
+
+def test_a_reference_to_an_item_that_is_not_stored_for_this_key_is_refused(two_key_server: LiveServer) -> None:
+    with connect(two_key_server, "sk-ada") as ada, connect(two_key_server, "sk-bob") as bob:
+        stored, unstored = create(ada, "text"), create(ada, "text", store=False)
+        mine, other = stored["output"][0]["id"], unstored["output"][0]["id"]
+        missing = mine.rpartition("_")[0] + "_7"
+        for client, id in ((bob, mine), (ada, other), (ada, missing), (ada, "msg_1"), (ada, "rs_68af")):
+            reply = client.post(PATH, json={"model": "demo", "input": [{"type": "item_reference", "id": id}]})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["code"], error["param"]) == (400, "item_not_found", "input")
+            assert id in error["message"]
 
 
 # --- a store that fails -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ async def schema() -> Any:
 def routes() -> dict[str, set[str]]:
     app: Any = make_app().app
     found: dict[str, set[str]] = {}
-    for route in app._app.router.routes:
+    for route in app._app.app.router.routes:
         if isinstance(route, Route):
             path = route.path.replace("{id:path}", "{id}")
             found.setdefault(path, set()).update(method.lower() for method in route.methods or ())

@@ -62,5 +62,5 @@ def test_an_unknown_name_lists_the_others(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_versions_and_names_are_read_from_the_pins() -> None:
-    assert recipes.RECIPES["ai-sdk"].names == ("ai", "@ai-sdk/openai-compatible", "zod")
+    assert recipes.RECIPES["ai-sdk"].names[:2] == ("ai", "@ai-sdk/openai-compatible")
     assert recipes.RECIPES["pydantic-ai"].versions == "pydantic-ai-slim[openai,anthropic] 2.66.0"

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import msgspec
+
+if TYPE_CHECKING:
+    import httpx
 
 Json = dict[str, Any]
 
@@ -44,6 +46,8 @@ class PeerGateways:
     async def _request_one(
         self, other: Path, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> Json | None:
+        import httpx  # slow to import, and only several processes need it
+
         url = f"/v1/admin/{path}{'&' if '?' in path else '?'}own=true"  # the peer must not ask us in turn
         sent = {"content-type": "application/json", **headers}
         try:
@@ -53,6 +57,8 @@ class PeerGateways:
             return None
 
     def _client(self, other: Path) -> httpx.AsyncClient:
+        import httpx
+
         if other not in self._clients:
             transport = httpx.AsyncHTTPTransport(uds=str(other), verify=False)
             self._clients[other] = httpx.AsyncClient(

@@ -29,6 +29,7 @@ from modelyard.core.request import (
     Constraint,
     Document,
     Image,
+    ItemReference,
     Message,
     Part,
     Reasoning,
@@ -121,6 +122,8 @@ def _write_part(part: Part) -> dict[str, Any]:
         return block | {"is_error": True} if part.is_error else block
     if isinstance(part, ToolApproval):
         raise Unsupported("Anthropic's API has no approvals of calls", param="messages")
+    if isinstance(part, ItemReference):
+        raise ValueError("the gateway replaces references by their items")
     return write_block(part)
 
 

@@ -20,6 +20,7 @@ from modelyard.core.request import (
     FILE_ID,
     Constraint,
     Image,
+    ItemReference,
     Message,
     Part,
     Reasoning,
@@ -197,9 +198,10 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
     tool_choice, tools = read_tool_choice(body.tool_choice, read_tools(body.tools or []), warnings)
     if isinstance(body.input, list) and (listed := listed_servers(body.input)):
         tools = mcp.with_listed(tools, listed)
+    messages = _read_messages(body, warnings)
     return Request(
         model=body.model,
-        messages=_read_messages(body, warnings),
+        messages=messages,
         instructions=body.instructions is not None,
         tools=tools,
         tool_choice=tool_choice,
@@ -225,6 +227,7 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
         store=body.store,
         background=bool(body.background),
         conversation=conversation,
+        has_references=any(isinstance(part, ItemReference) for message in messages for part in message.parts),
         encrypted_reasoning=INCLUDE_ENCRYPTED in include,
         warnings=tuple(warnings),
     )
@@ -357,16 +360,20 @@ def _read_approval(item: InputItem, path: str, approved: set[str]) -> Iterator[T
 
 
 def read_item(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
-    kind = item.type or ("message" if item.role is not None else None)
+    kind = item.type or ("message" if item.role is not None else "item_reference" if item.id is not None else None)
     if kind is None:
         raise InvalidRequest(f"{path} needs a type or a role", param=path)
     read = _ITEM_READERS.get(kind)
-    if kind == "item_reference":
-        raise Unsupported(f"{path}: items are not stored one by one; send the item itself", param=f"{path}.type")
     if read is None:
         warnings.append(f"{path}: items of type {kind!r} are ignored")
         return None
     return read(item, path, warnings)
+
+
+def _read_reference(item: InputItem, path: str, warnings: list[str]) -> Turn:
+    """Only output items have ids that a client may refer to."""
+    del warnings
+    return "assistant", (ItemReference(_required(item, "id", path)),)
 
 
 def _read_message(item: InputItem, path: str, warnings: list[str]) -> Turn:
@@ -491,6 +498,7 @@ _ITEM_READERS: dict[str, Callable[[InputItem, str, list[str]], Turn | None]] = {
     "function_call_output": _read_output,
     "custom_tool_call": _read_call,
     "custom_tool_call_output": _read_output,
+    "item_reference": _read_reference,
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec import Struct
@@ -10,13 +11,14 @@ from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply
-from modelyard.core.request import Message, Request, ToolCall, ToolResult
+from modelyard.core.request import ItemReference, Message, Part, Request, ToolCall, ToolResult
 from modelyard.protocols.common.json import JsonObject, encode
-from modelyard.protocols.common.openai_lists import PageQuery, write_page
+from modelyard.protocols.common.openai_lists import PageQuery, field_of, write_page
 from modelyard.protocols.openai_responses import mcp
 from modelyard.protocols.openai_responses.client import write_items
 from modelyard.protocols.openai_responses.conversations import shown_item
 from modelyard.protocols.openai_responses.reply import split_instructions, write_reply
+from modelyard.protocols.openai_responses.request import InputItem, read_item
 
 
 class StoredResponse(Struct, frozen=True):
@@ -61,6 +63,44 @@ def prepend_stored(stored: StoredResponse, request: Request) -> Request:
     tools = mcp.with_listed(request.tools, stored.listed) if stored.listed else request.tools
     return replace(request, messages=(*system, *earlier, *request.messages[len(system) :]), tools=tools)
 
+
+# --- references to items ----------------------------------------------------------------------------------------------
+
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_(\w+)_\d+")  # as `reply.item_id` builds it
+_output = msgspec.json.Decoder(list[InputItem])
+
+
+def referenced_items(messages: Iterable[Message]) -> list[str]:
+    return [part.id for message in messages for part in message.parts if isinstance(part, ItemReference)]
+
+
+def response_of(item: str) -> str | None:
+    """The id of the response that an output item belongs to."""
+    found = _ITEM_ID.fullmatch(item)
+    return None if found is None else f"resp_{found[1]}"
+
+
+def read_output_item(stored: StoredResponse, id: str) -> tuple[Part, ...] | None:
+    """The item as an input has it. None: the response has no such item."""
+    items = _output.decode(field_of(stored.response, "output") or b"[]")
+    found = next((item for item in items if item.id == id), None)
+    turn = None if found is None else read_item(found, "input", [])
+    return None if turn is None else turn[1]
+
+
+def replace_references(request: Request, items: Mapping[str, tuple[Part, ...]]) -> Request:
+    """The request with the parts of the items that it refers to."""
+
+    def replaced(message: Message) -> Message:
+        parts: list[Part] = []
+        for part in message.parts:
+            parts += items[part.id] if isinstance(part, ItemReference) else (part,)
+        return replace(message, parts=tuple(parts))
+
+    return replace(request, messages=tuple(map(replaced, request.messages)), has_references=False)
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------
 
 _ALL = PageQuery("", 1 << 30, newest_first=True)
 

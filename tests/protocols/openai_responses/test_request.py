@@ -11,6 +11,7 @@ from modelyard.core.request import (
     Constraint,
     Document,
     Image,
+    ItemReference,
     Message,
     Reasoning,
     Request,
@@ -305,10 +306,18 @@ def test_unknown_items_are_warnings(item: dict[str, Any]) -> None:
     assert "input[1]" in request.warnings[0]
 
 
-def test_a_reference_to_an_item_is_refused() -> None:
-    with pytest.raises(Unsupported, match="send the item itself") as caught:
-        read_items({"type": "item_reference", "id": "msg_1"})
-    assert caught.value.param == "input[0].type"
+@pytest.mark.parametrize("item", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}])
+def test_a_reference_to_an_item_joins_the_turn_around_it(item: dict[str, Any]) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    request = read_items({"role": "user", "content": "a"}, item, call)
+    assert request.has_references
+    assert request.messages[1].parts == (ItemReference("msg_1"), ToolCall("c", "f", "{}"))
+
+
+def test_a_reference_without_an_id_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_items({"type": "item_reference"})
+    assert caught.value.param == "input[0].id"
 
 
 @pytest.mark.parametrize(
