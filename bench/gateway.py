@@ -17,6 +17,7 @@ import gc
 import json
 import random
 import resource
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -44,6 +45,7 @@ from bench.servers import (
     LITELLM,
     LITELLM_VERSION,
     OURS,
+    ROOT,
     Server,
     baseline_server,
     busy_cores,
@@ -92,7 +94,7 @@ class Plan(Struct, frozen=True):
 
     def ticks(self, servers: int) -> int:
         """Steps of the progress bar."""
-        return 3 * servers * (self.rounds + 1) + 2 * self.stream_rounds + 5
+        return 3 * servers * (self.rounds + 1) + 2 * self.stream_rounds + 6
 
 
 QUICK = Plan(rounds=1, seconds=3.0, stream_seconds=6.0, stream_rounds=1, ttft_requests=500)
@@ -203,6 +205,7 @@ class Results(Struct):
     added_ttft: AddedTtft
     conversation: ConversationCost
     proxied: dict[str, list[ServerSample]]
+    bare_client: list[float]  # requests per CPU-second of the HTTP client alone
     proxied_streams: list[ServerSample]
     proxied_ttft: AddedTtft
 
@@ -223,10 +226,14 @@ def run(plan: Plan, with_litellm: bool, tick: Tick) -> Results:
         api_base = f"{upstream.url}/v1"
         others = {LITELLM: stack.enter_context(litellm_server(api_base=api_base))} if with_litellm else {}
         proxied = _throughput(proxy_config(upstream), others, plan, tick, stream=True)
+        tick("the HTTP client alone")
+        bare_client = _bare_client(upstream, plan)
         proxied_ttft = _added_ttft(proxy_config(upstream), upstream, plan, tick)
     with baseline_server(1 / plan.rate) as upstream:
         proxied_streams = _concurrent_streams(proxy_config(upstream), plan, tick)
-    return Results(plan, requests, events, streams, added, conversation, proxied, proxied_streams, proxied_ttft)
+    return Results(
+        plan, requests, events, streams, added, conversation, proxied, bare_client, proxied_streams, proxied_ttft
+    )
 
 
 def proxy_config(upstream: Server) -> dict[str, Any]:
@@ -254,6 +261,14 @@ def _throughput(
                 tick(f"{what}: {name}")
                 found[name].append(measure(server, stream=stream, streams=plan.connections, seconds=plan.seconds))
     return found
+
+
+def _bare_client(upstream: Server, plan: Plan) -> list[float]:
+    """(f) without the gateway: `bench/bare_client.py` on the same upstream."""
+    command = [sys.executable, "-m", "bench.bare_client", f"{upstream.url}/v1/chat/completions", str(plan.seconds)]
+    with busy_cores():
+        found = [json.loads(subprocess.check_output(command, cwd=ROOT)) for _ in range(plan.rounds)]
+    return [round["responses"] / round["cpu_s"] for round in found]
 
 
 def _concurrent_streams(config: Mapping[str, Any], plan: Plan, tick: Tick) -> list[ServerSample]:
@@ -435,6 +450,9 @@ def proxy_rows(results: Results) -> Iterator[Row]:
     """Both forward to the same upstream."""
     yield _compared("requests per CPU-second, streamed", results.proxied, _per_cpu_s, PROXIED_PER_CPU_S, PROXY_RATIO)
     yield _compared("requests/s, one process", results.proxied, lambda s: s.responses / s.seconds)
+    bare, ours = fmean(results.bare_client), fmean(map(_per_cpu_s, results.proxied[OURS]))
+    yield Row("the HTTP client alone, per CPU-second", f"{bare:,.0f}")
+    yield Row("   the proxy's share of it", f"{ours / bare:.2f}×")
     yield _compared("SSE events per CPU-second", results.proxied, _events_per_cpu_s)
     yield from _stream_rows(results.proxied_streams, results.proxied_ttft)
 

@@ -2,8 +2,9 @@
 
     python -m bench.walk [CONFIG] [--model NAME] [--path PATH] [--list]
 
-Runs `modelyard serve` in this process with a profile function, sends requests until it is warm, and counts what the
-next one calls, from the socket to the reply. `--list` prints every function in the order of its first call.
+Runs `modelyard serve` in this process with a profile function, sends requests until it is warm, and counts what each of
+the next three calls, from the socket to the reply: timers that run beside one of them do not count. `--list` prints
+every function in the order of its first call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,30 +26,38 @@ from typing import Any
 from bench.servers import ROOT, free_port
 
 _PACKAGE = f"{ROOT / 'modelyard'}{os.sep}"
-_WARM_UP, _SETTLE_S = 2, 0.5  # requests; what they leave behind runs in the background
+_WARM_UP, _COUNTED, _SETTLE_S = 2, 3, 0.5  # requests; what they leave behind runs in the background
+
+
+Call = tuple[str, str]  # file, qualified name
 
 
 class CallRecorder:
-    """Every call of a function of the package, as (file, qualified name), while `is_on`."""
+    """Every call of a function of the package while `is_on`."""
 
     def __init__(self) -> None:
         self.is_on = False
-        self.calls: list[tuple[str, str]] = []
+        self.calls: list[Call] = []
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if self.is_on and event == "call" and code.co_filename.startswith(_PACKAGE):
             self.calls.append((code.co_filename.removeprefix(_PACKAGE), code.co_qualname))
 
-    def counts(self) -> dict[str, int]:
-        functions = set(self.calls)
-        methods = [(file, name) for file, name in functions if "." in name and "<locals>" not in name]
-        return {
-            "files": len({file for file, _ in functions}),
-            "functions": len(functions),
-            "classes": len({(file, name.partition(".")[0]) for file, name in methods}),
-            "calls": len(self.calls),
-        }
+    def take(self) -> list[Call]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def counts(calls: Sequence[Call]) -> dict[str, int]:
+    functions = set(calls)
+    methods = [(file, name) for file, name in functions if "." in name and "<locals>" not in name]
+    return {
+        "files": len({file for file, _ in functions}),
+        "functions": len(functions),
+        "classes": len({(file, name.partition(".")[0]) for file, name in methods}),
+        "calls": len(calls),
+    }
 
 
 def send(url: str, model: str) -> None:
@@ -73,14 +83,19 @@ def measure(recorder: CallRecorder, base: str, options: argparse.Namespace) -> N
         wait_until_ready(base)
         for _ in range(_WARM_UP):
             send(base + options.path, options.model)
-        time.sleep(_SETTLE_S)
-        recorder.is_on = True
-        send(base + options.path, options.model)
-        time.sleep(_SETTLE_S)
-        recorder.is_on = False
+        walks: list[list[Call]] = []
+        for _ in range(_COUNTED):
+            time.sleep(_SETTLE_S)
+            recorder.is_on = True
+            send(base + options.path, options.model)
+            time.sleep(_SETTLE_S)
+            recorder.is_on = False
+            walks.append(recorder.take())
+        common = set.intersection(*map(set, walks))
+        calls = [call for call in walks[-1] if call in common]
         if options.list:
-            print("\n".join(f"{file}: {name}" for file, name in dict.fromkeys(recorder.calls)))
-        print(json.dumps(recorder.counts()))
+            print("\n".join(f"{file}: {name}" for file, name in dict.fromkeys(calls)))
+        print(json.dumps(counts(calls)))
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
 

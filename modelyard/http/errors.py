@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Coroutine
 from functools import cache
 from typing import Any, cast
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ExceptionHandler
 
 from modelyard import plugins
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, NotFound, with_message
@@ -99,7 +99,7 @@ def error_response(request: HttpRequest, error: ModelyardError) -> Response:
     return Response(written.body, written.status, {**written.headers, **ids}, written.content_type)
 
 
-EXCEPTION_HANDLERS: dict[Any, ExceptionHandler] = {
+EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[HttpRequest, Any], Coroutine[Any, Any, Response]]] = {
     ModelyardError: _on_error,
     HTTPException: _on_http_error,
     Exception: _on_error,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 import subprocess
@@ -187,6 +188,16 @@ async def test_a_wrong_method_gets_the_allowed_ones(method: str, path: str, allo
         reply = await client.request(method, path)
         assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
         assert allowed in reply.headers["allow"]
+
+
+async def test_the_first_admin_requests_may_come_at_once() -> None:
+    """The app that answers them is made once, and a client that leaves does not end that."""
+    async with app_client() as client:
+        leaving = asyncio.create_task(client.get("/v1/admin/models"))
+        await asyncio.sleep(0)
+        others = asyncio.gather(*(client.get(path) for path in ("/v1/admin/models", "/openapi.json", "/docs")))
+        leaving.cancel()
+        assert [reply.status_code for reply in await others] == [200, 200, 200]
 
 
 async def test_a_trailing_slash_is_ignored() -> None:
