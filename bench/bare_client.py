@@ -35,12 +35,8 @@ async def load(url: str, seconds: float, connections: int) -> int:
             responses += 1
 
     connector = aiohttp.TCPConnector(limit=0)
-    async with (
-        aiohttp.ClientSession(connector=connector, auto_decompress=False) as session,
-        asyncio.TaskGroup() as group,
-    ):
-        for _ in range(connections):
-            group.create_task(repeat(session))
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        await asyncio.gather(*(repeat(session) for _ in range(connections)))
     return responses
 
 
