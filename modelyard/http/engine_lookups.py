@@ -1,4 +1,5 @@
-"""What clients of llama-server and vLLM look up before they send a prompt: /props, /slots, /lora-adapters, /version.
+"""What clients of other servers look up before they send a prompt: llama-server's /props, /slots and /lora-adapters,
+vLLM's /version, LM Studio's /api/v0/models.
 
 They read only: the settings of a server are those of its configuration. `?model=` names a model, as in llama-server's
 router; without it the default model answers.
@@ -6,6 +7,7 @@ router; without it the default model answers.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +18,11 @@ from starlette.responses import Response
 from modelyard import __version__
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Unavailable
+from modelyard.core.protocol import ModelCard
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
+from modelyard.http.models import ModelEndpoints
+from modelyard.http.ollama import LibraryOperations, ModelFile
 from modelyard.http.request_context import RequestContext
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.protocols.llama_completion import generation_settings
@@ -25,8 +30,8 @@ from modelyard.router.router import Target
 
 
 class EngineLookups:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway: Gateway, models: ModelEndpoints, library: LibraryOperations | None) -> None:
+        self._gateway, self._models, self._library = gateway, models, library
 
     async def props(self, request: HttpRequest) -> Response:
         target, model = await self._model(request)
@@ -65,6 +70,38 @@ class EngineLookups:
 
     async def version(self, _request: HttpRequest) -> Response:
         return _json({"version": __version__})
+
+    async def lm_studio_models(self, request: HttpRequest) -> Response:
+        """Every model that can answer. Under this path chat, completions and embeddings are those of /v1."""
+        cards = self._models.answering(RequestContext.of(request.scope))
+        return _json({"object": "list", "data": await asyncio.to_thread(lambda: list(map(self._lm_studio, cards)))})
+
+    async def lm_studio_model(self, request: HttpRequest) -> Response:
+        card = self._models.card(request.path_params["id"], RequestContext.of(request.scope))
+        return _json(await asyncio.to_thread(self._lm_studio, card))
+
+    def _lm_studio(self, card: ModelCard) -> dict[str, Any]:
+        """Reads the model's file."""
+        model = self._gateway.target(card.id, "/v1/models").model
+        file = ModelFile() if self._library is None else self._library.describe(model)
+        is_loaded = card.state == "ready"
+        kinds = {"embedding": "embeddings", "vision": "vlm"}
+        body: dict[str, Any] = {
+            "id": card.id,
+            "object": "model",
+            "type": next((kind for name, kind in kinds.items() if name in card.capabilities), "llm"),
+            "publisher": "modelyard",
+            "arch": file.architecture,
+            "compatibility_type": file.format or "other",
+            "quantization": file.quantization,
+            "state": "loaded" if is_loaded else "not-loaded",
+            "max_context_length": card.context,
+        }
+        if is_loaded:
+            body["loaded_context_length"] = card.context
+        if "tools" in card.capabilities:
+            body["capabilities"] = ["tool_use"]
+        return body
 
     async def _model(self, request: HttpRequest) -> tuple[Target, Model]:
         name = request.query_params.get("model") or DEFAULT_MODEL

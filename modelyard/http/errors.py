@@ -29,7 +29,7 @@ def protocol_of(context: RequestContext) -> WireProtocol:
     """The protocol of the path. For paths that belong to none, the client's: Anthropic's send a header of their own."""
     if context.path.startswith(("/v1/responses", "/responses")):
         return load_protocol("openai_responses")
-    if context.path.startswith("/api/"):
+    if context.path.startswith("/api/") and not context.path.startswith("/api/v0/"):  # LM Studio's are OpenAI's
         return load_protocol("ollama")
     if is_gemini(context.path, context.headers):
         return load_protocol("gemini")

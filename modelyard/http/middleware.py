@@ -60,6 +60,7 @@ _ROUTES = frozenset(
         "/api/copy",
         "/api/create",
         "/v1beta/models",
+        "/api/v0/models",
         "/v1/models",
         "/models",
         "/tokenize",
@@ -80,6 +81,7 @@ _OTHER_NAMES = {
     "/v1/lora-adapters": "/lora-adapters",
     "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
     "/fim/completions": "/v1/fim/completions",
+    **{f"/api/v0/{name}": f"/v1/{name}" for name in ("chat/completions", "completions", "embeddings")},  # LM Studio's
 }
 _WITH_ID = (
     "/v1/models/",
@@ -87,6 +89,7 @@ _WITH_ID = (
     "/v1/responses/",
     "/v1/admin/",
     "/v1beta/models/",
+    "/api/v0/models/",
     "/api/blobs/",
     "/v1/conversations/",
     "/v1/files/",

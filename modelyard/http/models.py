@@ -28,7 +28,7 @@ class ModelEndpoints:
 
     async def all(self, request: HttpRequest) -> Response:
         """What can answer a request: models that are loaded, being loaded, or loaded on request."""
-        cards = self._cards(self._names(RequestContext.of(request.scope)), answering=True)
+        cards = self.answering(RequestContext.of(request.scope))
         if request.query_params.get("loaded") == "true":
             cards = [card for card in cards if card.state == "ready"]
         if is_gemini(request.url.path, request.headers):
@@ -51,11 +51,19 @@ class ModelEndpoints:
         context = RequestContext.of(request.scope)
         if is_gemini(request.url.path) and name.rpartition(":")[2] in GEMINI_METHODS:
             raise HTTPException(405, headers={"allow": "POST"})
-        known = [name] if name in self._names(context) else []
-        card = next(iter(self._cards(known)), None) or self._routed(name, context)
+        card = self.card(name, context)
         if is_gemini(request.url.path, request.headers):
             return _json(gemini.write_model(card))
         return _json(anthropic_messages.write_model(card) if _is_anthropic(request) else openai_chat.write_model(card))
+
+    def answering(self, context: RequestContext) -> list[ModelCard]:
+        """The models that can answer this caller."""
+        return self._cards(self._names(context), answering=True)
+
+    def card(self, name: str, context: RequestContext) -> ModelCard:
+        """Of any name that a request may use."""
+        known = [name] if name in self._names(context) else []
+        return next(iter(self._cards(known)), None) or self._routed(name, context)
 
     def _names(self, context: RequestContext) -> Sequence[str]:
         return self._gateway.names(context.allowed, context.path)

@@ -145,6 +145,8 @@ _GIVES = (
     ("get", "/slots", "The places of a model, as llama-server"),
     ("get", "/lora-adapters", "The loaded LoRA adapters of a model, as llama-server"),
     ("get", "/version", "The version of this server, as vLLM"),
+    ("get", "/api/v0/models", "The models, as LM Studio"),
+    ("get", "/api/v0/models/{id}", "One model, as LM Studio"),
     ("get", "/metrics", "Prometheus metrics of all gateway processes"),
 )
 

@@ -170,7 +170,7 @@ def _token_routes(context: HttpContext) -> list[Route]:
 def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
     models = ModelEndpoints(context.gateway, int(time.time()))
     health = HealthEndpoints(context.gateway, context.scrape, has_workbench=context.workbench is not None)
-    lookups = EngineLookups(context.gateway)
+    lookups = EngineLookups(context.gateway, models, context.library)
     pool = context.admin.pool if context.admin is not None else None
     tags = ollama.OllamaEndpoints(context.gateway, context.settings, pool, context.library)
     routes: list[BaseRoute] = [
@@ -186,6 +186,8 @@ def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
         Route("/slots", lookups.slots),
         Route("/lora-adapters", lookups.lora_adapters),
         Route("/version", lookups.version),
+        Route("/api/v0/models", lookups.lm_studio_models),
+        Route("/api/v0/models/{id:path}", lookups.lm_studio_model),
         Route("/", health.root),
         *tags.routes(),
         *gemini_routes(context.gateway, context.settings, context.captures, models),

@@ -1,4 +1,4 @@
-"""What clients of llama-server and vLLM look up, and the endpoints that they share with other clients."""
+"""What clients of llama-server, vLLM and LM Studio look up, and the endpoints that they share with other clients."""
 
 from __future__ import annotations
 
@@ -42,6 +42,23 @@ async def test_other_lookups_answer() -> None:
     assert (await get("/lora-adapters", loaded=True)).json() == []
     assert (await get("/version")).json() == {"version": __version__}
     assert (await get("/v1/health", loaded=True)).json()["status"] == "healthy"
+
+
+async def test_lm_studios_list_tells_which_models_are_loaded() -> None:
+    sleeping = (await get("/api/v0/models/demo")).json()
+    assert (sleeping["type"], sleeping["state"], sleeping["max_context_length"]) == ("llm", "not-loaded", 4096)
+    assert "loaded_context_length" not in sleeping
+    (loaded,) = (await get("/api/v0/models", loaded=True)).json()["data"]
+    assert (loaded["state"], loaded["loaded_context_length"]) == ("loaded", 4096)
+    assert loaded["capabilities"] == ["tool_use"]
+    missing = await get("/api/v0/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "path_not_found")
+
+
+async def test_lm_studios_paths_answer_as_those_of_v1() -> None:
+    async with app_client(loaded=True) as client:
+        reply = await client.post("/api/v0/chat/completions", json={"model": "demo", "messages": MESSAGES})
+    assert reply.json()["object"] == "chat.completion"
 
 
 async def test_lookups_change_nothing() -> None:
