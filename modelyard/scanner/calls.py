@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,18 @@ _EVIDENCE_LIMIT = 64  # the arguments of a call begin within this many character
 class CallBuilder:
     """Builds one call after another: `start`, then `append` for each part of the arguments, then `finish`."""
 
+    _name: str | None = None
+    _is_sent = False
+    _unknown: UnknownTool | None = None
+    _after_unknown = ""
+    tool: Tool | None = None
+    is_repeated = False  # an argument of the open call is given twice
+    count = 0
+    parallel = True
+    kind: VisibleKind = "text"  # how a call that cannot be read is shown
+    is_drafting = False
+    is_broken = False  # a call could not be read, and its end has not come yet
+
     def __init__(
         self,
         buffer: TextBuffer,
@@ -42,23 +53,10 @@ class CallBuilder:
         self._buffer, self._blocks, self._visible = buffer, blocks, visible
         self._tools = tools_by_name(tools) if tools else None if tools is None else {}
         self._remove_tags, self._new_id, self._stream = remove_tags, new_id, stream
-        self._name: str | None = None
         self._held: list[str] = []
-        self._is_sent = False
-        self._unknown: UnknownTool | None = None
-        self._after_unknown = ""
-        self.tool: Tool | None = None
-        self.is_repeated = False  # an argument of the open call is given twice
-        self.count = 0
-        self.parallel = True
         self.warnings: list[str] = []
-        self.kind: VisibleKind = "text"  # how a call that cannot be read is shown
         self.drafts: list[tuple[str, Tool | None, str]] = []  # name, tool and arguments of calls inside reasoning
-        self.is_drafting = False
-        self.is_broken = False  # a call could not be read, and its end has not come yet
-        self.quoted = defaultdict[str, int](
-            int
-        )  # tags that are shown because they belong to no call, and are still open
+        self.quoted: dict[str, int] = {}  # how many tags are open that are shown because they belong to no call
 
     @property
     def is_open(self) -> bool:

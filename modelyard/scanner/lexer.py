@@ -291,7 +291,7 @@ class MarkerTable:
         self._can_be_cut = Automaton((*as_text, *inside))
         newline = frozenset("\n" if form.trims_newlines else "")
         self._first_chars = frozenset(s[0] for s in spelled) | self.spellings.first | newline
-        self._any_first_char = any_char(self._first_chars)
+        self.any_first_char = any_char(self._first_chars)
 
     def without_cut_marker(self, text: str) -> str:
         """The end of an output that a limit cut off, without the beginning of a marker there. A marker that is a token
@@ -302,7 +302,7 @@ class MarkerTable:
 
     def first_char(self, stop: Sequence[str]) -> re.Pattern[str]:
         """Text in which it finds nothing contains no part of a marker or stop string, in any spelling."""
-        return any_char(self._first_chars | frozenset(s[0] for s in stop if s)) if stop else self._any_first_char
+        return any_char(self._first_chars | frozenset(s[0] for s in stop if s)) if stop else self.any_first_char
 
     def inside_call(self, closing: tuple[str, ...]) -> TextFinder:
         """Finds what is not shown as text between the tags of a call that `closing` ends."""
@@ -416,7 +416,7 @@ def _skip_marker(_: TextBuffer, calls: CallBuilder, *, is_tag: bool) -> Incremen
 
 def _skip_closing(_: TextBuffer, calls: CallBuilder, *, name: str) -> Incremental[str | None]:
     yield from ()
-    if calls.quoted[name]:
+    if calls.quoted.get(name, 0) > 0:
         calls.quoted[name] -= 1
         raise ParseError("the end of a quoted tag")
     return None

@@ -26,6 +26,14 @@ class Scanner:
     only if pieces carry log probabilities.
     """
 
+    _reader: Generator[None, None, str | None] | None = None
+    _reader_start: StartReader | None = None
+    _broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
+    _calls_before = _drafts_before = 0  # how many there were when the reader started
+    _prompt_end = 0  # the position in the input where the prompt ends: text before it is not repeated
+    _passes_text = True  # no marker is open or begun: text without a `_first_char` is shown at once
+    reasoning_tokens = 0
+
     def __init__(
         self,
         format: OutputFormat,
@@ -60,20 +68,14 @@ class Scanner:
             new_id=new_id,
             stream=tool_stream,
         )
-        self._reader: Generator[None, None, str | None] | None = None
-        self._reader_start: StartReader | None = None
-        self._broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
-        self._drafts_calls = not (format.calls_in_reasoning or format.has_messages)
         self._draft_text: list[str] = []  # the raw text of calls inside reasoning
-        self._calls_before = self._drafts_before = 0  # how many there were when the reader started
         self._token_text = token_text
-        self.reasoning_tokens = 0
-        self._prompt_end = 0  # the position in the input where the prompt ends: text before it is not repeated
-        self._passes_text = True  # no marker is open or begun: text without a `_first_char` is shown at once
         self._enter(format.start_region)
         if prefill:
             self._read_prefill(prefill)
-        self.set_stop_strings(stop)
+        self._first_char = table.any_first_char
+        if stop:
+            self.set_stop_strings(stop)
         self._calls.parallel = parallel
 
     def set_stop_strings(self, stop: Sequence[str]) -> None:
@@ -251,7 +253,8 @@ class Scanner:
             self._buffer.uncommitted = [from_model if action.bare else marker]
             self._reader_start = action
             self._calls_before, self._drafts_before = self._calls.count, len(self._calls.drafts)
-            self._calls.is_drafting = self._region.kind == "thinking" and self._drafts_calls
+            is_quoting = self._region.kind == "thinking" and not self._format.has_messages
+            self._calls.is_drafting = is_quoting and not self._format.calls_in_reasoning
             self._buffer.recorded = [marker] if self._calls.is_drafting else None
             self._reader = action.reader(self._buffer, self._calls)
 
@@ -319,7 +322,7 @@ class Scanner:
         else:
             cleaned = self._table.remove_markers(text)
             for name in self._table.openings(cleaned):
-                self._calls.quoted[name] += 1
+                self._calls.quoted[name] = self._calls.quoted.get(name, 0) + 1
         if cleaned != text:
             self._visible.mark_gap()
         if cleaned:
