@@ -13,7 +13,7 @@ from datetime import datetime
 from types import GeneratorType, TracebackType
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import TemplateRuntimeError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -253,17 +253,8 @@ class ChatTemplate:
             **(extra_tokens or {}),
         }
         try:
-            if len(source) > MAX_SOURCE:
-                raise ValueError(f"it has more than {MAX_SOURCE:,} characters")
-            tree = _environment.parse(source)
-            self._words = frozenset(_words(tree))
+            self._words, self._environment, self._template = _compile(source)
             self._takes_functions = "functions" in self._words and "tools" not in self._words
-            builds = not self._words.isdisjoint(BUILDING_METHODS)
-            self._environment = _building_environment if builds else _environment
-            tree = with_budget(tree, template_filters.DIRECT_METHODS, builds=builds)
-            self._template = self._environment.from_string(tree)
-            if builds:
-                self._template.root_render_func.__globals__.update(CHECKED_GLOBALS)
         except TemplateSyntaxError as error:
             raise InvalidRequest(
                 f"the chat template is broken in line {error.lineno}: {error.message}", code="template_broken"
@@ -309,6 +300,21 @@ class ChatTemplate:
                 found = f" in line {self._template.get_corresponding_lineno(trace.tb_lineno)}"
             trace = trace.tb_next
         return found
+
+
+@lru_cache(maxsize=16)  # it takes 40 ms, models share templates, and a reload needs those of all models again
+def _compile(source: str) -> tuple[frozenset[str], PromptEnvironment, Template]:
+    """The words of the template, and itself. It holds no state of a render."""
+    if len(source) > MAX_SOURCE:
+        raise ValueError(f"it has more than {MAX_SOURCE:,} characters")
+    tree = _environment.parse(source)
+    words = frozenset(_words(tree))
+    builds = not words.isdisjoint(BUILDING_METHODS)
+    environment = _building_environment if builds else _environment
+    template = environment.from_string(with_budget(tree, template_filters.DIRECT_METHODS, builds=builds))
+    if builds:
+        template.root_render_func.__globals__.update(CHECKED_GLOBALS)
+    return words, environment, template
 
 
 def _join_limited(chunks: Iterator[str]) -> str:
