@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from functools import lru_cache
 from types import GeneratorType, TracebackType
 from typing import Any
 
@@ -310,11 +311,11 @@ def _compile(source: str) -> tuple[frozenset[str], PromptEnvironment, Template]:
     tree = _environment.parse(source)
     words = frozenset(_words(tree))
     builds = not words.isdisjoint(BUILDING_METHODS)
-    environment = _building_environment if builds else _environment
-    template = environment.from_string(with_budget(tree, template_filters.DIRECT_METHODS, builds=builds))
+    chosen = _building_environment if builds else _environment
+    template = chosen.from_string(with_budget(tree, template_filters.DIRECT_METHODS, builds=builds))
     if builds:
         template.root_render_func.__globals__.update(CHECKED_GLOBALS)
-    return words, environment, template
+    return words, chosen, template
 
 
 def _join_limited(chunks: Iterator[str]) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from modelyard.tokenizer.shield import TokenSpellings
@@ -52,6 +53,28 @@ _DIGIT = re.compile("[0-9]")
 _PARTS = re.compile(r"\\p\{(\w+)\}|\\([sSrntdu\\'.+*?()\[\]{}|/-])|\\(.)|(\[\^?)|(\])|.", re.DOTALL)
 
 
+class RunCache(dict[str, list[int]]):
+    """The token ids of runs, by the text behind their `space`. A run that is missing consists of known words, or it is a
+    KeyError."""
+
+    def __init__(self, space: str, find: Callable[[str], list[str]], words: dict[str, list[int]]) -> None:
+        super().__init__()
+        self._space, self._find, self._words = space, find, words
+
+    def __missing__(self, text: str) -> list[int]:
+        run = self._space + text
+        # White space at the ends of a run could belong to a word with the space beside it.
+        words = self._find(run) if text and text == text.strip() else []
+        if len("".join(words)) != len(run):
+            raise KeyError(run)
+        ids = [id for word in words for id in self._words[word]]
+        if len(run) <= _MAX_WORD and not _DIGIT.search(run):  # every number is another run, of the same digits
+            if len(self) >= _MAX_WORDS:
+                self.clear()
+            self[text] = ids
+        return ids
+
+
 class WordCache:
     """`encode_words` calls the library. Thread-safe: a race only encodes the same word twice."""
 
@@ -66,67 +89,39 @@ class WordCache:
         self._find, self._added, self._encode_words = pattern.findall, added, encode_words
         self._breaks_at_spaces = breaks_at_spaces
         self._words: dict[str, list[int]] = {}
-        self._runs: dict[str, list[int]] = {}
+        self._first_runs, self._runs = (RunCache(space, self._find, self._words) for space in ("", " "))
 
     def encode(self, text: str) -> list[int] | None:
         """None: the text is outside the limits."""
         if len(text) > MAX_TEXT or not text.isascii() or self._added.found_in(text):
             return None
-        if self._breaks_at_spaces and "  " not in text and (ids := self._encode_runs(text)) is not None:
-            return ids
-        words, known, ids = self._find(text), self._words, list[int]()
+        if self._breaks_at_spaces and "  " not in text:
+            first, *others = text.split(" ")
+            try:
+                return [*self._first_runs[first], *chain.from_iterable(map(self._runs.__getitem__, others))]
+            except KeyError:
+                pass  # it has new words, or white space beside a space
+        words = self._find(text)
         try:
-            for word in words:
-                ids += known[word]
+            ids = [*chain.from_iterable(map(self._words.__getitem__, words))]
         except KeyError:
             return self._encode_new(words, text)
         return ids if len("".join(words)) == len(text) else None
-
-    def _encode_runs(self, text: str) -> list[int] | None:
-        """None: it has new words, or white space beside a space."""
-        known, ids = self._runs, list[int]()
-        for run in text.replace(" ", f"{_CUT} ").split(_CUT):
-            try:
-                ids += known[run]
-            except KeyError:
-                if (found := self._encode_run(run)) is None:
-                    return None
-                ids += found
-        return ids
-
-    def _encode_run(self, run: str) -> list[int] | None:
-        words, known, ids = self._find(run) if _is_run(run) else [], self._words, list[int]()
-        for word in words:
-            if (found := known.get(word)) is None:
-                return None
-            ids += found
-        if len("".join(words)) != len(run):
-            return None
-        if len(run) <= _MAX_WORD and not _DIGIT.search(run):  # every number is another run, of the same digits
-            if len(self._runs) >= _MAX_WORDS:
-                self._runs = {}
-            self._runs[run] = ids
-        return ids
 
     def _encode_new(self, words: list[str], text: str) -> list[int] | None:
         """Encode all new words in one call: each call releases the GIL and waits for it again."""
         if sum(map(len, words)) != len(text):
             return None
-        new = [word for word in dict.fromkeys(words) if word not in self._words]
+        ids = {word: self._words.get(word) for word in words}
+        new = [word for word, known in ids.items() if known is None]
         if len(new) > _MIN_NEW and len(new) > 0.7 * len(words):
             return None  # hardly any word repeats: not prose, and not worth caching
         learned = dict(zip(new, self._encode_words(new), strict=True))
-        known = self._words
-        if len(known) + len(new) > _MAX_WORDS:
-            self._words = {}
+        if len(self._words) + len(new) > _MAX_WORDS:
+            self._words.clear()
         self._words.update((word, ids) for word, ids in learned.items() if len(word) <= _MAX_WORD)
-        return [id for word in words for id in learned.get(word) or known[word]]
-
-
-def _is_run(text: str) -> bool:
-    """Behind the space at its start, white space at its ends could belong to a word with the space beside it."""
-    inner = text.removeprefix(" ")
-    return inner != "" and inner == inner.strip()
+        ids |= learned
+        return [id for word in words for id in ids[word] or ()]
 
 
 def ascii_pattern(file: TokenizerFile) -> re.Pattern[str] | None:
