@@ -62,8 +62,9 @@ $(ENGINE): $(DEV) modelyard/library/llama_cpp_package.py modelyard/library/llama
 rebuild-engine: $(BASE) ## compile llama.cpp for this machine again; CC, CXX and CMAKE_ARGS are used
 	@$(BIN)/modelyard setup --rebuild
 
+# Three processes for two cores, because tests also wait; files begin in the order of tests/conftest.py.
 test: check ## format, lint, types, layers and tests: everything that must pass
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: install ## format, lint, types and layers only
 	$(BIN)/ruff format --check .

@@ -7,7 +7,7 @@ FOLDER holds `llama-bench` and `llama-batched-bench` of the same build as the li
 our engine runs alone. A step of a small model takes half a millisecond there, so that the cost of Python shows. The
 benchmark programs sample no tokens, while our engine picks the most likely one of each row: the ratio is not flattered.
 Then it samples, and the rates are compared with that of greedy decoding in the same round: `bench.random_model
---spread` makes the logits as flat as those of a trained model. "python" is the share of a step that is not spent inside
+--spread 6` makes the logits like those of a trained model. "python" is the share of a step that is not spent inside
 C calls (see `bench.decode_step`), from a separate run, because the clock costs time itself; "waits" is the part of it
 for which the GPU waits; the rest overlaps with the next step. `--fit` loads the model into so much of the GPU's memory
 as `fit` chooses, beside the same number of layers without its other choices.

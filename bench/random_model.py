@@ -3,9 +3,10 @@
     python -m bench.random_model FILE [--size 0.2b|8b|moe] [--spread N]
 
 It has no vocabulary: ids go in and ids come out. The weights are one random page, repeated: speed does not depend on
-them, and eight billion of them take seconds. Only the speed of sampling depends on the spread of the logits, their
-standard deviation: with 1 all tokens are nearly as likely, with 5 some dozens have 95 % of the probability, as those of
-a trained model often do.
+them, and eight billion of them take seconds. Only the speed of sampling depends on the logits. Without `--spread` all
+tokens are nearly equally likely. With it every 64th token has logits of this standard deviation, and the others of half
+of it: with 6 the tokens that have 95 % of the probability are 2 to 38 (10th and 90th percentile), and the 48 most
+likely ones have 98.6 % of it in the middle; SmolLM2-135M has 1 to 120 and 99.1 %.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from modelyard.core.units import format_size
 
 _F32, _Q8_0, _BLOCK, _ALIGN = 0, 8, 34, 32  # ggml's types; the bytes of 32 weights
 _PAGE = 1 << 20  # blocks
-_STEP = 7919  # blocks by which a page begins later than the one before: no two tokens have the same weights
 _SCALE = 2e-4  # of a weight of 8 bits; the logits of 4,096 such weights have a standard deviation of about 1
+_LIKELY = 64  # one of so many tokens
 
 
 class Dimensions(Struct, frozen=True):
@@ -87,10 +88,10 @@ def facts(size: Dimensions) -> dict[str, str | int | float]:
     return names | {f"llama.{key}": value for key, value in numbers.items()}
 
 
-def write(file: Path, size: Dimensions, spread: float = 1.0) -> None:
+def write(file: Path, size: Dimensions, spread: float | None = None) -> None:
     """As a GGUF file, version 3."""
     shapes, values = tensors(size), facts(size)
-    page, last = _page(_SCALE), _page(_SCALE * spread * (4096 / size.width) ** 0.5)
+    page = _page(np.random.default_rng(1))
     head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(values))
     head += b"".join(_string(key) + _value(value) for key, value in values.items())
     offset = 0
@@ -102,14 +103,16 @@ def write(file: Path, size: Dimensions, spread: float = 1.0) -> None:
     with file.open("wb") as out:
         out.write(head.ljust(_padded(len(head)), b"\0"))
         for name, shape in shapes.items():
-            for piece in _pieces(shape, _kind(shape, name), last if name == "output.weight" else page):
+            is_spread = name == "output.weight" and spread is not None
+            pieces = _output(shape, spread or 1.0) if is_spread else _pieces(shape, _kind(shape, name), page)
+            for piece in pieces:
                 out.write(piece)
 
 
-def _page(scale: float) -> np.ndarray:
+def _page(random: np.random.Generator) -> np.ndarray:
     page = np.empty((_PAGE, _BLOCK), np.uint8)
-    page[:, :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-    page[:, 2:] = np.random.default_rng(1).integers(0, 256, (_PAGE, _BLOCK - 2), np.uint8)
+    page[:, :2] = np.frombuffer(np.float16(_SCALE).tobytes(), np.uint8)
+    page[:, 2:] = random.integers(0, 256, (_PAGE, _BLOCK - 2), np.uint8)
     return page
 
 
@@ -118,11 +121,24 @@ def _pieces(shape: tuple[int, ...], kind: int, page: np.ndarray) -> Iterator[byt
     if kind == _F32:
         yield np.ones(shape, np.float32).tobytes()
         left = 0
-    whole, start = memoryview(page.reshape(-1)), 0
+    whole = memoryview(page.reshape(-1))
     while left:
-        piece = whole[start * _BLOCK :][:left]
-        yield piece
-        left, start = left - len(piece), (start + _STEP) % _PAGE
+        yield whole[: min(left, len(whole))]
+        left -= min(left, len(whole))
+    yield bytes(_padded(size) - size)
+
+
+def _output(shape: tuple[int, ...], spread: float) -> Iterator[bytes | memoryview]:
+    """No two tokens have the same weights."""
+    random, (tokens, width) = np.random.default_rng(2), shape
+    blocks, scale = width // 32, _SCALE * spread * (4096 / width) ** 0.5
+    step = _PAGE // blocks
+    for start in range(0, tokens, step):
+        page = _page(random)[: min(step, tokens - start) * blocks]
+        likely = np.repeat(np.arange(start, start + len(page) // blocks) % _LIKELY == 0, blocks)
+        page[:, :2] = np.where(likely, scale, scale / 2).astype(np.float16).view(np.uint8).reshape(-1, 2)
+        yield memoryview(page.reshape(-1))
+    size = _bytes(shape, _Q8_0)
     yield bytes(_padded(size) - size)
 
 
@@ -153,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--size", choices=SIZES, default="0.2b")
-    parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the logits")
+    parser.add_argument("--spread", type=float, help="standard deviation of the logits of likely tokens")
     options = parser.parse_args()
     write(options.file, SIZES[options.size], options.spread)
     print(f"{options.file}: {format_size(options.file.stat().st_size)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import shutil
@@ -23,6 +24,9 @@ from httpx._transports import default as transports
 # some hundred child processes compiles all modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# As in a server: the collector would traverse the modules and cases of the whole suite again and again.
+gc.set_threshold(50_000, 20, 100)
 
 # trio, a dependency of the browser driver, registers a Hypothesis plugin that warns; warnings are errors.
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
@@ -62,6 +66,46 @@ def _create_ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = 
 
 
 transports.create_ssl_context = _create_ssl_context
+
+
+# A file runs in one process, so a long one that began last would make the other processes wait. Those with a browser
+# are apart: each keeps a core busy.
+LONGEST_FIRST = (
+    "workbench/test_browser_pages.py",
+    "e2e/test_llama_cpp.py",
+    "engines/llama_cpp/test_sequence_manager.py",
+    "engines/llama_cpp/test_architectures.py",
+    "workbench/test_browser_config.py",
+    "engines/llama_cpp/test_engine.py",
+    "e2e/test_next_to_llama_server.py",
+    "workbench/test_browser_chat.py",
+    "tune/test_optimize.py",
+    "tune/test_trial.py",
+    "workers/test_worker_processes.py",
+    "workers/test_tokenizer_files.py",
+    "e2e/test_managed_engines.py",
+    "e2e/test_gateway_processes.py",
+    "e2e/test_bad_input.py",
+    "scheduler/test_two_models.py",
+    "scanner/test_properties.py",
+    "fuzz/test_fuzz.py",
+    "engines/llama_cpp/test_speculation.py",
+    "engines/llama_cpp/test_sampler.py",
+    "engines/llama_cpp/test_isolation.py",
+    "engines/conformance/test_lifecycle.py",
+    "bench/test_cycles.py",
+    "bench/test_loading.py",
+    "cli/test_app.py",
+    "cli/test_run.py",
+    "workbench/test_peer_proxy.py",
+    "workbench/test_app.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FIRST)}
+    assert all(map(Path.is_file, places)), "a file of LONGEST_FIRST was renamed"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True, scope="session")

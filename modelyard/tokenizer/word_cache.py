@@ -54,7 +54,7 @@ _PARTS = re.compile(r"\\p\{(\w+)\}|\\([sSrntdu\\'.+*?()\[\]{}|/-])|\\(.)|(\[\^?)
 
 
 class RunCache(dict[str, list[int]]):
-    """The token ids of runs, by the text behind their `space`. A run that is missing consists of known words, or it is a
+    """The token ids of runs, by the text behind their `space`. A missing run consists of known words, or is a
     KeyError."""
 
     def __init__(self, space: str, find: Callable[[str], list[str]], words: dict[str, list[int]]) -> None:
@@ -67,7 +67,7 @@ class RunCache(dict[str, list[int]]):
         words = self._find(run) if text and text == text.strip() else []
         if len("".join(words)) != len(run):
             raise KeyError(run)
-        ids = [id for word in words for id in self._words[word]]
+        ids = [*chain.from_iterable(map(self._words.__getitem__, words))]
         if len(run) <= _MAX_WORD and not _DIGIT.search(run):  # every number is another run, of the same digits
             if len(self) >= _MAX_WORDS:
                 self.clear()
@@ -102,16 +102,15 @@ class WordCache:
             except KeyError:
                 pass  # it has new words, or white space beside a space
         words = self._find(text)
-        try:
-            ids = [*chain.from_iterable(map(self._words.__getitem__, words))]
-        except KeyError:
-            return self._encode_new(words, text)
-        return ids if len("".join(words)) == len(text) else None
-
-    def _encode_new(self, words: list[str], text: str) -> list[int] | None:
-        """Encode all new words in one call: each call releases the GIL and waits for it again."""
-        if sum(map(len, words)) != len(text):
+        if len("".join(words)) != len(text):
             return None
+        try:
+            return [*chain.from_iterable(map(self._words.__getitem__, words))]
+        except KeyError:
+            return self._encode_new(words)
+
+    def _encode_new(self, words: list[str]) -> list[int] | None:
+        """Encode all new words in one call: each call releases the GIL and waits for it again."""
         ids = {word: self._words.get(word) for word in words}
         new = [word for word, known in ids.items() if known is None]
         if len(new) > _MIN_NEW and len(new) > 0.7 * len(words):

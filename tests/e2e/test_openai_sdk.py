@@ -341,3 +341,12 @@ async def test_async_errors(async_sdk: AsyncOpenAI) -> None:
     with pytest.raises(openai.APIError, match="out of memory"):
         async for _ in stream:
             pass
+
+
+def test_a_compacted_conversation_is_compacted_again_without_its_old_summary(sdk: OpenAI) -> None:
+    asked: Any = [{"role": "user", "content": "text"}]
+    once: Any = sdk.responses.compact(model=MODEL, input=asked).output
+    more: Any = [*(item.to_dict(warnings=False) for item in once), {"role": "user", "content": "thinking"}]
+    twice: Any = sdk.responses.compact(model=MODEL, input=more).output
+    assert [item.type for item in twice] == ["message", "message", "compaction"]
+    assert [item.content[0].text for item in twice[:2]] == ["text", "thinking"]

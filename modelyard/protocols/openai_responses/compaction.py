@@ -20,7 +20,7 @@ from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.openai_responses.client import ResponsesStreamReader, read_reply, write_items, write_request
 from modelyard.protocols.openai_responses.errors import read_error
 from modelyard.protocols.openai_responses.reply import write_usage
-from modelyard.protocols.openai_responses.request import body_decoder, read_body
+from modelyard.protocols.openai_responses.request import SUMMARY, body_decoder, read_body
 from modelyard.protocols.openai_responses.stream import ResponsesStreamWriter
 
 NAME = "openai_compaction"
@@ -64,11 +64,12 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
 
 
 def _kept(request: Request) -> tuple[Message, ...]:
+    """The newest texts of the user. An earlier summary is not one: the new summary has what is in it."""
     kept: list[Message] = []
     room = _KEPT_CHARS
     for message in reversed(request.messages[:-1]):
         texts = tuple(part for part in message.parts if isinstance(part, Text))
-        if message.role == "user" and texts:
+        if message.role == "user" and texts and not texts[0].text.startswith(SUMMARY):
             room -= sum(len(part.text) for part in texts)
             if room < 0:
                 break

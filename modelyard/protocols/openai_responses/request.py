@@ -461,12 +461,15 @@ def read_thinking(signature: str, text: str) -> Thinking:
     return Thinking(text, signature, redacted=bool(signature) and not text)
 
 
+SUMMARY = "Summary of the conversation before this point:\n\n"  # begins the text that a compaction is read as
+
+
 def _read_compaction(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
     summary = unpack_reasoning(item.encrypted_content or "")
     if summary is None:
         warnings.append(f"{path}: a compaction of another provider is ignored")
         return None
-    return "user", (Text(f"Summary of the conversation before this point:\n\n{summary}"),)
+    return "user", (Text(SUMMARY + summary),)
 
 
 def _read_call(item: InputItem, path: str, _warnings: list[str]) -> Turn:
