@@ -231,7 +231,6 @@ _FUNCTIONS: dict[str, _Declaration] = {
     # samplers
     "llama_sampler_chain_default_params": (llama_sampler_chain_params, []),
     "llama_sampler_chain_init": (c_void_p, [llama_sampler_chain_params]),
-    "llama_sampler_apply": (None, [c_void_p, POINTER(llama_token_data_array)]),
     # ggml: found in the libraries that libllama is linked to
     "ggml_backend_reg_count": (c_size_t, []),
     "ggml_backend_reg_by_name": (c_void_p, [c_char_p]),
@@ -254,6 +253,7 @@ _SHORT: dict[str, _Declaration] = {
     "llama_get_logits_ith": (c_void_p, [c_void_p, c_int32]),
     "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
     "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
+    "llama_sampler_apply": (None, [c_void_p, c_void_p]),
     "llama_sampler_accept": (None, [c_void_p, c_int32]),
     "llama_sampler_clone": (c_void_p, [c_void_p]),
     "llama_sampler_free": (None, [c_void_p]),

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.job import LlamaCppJob
-from modelyard.engines.llama_cpp.numpy_sampler import BatchSampler
+from modelyard.engines.llama_cpp.batch_sampler import BatchSampler
 
 IntArray = npt.NDArray[np.int32]
 
@@ -154,12 +154,11 @@ class DecodeBatch:
 
 
 def _batch_sampler(jobs: Sequence[LlamaCppJob]) -> BatchSampler | None:
-    samplers = [job.sampler.numpy_sampler for job in jobs]
+    samplers = [job.sampler.batched for job in jobs]
     usable = [sampler for sampler in samplers if sampler is not None]
     if not usable or len(usable) < len(jobs):
         return None
-    batch = BatchSampler(usable)
-    return batch if batch.is_useful else None
+    return BatchSampler(usable)
 
 
 # --- llama_batch ------------------------------------------------------------------------------------------------------

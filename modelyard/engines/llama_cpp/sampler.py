@@ -17,7 +17,10 @@ from msgspec.structs import replace
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.llama_cpp.binding import LogitBias, lib, short, waiting
-from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler, Row
+from modelyard.engines.llama_cpp.batch_sampler import BatchSampler
+from modelyard.engines.llama_cpp.logit_columns import Row
+from modelyard.engines.llama_cpp.numpy_sampler import MIN_TEMPERATURE, NumpySampler
+from modelyard.engines.llama_cpp.top_k_sampler import TopKSampler
 
 PENALTY_WINDOW = 64  # tokens that penalties look back at
 # llama.cpp's order
@@ -71,7 +74,7 @@ class DrySamplers:
 
 
 class JobSampler:
-    """Samples a job's tokens: with numpy if possible, else with llama.cpp's sampler chain, which `close` frees.
+    """Samples a job's tokens: with numpy if possible, else with llama.cpp's sampler chain on all logits.
 
     `prompt` are the job's first tokens: penalties and DRY look back into it, as in llama-server.
     """
@@ -80,25 +83,28 @@ class JobSampler:
         self._n_vocab = n_vocab
         self._c_arrays: list[Any] = []  # the chain points to them
         self._chain: int | None = None
-        self._numpy: NumpySampler | None = None
+        self._draw: NumpySampler | TopKSampler | None = None
+        self._alone: BatchSampler | None = None  # it alone, once it is needed
         self._processor = logit_processor(_with_named_samplers(sampling), n_vocab, prompt)
         seed = (sampling.seed if sampling.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
         sampling = _with_named_samplers(sampling)
         greedy = _is_greedy(sampling)
         if sampling.dry_multiplier or not (greedy or _is_supported_by_numpy(sampling)):
             self._chain = self._create_chain(sampling, dry, window, seed, prompt)
+        elif sampling.top_k and sampling.top_k > 0 and not greedy:
+            self._draw = TopKSampler(sampling.top_k, _top_k_samplers(sampling, seed))
         elif not greedy:
-            self._numpy = NumpySampler(sampling, seed)
+            self._draw = NumpySampler(sampling, seed)
 
     @property
     def is_greedy(self) -> bool:
         """It takes the best token of the unchanged logits."""
-        return self._numpy is None and self._processor is None and self._chain is None
+        return self._draw is None and self._processor is None and self._chain is None
 
     @property
-    def numpy_sampler(self) -> NumpySampler | None:
-        """If it alone decides, on the unchanged logits."""
-        return self._numpy if self._processor is None else None
+    def batched(self) -> NumpySampler | TopKSampler | None:
+        """What may sample together with that of other jobs: it alone decides, on the unchanged logits."""
+        return self._draw if self._processor is None else None
 
     def logits(self, context: Any, row: int) -> Row:
         return logits_row(context, row, self._n_vocab)
@@ -113,9 +119,15 @@ class JobSampler:
         return self._choose(logits) if self._processor is None else self._processor.sample(logits, self._choose)
 
     def _choose(self, logits: Row) -> int:
-        return int(logits.argmax()) if self._numpy is None else self._numpy.sample(logits)
+        if self._draw is None:
+            return int(logits.argmax())
+        if self._alone is None:
+            self._alone = BatchSampler([self._draw])
+        return self._alone.sample(logits[None])[0]
 
     def close(self) -> None:
+        if isinstance(self._draw, TopKSampler):
+            self._draw.close()
         chain, self._chain = self._chain, None
         if chain is not None:
             short.sampler_free(chain)
@@ -166,6 +178,14 @@ class JobSampler:
         if s.mirostat == 1:
             return short.sampler_init_mirostat(self._n_vocab, seed, tau, eta, 100)
         return short.sampler_init_mirostat_v2(seed, tau, eta)
+
+
+def _top_k_samplers(s: Sampling, seed: int) -> Iterator[Any]:
+    for name in ("top_k", "top_p", "min_p"):
+        if (truncation := _truncation(name, s, seed)) is not None:
+            yield truncation
+    yield short.sampler_init_temp(max(_value(s.temperature, 1.0), MIN_TEMPERATURE))
+    yield short.sampler_init_dist(seed)
 
 
 def _temperature(s: Sampling) -> Any:

@@ -349,7 +349,7 @@ def test_a_seed_gives_the_tokens_of_llama_cpp(seed: int) -> None:
     row = np.random.default_rng(seed).normal(0, 2.5, 3000).astype(np.float32)
     sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=seed)
     ours = JobSampler(sampling, DrySamplers(None), len(row), 64)
-    assert ours.numpy_sampler is not None
+    assert ours.batched is not None
     theirs = chain_tokens(
         row,
         60,
@@ -359,7 +359,7 @@ def test_a_seed_gives_the_tokens_of_llama_cpp(seed: int) -> None:
         short.sampler_init_temp(0.8),
         short.sampler_init_dist(seed),
     )
-    assert [ours.numpy_sampler.sample(row.copy()) for _ in range(60)] == theirs
+    assert [ours.sample(None, 0, row.copy()) for _ in range(60)] == theirs
     assert len(set(theirs)) > 5
 
 
@@ -393,7 +393,7 @@ def test_each_sampler_of_llama_server_is_in_its_place(sampling: Sampling, names:
 def test_samplers_that_are_not_named_do_nothing() -> None:
     row = np.array([0.0, 1.0, 5.0, 4.9], np.float32)
     only_top_k = Sampling(samplers=("top_k",), top_k=2, top_p=0.0, repetition_penalty=100.0, seed=1)
-    drawn = {JobSampler(only_top_k, DrySamplers(None), 4, 64, [2]).numpy_sampler is not None}
+    drawn = {JobSampler(only_top_k, DrySamplers(None), 4, 64, [2]).batched is not None}
     sampler = JobSampler(only_top_k, DrySamplers(None), 4, 64, [2])
     assert drawn == {True}
     assert {sampler._choose(row) for _ in range(50)} == {2, 3}

@@ -1,0 +1,239 @@
+"""Samples the tokens of all jobs of a step together: one pass over the logits, then work on few of them.
+
+On a GPU each microsecond here is one for which it waits. So no weight of the whole vocabulary is computed:
+
+    top_k                 llama.cpp's samplers draw one of the top tokens (`TopKSampler`)
+    no top_k, no seed     rejection: top tokens are proposed by their weight, the others by an upper bound of it;
+                          min_p and top_p then accept the token or not (`OpenDraw`)
+    no top_k, a seed      alone (`NumpySampler`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf, isfinite, log
+
+import numpy as np
+import numpy.typing as npt
+
+from modelyard.engines.llama_cpp.logit_columns import (
+    GROUP,
+    LINES,
+    ColumnSearch,
+    Columns,
+    Row,
+    Rows,
+    TokenIds,
+    TopTokens,
+    columns_of,
+)
+from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler
+from modelyard.engines.llama_cpp.top_k_sampler import TopKDraw, TopKSampler
+
+Flags = npt.NDArray[np.bool_]
+
+_OPEN_TOKENS = 24  # searched for a job without top_k: of a trained model they have most of the probability
+_NUCLEUS_TOKENS = 40  # with a top_p: more of them are accepted without the weights of the whole row
+_ROUNDS = 32, 256  # proposals of each row
+_LOG_GROUP = log(LINES * GROUP)
+
+
+class BatchSampler:
+    """The samplers of the jobs of a step. A job with a top_k or a seed gets the token that it would get alone."""
+
+    def __init__(self, samplers: Sequence[NumpySampler | TopKSampler]) -> None:
+        self._samplers = samplers
+        limited = {at: each for at, each in enumerate(samplers) if isinstance(each, TopKSampler)}
+        open_ = {at: each for at, each in enumerate(samplers) if isinstance(each, NumpySampler) and not each.is_seeded}
+        self._top_k = TopKDraw(list(limited.values()), list(limited)) if limited else None
+        self._open = OpenDraw(open_, len(samplers)) if open_ else None
+        searched = [_NUCLEUS_TOKENS if each.top_p < 1 else _OPEN_TOKENS for each in open_.values()]
+        self._count = max((0, *searched, *(each.limit for each in limited.values())))
+        self._search = ColumnSearch()
+
+    def sample(self, rows: Rows) -> list[int]:
+        tokens = [-1] * len(rows)
+        if self._count:
+            top = self._search.find(rows, self._count)
+            if self._top_k is not None:
+                self._top_k.draw(top, tokens)
+            if self._open is not None and top.groups is not None:
+                self._open.draw(rows, top, top.groups, tokens)
+        for at, token in enumerate(tokens):
+            if token < 0:
+                tokens[at] = self._samplers[at].sample(rows[at])
+        return tokens
+
+    def prepare(self) -> None:
+        """What the next step needs; call it while a GPU computes."""
+        if self._open is not None:
+            self._open.prepare()
+
+
+class OpenDraw:
+    """Draws from the whole vocabulary by rejection, for the jobs that have neither a top_k nor a seed.
+
+    A top token is proposed by its weight. Another token is proposed as if all tokens of its group had the weight of the
+    group's maximum, and accepted with the part of that weight that it has. So no weight but those of the top tokens and
+    of the maxima is needed.
+    """
+
+    def __init__(self, samplers: Mapping[int, NumpySampler], n_rows: int) -> None:
+        self._members, self._lines = list(samplers), np.array(list(samplers))
+        self._scale = np.ones((n_rows, 1))
+        self._min_gap, self._top_p = np.full(n_rows, -inf, np.float32), np.ones(n_rows)
+        for at, each in samplers.items():
+            self._scale[at], self._min_gap[at], self._top_p[at] = 1 / each.temperature, each.min_gap, each.top_p
+        self._has_min_p = any(each.min_gap > -inf for each in samplers.values())
+        self._has_top_p = any(each.top_p < 1 for each in samplers.values())
+        self._random = np.random.default_rng()
+        self._layout: Columns | None = None
+        self._next: Numbers | None = None
+        self._memory: Row | None = None  # for the weights of a row
+
+    def prepare(self) -> None:
+        if self._next is None and self._layout is not None:
+            self._next = Numbers(self._random, self._layout, self._lines, self._scale[self._lines], _ROUNDS[0])
+
+    def draw(self, rows: Rows, top: TopTokens, groups: Rows, tokens: list[int]) -> None:
+        """Adds the tokens of these jobs, unless no proposal is accepted."""
+        best = np.maximum.reduce(groups, axis=1)
+        if not isfinite(sum(best.tolist())):
+            return
+        self._layout = columns_of(rows.shape[1])
+        self.prepare()
+        numbers, self._next = self._next, None
+        boxes = Boxes(rows, top, groups, best, self._scale)
+        waiting = self._members
+        for count in _ROUNDS:
+            if numbers is None:
+                numbers = Numbers(self._random, self._layout, np.array(waiting), self._scale[waiting], count)
+            self._draw_round(boxes, numbers, tokens)
+            waiting, numbers = [at for at in waiting if tokens[at] < 0], None
+            if not waiting:
+                return
+
+    def _draw_round(self, boxes: Boxes, numbers: Numbers, tokens: list[int]) -> None:
+        drawn, accepted = boxes.draw(numbers)
+        if self._has_min_p:
+            lowest = boxes.best + self._min_gap
+            accepted &= boxes.logits(numbers, drawn) >= lowest[numbers.lines][:, None]
+        first = accepted.argmax(1) + numbers.firsts
+        is_accepted, found = accepted.take(first), boxes.tokens(numbers, drawn, first)
+        if self._has_top_p:
+            self._keep_nucleus(boxes, numbers.lines, np.array(found), is_accepted)
+        for at, token, is_one in zip(numbers.lines.tolist(), found, is_accepted.tolist(), strict=True):
+            if is_one:
+                tokens[at] = token
+
+    def _keep_nucleus(self, boxes: Boxes, lines: TokenIds, found: TokenIds, is_accepted: Flags) -> None:
+        """A token is accepted if the tokens above it have less than top_p of all weights. The weights of the top tokens
+        are nearly all, and enough to accept most tokens. Otherwise all weights of the row are computed."""
+        logits = boxes.rows[lines, found]
+        above, least = boxes.weights_above(lines, logits)
+        is_inside = above < self._top_p[lines] * least
+        is_inside &= logits >= boxes.top.bounds[lines]
+        for at in (is_accepted > is_inside).nonzero()[0].tolist():
+            share = self._top_p[lines[at]]
+            is_accepted[at] = share >= 1 or self._share_above(boxes, lines[at], logits[at]) < share
+
+    def _share_above(self, boxes: Boxes, line: int, logit: np.float32) -> float:
+        """The probability of the tokens above this one, by the weights of all tokens of the row."""
+        row = boxes.rows[line]
+        if self._memory is None or len(self._memory) != len(row):
+            self._memory = np.empty_like(row)
+        weights = np.subtract(row, boxes.best[line], out=self._memory)
+        np.exp(weights, out=weights)
+        above = weights[row > logit]
+        return float(above.sum()) / _sum(weights)
+
+
+class Numbers:
+    """Random numbers for proposals of some rows."""
+
+    def __init__(self, random: np.random.Generator, layout: Columns, lines: TokenIds, scale: Rows, count: int) -> None:
+        self.lines, self.firsts = lines, np.arange(len(lines)) * count
+        self.box, part, place = random.random((3, len(lines), count))
+        self.box *= 1 - 1e-12  # sums are rounded
+        self.part = np.log(part) / scale  # how far below its upper bound a logit may be
+        line, column = np.divmod((place * (LINES * GROUP)).astype(np.intp), GROUP)
+        self.column = column * layout.groups  # of a group, to which the group is added
+        self.place = self.column + layout.offsets[line] + lines[:, None] * layout.vocab  # in all logits, likewise
+        self.is_last = line == LINES - 1
+
+
+class Boxes:
+    """What is drawn by its weight: each top token of a row, and all other tokens of each of its groups together."""
+
+    def __init__(self, rows: Rows, top: TopTokens, groups: Rows, best: Row, scale: Rows) -> None:
+        n_rows, starts = len(rows), top.borders[:-1]
+        self.rows, self.top, self.best = rows, top, best
+        self._layout = columns_of(rows.shape[1])
+        self._tops = max((top.borders[1:] - starts).tolist())  # places for top tokens; most rows fill them
+        count = self._tops + self._layout.groups
+        firsts = np.arange(0, n_rows * count, count)
+        self._group_firsts = firsts + self._tops
+        self._caps = np.minimum(groups, top.bounds[:, None])
+        weights = np.empty((n_rows, count))
+        weights[:, : self._tops] = -inf
+        weights.ravel()[np.arange(len(top.lines)) + (firsts - starts)[top.lines]] = top.logits
+        np.add(self._caps, _LOG_GROUP / scale, out=weights[:, self._tops :])
+        weights -= best[:, None]
+        weights *= scale
+        np.exp(weights, out=weights)
+        self._sums = weights.ravel().cumsum()
+        ends = self._sums[count - 1 :: count]
+        self._before = np.zeros(n_rows)
+        self._before[1:] = ends[:-1]
+        self._totals = ends - self._before
+
+    def draw(self, numbers: Numbers) -> tuple[TokenIds, Flags]:
+        """Boxes of each row in the order in which they are tried, counted from the first group, and whether they give a
+        token."""
+        lines = numbers.lines
+        targets = numbers.box * self._totals[lines][:, None]
+        targets += self._before[lines][:, None]
+        drawn = self._sums.searchsorted(targets, "right")
+        drawn -= self._group_firsts[lines][:, None]
+        accepted = drawn < 0
+        if max(drawn[:, 0].tolist()) < 0:  # the first are top tokens
+            return drawn, accepted
+        groups = np.maximum(drawn, 0)
+        values = self.rows.ravel().take(numbers.place + groups)
+        gaps = values - self._caps.ravel().take(groups + (lines * self._layout.groups)[:, None])
+        is_other = gaps > numbers.part
+        is_other &= values < self.top.bounds[lines][:, None]
+        if self._layout.short:
+            is_other &= ~numbers.is_last | (numbers.column + groups >= self._layout.short)
+        accepted |= is_other
+        return drawn, accepted
+
+    def tokens(self, numbers: Numbers, drawn: TokenIds, at: TokenIds) -> list[int]:
+        """Of one proposal of each row."""
+        vocab, ids, starts = self._layout.vocab, self.top.ids, (self.top.borders + self._tops).tolist()
+        found = zip(numbers.lines.tolist(), drawn.take(at).tolist(), numbers.place.take(at).tolist(), strict=True)
+        return [ids.item(starts[line] + box) if box < 0 else place + box - line * vocab for line, box, place in found]
+
+    def logits(self, numbers: Numbers, drawn: TokenIds) -> Row:
+        """Of all proposals."""
+        starts = self.top.borders[numbers.lines] + self._tops
+        tops = self.top.logits.take(np.minimum(drawn, -1) + starts[:, None], mode="clip")
+        others = self.rows.ravel().take(numbers.place + np.maximum(drawn, 0))
+        return np.where(drawn < 0, tops, others)
+
+    def weights_above(self, lines: TokenIds, logits: Row) -> tuple[Row, Row]:
+        """The weight of the top tokens above these, and of all of them. The temperature is 1: it follows truncation."""
+        top, starts, limits = self.top, self.top.borders[:-1], logits
+        if len(lines) < len(self.rows):
+            limits = np.zeros(len(self.rows), np.float32)
+            limits[lines] = logits
+        weights = np.exp(top.logits - self.best[top.lines])
+        least = np.add.reduceat(weights, starts)
+        weights *= top.logits > limits[top.lines]
+        return np.add.reduceat(weights, starts)[lines], least[lines]
+
+
+def _sum(weights: Row) -> float:
+    """Of a whole row. numpy adds rows of a table faster than the numbers of one."""
+    whole = len(weights) // LINES * LINES
+    return float(np.add.reduce(weights[:whole].reshape(LINES, -1), axis=0).sum()) + float(weights[whole:].sum())

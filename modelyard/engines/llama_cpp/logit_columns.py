@@ -1,0 +1,111 @@
+"""Finds the most likely tokens of several rows of logits in one pass over them. Pure.
+
+A row is laid out in `_LINES` lines: tokens at the same place of all lines are a column. numpy finds the maxima of the
+columns nearly as fast as it reads the logits, and only the columns with the highest maxima are searched. Likely tokens
+are often neighbours, and neighbours are in different columns. Longer columns make the search slow, because each token
+of a column is in another cache line; shorter ones the pass, because it writes more maxima. Threads for parts of the
+rows made it slower on a machine with 16 cores: waking them takes longer than the search.
+
+numpy takes longer to be called than for most of the work here, so there are few calls, and methods of arrays and
+ufuncs rather than functions that are written in Python.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+Row = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.float32]  # two dimensions
+TokenIds = npt.NDArray[np.intp]
+
+LINES, GROUP = 32, 8
+_MIN_VOCAB = 8192  # below it the last line would not fit
+_LOWEST = np.float32(-1e30)  # logits below it are of impossible tokens, which never count
+
+
+class Columns(Struct, frozen=True):
+    """How a row of so many logits is laid out: in columns, and in groups of eight columns. If the vocabulary does not
+    fill the lines, the first `short` columns have no token in the last line."""
+
+    vocab: int
+    width: int  # columns
+    groups: int
+    offsets: TokenIds  # of the tokens of a column
+    short: int
+
+    def maxima(self, rows: Rows, out: Rows) -> None:
+        """Of each column."""
+        lines = LINES - 1 if self.short else LINES
+        np.maximum.reduce(rows[:, : lines * self.width].reshape(len(rows), lines, self.width), axis=1, out=out)
+        if self.short:
+            last = out[:, self.short :]
+            np.maximum(last, rows[:, lines * self.width :], out=last)
+
+
+@lru_cache(16)
+def columns_of(vocab: int) -> Columns:
+    groups = -(-vocab // (LINES * GROUP))
+    width = groups * GROUP
+    offsets = np.arange(LINES) * width
+    offsets[-1] = vocab - width
+    return Columns(vocab, width, groups, offsets, LINES * width - vocab)
+
+
+class TopTokens(Struct, frozen=True):
+    """All tokens of several rows that reach their row's bound, in the order of the rows."""
+
+    lines: TokenIds  # the row of each
+    ids: TokenIds
+    logits: Row
+    borders: TokenIds  # where each row begins, and the end
+    bounds: Row  # of each row
+    groups: Rows | None  # of each row: the maximum of each group, if it was laid out in columns
+
+
+class ColumnSearch:
+    """Finds top tokens in memory of its own: new memory costs as much as the search."""
+
+    def __init__(self) -> None:
+        self._maxima: Rows | None = None
+
+    def find(self, rows: Rows, count: int) -> TopTokens:
+        """At least the `count` most likely tokens of each row, if so many are possible, and hardly more."""
+        n_rows, vocab = rows.shape
+        layout = columns_of(vocab)
+        if vocab < _MIN_VOCAB or 2 * count > layout.width:
+            return _find_in_whole_rows(rows, min(count, vocab))
+        maxima = self._maxima
+        if maxima is None or maxima.shape != (n_rows, layout.width):
+            maxima = self._maxima = np.empty((n_rows, layout.width), np.float32)
+        layout.maxima(rows, maxima)
+        groups = np.maximum.reduce(maxima.reshape(n_rows, GROUP, layout.groups), axis=1, initial=_LOWEST)
+        highest = groups.copy() if 2 * count <= layout.groups else np.maximum(maxima, _LOWEST)
+        place = highest.shape[1] - count
+        highest.partition(place, 1)
+        bounds = highest[:, place]
+        found = (maxima >= bounds[:, None]).ravel().nonzero()[0]
+        owners = found // layout.width
+        places = (owners * (vocab - layout.width) + found)[:, None] + layout.offsets
+        logits = rows.ravel().take(places)
+        if layout.short:
+            logits[found - owners * layout.width < layout.short, -1] = -np.inf
+        at = (logits >= bounds[owners][:, None]).ravel().nonzero()[0]
+        lines = owners[at // LINES]
+        ids = places.ravel()[at] - lines * vocab
+        return TopTokens(lines, ids, logits.ravel()[at], lines.searchsorted(_numbers(n_rows + 1)), bounds, groups)
+
+
+def _find_in_whole_rows(rows: Rows, count: int) -> TopTokens:
+    place = rows.shape[1] - count
+    bounds = np.maximum(np.partition(rows, place, axis=1)[:, place], _LOWEST)
+    lines, ids = (rows >= bounds[:, None]).nonzero()
+    return TopTokens(lines, ids, rows[lines, ids], lines.searchsorted(_numbers(len(rows) + 1)), bounds, None)
+
+
+@lru_cache(64)
+def _numbers(count: int) -> TokenIds:
+    return np.arange(count)
