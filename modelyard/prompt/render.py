@@ -144,14 +144,10 @@ class MessageConverter:
             elif message.role == "tool":
                 out.extend(self._results(message, names, request.tools, numbers))
             else:
-                out.append(self._other(message, request.tools, numbers))
+                out.append({"role": message.role, "content": self._content(message.parts, request.tools, numbers)})
+                if message.name:
+                    out[-1]["name"] = self._shield(message.name)
         return out
-
-    def _other(self, message: Message, tools: Sequence[Tool], numbers: Iterator[int]) -> TemplateMessage:
-        entry: TemplateMessage = {"role": message.role, "content": self._content(message.parts, tools, numbers)}
-        if message.name:
-            entry["name"] = self._shield(message.name)
-        return entry
 
     def _content(
         self, parts: Sequence[Part], tools: Sequence[Tool], numbers: Iterator[int]
@@ -361,10 +357,12 @@ class Renderer:
         if tools and self.describes_tools:
             entries, tools = [{"role": "system", "content": instructions(tools)}, *entries], []
         variables = self._variables(request, adapted.template, tools)
-        if entries and _is_continued(request, entries[-1]):
-            return _render_prefill(adapted, entries, variables, _continued_part(request, entries[-1]))
-        if entries and _is_empty_reply(entries[-1]) and request.add_generation_prompt is not False:
-            entries = entries[:-1]
+        if entries and (last := entries[-1])["role"] == "assistant":
+            if _is_continued(request, last):
+                return _render_prefill(adapted, entries, variables, _continued_part(request, last))
+            is_empty = len(last) == 2 and not last["content"]
+            if is_empty and request.add_generation_prompt is not False:
+                entries = entries[:-1]
         return adapted.render(entries, variables)
 
     def _translation(self, request: Request) -> str:
@@ -532,7 +530,7 @@ def _thinking_modes(adapted: AdaptedTemplate) -> tuple[str, ...]:
 
 def _is_continued(request: Request, last: TemplateMessage) -> bool:
     """A reply at the end is continued if the client asks for it, or says nothing about the end of the prompt."""
-    if last["role"] != "assistant" or "tool_calls" in last:
+    if "tool_calls" in last:
         return False
     if request.continue_final_message is None:
         return request.add_generation_prompt is None and bool(last["content"])
@@ -542,10 +540,6 @@ def _is_continued(request: Request, last: TemplateMessage) -> bool:
 def _continued_part(request: Request, last: TemplateMessage) -> str:
     asked = request.continue_final_message
     return asked if isinstance(asked, str) else "content" if last["content"] else "reasoning_content"
-
-
-def _is_empty_reply(entry: TemplateMessage) -> bool:
-    return entry["role"] == "assistant" and len(entry) == 2 and not entry["content"]
 
 
 def _render_prefill(

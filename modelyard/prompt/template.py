@@ -270,10 +270,8 @@ class ChatTemplate:
         return name in self._words or (name == "tools" and self._takes_functions)
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        variables = {**self._fixed, **variables}
-        if self._takes_functions:
-            variables = self._with_functions(variables)
-        context = BudgetContext(self._environment, variables)
+        variables = self._with_functions(variables) if self._takes_functions else dict(variables)
+        context = BudgetContext(self._environment, self._fixed, variables=variables)
         try:
             return _join_limited(self._template.root_render_func(context))
         except TemplateRaised as error:
@@ -288,7 +286,7 @@ class ChatTemplate:
             where = self._line(error.__traceback__)
             raise TemplateFailed(f"the chat template failed{where}: {error}") from error
 
-    def _with_functions(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _with_functions(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """FireFunction's template takes the tools as text, and the date as a variable."""
         functions = [tool.get("function", tool) for tool in variables.get("tools") or ()]
         text = tojson(functions, indent=4) if functions else ""

@@ -26,15 +26,13 @@ def developer_as_system(entries: list[TemplateMessage]) -> list[TemplateMessage]
 
 def short_call_ids(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     """Some templates require nine letters and digits."""
-    return [_with_short_ids(entry) for entry in entries]
+    return [_with_short_ids(entry) if "tool_call_id" in entry or "tool_calls" in entry else entry for entry in entries]
 
 
 def _with_short_ids(entry: TemplateMessage) -> TemplateMessage:
     if "tool_call_id" in entry:
         return entry | {"tool_call_id": _short(entry["tool_call_id"])}
-    if "tool_calls" in entry:
-        return entry | {"tool_calls": [call | {"id": _short(call["id"])} for call in entry["tool_calls"]]}
-    return entry
+    return entry | {"tool_calls": [call | {"id": _short(call["id"])} for call in entry["tool_calls"]]}
 
 
 def _short(id: str) -> str:
@@ -81,14 +79,14 @@ def one_message_a_turn(entries: list[TemplateMessage]) -> list[TemplateMessage]:
 
 
 def tools_as_text(entries: list[TemplateMessage]) -> list[TemplateMessage]:
-    return [_tool_message_as_text(entry) for entry in entries]
+    return [
+        _tool_message_as_text(entry) if entry["role"] == "tool" or "tool_calls" in entry else entry for entry in entries
+    ]
 
 
 def _tool_message_as_text(entry: TemplateMessage) -> TemplateMessage:
     if entry["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{_text(entry['content'])}\n</tool_response>"}
-    if "tool_calls" not in entry:
-        return entry
     calls = "\n".join(f"<tool_call>\n{tojson(call['function'])}\n</tool_call>" for call in entry["tool_calls"])
     content = f"{entry['content']}\n{calls}" if entry["content"] else calls
     return {key: value for key, value in entry.items() if key != "tool_calls"} | {"content": content}
@@ -229,6 +227,9 @@ class AdaptedTemplate:
             self._needs_types = True
             self._needs_types = self._accepts([_ONE], ("probe one",))
         self.steps = tuple(step for step in STEPS if self._needs(step))
+        missing = [step for step in FALLBACK_ORDER if step not in self.steps]
+        added = (missing[:count] for count in range(len(missing) + 1))
+        self._attempts = [tuple(step for step in STEPS if step in (*self.steps, *more)) for more in added]
 
     def __repr__(self) -> str:
         return f"<AdaptedTemplate [{', '.join(step.__name__ for step in self.steps)}]>"
@@ -265,26 +266,15 @@ class AdaptedTemplate:
         return True
 
     def render(self, entries: list[TemplateMessage], variables: Mapping[str, Any]) -> str:
-        try:
-            return self._render(entries, variables, self.steps)
-        except TemplateFailed as error:
-            return self._add_steps(entries, variables, error)
-
-    def _add_steps(self, entries: list[TemplateMessage], variables: Mapping[str, Any], error: TemplateFailed) -> str:
-        on = set(self.steps)
-        for step in FALLBACK_ORDER:
-            if step in on:
-                continue
-            on.add(step)
+        failures: list[TemplateFailed] = []
+        for steps in self._attempts:
+            adapted = entries
+            for step in steps:
+                adapted = step(adapted)
+            if self._needs_types:
+                adapted = with_types(adapted)
             try:
-                return self._render(entries, variables, [each for each in STEPS if each in on])
-            except TemplateFailed:
-                continue
-        raise error  # the first one describes the conversation as it was sent
-
-    def _render(self, entries: list[TemplateMessage], variables: Mapping[str, Any], steps: Sequence[Step]) -> str:
-        for step in steps:
-            entries = step(entries)
-        if self._needs_types:
-            entries = with_types(entries)
-        return self.template.render({**variables, "messages": entries})
+                return self.template.render({**variables, "messages": adapted})
+            except TemplateFailed as error:
+                failures.append(error)
+        raise failures[0]  # it describes the conversation as it was sent

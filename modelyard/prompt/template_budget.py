@@ -56,11 +56,18 @@ class BudgetExceeded(SecurityError):
 
 
 class BudgetContext(Context):
-    """The variables of one render, and what is left of its budget."""
+    """The variables of one render, and what is left of its budget. `parent` has those of all renders."""
 
-    def __init__(self, environment: Environment, variables: dict[str, Any], *_: Any, **__: Any) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        parent: dict[str, Any],
+        *_: Any,
+        variables: dict[str, Any] | None = None,
+        **__: Any,
+    ) -> None:
         # As in Context, without blocks and exports, which take as long as a short template.
-        self.parent, self.vars, self.environment, self.name = variables, {}, environment, None
+        self.parent, self.vars, self.environment, self.name = parent, variables or {}, environment, None
         self.eval_ctx = EvalContext(environment)
         self.exported_vars, self.globals_keys, self.blocks = set(), set(), {}
         self.left = MAX_WORK

@@ -19,7 +19,7 @@ from modelyard.protocols.common.openai_errors import http_error_writer
 from modelyard.protocols.common.openai_lists import Metadata, check_metadata
 
 NAME = "openai_batches"
-PATHS: tuple[str, ...] = ("/v1/batches", "/v1/files")
+PATHS: tuple[str, ...] = ("/v1/batches",)  # `/v1/files` are of other protocols too
 ENDPOINTS = ("/v1/responses", "/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 _WINDOW = re.compile(r"(\d{1,3})([hd])")
@@ -106,22 +106,22 @@ def read_upload(fields: Mapping[str, str]) -> tuple[str, float | None]:
     return purpose, read_life("expires_after", ExpiresAfter(anchor, number))
 
 
-def write_file(id: str, size: int, created: int, expires: int, filename: str, purpose: str) -> JsonObject:
+def write_file(file: FileRecord) -> JsonObject:
     return {
-        "id": id,
+        "id": file.id,
         "object": "file",
-        "bytes": size,
-        "created_at": created,
-        "expires_at": expires,
-        "filename": filename,
-        "purpose": purpose,
+        "bytes": file.bytes,
+        "created_at": file.created,
+        "expires_at": file.expires,
+        "filename": file.filename,
+        "purpose": file.purpose,
         "status": "processed",
         "status_details": None,
     }
 
 
-def write_deleted_file(id: str) -> bytes:
-    return encode({"id": id, "object": "file", "deleted": True})
+def write_deleted_file(id: str) -> JsonObject:
+    return {"id": id, "object": "file", "deleted": True}
 
 
 # --- the batch ------------------------------------------------------------------------------------------------------

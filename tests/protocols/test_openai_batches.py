@@ -100,7 +100,7 @@ def test_rows_and_objects_have_the_fields_of_the_api() -> None:
     faulty = openai_batches.write_batch(Batch(id="b", api="openai", endpoint=CHAT, created=1, expires=2,
                                               faults=(BatchFault("c", "m", 3),)))  # fmt: skip
     assert faulty["errors"]["data"] == [{"code": "c", "message": "m", "line": 3, "param": None}]
-    assert set(openai_batches.write_file("f", 1, 2, 3, "n", "batch")) == set(FileObject.model_fields)
+    assert set(openai_batches.write_file(FileRecord("f", 1, 2, 3, "n", "batch"))) == set(FileObject.model_fields)
 
 
 def test_a_message_batch_has_the_fields_of_the_api() -> None:

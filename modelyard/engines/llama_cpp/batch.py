@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from modelyard.engines.llama_cpp.batch_sampler import BatchSampler
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.job import LlamaCppJob
-from modelyard.engines.llama_cpp.batch_sampler import BatchSampler
 
 IntArray = npt.NDArray[np.int32]
 

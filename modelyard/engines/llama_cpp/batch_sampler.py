@@ -19,15 +19,15 @@ import numpy.typing as npt
 from modelyard.engines.llama_cpp.logit_columns import (
     GROUP,
     LINES,
-    ColumnSearch,
     Columns,
+    ColumnSearch,
     Row,
     Rows,
     TokenIds,
     TopTokens,
     columns_of,
 )
-from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler
+from modelyard.engines.llama_cpp.numpy_sampler import Floats, NumpySampler
 from modelyard.engines.llama_cpp.top_k_sampler import TopKDraw, TopKSampler
 
 Flags = npt.NDArray[np.bool_]
@@ -98,12 +98,13 @@ class OpenDraw:
     def draw(self, rows: Rows, top: TopTokens, groups: Rows, tokens: list[int]) -> None:
         """Adds the tokens of these jobs, unless no proposal is accepted."""
         best = np.maximum.reduce(groups, axis=1)
-        if not isfinite(sum(best.tolist())):
+        sizes = (top.borders[1:] - top.borders[:-1]).tolist()
+        if not all(sizes) or not isfinite(sum(best.tolist())):
             return
         self._layout = columns_of(rows.shape[1])
         self.prepare()
         numbers, self._next = self._next, None
-        boxes = Boxes(rows, top, groups, best, self._scale)
+        boxes = Boxes(rows, top, max(sizes), groups, best, self._scale)
         waiting = self._members
         for count in _ROUNDS:
             if numbers is None:
@@ -151,7 +152,9 @@ class OpenDraw:
 class Numbers:
     """Random numbers for proposals of some rows."""
 
-    def __init__(self, random: np.random.Generator, layout: Columns, lines: TokenIds, scale: Rows, count: int) -> None:
+    def __init__(
+        self, random: np.random.Generator, layout: Columns, lines: TokenIds, scale: Floats, count: int
+    ) -> None:
         self.lines, self.firsts = lines, np.arange(len(lines)) * count
         self.box, part, place = random.random((3, len(lines), count))
         self.box *= 1 - 1e-12  # sums are rounded
@@ -165,11 +168,11 @@ class Numbers:
 class Boxes:
     """What is drawn by its weight: each top token of a row, and all other tokens of each of its groups together."""
 
-    def __init__(self, rows: Rows, top: TopTokens, groups: Rows, best: Row, scale: Rows) -> None:
+    def __init__(self, rows: Rows, top: TopTokens, tops: int, groups: Rows, best: Row, scale: Floats) -> None:
         n_rows, starts = len(rows), top.borders[:-1]
         self.rows, self.top, self.best = rows, top, best
         self._layout = columns_of(rows.shape[1])
-        self._tops = max((top.borders[1:] - starts).tolist())  # places for top tokens; most rows fill them
+        self._tops = tops  # places for top tokens; most rows fill them
         count = self._tops + self._layout.groups
         firsts = np.arange(0, n_rows * count, count)
         self._group_firsts = firsts + self._tops
@@ -219,7 +222,8 @@ class Boxes:
         starts = self.top.borders[numbers.lines] + self._tops
         tops = self.top.logits.take(np.minimum(drawn, -1) + starts[:, None], mode="clip")
         others = self.rows.ravel().take(numbers.place + np.maximum(drawn, 0))
-        return np.where(drawn < 0, tops, others)
+        found: Row = np.where(drawn < 0, tops, others)
+        return found
 
     def weights_above(self, lines: TokenIds, logits: Row) -> tuple[Row, Row]:
         """The weight of the top tokens above these, and of all of them. The temperature is 1: it follows truncation."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
@@ -13,6 +11,7 @@ from msgspec import Meta, Raw, Struct
 from modelyard.core import limits
 from modelyard.core.batch import Batch, BatchLine, BatchRow, LineFault
 from modelyard.core.errors import InvalidRequest
+from modelyard.protocols.anthropic_messages.lists import write_time
 from modelyard.protocols.common.json import JsonObject, decode, encode
 
 ENDPOINT = "/v1/messages"
@@ -86,22 +85,13 @@ def write_message_batch(batch: Batch, base_url: str) -> JsonObject:
         "type": "message_batch",
         "processing_status": "ended" if ended else "canceling" if batch.status == "cancelling" else "in_progress",
         "request_counts": counts,
-        "created_at": _time(batch.created),
-        "expires_at": _time(batch.expires),
-        "ended_at": _time(ended_at),
-        "cancel_initiated_at": _time(batch.times.get("cancelling")),
+        "created_at": write_time(batch.created),
+        "expires_at": write_time(batch.expires),
+        "ended_at": write_time(ended_at),
+        "cancel_initiated_at": write_time(batch.times.get("cancelling")),
         "archived_at": None,
         "results_url": f"{base_url}/v1/messages/batches/{batch.id}/results" if ended else None,
     }
-
-
-def _time(seconds: int | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def write_message_batches(batches: Sequence[JsonObject], has_more: bool) -> bytes:
-    first, last = (batches[0]["id"], batches[-1]["id"]) if batches else (None, None)
-    return encode({"data": batches, "has_more": has_more, "first_id": first, "last_id": last})
 
 
 def write_deleted_batch(id: str) -> bytes:

@@ -1,11 +1,13 @@
-"""Sounds and documents as clients send them, for the protocols that have such parts."""
+"""Sounds, documents and uploaded files as clients send them, for the protocols that have such parts."""
 
 from __future__ import annotations
 
+import mimetypes
 from collections.abc import Iterable
 from typing import Any
 
 from modelyard.core.errors import InvalidRequest, Unsupported
+from modelyard.core.files import FileRecord
 from modelyard.core.request import FILE_ID, Audio, Document, Part
 
 _AUDIO_TYPES = {"mp3": "audio/mpeg", "wav": "audio/wav", "flac": "audio/flac"}
@@ -45,6 +47,11 @@ def read_file(part: Any, path: str) -> Document:
         param=f"{path}.file_data",
         code="invalid_document",
     )
+
+
+def mime_type(file: FileRecord) -> str:
+    """Of an uploaded file: what the client said, else what its name says."""
+    return file.mime_type or mimetypes.guess_type(file.filename)[0] or "application/octet-stream"
 
 
 def write_audio(audio: Audio) -> dict[str, Any]:

@@ -388,6 +388,9 @@ def _read_blob(blob: GeminiBlob, path: str) -> Text | Image | Audio | Document:
 
 
 def _read_file(file: GeminiFile, path: str) -> Image | Document:
+    """A file that was uploaded here is what its content says, whatever its type."""
+    if (id := file_of_uri(file.file_uri)) is not None:
+        return Document(FILE_ID + id)
     kind = file.mime_type.lower()
     if kind == _PDF:
         return Document(file.file_uri)

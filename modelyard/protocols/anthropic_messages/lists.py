@@ -1,0 +1,26 @@
+"""Lists of Anthropic's API: pages of objects, and its times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from modelyard.protocols.common.json import JsonObject, encode
+from modelyard.protocols.common.openai_lists import PageQuery, read_page_query
+
+
+def read_query(params: Mapping[str, str]) -> PageQuery:
+    """The newest first. `before_id` asks for the page that ends before an object: it is read from its end."""
+    after, before = params.get("after_id", ""), params.get("before_id", "")
+    limits = {"limit": params["limit"]} if "limit" in params else {}
+    limit = read_page_query(limits, most=1000).limit
+    return PageQuery(before, limit, newest_first=False) if before else PageQuery(after, limit, newest_first=True)
+
+
+def write_list(objects: Sequence[JsonObject], has_more: bool) -> bytes:
+    first, last = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
+    return encode({"data": objects, "has_more": has_more, "first_id": first, "last_id": last})
+
+
+def write_time(seconds: int | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
