@@ -10,8 +10,9 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, TooLarge
-from modelyard.core.request import FILE_ID, Document, Image, Part, Request, ResultPart, Text, ToolResult
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, TooLarge
+from modelyard.core.files import FileRecord
+from modelyard.core.request import FILE_ID, Audio, Document, Image, Part, Request, ResultPart, Text, ToolResult
 from modelyard.core.store import ObjectStore
 from modelyard.gateway.records import Records, new_id
 from modelyard.protocols.common.openai_lists import PageQuery
@@ -20,53 +21,107 @@ CHUNK = 1 << 20  # bytes
 _PAGE = 8  # chunks read at once
 _LISTED = 1000  # records read at once
 _MAX_INLINE = 32 << 20  # bytes of a file that a request names
+_UPLOAD_TTL_S = 86_400.0  # of one that is not finished
 _KINDS = (
     (b"%PDF", "application/pdf"),
     (b"\x89PNG", "image/png"),
     (b"\xff\xd8\xff", "image/jpeg"),
     (b"GIF8", "image/gif"),
-    (b"RIFF", "image/webp"),
+    (b"fLaC", "audio/flac"),
+    (b"ID3", "audio/mpeg"),
+    (b"\xff\xfb", "audio/mpeg"),
 )
+_RIFF_KINDS = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
 
 
-class FileRecord(msgspec.Struct, frozen=True):
+class UploadRecord(msgspec.Struct, frozen=True):
+    """A file that arrives in pieces, of which `received` bytes are there."""
+
     id: str
-    bytes: int
-    created: int
-    expires: int
+    received: int
     filename: str
     purpose: str
+    mime_type: str
 
 
 class Files:
     def __init__(self, store: ObjectStore, ttl_s: float, max_bytes: int) -> None:
         self._store, self._ttl, self.max_bytes = store, ttl_s, max_bytes
         self._records = Records(store, "files", FileRecord, "file", ttl_s)
-        self.get, self.delete = self._records.get, self._records.delete
+        self._uploads = Records(store, "uploads", UploadRecord, "upload", min(ttl_s, _UPLOAD_TTL_S))
+        self.get, self.delete, self.upload = self._records.get, self._records.delete, self._uploads.get
 
     async def create(
-        self, key: str, filename: str, purpose: str, data: AsyncIterator[bytes], ttl_s: float | None, *, bound: bool
+        self,
+        key: str,
+        filename: str,
+        purpose: str,
+        data: AsyncIterator[bytes],
+        ttl_s: float | None,
+        *,
+        bound: bool,
+        mime_type: str = "",
     ) -> FileRecord:
         """`bound`: refuse more than `max_bytes`. A file that cannot be stored leaves nothing behind."""
         id, ttl = new_id("file-"), min(ttl_s or self._ttl, self._ttl)
         try:
             size = await self._write(id, key, data, ttl, self.max_bytes if bound else None)
-            now = time.time()
-            record = FileRecord(id, size, int(now), int(now + ttl), filename, purpose)
-            await self._records.put(id, key, record, ttl)
+            record = await self._put(FileRecord(id, size, 0, 0, filename, purpose, mime_type), key, ttl)
         except BaseException:
             await self._store.delete(self._records.scope(key), id)
             raise
         return record
 
-    async def _write(self, id: str, key: str, data: AsyncIterator[bytes], ttl: float, limit: int | None) -> int:
-        size = 0
+    async def _put(self, record: FileRecord, key: str, ttl: float) -> FileRecord:
+        now = time.time()
+        record = replace(record, created=int(now), expires=int(now + ttl))
+        await self._records.put(record.id, key, record, ttl)
+        return record
+
+    async def _write(
+        self, id: str, key: str, data: AsyncIterator[bytes], ttl: float, limit: int | None, size: int = 0
+    ) -> int:
+        """Behind the first `size` bytes. The size of all."""
         async for chunk in data:
             size += len(chunk)
             if limit is not None and size > limit:
                 raise TooLarge(f"the file is larger than the limit of {limit} bytes (batches.max_file_bytes)")
             await self._store.put(self._records.parts(id, key), f"{size:015d}", chunk, ttl)
         return size
+
+    async def begin(self, key: str, filename: str, purpose: str, mime_type: str) -> str:
+        """The id of a file whose pieces follow."""
+        id = new_id("file-")
+        await self._uploads.put(id, key, UploadRecord(id, 0, filename, purpose, mime_type))
+        return id
+
+    async def append(self, id: str, key: str, offset: int, data: AsyncIterator[bytes]) -> int:
+        """How many bytes of the file are there."""
+        upload = await self.upload(id, key)
+        if offset != upload.received:
+            raise Conflict(f"the upload has {upload.received} bytes: continue there, not at {offset}")
+        await self._drop_after(id, key, offset)
+        received = await self._write(id, key, data, self._ttl, self.max_bytes, offset)
+        await self._uploads.put(id, key, replace(upload, received=received))
+        return received
+
+    async def _drop_after(self, id: str, key: str, offset: int) -> None:
+        """What an interrupted piece has left."""
+        scope = self._records.parts(id, key)
+        while left := await self._store.page(scope, after=f"{offset:015d}", values=False):
+            for name, _ in left:
+                await self._store.delete(scope, name)
+
+    async def finish(self, id: str, key: str) -> FileRecord:
+        upload = await self.upload(id, key)
+        record = FileRecord(id, upload.received, 0, 0, upload.filename, upload.purpose, upload.mime_type)
+        record = await self._put(record, key, self._ttl)
+        await self._uploads.delete(id, key)
+        return record
+
+    async def cancel(self, id: str, key: str) -> None:
+        await self._uploads.delete(id, key)
+        await self._store.delete(self._records.scope(key), id)
 
     def content(self, id: str, key: str) -> AsyncIterator[bytes]:
         return read_chunks(self._store, self._records.parts(id, key))
@@ -92,22 +147,24 @@ class Files:
         return replace(request, messages=messages)
 
     async def _inlined(self, part: Image | Document, key: str) -> Part:
-        """An image, a PDF, or the text of any other file."""
+        """An image, a sound, a PDF, or the text of any other file."""
         id = part.url.removeprefix(FILE_ID)
         file = await self.get(id, key)
         if file.bytes > _MAX_INLINE:
             raise TooLarge(f"the file {id!r} has {file.bytes} bytes; at most {_MAX_INLINE} fit into a request")
         data = b"".join([chunk async for chunk in self.content(id, key)])
-        kind = next((kind for start, kind in _KINDS if data.startswith(start)), "")
+        kind = _kind(data)
         name = part.name if isinstance(part, Document) and part.name else file.filename
         if kind:
             url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
             detail = part.detail if isinstance(part, Image) else None
+            if kind.startswith("audio/"):
+                return Audio(url)
             return Image(url, detail) if kind.startswith("image/") else Document(url, name)
         try:
             return Text(f"{name}:\n\n{data.decode()}")
         except UnicodeDecodeError:
-            problem = f"the file {id!r} is neither an image nor a PDF nor text"
+            problem = f"the file {id!r} is neither an image nor a sound nor a PDF nor text"
             raise InvalidRequest(problem, code="invalid_document", param="file_id") from None
 
     async def page(self, key: str, query: PageQuery, purpose: str | None) -> tuple[list[FileRecord], bool]:
@@ -118,6 +175,13 @@ class Files:
             found += [record for record in page if purpose is None or record.purpose == purpose]
             after = page[-1].id if page else ""
         return found[: query.limit], has_more or len(found) > query.limit
+
+
+def _kind(data: bytes) -> str:
+    """The media type of an image, a sound or a PDF, from its first bytes; empty for anything else."""
+    if data.startswith(b"RIFF"):
+        return _RIFF_KINDS.get(data[8:12], "")
+    return next((kind for start, kind in _KINDS if data.startswith(start)), "")
 
 
 def _named_files(request: Request) -> Iterator[tuple[Image | Document, bool]]:

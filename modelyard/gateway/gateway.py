@@ -773,7 +773,7 @@ def _omitted_tools(request: Request, model: Model) -> Sequence[str]:
         raise Unsupported(
             "MCP servers are off here: list them in the configuration ([mcp.servers]), or leave them out",
             code="mcp_off",
-            param="tools",
+            param="mcp_servers",
         )
     return [f"tool_left_out: {t.type or t.name} is not run here" for t in request.tools if t.kind == "server"]
 

@@ -74,7 +74,7 @@ async def offer_tools(
     found: dict[str, tuple[ToolServer, McpConnection]] = {}
     for server in named:
         if server.label in found:
-            raise InvalidRequest(f"two MCP servers have the label {server.label!r}", param="tools")
+            raise InvalidRequest(f"two MCP servers have the label {server.label!r}", param="mcp_servers")
         try:
             found[server.label] = server, servers.find(server)
         except (Forbidden, NotFound):

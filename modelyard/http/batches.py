@@ -1,25 +1,20 @@
-"""Batches and files over HTTP: `/v1/files`, `/v1/batches` (OpenAI) and `/v1/messages/batches` (Anthropic); and the run
-of one line of a batch, which takes the way of any other request of its key."""
+"""Batches over HTTP: `/v1/batches` (OpenAI) and `/v1/messages/batches` (Anthropic); and the run of one line of a batch,
+which takes the way of any other request of its key."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from urllib.parse import quote
 
 import msgspec
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope
+from starlette.types import ASGIApp, Message, Scope
 
 from modelyard.core.batch import Batch
-from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, TooLarge
+from modelyard.core.errors import Conflict, ModelyardError
 from modelyard.gateway.batches import Batches, LineReply
-from modelyard.gateway.files import CHUNK, FileRecord, Files
 from modelyard.gateway.records import new_id
 from modelyard.http.auth import Authenticator
 from modelyard.http.connection import offer_callbacks
@@ -28,20 +23,11 @@ from modelyard.http.middleware import new_trace
 from modelyard.http.request_context import CONTEXT_KEY, RequestContext, read_body, run_sized
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols.anthropic_messages import batches as anthropic
+from modelyard.protocols.anthropic_messages.lists import read_query, write_list
 from modelyard.protocols.common.json import JsonObject, encode
-from modelyard.protocols.common.openai_lists import PageQuery, read_page_query, write_page
-from modelyard.protocols.openai_batches import (
-    read_batch,
-    read_upload,
-    write_batch,
-    write_deleted_file,
-    write_file,
-)
+from modelyard.protocols.common.openai_lists import read_page_query, write_page
+from modelyard.protocols.openai_batches import read_batch, write_batch
 from modelyard.telemetry.log import current_trace
-
-_MAX_FORM_FIELDS = 16
-_FORM_BYTES = 1 << 20  # of an upload, besides its file
-_JSON_LINES = "application/jsonl"
 
 
 def _key(request: HttpRequest) -> str:
@@ -50,92 +36,6 @@ def _key(request: HttpRequest) -> str:
 
 def _json(body: bytes | JsonObject) -> Response:
     return Response(body if isinstance(body, bytes) else encode(body), media_type="application/json")
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-class FileEndpoints:
-    def __init__(self, files: Files) -> None:
-        self._files = files
-
-    def routes(self) -> list[BaseRoute]:
-        return [
-            Route("/v1/files", self.upload, methods=["POST"]),
-            Route("/v1/files", self.all, methods=["GET"]),
-            Route("/v1/files/{id}", self.get, methods=["GET"]),
-            Route("/v1/files/{id}", self.delete, methods=["DELETE"]),
-            Route("/v1/files/{id}/content", self.content, methods=["GET"]),
-        ]
-
-    async def upload(self, request: HttpRequest) -> Response:
-        limit, declared = self._files.max_bytes, request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > limit + _FORM_BYTES:
-            raise TooLarge(f"the file is larger than the limit of {limit} bytes (batches.max_file_bytes)")
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise InvalidRequest("send the file as multipart/form-data, with the fields file and purpose")
-        request = HttpRequest(request.scope, _bounded(request, limit + _FORM_BYTES))
-        try:
-            form = await request.form(max_files=1, max_fields=_MAX_FORM_FIELDS)
-        except (MultiPartException, HTTPException) as error:
-            raise InvalidRequest(f"the form cannot be read: {getattr(error, 'detail', error)}") from None
-        try:
-            file = form.get("file")
-            if not isinstance(file, UploadFile):
-                raise InvalidRequest("file is required: the file to upload", param="file")
-            purpose, ttl_s = read_upload({name: value for name, value in form.items() if isinstance(value, str)})
-            name = (file.filename or "upload").replace("\\", "/").rpartition("/")[2][:255] or "upload"
-            if purpose == "batch" and not name.endswith(".jsonl"):
-                raise InvalidRequest(f"a file with purpose batch must be .jsonl, not {name!r}", param="file")
-            made = await self._files.create(_key(request), name, purpose, _read(file), ttl_s, bound=True)
-        finally:
-            await form.close()
-        return _json(_written(made))
-
-    async def all(self, request: HttpRequest) -> Response:
-        query = read_page_query(request.query_params, default=10_000, most=10_000)
-        found, has_more = await self._files.page(_key(request), query, request.query_params.get("purpose"))
-        return _json(write_page([_written(file) for file in found], [file.id for file in found], has_more))
-
-    async def get(self, request: HttpRequest) -> Response:
-        return _json(_written(await self._files.get(request.path_params["id"], _key(request))))
-
-    async def content(self, request: HttpRequest) -> Response:
-        id, key = request.path_params["id"], _key(request)
-        file = await self._files.get(id, key)
-        disposition = f"attachment; filename*=utf-8''{quote(file.filename)}"
-        headers = {"content-length": str(file.bytes), "content-disposition": disposition}
-        kind = _JSON_LINES if file.filename.endswith(".jsonl") else "application/octet-stream"
-        return StreamingResponse(self._files.content(id, key), media_type=kind, headers=headers)
-
-    async def delete(self, request: HttpRequest) -> Response:
-        id = request.path_params["id"]
-        await self._files.delete(id, _key(request))
-        return _json(write_deleted_file(id))
-
-
-def _bounded(request: HttpRequest, limit: int) -> Receive:
-    """A body of unknown length is read no further than its limit."""
-    read = 0
-
-    async def receive() -> Message:
-        nonlocal read
-        message = await request.receive()
-        read += len(message.get("body", b""))
-        if read > limit:
-            raise TooLarge(f"the upload is larger than {limit} bytes (batches.max_file_bytes)")
-        return message
-
-    return receive
-
-
-async def _read(file: UploadFile) -> AsyncIterator[bytes]:
-    while chunk := await file.read(CHUNK):
-        yield chunk
-
-
-def _written(file: FileRecord) -> JsonObject:
-    return write_file(file.id, file.bytes, file.created, file.expires, file.filename, file.purpose)
 
 
 # --- OpenAI's batches -----------------------------------------------------------------------------------------------
@@ -217,7 +117,7 @@ class MessageBatchEndpoints:
 
     async def all(self, request: HttpRequest) -> Response:
         """The newest first. `before_id` asks for the page that ends before an object."""
-        query = _read_anthropic_query(request.query_params)
+        query = read_query(request.query_params)
         found, has_more = await self._batches.page(
             "anthropic", _key(request), query.after, query.limit, newest_first=query.newest_first
         )
@@ -225,7 +125,7 @@ class MessageBatchEndpoints:
             found.reverse()
         base = _base_url(request)
         written = [anthropic.write_message_batch(batch, base) for batch in found]
-        return _json(anthropic.write_message_batches(written, has_more))
+        return _json(write_list(written, has_more))
 
     async def get(self, request: HttpRequest) -> Response:
         return self._batch(await self._batches.get("anthropic", request.path_params["id"], _key(request)), request)
@@ -252,13 +152,6 @@ class MessageBatchEndpoints:
 
     def _batch(self, batch: Batch, request: HttpRequest) -> Response:
         return _json(anthropic.write_message_batch(batch, _base_url(request)))
-
-
-def _read_anthropic_query(params: Mapping[str, str]) -> PageQuery:
-    after, before = params.get("after_id", ""), params.get("before_id", "")
-    limits = {"limit": params["limit"]} if "limit" in params else {}
-    limit = read_page_query(limits, most=1000).limit
-    return PageQuery(before, limit, newest_first=False) if before else PageQuery(after, limit, newest_first=True)
 
 
 def _base_url(request: HttpRequest) -> str:

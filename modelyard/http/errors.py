@@ -14,6 +14,7 @@ from starlette.responses import Response
 from modelyard import plugins
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, NotFound, with_message
 from modelyard.core.protocol import WireError, WireProtocol
+from modelyard.http.auth import GOOGLE_KEY
 from modelyard.http.request_context import ADMIN_PATH, RequestContext, is_gemini
 from modelyard.telemetry.log import log_event
 from modelyard.telemetry.masking import hide_folders, mask_secrets
@@ -26,18 +27,24 @@ def load_protocol(name: str) -> WireProtocol:
 
 
 def protocol_of(context: RequestContext) -> WireProtocol:
-    """The protocol of the path. For paths that belong to none, the client's: Anthropic's send a header of their own."""
+    """The protocol of the path. For paths that belong to none, the client's: Anthropic's and Google's send a header
+    of their own."""
     if context.path.startswith(("/v1/responses", "/responses")):
         return load_protocol("openai_responses")
     if context.path.startswith("/api/") and not context.path.startswith("/api/v0/"):  # LM Studio's are OpenAI's
         return load_protocol("ollama")
-    if is_gemini(context.path, context.headers):
+    if is_gemini(context.path, context.headers) or _is_google(context):
         return load_protocol("gemini")
     if context.path.startswith("/v1/messages"):
         return load_protocol("anthropic_messages")
     if "anthropic-version" in context.headers and context.path not in _protocol_paths():
         return load_protocol("anthropic_messages")
     return load_protocol("openai_chat")
+
+
+def _is_google(context: RequestContext) -> bool:
+    """Google's clients use paths of `/v1` too, of which only some are served here."""
+    return GOOGLE_KEY in context.headers and context.path not in _protocol_paths()
 
 
 @cache

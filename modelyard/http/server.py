@@ -26,11 +26,12 @@ from modelyard.gateway.gateway import Gateway
 from modelyard.http import ollama, tokens
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.auth import Authenticator, is_docs
-from modelyard.http.batches import BatchEndpoints, FileEndpoints, LineExecutor, MessageBatchEndpoints
+from modelyard.http.batches import BatchEndpoints, LineExecutor, MessageBatchEndpoints
 from modelyard.http.connection import LimitedConnection
 from modelyard.http.conversations import ConversationEndpoints
 from modelyard.http.engine_lookups import EngineLookups
 from modelyard.http.errors import EXCEPTION_HANDLERS, load_protocol
+from modelyard.http.files import FileEndpoints
 from modelyard.http.gemini import gemini_routes
 from modelyard.http.health import HealthEndpoints
 from modelyard.http.inference import InferenceEndpoint

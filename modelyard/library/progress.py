@@ -6,23 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from modelyard.core.units import format_duration as format_duration
 from modelyard.core.units import format_size as format_size
 
+if TYPE_CHECKING:  # slow to import, and most processes fetch nothing
+    from rich.console import Console
+    from rich.progress import Progress
+
 OnBytes = Callable[[int, int], None]  # done, total
-
-
-class _SpeedColumn(ProgressColumn):
-    """Rich's own is decimal."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text(f"{format_size(speed)}/s" if speed else "?", style="progress.data.speed")
 
 
 class ProgressReporter:
@@ -34,21 +28,19 @@ class ProgressReporter:
         write_line: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console, self._clock = console or Console(stderr=True), clock
+        self._console, self._clock = console, clock
         self.write_line = write_line or (lambda line: print(line, file=sys.stderr))
+
+    @cached_property
+    def console(self) -> Console:
+        from rich.console import Console
+
+        return self._console or Console(stderr=True)
 
     @contextmanager
     def track(self, name: str, verb: str = "fetching") -> Iterator[OnBytes]:
         if self.console.is_terminal:
-            with Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                DownloadColumn(binary_units=True),
-                _SpeedColumn(),
-                TimeRemainingColumn(),
-                console=self.console,
-                transient=True,
-            ) as bar:
+            with _bar(self.console) as bar:
                 task = bar.add_task(name, total=None)
                 started = False
 
@@ -81,6 +73,28 @@ class ProgressReporter:
                 self.write_line(f"{title}: {tenths * 10} % of {format_size(total)}{rate}")
 
         return on_bytes
+
+
+def _bar(console: Console) -> Progress:
+    from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class SpeedColumn(ProgressColumn):
+        """Rich's own is decimal."""
+
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text(f"{format_size(speed)}/s" if speed else "?", style="progress.data.speed")
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        SpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
 
 
 def format_rate(done: int, left: int, seconds: float) -> str:

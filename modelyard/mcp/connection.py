@@ -143,7 +143,7 @@ class McpConnection:
         loop, session = asyncio.get_running_loop(), self._session
         if session is None or session.is_over:
             if self._fault is not None and loop.time() < self._retry_at:
-                raise ServerFailed(self._fault.message, param="tools")
+                raise ServerFailed(self._fault.message, param="mcp_servers")
             session = self._session = _Session(self.name, self._transport)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -162,7 +162,7 @@ class McpConnection:
         return session
 
     def _failed(self, what: str) -> ServerFailed:
-        self._fault = ServerFailed(f"the MCP server {self.name!r} {what}", param="tools")
+        self._fault = ServerFailed(f"the MCP server {self.name!r} {what}", param="mcp_servers")
         self._retry_at = asyncio.get_running_loop().time() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
         return self._fault

@@ -52,12 +52,12 @@ class McpServers:
             raise NotFound(
                 f"there is no MCP server {name!r} here; those that requests may name: {', '.join(known) or 'none'}",
                 code="mcp_server_unknown",
-                param="tools",
+                param="mcp_servers",
             )
         if server.headers:
             raise InvalidRequest(
                 f"the MCP server {name!r} is configured here with its own credentials: send no headers or token",
-                param="tools",
+                param="mcp_servers",
             )
         return self.named(name)
 
@@ -86,7 +86,7 @@ class McpServers:
         except UnicodeError:
             host = ""
         if parts.scheme not in ("http", "https") or not host:
-            raise InvalidRequest(f"{url[:200]!r} is not the http(s) URL of an MCP server", param="tools")
+            raise InvalidRequest(f"{url[:200]!r} is not the http(s) URL of an MCP server", param="mcp_servers")
         if not self._guard.allows(host):
             raise Forbidden(
                 f"MCP servers of {host[:200]!r} are not allowed; the setting mcp.allow_urls lists the hosts that are",
@@ -94,7 +94,7 @@ class McpServers:
             )
         for name in server.headers:
             if name.lower() in _OWN_HEADERS:
-                raise InvalidRequest(f"an MCP server's headers may not set {name!r}", param="tools")
+                raise InvalidRequest(f"an MCP server's headers may not set {name!r}", param="mcp_servers")
         key = url, tuple(sorted(server.headers.items()))
         connection = self._by_url.get(key)
         if connection is None:

@@ -48,7 +48,12 @@ def test_anthropics_sdk_uploads_reads_lists_and_deletes_files(server: LiveServer
     files = anthropic_sdk(server, "sk-bob").beta.files
     made = [files.upload(file=(f"{n}.txt", io.BytesIO(NOTES), "text/plain")) for n in range(3)]
     first = made[0]
-    assert (first.type, first.filename, first.mime_type, first.size_bytes) == ("file", "0.txt", "text/plain", len(NOTES))
+    assert (first.type, first.filename, first.mime_type, first.size_bytes) == (
+        "file",
+        "0.txt",
+        "text/plain",
+        len(NOTES),
+    )
     assert files.retrieve_metadata(first.id) == first
     assert files.download(first.id).read() == NOTES
     assert [file.id for file in files.list(limit=2)] == [file.id for file in reversed(made)]

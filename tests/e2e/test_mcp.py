@@ -425,10 +425,12 @@ def test_without_servers_a_request_that_names_one_is_refused() -> None:
     off = config() | {"mcp": {}, "routes": []}
     with live_server(off) as server:
         reply = post(server, "/v1/responses", {"model": "demo", "input": "hi", "tools": [mcp()]})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "mcp_off")
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["param"]) == (400, "mcp_off", "tools")
         body = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
         servers = {"mcp_servers": [{"type": "url", "name": "tools", "url": "https://example.com/mcp"}]}
-        assert post(server, "/v1/messages", body | servers).json()["error"]["code"] == "mcp_off"
+        error = post(server, "/v1/messages", body | servers).json()["error"]
+        assert (error["code"], error["param"]) == ("mcp_off", "mcp_servers")
 
 
 # --- Messages -------------------------------------------------------------------------------------------------------

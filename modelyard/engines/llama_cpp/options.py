@@ -91,7 +91,8 @@ OneControlVector = Annotated[
 
 
 class Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    # Built at its first use: processes that check a file or the library have none.
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, defer_build=True)
 
     path: str = Field(description="The GGUF file, its folder, or the first file of a split model.")
     n_gpu_layers: GpuLayers = Field(

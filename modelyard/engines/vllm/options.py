@@ -60,7 +60,7 @@ RESERVED_ARGUMENTS = {
 class VllmOptions(BaseModel):
     """`vllm_max_model_len` is not here: it is an alias of the window, which every model has."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)  # most servers have no model for it
 
     path: str | None = Field(
         default=None, description="The model's folder, or its name in the library; vllm_model takes precedence."

@@ -471,8 +471,8 @@ def _read_document(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
         return (*context, Document(f"data:{media_type};base64,{_string(source.data, 'source.data')}", name))
     if source.type == "url":
         return (*context, Document(_string(source.url, "source.url"), name))
-    if source.type == "file":
-        return (*context, Document(FILE_ID + _string(source.file_id, "source.file_id"), name))
+    if source.type == "file" and isinstance(source.file_id, str):
+        return (*context, Document(FILE_ID + source.file_id, name))
     # The model is told: a refusal would end an agent's session, because the document stays in its history.
     warnings[f"document_replaced:{source.type}"] = None
     return (Text("\n\n".join([*headings, "[document: this model reads text only]"])),)

@@ -34,9 +34,12 @@ SMALLER_CLIENT = "choose a client that brings less along, for example aider: mod
 
 
 def _own_name(param: str | None, conversation: str) -> str | None:
-    """The client's name of a field: the gateway says it in the words of Chat Completions."""
+    """The client's name of a field: the gateway says it in the words of Chat Completions, and of Messages for what
+    Chat Completions lacks."""
     if param == "messages":
         return conversation
+    if param == "mcp_servers":
+        return "tools"
     return "text.format" if param == "response_format" and conversation == "input" else param
 
 

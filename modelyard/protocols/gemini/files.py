@@ -1,7 +1,7 @@
 """Google's Files: `POST /upload/v1beta/files`, a resumable upload, and `/v1beta/files`.
 
-    start            X-Goog-Upload-Command: start      a description    →  X-Goog-Upload-URL
-    the pieces       upload, or upload, finalize       bytes            →  X-Goog-Upload-Status: active, or final
+start            X-Goog-Upload-Command: start      a description    →  X-Goog-Upload-URL
+the pieces       upload, or upload, finalize       bytes            →  X-Goog-Upload-Status: active, or final
 """
 
 from __future__ import annotations

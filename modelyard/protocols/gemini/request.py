@@ -18,6 +18,7 @@ from msgspec import Raw, Struct, field
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
+    FILE_ID,
     Audio,
     Constraint,
     Document,
@@ -46,6 +47,7 @@ from modelyard.protocols.common.extensions import (
 from modelyard.protocols.common.json import dumps
 from modelyard.protocols.common.openai_fields import MAX_N, check_range, read_session, read_stop
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
+from modelyard.protocols.gemini.files import file_of_uri
 from modelyard.protocols.gemini.schema import decode_proto, read_schema
 
 PATH, QUERY = ":path", ":query"  # the pseudo-headers that have the path and the query of a request
