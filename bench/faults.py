@@ -63,6 +63,7 @@ debug_max_requests = 50
 [store]
 backend = "sqlite"
 path = "{disk}/store.sqlite"
+max_bytes = 4000000
 [models.demo]
 {model}
 [caches.main]

@@ -49,7 +49,8 @@ class Files:
         self._store, self._ttl, self.max_bytes = store, ttl_s, max_bytes
         self._records = Records(store, "files", FileRecord, "file", ttl_s)
         self._uploads = Records(store, "uploads", UploadRecord, "upload", min(ttl_s, _UPLOAD_TTL_S))
-        self.get, self.delete, self.upload = self._records.get, self._records.delete, self._uploads.get
+        self.find, self.get, self.delete = self._records.find, self._records.get, self._records.delete
+        self.upload = self._uploads.get
 
     async def create(
         self,
@@ -108,9 +109,12 @@ class Files:
     async def _drop_after(self, id: str, key: str, offset: int) -> None:
         """What an interrupted piece has left."""
         scope = self._records.parts(id, key)
-        while left := await self._store.page(scope, after=f"{offset:015d}", values=False):
-            for name, _ in left:
+        while page := await self._store.page(scope, newest_first=True, values=False):
+            left = [name for name, _ in page if int(name) > offset]
+            for name in left:
                 await self._store.delete(scope, name)
+            if len(left) < len(page):
+                return
 
     async def finish(self, id: str, key: str) -> FileRecord:
         upload = await self.upload(id, key)

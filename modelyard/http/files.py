@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive
 
-from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.files import FileRecord
 from modelyard.gateway.files import CHUNK, Files, in_chunks
 from modelyard.http.auth import GOOGLE_KEY
@@ -29,6 +29,7 @@ from modelyard.protocols.gemini import files as gemini
 
 _MAX_FORM_FIELDS = 16
 _FORM_BYTES = 1 << 20  # of an upload, besides its file
+_MAX_IDS = 100  # of files that a list asks for by their ids
 _GOOGLE_VERSIONS = ("v1beta", "v1alpha", "v1")
 _PURPOSE = "user_data"  # of files for requests; only OpenAI's clients name one
 
@@ -106,10 +107,19 @@ class FileEndpoints:
         if _is_google(request):
             found, has_more = await self._files.page(key, gemini.read_list_query(params), None)
             return _json(gemini.write_files(found, _base_url(request), has_more))
-        query = read_query(params) if _is_anthropic(request) else read_page_query(params, default=10_000, most=10_000)
+        if _is_anthropic(request):
+            return await self._anthropic_list(request)
+        query = read_page_query(params, default=10_000, most=10_000)
         found, has_more = await self._files.page(key, query, params.get("purpose"))
-        if not _is_anthropic(request):
-            return _json(write_page([_written(file, request) for file in found], [f.id for f in found], has_more))
+        return _json(write_page([openai.write_file(file) for file in found], [file.id for file in found], has_more))
+
+    async def _anthropic_list(self, request: HttpRequest) -> Response:
+        key, ids = _key(request), request.query_params.getlist("ids[]")
+        if ids:
+            wanted = [await self._files.find(id, key) for id in dict.fromkeys(ids[:_MAX_IDS])]
+            return _json(write_list([anthropic.write_file(file) for file in wanted if file is not None], False))
+        query = read_query(request.query_params)
+        found, has_more = await self._files.page(key, query, None)
         if not query.newest_first:
             found.reverse()
         return _json(write_list([anthropic.write_file(file) for file in found], has_more))
@@ -183,7 +193,8 @@ class UploadEndpoint:
             return await self._piece(request, id)
         except ModelyardError as error:
             reply = error_response(request, error)
-            reply.headers[_STATUS] = "active"  # without a status, the SDKs would send the piece again
+            # Without a status, the SDKs would send the piece again; while it is active, they do not show the error.
+            reply.headers[_STATUS] = "active" if isinstance(error, Conflict) else "final"
             return reply
 
     async def _start(self, request: HttpRequest) -> Response:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from typing import cast
 
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from modelyard.core.errors import NotFound
 from modelyard.core.protocol import WireProtocol
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.request_work import RequestWork
 from modelyard.http.inference import InferenceEndpoint
 from modelyard.http.models import ModelEndpoints
-from modelyard.http.request_context import RequestContext
+from modelyard.http.request_context import GEMINI_METHODS, RequestContext
 from modelyard.http.settings import HttpSettings
 from modelyard.http.tokens import JsonEndpoint
 from modelyard.protocols import gemini
@@ -44,8 +47,18 @@ def gemini_routes(
         for prefix in gemini.PREFIXES
         for method, app in named.items()
     ]
+    unknown = Route("/{version}/models/{id:path}:{method}", not_served, methods=["POST"])
     lists = [route for version in ("v1beta", "v1alpha") for route in _lists(f"/{version}/models", models)]
-    return [*posts, *lists]
+    return [*posts, unknown, *lists]
+
+
+async def not_served(request: HttpRequest) -> Response:
+    """Google's methods that no other endpoint has, such as `batchGenerateContent`."""
+    known = ", ".join(sorted(GEMINI_METHODS))
+    raise NotFound(
+        f"there is no method {request.path_params['method'][:64]} of models here; there are {known}",
+        code="path_not_found",
+    )
 
 
 def _lists(path: str, models: ModelEndpoints) -> list[Route]:

@@ -36,8 +36,8 @@ GEMINI_METHODS = frozenset(
 
 
 def is_gemini(path: str, headers: Mapping[str, str] = {}) -> bool:
-    """Whether a request is one of Google's API: `/v1beta/…`, an upload, a method of a model such as `…:generateContent`, or a
-    list of models for one of its SDKs, which use `/v1` too."""
+    """Whether a request is one of Google's API: `/v1beta/…`, an upload, a method of a model such as
+    `…:generateContent`, or a list of models for one of its SDKs, which use `/v1` too."""
     if path.startswith(("/v1beta/", "/v1alpha/", "/upload/v1")):
         return True
     if not path.startswith(("/v1/models", "/models")):

@@ -65,7 +65,7 @@ class RunCache(dict[str, list[int]]):
         run = self._space + text
         # White space at the ends of a run could belong to a word with the space beside it.
         words = self._find(run) if text and text == text.strip() else []
-        if len("".join(words)) != len(run):
+        if "".join(words) != run:
             raise KeyError(run)
         ids = [*chain.from_iterable(map(self._words.__getitem__, words))]
         if len(run) <= _MAX_WORD and not _DIGIT.search(run):  # every number is another run, of the same digits

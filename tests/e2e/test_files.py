@@ -57,6 +57,7 @@ def test_anthropics_sdk_uploads_reads_lists_and_deletes_files(server: LiveServer
     assert files.retrieve_metadata(first.id) == first
     assert files.download(first.id).read() == NOTES
     assert [file.id for file in files.list(limit=2)] == [file.id for file in reversed(made)]
+    assert [file.id for file in files.list(ids=[first.id, "file-0"])] == [first.id]
     for file in made:
         assert files.delete(file.id).type == "file_deleted"
     assert list(files.list()) == []
@@ -94,7 +95,8 @@ def test_a_bad_upload_of_anthropics_sdk_is_refused_in_its_form(server: LiveServe
 
 @pytest.mark.parametrize("version", ["v1beta", "v1"])
 def test_googles_sdk_uploads_reads_lists_and_deletes_files(server: LiveServer, version: str) -> None:
-    files = google_sdk(server, "sk-bob", version).files
+    sdk = google_sdk(server, "sk-bob", version)
+    files = sdk.files
     made = [files.upload(file=io.BytesIO(NOTES), config={"mime_type": "text/plain"}) for _ in range(3)]
     named = files.upload(file=io.BytesIO(b"x"), config={"mime_type": "text/plain", "display_name": "Notes"})
     assert named.display_name == "Notes"
@@ -117,12 +119,14 @@ def test_a_part_of_googles_sdk_is_an_uploaded_file(server: LiveServer) -> None:
     assert sdk.models.generate_content(model="demo", contents=[notes, "text?"]).text == "Teal."
     image = sdk.files.upload(file=io.BytesIO(picture(1)), config={"mime_type": "image/png"})
     assert sdk.models.generate_content(model="demo", contents=[image, "text?"]).text
+    other = google_sdk(server, "sk-bob")
     with pytest.raises(errors.ClientError, match="no file"):
-        google_sdk(server, "sk-bob").models.generate_content(model="demo", contents=[notes, "text?"])
+        other.models.generate_content(model="demo", contents=[notes, "text?"])
 
 
 def test_a_file_of_one_sdk_is_one_of_the_others(server: LiveServer) -> None:
-    made = google_sdk(server).files.upload(file=io.BytesIO(NOTES), config={"mime_type": "text/plain"})
+    sdk = google_sdk(server)
+    made = sdk.files.upload(file=io.BytesIO(NOTES), config={"mime_type": "text/plain"})
     id = (made.name or "").removeprefix("files/")
     assert anthropic_sdk(server).beta.files.retrieve_metadata(id).mime_type == "text/plain"
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="sk-ada", max_retries=0)

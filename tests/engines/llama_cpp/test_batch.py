@@ -225,14 +225,14 @@ async def test_a_batch_is_simple_or_greedy_only_if_all_its_jobs_are(
     ("samplings", "together"),
     [
         pytest.param([Sampling(top_k=40), Sampling(top_k=9, top_p=0.5)], True, id="each has a top_k"),
-        pytest.param([Sampling(top_k=40)], False, id="a single job"),
+        pytest.param([Sampling(top_k=40)], True, id="a single job"),
         pytest.param([Sampling(), Sampling(temperature=0.5)], True, id="none limits its tokens"),
         pytest.param([Sampling(top_k=40), Sampling(min_p=0.1)], True, id="one samples alone"),
-        pytest.param([Sampling(seed=1), Sampling(min_p=0.1)], False, id="each samples alone"),
+        pytest.param([Sampling(seed=1), Sampling(min_p=0.1)], True, id="one has a seed"),
         pytest.param([Sampling(top_k=40), GREEDY], False, id="one is greedy"),
         pytest.param([Sampling(top_k=40), Sampling(top_k=40, logit_bias={1: 2.0})], False, id="one has a bias"),
     ],
 )
-async def test_a_batch_sampler_is_used_if_it_helps_a_job(samplings: list[Sampling], together: bool) -> None:
+async def test_jobs_are_sampled_together_if_their_samplers_alone_decide(samplings: list[Sampling], together: bool) -> None:
     found, _ = decode_batch(*(generating_job(sampling=sampling) for sampling in samplings))
     assert (found.sampler is not None) == together
