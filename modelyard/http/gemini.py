@@ -47,18 +47,16 @@ def gemini_routes(
         for prefix in gemini.PREFIXES
         for method, app in named.items()
     ]
-    unknown = Route("/{version}/models/{id:path}:{method}", not_served, methods=["POST"])
+    unknown = [Route(f"{prefix}/{{id:path}}:{{method}}", not_served, methods=["POST"]) for prefix in gemini.PREFIXES]
     lists = [route for version in ("v1beta", "v1alpha") for route in _lists(f"/{version}/models", models)]
-    return [*posts, unknown, *lists]
+    return [*posts, *unknown, *lists]
 
 
 async def not_served(request: HttpRequest) -> Response:
     """Google's methods that no other endpoint has, such as `batchGenerateContent`."""
     known = ", ".join(sorted(GEMINI_METHODS))
-    raise NotFound(
-        f"there is no method {request.path_params['method'][:64]} of models here; there are {known}",
-        code="path_not_found",
-    )
+    method = request.path_params["method"][:64]
+    raise NotFound(f"there is no method {method} of models here; there are {known}", code="path_not_found")
 
 
 def _lists(path: str, models: ModelEndpoints) -> list[Route]:

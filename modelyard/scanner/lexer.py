@@ -73,13 +73,10 @@ class TextBuffer:
     `uncommitted` collects what was taken since the last commit. If the reader fails, it is shown as text.
     """
 
-    text = ""
-    pos = 0
-    dropped = 0  # the number of characters before `text`
-    ended = False
-    truncated = False  # a limit ended the output, not the model
-    uncommitted: list[str] | None = None
-    recorded: list[str] | None = None  # everything that is taken, for a call that may be a quotation
+    __slots__ = (
+        *("codes", "dropped", "ended", "pos", "recorded", "text", "token_codes", "truncated"),
+        *("turn_ends", "uncommitted"),
+    )
 
     def __init__(
         self,
@@ -88,6 +85,13 @@ class TextBuffer:
         turn_ends: tuple[str, ...] = (),
     ) -> None:
         self.codes, self.token_codes, self.turn_ends = codes, token_codes, turn_ends
+        self.text = ""
+        self.pos = 0
+        self.dropped = 0  # the number of characters before `text`
+        self.ended = False
+        self.truncated = False  # a limit ended the output, not the model
+        self.uncommitted: list[str] | None = None
+        self.recorded: list[str] | None = None  # everything that is taken, for a call that may be a quotation
 
     def push(self, text: str) -> None:
         self.dropped += self.pos

@@ -26,10 +26,11 @@ TokenText = Callable[[int], tuple[str, bytes]]  # token id → its text and byte
 class BlockWriter:
     """Writes the events of one reply: at most one block is open, and the deltas of one feed are joined."""
 
-    index = -1
-    kind: BlockKind | None = None
+    __slots__ = ("_events", "_logprobs", "index", "kind", "parts")
 
     def __init__(self) -> None:
+        self.index = -1
+        self.kind: BlockKind | None = None
         self.parts: list[str] = []  # the text of the open block since its last delta
         self._logprobs: list[TokenLogprob] = []
         self._events: list[Event] = []
@@ -199,17 +200,24 @@ class VisibleOutput:
     If the format trims newlines, a run of white space with a line break is held back: a marker may follow and own it.
     """
 
-    _kind: VisibleKind = "text"
-    _stops: StopStrings | None = None
-    _is_begun = False  # the block has visible characters
-    _after_marker = False  # the block follows a marker, which owns the white space at its start
-    _has_shown_text = False  # keep the space before later text: clients would join the words around a call
-    seen = 0
-    stop_string: str | None = None
-    logprobs: LogprobTracker | None = None
-    # The kind of the open block, while nothing is held back: text without the beginning of anything may be appended to
-    # the block as it is.
-    flowing: VisibleKind | None = None
+    __slots__ = (
+        "_after_marker",
+        "_blocks",
+        "_filters",
+        "_has_messages",
+        "_has_shown_text",
+        "_is_begun",
+        "_kind",
+        "_show_thinking",
+        "_space",
+        "_spellings",
+        "_stops",
+        "_trims_newlines",
+        "flowing",
+        "logprobs",
+        "seen",
+        "stop_string",
+    )
 
     def __init__(
         self,
@@ -221,9 +229,21 @@ class VisibleOutput:
         has_messages: bool = False,
     ) -> None:
         self._blocks, self._spellings, self._has_messages = blocks, spellings, has_messages
-        self._trims_newlines, self._show_thinking = trims_newlines, show_thinking
         self._filters: dict[VisibleKind, MarkerFilter] = {}
+        self._kind: VisibleKind = "text"
+        self._trims_newlines = trims_newlines
+        self._stops: StopStrings | None = None
+        self._show_thinking = show_thinking
         self._space: list[str] = []
+        self._is_begun = False  # the block has visible characters
+        self._after_marker = False  # the block follows a marker, which owns the white space at its start
+        self._has_shown_text = False  # keep the space before later text: clients would join the words around a call
+        self.seen = 0
+        self.stop_string: str | None = None
+        self.logprobs: LogprobTracker | None = None
+        # The kind of the open block, while nothing is held back: text without the beginning of anything may be appended
+        # to the block as it is.
+        self.flowing: VisibleKind | None = None
 
     def set_stop_strings(self, stop: Sequence[str]) -> None:
         """From here on. Stop strings in the prompt have no effect."""

@@ -16,9 +16,10 @@ from msgspec import Struct
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.files import FileRecord
-from modelyard.protocols.common.json import JsonObject, decode, encode
+from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.media_parts import mime_type
 from modelyard.protocols.common.openai_lists import PageQuery, read_page_query
+from modelyard.protocols.gemini.schema import decode_proto
 
 _MAX_PAGE = 100
 _DEFAULT_PAGE = 10
@@ -59,7 +60,7 @@ def read_start(body: bytes, headers: Mapping[str, str]) -> UploadStart:
             f"x-goog-upload-protocol is {protocol[:40]!r}: send resumable, as Google's SDKs do",
             param="x-goog-upload-protocol",
         )
-    fields = (decode(_body, body).file if body.strip() else None) or GeminiFileFields()
+    fields = (decode_proto(_body, GeminiUploadBody, body).file if body.strip() else None) or GeminiFileFields()
     if fields.name:
         raise Unsupported("file.name: names are chosen here; send displayName", param="file.name")
     kind = fields.mime_type or headers.get("x-goog-upload-header-content-type", "")[:256]
