@@ -18,7 +18,7 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     faults(spec)        options that cannot work here, with a reason each: missing files, programs, keys (optional)
     capabilities(…)     what a model with these options and this header can do, before it is loaded (optional)
     MARKS_MEDIA         True if a prompt has images and audio between its tokens, not after them (default False)
-    count_media(…)      the tokens of images and audio, before the model is loaded (optional)
+    count_media(…)      the tokens of images and audio, before the model is loaded, with its interpreter (optional)
     explain(error, …)   why it did not open, from the last lines of its process (optional)
     KIND                "text" or "chat"; an option with the name `kind` takes precedence
     create(spec)        the engine, not yet opened

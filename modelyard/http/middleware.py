@@ -28,6 +28,8 @@ _ROUTES = frozenset(
         "/v1/messages/batches",
         "/v1/batches",
         "/v1/files",
+        "/upload/v1beta/files",
+        "/v1beta/files",
         "/v1/conversations",
         "/v1/chat/completions",
         "/v1/responses",
@@ -93,6 +95,7 @@ _WITH_ID = (
     "/api/blobs/",
     "/v1/conversations/",
     "/v1/files/",
+    "/v1beta/files/",
     "/v1/batches/",
     "/v1/messages/batches/",
 )

@@ -5,6 +5,7 @@ It needs no engine and no weights. A definition that fails keeps its error; only
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from modelyard import plugins
 from modelyard.config.library_models import LibraryModel, recommended_sampling
 from modelyard.config.settings import engine_options
-from modelyard.core.engine import Capabilities
+from modelyard.core.engine import Capabilities, Media
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling, Text
 from modelyard.gateway.capabilities import THINKING_MODES, UNKNOWN_ENGINE
@@ -30,6 +31,7 @@ from modelyard.router.settings import ModelSettings
 from modelyard.scanner.detect import detect, with_hermes_calls
 from modelyard.scanner.formats import load as load_format
 from modelyard.tokenizer import FileTokenizer, open_tokenizer
+from modelyard.workers.interpreter import interpreter_path
 
 
 class ModelDefinition(Struct):
@@ -56,8 +58,13 @@ def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
     if capabilities is not None and "modalities" not in settings.model_fields_set:
         model = replace(model, modalities=capabilities.modalities)
     if len(model.modalities) > 1 and hasattr(module, "count_media"):
-        model = replace(model, count_media=partial(module.count_media, options))
+        model = replace(model, count_media=partial(_count_media, module, options, settings.python))
     return ModelDefinition(model, notes)
+
+
+def _count_media(module: Any, options: Any, python: str | None, media: Sequence[Media]) -> list[int]:
+    found: list[int] = module.count_media(options, media, python and interpreter_path(python))
+    return found
 
 
 def _recommended_sampling(module: Any, options: Any, notes: list[tuple[str, str]]) -> Sampling:

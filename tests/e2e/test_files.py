@@ -24,7 +24,7 @@ NOTES = b"the secret is teal"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     path = tmp_path_factory.mktemp("objects") / "objects.sqlite"
-    settings = config(keys=KEYS, store={"objects": str(path)}, batches={"max_file_bytes": 20_000_000})
+    settings = config(keys=KEYS, store={"objects": str(path)}, batches={"max_file_bytes": 100_000})
     settings["models"]["demo"] |= {"modalities": ["text", "image"]}
     settings["models"]["demo"]["script"] = [{"when": "the secret is teal", "steps": [{"text": "Teal."}]}, *SCRIPT]
     with live_server(settings) as running:
@@ -39,6 +39,13 @@ def google_sdk(server: LiveServer, key: str = "sk-ada", version: str = "v1beta")
     once = types.HttpRetryOptions(attempts=1)
     options = types.HttpOptions(base_url=server.url, retry_options=once, api_version=version)
     return genai.Client(api_key=key, http_options=options)
+
+
+@pytest.fixture(scope="module")
+def sdk(server: LiveServer) -> Iterator[genai.Client]:
+    client = google_sdk(server)
+    yield client
+    client.close()
 
 
 # --- Anthropic's ------------------------------------------------------------------------------------------------------
@@ -113,8 +120,7 @@ def test_googles_sdk_uploads_reads_lists_and_deletes_files(server: LiveServer, v
     assert (error.value.code, error.value.status) == (404, "NOT_FOUND")
 
 
-def test_a_part_of_googles_sdk_is_an_uploaded_file(server: LiveServer) -> None:
-    sdk = google_sdk(server)
+def test_a_part_of_googles_sdk_is_an_uploaded_file(server: LiveServer, sdk: genai.Client) -> None:
     notes = sdk.files.upload(file=io.BytesIO(NOTES), config={"mime_type": "text/markdown"})
     assert sdk.models.generate_content(model="demo", contents=[notes, "text?"]).text == "Teal."
     image = sdk.files.upload(file=io.BytesIO(picture(1)), config={"mime_type": "image/png"})
@@ -124,8 +130,7 @@ def test_a_part_of_googles_sdk_is_an_uploaded_file(server: LiveServer) -> None:
         other.models.generate_content(model="demo", contents=[notes, "text?"])
 
 
-def test_a_file_of_one_sdk_is_one_of_the_others(server: LiveServer) -> None:
-    sdk = google_sdk(server)
+def test_a_file_of_one_sdk_is_one_of_the_others(server: LiveServer, sdk: genai.Client) -> None:
     made = sdk.files.upload(file=io.BytesIO(NOTES), config={"mime_type": "text/plain"})
     id = (made.name or "").removeprefix("files/")
     assert anthropic_sdk(server).beta.files.retrieve_metadata(id).mime_type == "text/plain"
@@ -134,9 +139,9 @@ def test_a_file_of_one_sdk_is_one_of_the_others(server: LiveServer) -> None:
     assert client.files.retrieve(id).purpose == "user_data"
 
 
-def test_a_large_file_arrives_in_pieces(server: LiveServer) -> None:
-    data = bytes(range(256)) * 40_000  # more than a piece of the SDK, which has 8 MiB
-    sdk = google_sdk(server)
+def test_a_large_file_arrives_in_pieces(server: LiveServer, sdk: genai.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("google.genai._api_client.CHUNK_SIZE", 10_000)  # 8 MiB
+    data = bytes(range(256)) * 100
     made = sdk.files.upload(file=io.BytesIO(data), config={"mime_type": "application/octet-stream"})
     assert made.size_bytes == len(data)
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="sk-ada", max_retries=0)
@@ -176,14 +181,14 @@ def test_a_cancelled_upload_leaves_nothing(server: LiveServer) -> None:
 def test_an_upload_is_refused_in_googles_form(server: LiveServer) -> None:
     for headers, words in (
         ({"x-goog-upload-protocol": "multipart"}, "resumable"),
-        ({"x-goog-upload-header-content-length": "30000000"}, "max_file_bytes"),
+        ({"x-goog-upload-header-content-length": "300000"}, "max_file_bytes"),
         ({"x-goog-api-key": "wrong"}, "API key"),
     ):
         error = _start(server, **headers).json()["error"]
         assert words in error["message"]
         assert error["status"]
     url = _start(server).headers["x-goog-upload-url"]
-    assert _send(url, bytes(20_000_001), "upload, finalize", 0).status_code == 413
+    assert _send(url, bytes(100_001), "upload, finalize", 0).status_code == 413
     assert _send(url.replace("sk-ada", "sk-bob"), b"x", "upload, finalize", 0).status_code == 404
 
 

@@ -158,6 +158,21 @@ def test_a_stop_string_in_the_last_held_text_counts() -> None:
     assert scanner.stop_string == "\n"
 
 
+def test_a_stop_string_may_end_in_text_in_which_nothing_begins() -> None:
+    scanner = _scanner(stop=["STOP"])
+    assert delta_texts(scanner.feed([Piece("a ST")])) == ["a "]
+    assert delta_texts(scanner.feed([Piece("O"), Piece("P not shown")])) == []
+    assert (scanner.is_done, scanner.stop_string) == (True, "STOP")
+    assert scanner.feed([Piece("nor this")]) == []
+    assert delta_texts(scanner.finish()) == []
+
+
+def test_text_that_a_limit_cuts_off_ends_as_it_was_shown() -> None:
+    scanner = _scanner()
+    assert delta_texts(scanner.feed([Piece("Hello")])) == ["Hello"]
+    assert scanner.finish(truncated=True) == [BlockEnd(0)]
+
+
 def test_a_stop_string_does_not_reach_across_a_call() -> None:
     assert text_of(scan(["a E", CALL, "ND"], "hermes", stop=["END"])) == "a END"
 

@@ -70,8 +70,9 @@ def capabilities(options: Options, header: Path | None = None) -> Capabilities:
     return structs.replace(found, modalities=("text", *kinds))
 
 
-def count_media(options: Options, media: Sequence[Media]) -> list[int]:
+def count_media(options: Options, media: Sequence[Media], python: str | None = None) -> list[int]:
     """The tokens of each, without a loaded model: the projector is loaded for it, and a model without its weights."""
+    del python
     from modelyard.engines.llama_cpp.media import count_without_model
 
     return count_without_model(options, media)

@@ -43,8 +43,9 @@ def tokenizer_path(options: Options) -> Path:
     return locate_model_file(options.path)
 
 
-def count_media(options: Options, media: Sequence[Media]) -> list[int]:
+def count_media(options: Options, media: Sequence[Media], python: str | None = None) -> list[int]:
     """The tokens of each image, as llama.cpp in process counts them."""
+    del python
     counting = LlamaCppOptions(
         path=options.path,
         mmproj=options.llama_server_mmproj_path or False,

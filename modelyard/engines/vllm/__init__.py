@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from modelyard.core.engine import Capabilities, Engine, EngineSpec
+from modelyard.core.engine import Capabilities, Engine, EngineSpec, Media
 from modelyard.core.errors import ModelyardError
 from modelyard.engines.option_faults import OptionFault, try_call
 from modelyard.engines.vllm.errors import with_cause
@@ -34,6 +34,13 @@ def create(spec: EngineSpec) -> Engine:
 
 def tokenizer_path(options: Options) -> Path:
     return require_folder(options.vllm_tokenizer or options.model_name)
+
+
+def count_media(options: Options, media: Sequence[Media], python: str | None = None) -> list[int]:
+    """What each image adds to a prompt with its placeholder, by the processor of the model's folder."""
+    from modelyard.engines.vllm.image_tokens import count_image_tokens
+
+    return count_image_tokens(options, media, python)
 
 
 def explain(error: ModelyardError, lines: Sequence[str]) -> ModelyardError:

@@ -228,6 +228,12 @@ def max_num_seqs(options: VllmOptions, caches: Mapping[str, CacheInfo]) -> int:
     return options.vllm_max_num_seqs or sum(cache.parallel for cache in caches.values())
 
 
+def processor_settings(options: VllmOptions) -> dict[str, Any]:
+    """Of the model's image processor."""
+    pixels = {} if options.vllm_max_pixels is None else {"max_pixels": options.vllm_max_pixels}
+    return options.vllm_mm_processor_kwargs | pixels
+
+
 def _arguments(options: VllmOptions, caches: Mapping[str, CacheInfo], model: str) -> Iterator[tuple[str, Any]]:
     yield "model", model
     yield "tokenizer", options.vllm_tokenizer
@@ -238,8 +244,7 @@ def _arguments(options: VllmOptions, caches: Mapping[str, CacheInfo], model: str
     yield "trust_remote_code", options.vllm_trust_remote_code or None
     yield "enforce_eager", options.vllm_enforce_eager or None
     yield "limit_mm_per_prompt", options.vllm_limit_mm_per_prompt or None
-    pixels = {} if options.vllm_max_pixels is None else {"max_pixels": options.vllm_max_pixels}
-    yield "mm_processor_kwargs", (options.vllm_mm_processor_kwargs | pixels) or None
+    yield "mm_processor_kwargs", processor_settings(options) or None
     yield "speculative_config", _speculative_config(options)
     if options.lora:
         yield "enable_lora", True

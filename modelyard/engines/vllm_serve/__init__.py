@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from modelyard.core.engine import EngineSpec
-from modelyard.engines import option_faults
+from modelyard.core.engine import EngineSpec, Media
+from modelyard.engines import option_faults, vllm
 from modelyard.engines.option_faults import OptionFault, require_template, try_call, try_options
 from modelyard.engines.vllm import estimate as estimate
 from modelyard.engines.vllm.model_folder import folder_faults, require_folder
@@ -16,7 +16,7 @@ from modelyard.engines.vllm.options import LOCAL_OPTIONS as LOCAL_OPTIONS
 from modelyard.engines.vllm_serve.engine import CAPABILITIES as CAPABILITIES
 from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.engines.vllm_serve.options import VllmServeOptions as Options
-from modelyard.engines.vllm_serve.server import find_binary
+from modelyard.engines.vllm_serve.server import find_binary, interpreter_of
 
 KIND = "chat"
 create = VllmServeEngine
@@ -26,6 +26,11 @@ COUNTS_LOCALLY = True
 
 def tokenizer_path(options: Options) -> Path:
     return require_folder(options.vllm_tokenizer or options.model_name)
+
+
+def count_media(options: Options, media: Sequence[Media], python: str | None = None) -> list[int]:
+    """As with vLLM in process, by the interpreter beside the program."""
+    return vllm.count_media(options, media, python or interpreter_of(find_binary(options)))
 
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,6 +61,16 @@ def find_binary(options: VllmServeOptions) -> str:
         ("vllm", vllm_env.program()),
         "there is no vllm on the PATH: set vllm_serve_binary, or build one that runs without a GPU with make vllm-env",
     )
+
+
+def interpreter_of(program: str) -> str:
+    """Of the environment that has this program."""
+    path = Path(program).resolve()
+    if (beside := path.with_name("python")).exists():
+        return str(beside)
+    with path.open("rb") as file:
+        first = file.readline(512).decode("utf-8", "replace").strip()
+    return first[2:].split()[0] if first.startswith("#!") and first[2:].split() else sys.executable
 
 
 async def lists_models(server: ManagedServer) -> bool:
