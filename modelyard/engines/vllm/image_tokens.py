@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
@@ -62,15 +63,14 @@ class ProcessorProcess:
         guard = Timer(_ANSWER_S, process.kill)
         guard.daemon = True
         guard.start()
-        try:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:  # it has ended
-            line = process.stdout.readline() if process.stdout is not None else ""
-        finally:
-            guard.cancel()
+        line = ""
+        to, answers = process.stdin, process.stdout
+        if to is not None and answers is not None:
+            with suppress(OSError):  # it has ended, and may have said why
+                to.write(json.dumps(question) + "\n")
+                to.flush()
+            line = answers.readline()
+        guard.cancel()
         if not line:
             self._end()
             raise Unavailable("the image processor ended before it had counted the tokens")
@@ -90,9 +90,11 @@ class ProcessorProcess:
     def _started(self) -> subprocess.Popen[str]:
         if self._idle is not None:
             self._idle.cancel()
-        if self._process is None or self._process.poll() is not None:
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._process is None:
             environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - the model's own interpreter
                 die_with_parent(self._command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

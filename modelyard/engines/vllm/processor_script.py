@@ -1,8 +1,8 @@
 """Counts the tokens of images with a model's own processor: a program for the interpreter that has vLLM.
 
-It reads lines of JSON, `{"images": [base64, …]}`, and answers each with `{"counts": […]}` or `{"error": …, "of": …}`. An
-image takes the tokens that the processor adds to a prompt with its placeholder, as vLLM's own processor does. It imports
-nothing of this package: another environment need not have what that needs.
+It reads lines of JSON, `{"images": [base64, …]}`, and answers each with `{"counts": […]}` or `{"error": …, "of": …}`.
+An image takes the tokens that the processor adds to a prompt with its placeholder; vLLM calls the same processor. This
+file imports nothing of this package: another environment need not have what that needs.
 """
 
 import base64

@@ -23,10 +23,10 @@ from tests.engines.llama_cpp.architectures import ARCHITECTURES, WINDOW, model
 from tests.engines.llama_cpp.exact_models import write
 
 USUAL = (  # noqa: SIM905
-    "llama qwen3 qwen2vl phi3 falcon stablelm chatglm glm4 olmo2 command-r granite "  # dense
+    "llama qwen3 qwen2vl phi3 falcon chatglm glm4 command-r "  # dense
     "gpt2 starcoder mpt bloom refact "  # learned positions, or biases instead
-    "gemma2 gemma3 gemma3n cohere2 gpt-oss llama4 exaone4 mimo2 "  # sliding windows
-    "qwen3moe olmoe glm4moe grok minimax-m2 hunyuan-moe ernie4_5-moe "  # experts
+    "gemma2 gemma3 gemma3n cohere2 gpt-oss llama4 mimo2 "  # sliding windows
+    "qwen3moe glm4moe grok minimax-m2 ernie4_5-moe "  # experts
     "deepseek2 minicpm3 glm-dsa deepseek4 "  # latent attention
     "mamba mamba2 rwkv7 "  # recurrent
     "jamba falcon-h1 granitehybrid nemotron_h lfm2 qwen3next qwen35 kimi-linear kimi-k3 minimax-01 "  # hybrid

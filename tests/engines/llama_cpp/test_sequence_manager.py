@@ -422,7 +422,7 @@ async def test_mixed_conversations_generate_what_each_generates_alone(seed: int)
     turns: list[tuple[list[int], list[Chunk]]] = []
     async with exact(share=seed < 2, **places) as engine:
         canceller = CancelAfter(engine)
-        for _ in range(24):
+        for _ in range(16):
             batch = _fitting(random.sample(list(homes), random.randint(1, 5)), homes, places)
             canceller.left = {engine._job_count + 1: random.randint(1, 6)} if random.random() < 0.4 else {}
             jobs = {n: engine.generate(id_prompt(history[n], cache=homes[n], session=str(n))) for n in batch}

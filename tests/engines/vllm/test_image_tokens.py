@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -85,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     image_tokens.close_all()
 
 
-def count(folder: Path, *found: Media, **options: object) -> list[int]:
+def count(folder: Path, *found: Media, **options: Any) -> list[int]:
     return vllm.count_media(VllmOptions(vllm_model=str(folder), **options), found)
 
 

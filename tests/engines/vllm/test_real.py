@@ -272,6 +272,29 @@ def test_images_are_counted_as_they_are_read(vision_server: LiveServer) -> None:
     assert counted == describe(vision_server, png((7, 7, 7)))["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("backend", ["vllm", "vllm_serve"])
+def test_images_are_counted_before_the_model_is_loaded(vision_server: LiveServer, backend: str) -> None:
+    colours = (7, 7, 7), (8, 8, 8)
+    images = [{"type": "image", "source": anthropic_source(colour)} for colour in colours]
+    body = {
+        "model": MODEL,
+        "max_tokens": 1,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "What do you see?"}, *images]}],
+    }
+    own = {"python": real_vllm.python()} if backend == "vllm" else {"vllm_serve_binary": str(vllm_env.program())}
+    values = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
+    model = {"backend": backend, "n_ctx": 512, "modalities": ["text", "image"], **values, **own}
+    with live_server({"models": {MODEL: model | {"enabled": False, "autoload": True}}}, ready=False) as served:
+        url = f"{served.url}/v1/messages/count_tokens"
+        counted = httpx.post(url, json=body, timeout=WAIT_S).json()
+        assert served.status(MODEL).state != "ready"
+        images[1]["source"] = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+        broken = httpx.post(url, json=body, timeout=WAIT_S)
+    described = describe(vision_server, *(png(colour) for colour in colours))
+    assert counted == {"input_tokens": described["usage"]["prompt_tokens"]}
+    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 def test_a_forced_prompt_format_writes_the_models_own_placeholder() -> None:
     values = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
     model = {"backend": "vllm", "python": real_vllm.python(), "n_ctx": 512, "modalities": ["text", "image"], **values}
