@@ -127,6 +127,7 @@ _GIVES = (
     ("post", "/upload/v1beta/files", "Upload a file as Google's SDKs do: resumable, in pieces"),
     ("get", "/v1beta/files", "Uploaded files, in Google's form"),
     ("get", "/v1beta/files/{id}", "One file, in Google's form"),
+    ("get", "/v1beta/files/{id}:download", "What is in a file"),
     ("delete", "/v1beta/files/{id}", "Delete a file"),
     ("get", "/v1/batches", "Batches, the newest first"),
     ("get", "/v1/batches/{id}", "One batch, and how far it is"),

@@ -70,7 +70,7 @@ def test_anthropics_sdk_uploads_reads_lists_and_deletes_files(server: LiveServer
     assert list(files.list()) == []
     with pytest.raises(anthropic.NotFoundError) as error:
         files.retrieve_metadata(first.id)
-    assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index, call-overload]
+    assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
 
 
 def test_a_document_or_an_image_of_a_message_is_an_uploaded_file(server: LiveServer) -> None:
@@ -121,9 +121,9 @@ def test_googles_sdk_uploads_reads_lists_and_deletes_files(server: LiveServer, v
 
 
 def test_a_part_of_googles_sdk_is_an_uploaded_file(server: LiveServer, sdk: genai.Client) -> None:
-    notes = sdk.files.upload(file=io.BytesIO(NOTES), config={"mime_type": "text/markdown"})
+    notes: Any = sdk.files.upload(file=io.BytesIO(NOTES), config={"mime_type": "text/markdown"})
     assert sdk.models.generate_content(model="demo", contents=[notes, "text?"]).text == "Teal."
-    image = sdk.files.upload(file=io.BytesIO(picture(1)), config={"mime_type": "image/png"})
+    image: Any = sdk.files.upload(file=io.BytesIO(picture(1)), config={"mime_type": "image/png"})
     assert sdk.models.generate_content(model="demo", contents=[image, "text?"]).text
     other = google_sdk(server, "sk-bob")
     with pytest.raises(errors.ClientError, match="no file"):
@@ -194,9 +194,10 @@ def test_an_upload_is_refused_in_googles_form(server: LiveServer) -> None:
 
 def test_what_is_not_served_of_googles_api_is_refused_in_its_form(server: LiveServer) -> None:
     sdk = google_sdk(server, version="v1")
+    requests: Any = [{"contents": [{"parts": [{"text": "text"}]}]}]
     for call in (
         lambda: sdk.caches.create(model="demo", config={"contents": "text"}),
-        lambda: sdk.batches.create(model="demo", src=[{"contents": [{"parts": [{"text": "text"}]}]}]),
+        lambda: sdk.batches.create(model="demo", src=requests),
     ):
         with pytest.raises(errors.ClientError) as error:
             call()

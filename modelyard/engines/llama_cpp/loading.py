@@ -88,10 +88,10 @@ def free_memory(options: Options) -> AvailableMemory:
     free = system.free_memory(with_gpus=False)
     if not uses_gpu(options):
         return free
-    gpus = {gpu.name: gpu.free for gpu in lib.gpu_devices() if options.devices is None or gpu.name in options.devices}
-    if options.split_mode == "none":
-        gpus = dict(list(gpus.items())[options.main_gpu : options.main_gpu + 1])
-    return limit_memory(options, structs.replace(free, gpus=gpus))
+    found = {gpu.name: gpu.free for gpu in lib.gpu_devices()}
+    if options.devices is not None:  # in this order they share the model, and `main_gpu` counts them
+        found = {name: found[name] for name in options.devices if name in found}
+    return limit_memory(options, structs.replace(free, gpus=found))
 
 
 def uses_gpu(options: Options) -> bool:
@@ -217,6 +217,7 @@ class TensorPlacement:
     def __init__(self, options: Options) -> None:
         self._split_mode, self._main_gpu = options.split_mode, options.main_gpu
         self._devices = self._named_devices(options.devices) if options.devices is not None else None
+        self._check_count(options, len(options.devices or lib.gpu_devices()))
         patterns = dict(options.tensor_overrides)
         if options.n_cpu_moe:
             patterns |= dict.fromkeys(_expert_patterns(options.n_cpu_moe), "CPU")
@@ -242,6 +243,18 @@ class TensorPlacement:
             params.tensor_buft_overrides = ctypes.addressof(self._overrides)
         if self._split is not None:
             params.tensor_split = self._split
+
+    @staticmethod
+    def _check_count(options: Options, count: int) -> None:
+        """llama.cpp ignores parts that are too many, and names no option in its error about a GPU that is not there.
+        Without GPUs these options have no effect."""
+        wrong = None
+        if count and options.split_mode == "none" and options.main_gpu >= count:
+            wrong = f"main_gpu = {options.main_gpu} counts from 0"
+        elif count and len(options.tensor_split or ()) > count:
+            wrong = f"tensor_split has {len(options.tensor_split or ())} parts"
+        if wrong is not None:
+            raise InvalidRequest(f"{wrong}, and this model has {count} GPU{'s' * (count > 1)}", code="device_unknown")
 
     @staticmethod
     def _named_devices(names: Sequence[str]) -> Any:

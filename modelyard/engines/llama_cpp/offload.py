@@ -14,7 +14,7 @@ fit                all of that by the estimate: the first of these that fits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, structs
@@ -59,10 +59,23 @@ def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
 
 
 def limit_memory(options: Options, free: AvailableMemory) -> AvailableMemory:
-    """Without what `gpu_memory_mb` forbids."""
-    if options.gpu_memory_mb is None:
-        return free
-    return structs.replace(free, gpus={gpu: min(size, options.gpu_memory_mb << 20) for gpu, size in free.gpus.items()})
+    """What the model may take of each GPU: `gpu_memory_mb` limits it, `split_mode = "none"` leaves one GPU, and with a
+    `tensor_split` the GPU that is full first limits the others."""
+    gpus = dict(free.gpus)
+    if options.split_mode == "none":
+        gpus = dict(list(gpus.items())[options.main_gpu : options.main_gpu + 1])
+    if options.gpu_memory_mb is not None:
+        gpus = {gpu: min(size, options.gpu_memory_mb << 20) for gpu, size in gpus.items()}
+    if options.tensor_split is not None and options.split_mode != "none":
+        gpus = _split_memory(gpus, options.tensor_split)
+    return structs.replace(free, gpus=gpus)
+
+
+def _split_memory(gpus: Mapping[str, int], parts: Sequence[float]) -> dict[str, int]:
+    """Of each GPU that has a part so much that all of them are filled in proportion."""
+    shares = {gpu: part for gpu, part in zip(gpus, parts, strict=False) if part > 0}
+    whole = min((gpus[gpu] / share for gpu, share in shares.items()), default=0.0)
+    return {gpu: int(whole * share) for gpu, share in shares.items()}
 
 
 def fit_to_memory(

@@ -295,6 +295,8 @@ class Options(BaseModel):
 
     @model_validator(mode="after")
     def _check_loading(self) -> Options:
+        if self.tensor_split is not None and (min(self.tensor_split) < 0 or not any(self.tensor_split)):
+            raise ValueError(f"tensor_split must be the parts of the GPUs, such as [3, 1], not {self.tensor_split}")
         if self.direct_io and (self.use_mmap or self.mlock):
             raise ValueError("direct_io excludes use_mmap and mlock")
         for pattern in self.tensor_overrides:

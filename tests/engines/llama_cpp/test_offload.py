@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from pydantic import ValidationError
 from modelyard.core.engine import AvailableMemory, CacheInfo
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import loading
+from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.estimate import estimate_memory, layer_weights, memory_by_device
 from modelyard.engines.llama_cpp.model_shape import ModelShape
 from modelyard.engines.llama_cpp.offload import FitChoice, fit_to_memory, limit_memory
 from modelyard.engines.llama_cpp.options import Options
+from modelyard.libllama import GpuDevice
 from modelyard.library.gguf import TensorInfo
 from tests.engines.llama_cpp.exact_models import exact_model
 from tests.engines.llama_cpp.helpers import id_prompt, running, spec
@@ -143,6 +146,89 @@ async def test_an_unknown_device_is_named(options: dict[str, Any], message: str)
         async with running({"main": CacheInfo(256)}, path=str(exact_model()), **options):
             pass
     assert refused.value.code == "device_unknown"
+
+
+# --- several GPUs: what llama.cpp is told ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, int]:
+    """As if the library had found them."""
+    handles = {b"CUDA0": 0x1000, b"CUDA1": 0x2000}
+    gpus = [GpuDevice("CUDA0", "", 8 * GIB, 8 * GIB), GpuDevice("CUDA1", "", 24 * GIB, 24 * GIB)]
+    monkeypatch.setattr(lib, "gpu_devices", lambda: gpus)
+    monkeypatch.setattr(lib, "ggml_backend_dev_by_name", handles.get)
+    monkeypatch.setattr(lib, "llama_supports_gpu_offload", lambda: True)
+    return handles
+
+
+def told(**options: Any) -> Any:
+    """The parameters, and what their pointers lead to."""
+    params = lib.llama_model_default_params()
+    placement = loading.TensorPlacement(Options(path="", **options))
+    placement.apply(params)
+    devices = ctypes.cast(params.devices, ctypes.POINTER(ctypes.c_void_p)) if params.devices else None
+    named = [devices[at] for at in range(3)] if devices is not None else None
+    split = [params.tensor_split[at] for at in range(3)] if params.tensor_split else None
+    return params.split_mode, params.main_gpu, named, split
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_llama_cpp_is_told_how_gpus_share_a_model() -> None:
+    assert told() == (1, 0, None, None)
+    assert told(split_mode="none", main_gpu=1) == (0, 1, None, None)
+    assert told(split_mode="layer", tensor_split=[3, 1]) == (1, 0, None, [3, 1, 0])
+    assert told(split_mode="row")[0] == 2
+    assert told(split_mode="tensor")[0] == 3
+    assert told(devices=["CUDA1", "CUDA0"])[2] == [0x2000, 0x1000, None]
+    assert told(devices=["CUDA1"], tensor_split=[1])[2:] == ([0x2000, None, None], [1, 0, 0])
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split_mode": "none", "main_gpu": 2}, "main_gpu = 2 counts from 0, and this model has 2 GPUs"),
+        ({"split_mode": "none", "main_gpu": 1, "devices": ["CUDA1"]}, "this model has 1 GPU"),
+        ({"tensor_split": [1, 1, 1]}, "tensor_split has 3 parts, and this model has 2 GPUs"),
+        ({"devices": ["CUDA2"]}, "there is no device 'CUDA2'; devices: CUDA0, CUDA1"),
+    ],
+)
+def test_gpus_that_are_not_there_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        told(**options)
+    assert refused.value.code == "device_unknown"
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        pytest.param({}, {"CUDA0": 8, "CUDA1": 24}, id="all of them"),
+        pytest.param({"devices": ["CUDA1"]}, {"CUDA1": 24}, id="named"),
+        pytest.param({"split_mode": "none", "main_gpu": 1}, {"CUDA1": 24}, id="one"),
+        pytest.param(
+            {"split_mode": "none", "main_gpu": 0, "devices": ["CUDA1", "CUDA0"]},
+            {"CUDA1": 24},
+            id="one, counted as named",
+        ),
+        pytest.param({"tensor_split": [1, 1]}, {"CUDA0": 8, "CUDA1": 8}, id="the smaller one limits equal parts"),
+        pytest.param({"tensor_split": [1, 3]}, {"CUDA0": 8, "CUDA1": 24}, id="parts like the memory"),
+        pytest.param({"tensor_split": [0, 1]}, {"CUDA1": 24}, id="no part, no memory"),
+        pytest.param({"tensor_split": [1]}, {"CUDA0": 8}, id="no part named"),
+        pytest.param({"gpu_memory_mb": 4096, "tensor_split": [1, 1]}, {"CUDA0": 4, "CUDA1": 4}, id="with a limit"),
+    ],
+)
+def test_the_layers_are_chosen_by_the_memory_that_the_split_allows(
+    options: dict[str, Any], gpus: dict[str, int]
+) -> None:
+    assert loading.free_memory(Options(path="", **options)).gpus == {name: size * GIB for name, size in gpus.items()}
+
+
+@pytest.mark.parametrize("parts", [[0, 0], [1, -1]])
+def test_a_split_without_parts_is_refused(parts: list[float]) -> None:
+    with pytest.raises(ValidationError, match="tensor_split must be the parts of the GPUs"):
+        Options(path="", tensor_split=parts)
 
 
 def test_options_that_exclude_each_other_are_refused() -> None:
