@@ -89,9 +89,11 @@ class ToolApproval(Struct, frozen=True, tag="tool_approval", gc=False):
 
 
 class ItemReference(Struct, frozen=True, tag="item_reference", gc=False):
-    """An output item of a stored response. The gateway replaces it by the item's parts."""
+    """An output item of a stored response. The gateway replaces it by the item's parts, and leaves it out if it is
+    `optional` and not stored."""
 
     id: str
+    optional: bool = False
 
 
 Part = Text | Image | Audio | Document | Thinking | ToolCall | ToolResult | ToolReference | ToolApproval | ItemReference

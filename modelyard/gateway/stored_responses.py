@@ -13,6 +13,7 @@ from modelyard.core.request import Part, Request
 from modelyard.core.store import Store
 from modelyard.gateway.background_responses import BackgroundResponses
 from modelyard.gateway.conversations import Conversations
+from modelyard.protocols.openai_responses.request import response_of
 from modelyard.protocols.openai_responses.stored import (
     StoredResponse,
     decode_stored,
@@ -21,7 +22,6 @@ from modelyard.protocols.openai_responses.stored import (
     read_output_item,
     referenced_items,
     replace_references,
-    response_of,
 )
 from modelyard.telemetry.log import log_event
 
@@ -44,12 +44,12 @@ class StoredResponses:
 
     async def resume(self, request: Request, key: str) -> Request:
         """The request with the conversation it continues in front, and the items that it refers to."""
-        if request.has_references:
-            request = await self._with_items(request, key)
         if request.conversation is not None:
             if self.conversations is None:
                 raise Unsupported("conversation: conversations are not stored here", param="conversation")
-            return await self.conversations.resume(request, key)
+            return await self._with_items(await self.conversations.resume(request, key), key)
+        if request.has_references:
+            request = await self._with_items(request, key)
         if request.previous is None:
             return request
         try:
@@ -65,7 +65,8 @@ class StoredResponses:
     async def _with_items(self, request: Request, key: str) -> Request:
         responses: dict[str, StoredResponse] = {}
         items: dict[str, tuple[Part, ...]] = {}
-        for id in referenced_items(request.messages):
+        for reference in referenced_items(request.messages):
+            id = reference.id
             response = response_of(id)
             try:
                 if response is not None and response not in responses:
@@ -73,14 +74,14 @@ class StoredResponses:
             except NotFound:
                 response = None
             parts = None if response is None else read_output_item(responses[response], id)
-            if parts is None:
+            if parts is None and not reference.optional:
                 raise InvalidRequest(
                     f"input: no stored response has the item {id[:100]!r}: send the item itself, or store the response"
                     " that it is from",
                     code="item_not_found",
                     param="input",
                 )
-            items[id] = parts
+            items[id] = parts or ()
         return replace_references(request, items)
 
     async def save(self, request: Request, reply: Reply, key: str) -> Finished:

@@ -187,6 +187,29 @@ def test_a_reference_stands_for_an_item_of_a_stored_response(
         assert prompts[0] > create(ada, "text", tools=[WEATHER_TOOL])["usage"]["input_tokens"]
 
 
+@pytest.mark.parametrize("stripped", [{"summary": []}, {"summary": [], "content": [], "status": "in_progress"}])
+def test_reasoning_that_a_client_returns_by_its_id_only_is_the_stored_one(
+    two_key_server: LiveServer, stripped: dict[str, Any]
+) -> None:
+    """Clients written for OpenAI's service, which does not show the reasoning, keep nothing else of the item."""
+    with connect(two_key_server, "sk-ada") as ada, connect(two_key_server, "sk-bob") as bob:
+        thought, answer = create(ada, "thinking")["output"]
+        shorter = {"type": "reasoning", "id": thought["id"]} | stripped
+
+        def tokens(client: httpx.Client, item: dict[str, Any], **fields: Any) -> int:
+            """The reasoning is in the prompt until the user speaks again."""
+            given = [{"role": "user", "content": "thinking"}, item]
+            used: int = create(client, given, **fields)["usage"]["input_tokens"]
+            return used
+
+        assert answer["type"] == "message"
+        whole = tokens(ada, thought)
+        assert tokens(ada, shorter) == whole
+        assert tokens(bob, shorter) < whole
+        conversation = ada.post("/v1/conversations", json={"items": [shorter]}).json()["id"]
+        assert tokens(ada, shorter, conversation=conversation) > whole
+
+
 def test_a_reference_to_an_item_that_is_not_stored_for_this_key_is_refused(two_key_server: LiveServer) -> None:
     with connect(two_key_server, "sk-ada") as ada, connect(two_key_server, "sk-bob") as bob:
         stored, unstored = create(ada, "text"), create(ada, "text", store=False)

@@ -286,8 +286,10 @@ def _as_text(value: Json) -> str:
 def _shape(call: HttpCall) -> str:
     """The path whose protocol the error must be in; a header chooses for paths that belong to no protocol."""
     path = call.path.partition("?")[0]
-    if path.startswith(("/api/", "/v1beta/")):
-        return path
+    if path.startswith("/api/v0/"):  # LM Studio's are OpenAI's
+        path = path.replace("/api/v0/", "/v1/", 1)
+    if path.startswith(("/api/", "/v1beta/", "/upload/")):
+        return path.removeprefix("/upload")
     has_protocol = path in VALID_BODIES or path in openai_batches.PATHS or path.startswith("/v1/responses")
     if not has_protocol and "anthropic-version" in call.headers:
         return "/v1/messages"

@@ -7,6 +7,7 @@ named in `Request.warnings`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, cast
@@ -440,14 +441,26 @@ def _refuse_part(problem: str, path: str, role: str) -> Iterator[ResultPart]:
 
 
 def _read_reasoning_item(item: InputItem, _path: str, _warnings: list[str]) -> Turn:
-    """The reasoning itself where it is present, else its summary."""
+    """The reasoning itself where it is present, else its summary. Clients that know neither send an item with its id
+    only, because OpenAI does not show the reasoning: it is taken from the stored response."""
     if isinstance(item.content, str):
         text = item.content
     elif isinstance(item.content, list) and item.content:
         text = "".join(part.text or "" for part in item.content)
     else:
         text = "\n\n".join(part.text or "" for part in item.summary or ())
+    if not text and not item.encrypted_content and isinstance(item.id, str) and response_of(item.id) is not None:
+        return "assistant", (ItemReference(item.id, optional=True),)
     return "assistant", (read_thinking(item.encrypted_content or "", text),)
+
+
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_(\w+)_\d+")  # as `reply.item_id` builds it
+
+
+def response_of(item: str) -> str | None:
+    """The id of the response that an output item belongs to."""
+    found = _ITEM_ID.fullmatch(item)
+    return None if found is None else f"resp_{found[1]}"
 
 
 def read_thinking(signature: str, text: str) -> Thinking:

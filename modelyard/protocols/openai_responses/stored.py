@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -66,18 +65,11 @@ def prepend_stored(stored: StoredResponse, request: Request) -> Request:
 
 # --- references to items ----------------------------------------------------------------------------------------------
 
-_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_(\w+)_\d+")  # as `reply.item_id` builds it
 _output = msgspec.json.Decoder(list[InputItem])
 
 
-def referenced_items(messages: Iterable[Message]) -> list[str]:
-    return [part.id for message in messages for part in message.parts if isinstance(part, ItemReference)]
-
-
-def response_of(item: str) -> str | None:
-    """The id of the response that an output item belongs to."""
-    found = _ITEM_ID.fullmatch(item)
-    return None if found is None else f"resp_{found[1]}"
+def referenced_items(messages: Iterable[Message]) -> list[ItemReference]:
+    return [part for message in messages for part in message.parts if isinstance(part, ItemReference)]
 
 
 def read_output_item(stored: StoredResponse, id: str) -> tuple[Part, ...] | None:
@@ -85,7 +77,7 @@ def read_output_item(stored: StoredResponse, id: str) -> tuple[Part, ...] | None
     items = _output.decode(field_of(stored.response, "output") or b"[]")
     found = next((item for item in items if item.id == id), None)
     turn = None if found is None else read_item(found, "input", [])
-    return None if turn is None else turn[1]
+    return None if turn is None else tuple(part for part in turn[1] if not isinstance(part, ItemReference))
 
 
 def replace_references(request: Request, items: Mapping[str, tuple[Part, ...]]) -> Request:
