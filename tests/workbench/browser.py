@@ -128,11 +128,13 @@ class BrowserPage:
         self.wait_until(clicked, f"a click on {css} {text!r}")
 
     def type(self, css: str, text: str, *keys: str) -> None:
+        """Again if a field that was still being built has lost the text; `keys` may change it."""
+
         def typed() -> bool:
             field = self.find(css)
             field.send_keys(Keys.CONTROL + "a")
             field.send_keys(text, *keys)
-            return True
+            return bool(keys) or field.get_property("value") == text
 
         self.wait_until(typed, f"typing {text!r} into {css}")
 
