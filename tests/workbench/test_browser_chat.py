@@ -258,7 +258,13 @@ def test_streaming_keeps_the_end_in_view_unless_the_user_scrolls_up(page: Browse
     send(page, "long text")
     page.find(".turn.assistant", "tok/s")
     send(page, "endless")
-    page.wait_until(lambda: len(page.find_all(".answer")) == 2 and len(page.find_all(".answer")[1].text) > 200, "text")
+
+    def shown() -> int:
+        """The length of the second answer; nothing of it is shown while its turn is drawn again."""
+        answers = page.texts(".answer")
+        return len(answers[1]) if len(answers) == 2 else 0
+
+    page.wait_until(lambda: shown() > 200, "text")
     assert (
         page.run("const e = document.querySelector('.messages'); return e.scrollHeight - e.scrollTop - e.clientHeight")
         < 60
@@ -268,8 +274,8 @@ def test_streaming_keeps_the_end_in_view_unless_the_user_scrolls_up(page: Browse
         "e.dispatchEvent(new WheelEvent('wheel', {deltaY: -500})); e.scrollTop = 0;"
         "e.dispatchEvent(new Event('scroll'))"
     )
-    length = len(page.find_all(".answer")[1].text)
-    page.wait_until(lambda: len(page.find_all(".answer")[1].text) > length + 100, "more text")
+    length = page.wait_until(shown, "text")
+    page.wait_until(lambda: shown() > length + 100, "more text")
     assert page.run("return document.querySelector('.messages').scrollTop") == 0
     page.click("button[aria-label='Jump to the end']")
     page.wait_until(

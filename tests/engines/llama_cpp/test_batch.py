@@ -233,6 +233,8 @@ async def test_a_batch_is_simple_or_greedy_only_if_all_its_jobs_are(
         pytest.param([Sampling(top_k=40), Sampling(top_k=40, logit_bias={1: 2.0})], False, id="one has a bias"),
     ],
 )
-async def test_jobs_are_sampled_together_if_their_samplers_alone_decide(samplings: list[Sampling], together: bool) -> None:
+async def test_jobs_are_sampled_together_if_their_samplers_alone_decide(
+    samplings: list[Sampling], together: bool
+) -> None:
     found, _ = decode_batch(*(generating_job(sampling=sampling) for sampling in samplings))
     assert (found.sampler is not None) == together
