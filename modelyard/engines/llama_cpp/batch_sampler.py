@@ -89,7 +89,7 @@ class OpenDraw:
         self._random = np.random.default_rng()
         self._layout: Columns | None = None
         self._next: Numbers | None = None
-        self._memory: Row | None = None  # for the weights of a row
+        self._memory, self._is_above = np.empty(0, np.float32), np.empty(0, np.bool_)  # for a whole row
 
     def prepare(self) -> None:
         if self._next is None and self._layout is not None:
@@ -141,12 +141,12 @@ class OpenDraw:
     def _share_above(self, boxes: Boxes, line: int, logit: np.float32) -> float:
         """The probability of the tokens above this one, by the weights of all tokens of the row."""
         row = boxes.rows[line]
-        if self._memory is None or len(self._memory) != len(row):
-            self._memory = np.empty_like(row)
+        if len(self._memory) != len(row):
+            self._memory, self._is_above = np.empty_like(row), np.empty(len(row), np.bool_)
         weights = np.subtract(row, boxes.best[line], out=self._memory)
         np.exp(weights, out=weights)
-        above = weights[row > logit]
-        return float(above.sum()) / _sum(weights)
+        np.greater(row, logit, out=self._is_above)
+        return float(weights[self._is_above].sum()) / _sum(weights)
 
 
 class Numbers:

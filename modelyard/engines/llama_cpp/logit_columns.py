@@ -39,11 +39,24 @@ class Columns(Struct, frozen=True):
 
     def maxima(self, rows: Rows, out: Rows) -> None:
         """Of each column."""
-        lines = LINES - 1 if self.short else LINES
-        np.maximum.reduce(rows[:, : lines * self.width].reshape(len(rows), lines, self.width), axis=1, out=out)
+        np.maximum.reduce(self._whole_lines(rows), axis=1, out=out)
         if self.short:
             last = out[:, self.short :]
-            np.maximum(last, rows[:, lines * self.width :], out=last)
+            np.maximum(last, rows[:, self.vocab - last.shape[1] :], out=last)
+
+    def logits(self, rows: Rows, owners: TokenIds, columns: TokenIds) -> Rows:
+        """Of columns of rows: column × line. Without an array of all their places, which is so large that memory for it
+        would be returned to the system and fetched again at each step."""
+        found: Rows = self._whole_lines(rows)[owners, :, columns]
+        if self.short:
+            last = rows[owners, columns + self.offsets[-1]]
+            last[columns < self.short] = -np.inf
+            found = np.concatenate((found, last[:, None]), axis=1)
+        return found
+
+    def _whole_lines(self, rows: Rows) -> npt.NDArray[np.float32]:
+        lines = LINES - 1 if self.short else LINES
+        return rows[:, : lines * self.width].reshape(len(rows), lines, self.width)
 
 
 @lru_cache(16)
@@ -71,6 +84,7 @@ class ColumnSearch:
 
     def __init__(self) -> None:
         self._maxima: Rows | None = None
+        self._is_found = np.empty((0, 0), np.bool_)
 
     def find(self, rows: Rows, count: int) -> TopTokens:
         """At least the `count` most likely tokens of each row, if so many are possible, and hardly more."""
@@ -81,21 +95,22 @@ class ColumnSearch:
         maxima = self._maxima
         if maxima is None or maxima.shape != (n_rows, layout.width):
             maxima = self._maxima = np.empty((n_rows, layout.width), np.float32)
+            self._is_found = np.empty((n_rows, layout.width), np.bool_)
         layout.maxima(rows, maxima)
         groups = np.maximum.reduce(maxima.reshape(n_rows, GROUP, layout.groups), axis=1, initial=_LOWEST)
         highest = groups.copy() if 2 * count <= layout.groups else np.maximum(maxima, _LOWEST)
         place = highest.shape[1] - count
         highest.partition(place, 1)
         bounds = highest[:, place]
-        found = (maxima >= bounds[:, None]).ravel().nonzero()[0]
+        np.greater_equal(maxima, bounds[:, None], out=self._is_found)
+        found = self._is_found.ravel().nonzero()[0]
         owners = found // layout.width
-        places = (owners * (vocab - layout.width) + found)[:, None] + layout.offsets
-        logits = rows.ravel().take(places)
-        if layout.short:
-            logits[found - owners * layout.width < layout.short, -1] = -np.inf
+        columns = found - owners * layout.width
+        logits = layout.logits(rows, owners, columns)
         at = (logits >= bounds[owners][:, None]).ravel().nonzero()[0]
-        lines = owners[at // LINES]
-        ids = places.ravel()[at] - lines * vocab
+        column = at // LINES
+        lines = owners[column]
+        ids = columns[column] + layout.offsets[at - column * LINES]
         return TopTokens(lines, ids, logits.ravel()[at], lines.searchsorted(_numbers(n_rows + 1)), bounds, groups)
 
 
