@@ -80,6 +80,7 @@ class McpConnection:
         self.name, self.used = name, 0.0
         self._transport, self._timeout_s, self._connect_timeout_s = transport, timeout_s, connect_timeout_s
         self._session: _Session | None = None
+        self._ending: list[_Session] = []  # sessions before it, whose programs may not have ended yet
         self._listing: asyncio.Lock | None = None
         self._fault: ServerFailed | None = None  # why it could not be opened
         self._pause_s, self._retry_at = _FIRST_PAUSE_S, 0.0
@@ -134,9 +135,8 @@ class McpConnection:
         raise AssertionError("the last attempt returns")
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        sessions, self._session, self._ending = [*self._ending, self._session], None, []
+        await asyncio.gather(*(session.close() for session in sessions if session is not None))
 
     async def _open(self) -> _Session:
         """A server that cannot be opened is not tried again for a while: every request of its route would wait."""
@@ -144,6 +144,7 @@ class McpConnection:
         if session is None or session.is_over:
             if self._fault is not None and loop.time() < self._retry_at:
                 raise ServerFailed(self._fault.message, param="mcp_servers")
+            self._ending = [one for one in (*self._ending, session) if one is not None and not one.is_closed]
             session = self._session = _Session(self.name, self._transport)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -202,6 +203,10 @@ class _Session:
                 raise
         finally:
             self.is_over = True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._task.done()
 
     async def _on_message(self, message: Any) -> None:
         if type(message).__name__ == "ToolListChangedNotification":

@@ -65,6 +65,7 @@ def results(**changed: object) -> Results:
         "added_ttft": AddedTtft(0.6, 1.1, 0.1),
         "conversation": ConversationCost(20_000, 50.0, 1.5, 3.0, 0.2),
         "proxied": {OURS: samples(3500), LITELLM: samples(100)},
+        "bare_client": [7000.0],
         "proxied_streams": samples(5000),
         "proxied_ttft": AddedTtft(0.9, 1.5, 0.1),
     }

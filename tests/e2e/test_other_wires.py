@@ -102,7 +102,7 @@ def test_unknown_paths_and_methods_are_refused_in_the_words_of_the_protocol(clie
         (client.get("/api/nothing"), 404),
         (client.get("/api/chat"), 405),
         (client.get("/v1beta/nothing"), 404),
-        (client.post("/v1beta/models/demo:nothing", json={}), 405),
+        (client.post("/v1beta/models/demo:nothing", json={}), 404),
     ):
         assert reply.status_code == status
         assert "error" in reply.json()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import builtins
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mcp.client._memory import InMemoryTransport
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Text
@@ -59,6 +62,35 @@ async def test_a_cancelled_call_is_cancelled_at_the_server(tmp_path: Path) -> No
         await call
     assert marker.read_text() == "cancelled"
     await tools.close()
+
+
+async def test_closing_waits_for_the_sessions_before_the_last() -> None:
+    """A program that was replaced may still be ending."""
+    opened: list[Any] = []
+    closed: list[int] = []
+    has_ended, has_closed = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def slow_to_close(_stderr: Any, on_end: Any) -> AsyncIterator[Any]:
+        async with InMemoryTransport(tool_server.server) as streams:
+            number = len(opened)
+            opened.append(on_end)
+            yield streams
+        if number == 0:
+            await has_ended.wait()
+        closed.append(number)
+        has_closed.set()
+
+    tools = connection(slow_to_close)
+    await tools.tools()
+    opened[0]()  # the program says that it has ended
+    await tools.tools()
+    closing = asyncio.create_task(tools.close())
+    await has_closed.wait()
+    assert (closed, closing.done()) == ([1], False)
+    has_ended.set()
+    await closing
+    assert closed == [1, 0]
 
 
 async def test_a_program_that_does_not_start_is_an_error_and_not_tried_again_at_once() -> None:
