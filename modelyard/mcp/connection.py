@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Literal
 
+import anyio
 import msgspec
 from msgspec import Struct
 
@@ -36,6 +37,7 @@ _LIST_AGE_S = 300.0  # a server that changes its tools should say so; some do no
 _MAX_BODY = 16 << 20  # bytes of a JSON answer
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 2.0, 60.0  # after a server could not be opened
 _CLOSE_S = 8.0  # the library waits for a program to end, then kills it
+_PIPE_ITERATIONS = 5  # of the event loop, in which asyncio finishes with the pipes of a program that has ended
 _LAST_LINES = 10  # of a program's stderr
 
 
@@ -178,6 +180,8 @@ class _Session:
         self._name, self._transport = name, transport
         self._loop = asyncio.get_running_loop()
         self._stop, self.is_over = asyncio.Event(), False
+        # Not the task's own cancellation: the library would leave a program that is still ending.
+        self._opening = anyio.CancelScope()
         self._stderr = OutputTail()
         self.tools: tuple[McpTool, ...] | None = None
         self.listed = 0.0
@@ -186,16 +190,19 @@ class _Session:
         self._task = self._loop.create_task(self._run(), context=Context())  # of no request
 
     async def _run(self) -> None:
+        ended = ConnectionError("it ended at once; the log has what it wrote")
         try:
-            library = await asyncio.to_thread(_library)
-            client = library.Client(self._transport(self._stderr, self.end), message_handler=self._on_message)
-            async with client:
-                self.client = client
-                self.ready.set_result(None)
-                await self._stop.wait()
+            with self._opening:
+                library = await asyncio.to_thread(_library)
+                client = library.Client(self._transport(self._stderr, self.end), message_handler=self._on_message)
+                async with client:
+                    self.client = client
+                    self.ready.set_result(None)
+                    await self._stop.wait()
+            if not self.ready.done():
+                self.ready.set_exception(ended)
         except BaseException as error:
             if not self.ready.done():
-                ended = ConnectionError("it ended at once; the log has what it wrote")
                 self.ready.set_exception(_leaf(error) if isinstance(error, Exception) else ended)
             elif not self._stop.is_set():
                 log.warning("the MCP server %s was lost: %s", self._name, _reason(error))
@@ -216,7 +223,7 @@ class _Session:
         self.is_over = True
         self._stop.set()
         if not self.ready.done():
-            self._task.cancel()
+            self._opening.cancel()
 
     def log_last_words(self) -> None:
         """Not in the error: a client need not read what a program writes to its stderr."""
@@ -276,6 +283,8 @@ def program(command: str, args: list[str], env: Mapping[str, str], cwd: str | No
         finally:
             loop.remove_reader(read_end)
             os.close(read_end)
+            for _ in range(_PIPE_ITERATIONS):
+                await asyncio.sleep(0)
 
     return open_streams
 
