@@ -88,6 +88,8 @@ class JobSampler:
         self._processor = logit_processor(_with_named_samplers(sampling), n_vocab, prompt)
         seed = (sampling.seed if sampling.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
         sampling = _with_named_samplers(sampling)
+        if sampling.top_k is not None and sampling.top_k > n_vocab:  # memory is reserved for so many
+            sampling = replace(sampling, top_k=n_vocab)
         greedy = _is_greedy(sampling)
         if sampling.dry_multiplier or not (greedy or _is_supported_by_numpy(sampling)):
             self._chain = self._create_chain(sampling, dry, window, seed, prompt)

@@ -52,7 +52,7 @@ class TopKDraw:
         self._samplers, self._members, self._lines = samplers, members, np.array(members)
         self._lists = np.zeros(len(members), _LIST)
         self._addresses = [self._lists.ctypes.data + at * _LIST.itemsize for at in range(len(members))]
-        self._resize(64 * sum(each.limit for each in samplers))
+        self._resize(64)
 
     def _resize(self, count: int) -> None:
         self._tokens = np.zeros(count, _TOKEN)
@@ -62,7 +62,7 @@ class TopKDraw:
         """Adds the tokens of these jobs, unless a row has none or its logits are not finite."""
         count = len(top.ids)
         if count > len(self._tokens):
-            self._resize(count)
+            self._resize(2 * count)
         self._ids[:count], self._logits[:count] = top.ids, top.logits
         starts = top.borders[self._lines]
         lists = self._lists

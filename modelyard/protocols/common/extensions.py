@@ -71,7 +71,7 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
-    "top_k": (-1, 2**31),
+    "top_k": (-1, 2**31 - 1),
     "min_p": (0.0, 1.0),
     "typical_p": (0.0, 1.0),
     "repetition_penalty": (0.0, 100.0),
@@ -84,7 +84,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "adaptive_target": (-1.0, 1.0),
     "adaptive_decay": (0.0, 0.99),
     "repeat_last_n": (-1, 2**31 - 1),
-    "min_tokens": (0, 2**31),
+    "min_tokens": (0, 2**31 - 1),
 }
 MAX_TEMPERATURE = 2.0  # of OpenAI's protocols
 _SAMPLING_FIELDS = tuple(f.name for f in fields(Sampling) if f.name != "logit_bias")

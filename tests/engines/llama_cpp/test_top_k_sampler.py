@@ -17,7 +17,7 @@ VOCAB = 9_001
 KINDS = [
     Sampling(top_k=40),
     Sampling(top_k=300),
-    Sampling(top_k=10**6),
+    Sampling(top_k=2**31 - 1),
     Sampling(top_k=40, top_p=0.8),
     Sampling(top_k=200, top_p=0.95, min_p=0.1, temperature=0.7),
     Sampling(top_k=5, temperature=2.0),
