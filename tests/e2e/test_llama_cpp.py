@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 from modelyard.cli.models import explain_model
 from modelyard.config.load import load_config
 from modelyard.library import default_model
+from modelyard.protocols.common.extensions import RANGES
 from tests.engines.llama_cpp.lora_files import write_lora
 from tests.engines.llama_cpp.short_model import LAYERS, short_model_file
 from tests.live_server import LiveServer, live_server
@@ -69,6 +70,14 @@ def test_the_overflow_example_prints_both_token_counts(server: LiveServer, capsy
     assert output.startswith("Context Overflow: Error code: 400")
     assert "maximum context length is 1024 tokens" in output
     assert "resulted in 1905 tokens" in output
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_no_allowed_value_of_a_sampler_ends_the_engine(server: LiveServer, name: str) -> None:
+    for value in RANGES[name]:
+        body = {"model": "smollm2", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0}
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body | {name: value}, timeout=60)
+        assert reply.status_code in (200, 400), reply.text  # some protocols allow less
 
 
 def test_the_server_works_after_an_overflow(sdk: openai.OpenAI):

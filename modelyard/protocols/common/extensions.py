@@ -68,7 +68,7 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
 
 
 # name → (lowest, highest). Outside the range the value has no meaning for any sampler.
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "top_k": (-1, 2**31 - 1),
@@ -109,8 +109,8 @@ def read_sampling(body: ExtensionFields, max_temperature: float = 100.0) -> Samp
     if values == _UNSET and not body.logit_bias:
         return DEFAULT_SAMPLING
     given = {name: value for name, value in zip(_SAMPLING_FIELDS, values, strict=True) if value is not None}
-    for name in given.keys() & _RANGES.keys():
-        low, high = _RANGES[name] if name != "temperature" else (0.0, max_temperature)
+    for name in given.keys() & RANGES.keys():
+        low, high = RANGES[name] if name != "temperature" else (0.0, max_temperature)
         if not low <= given[name] <= high:
             got = str(given[name])[:40]
             raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, got {got}", param=name)

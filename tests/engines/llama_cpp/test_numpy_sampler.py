@@ -13,21 +13,7 @@ from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.logit_columns import Row
 from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler, nucleus, top_tokens
-
-VOCAB = 5000
-
-
-def normal(spread: float, count: int = VOCAB, seed: int = 1) -> Row:
-    return np.random.default_rng(seed).normal(0, spread, count).astype(np.float32)
-
-
-ROWS = {
-    "flat": normal(0.1),
-    "usual": normal(2.0),
-    "peaked": normal(6.0),
-    "masked": np.where(np.arange(VOCAB) % 97 == 3, normal(2.0), -inf).astype(np.float32),
-    "small": normal(2.0, 40),
-}
+from tests.engines.llama_cpp.logit_rows import ROWS, VOCAB, normal
 
 
 def truncated_by_llama_cpp(row: Row, sampling: Sampling) -> set[int]:

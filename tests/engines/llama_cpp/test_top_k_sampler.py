@@ -12,8 +12,8 @@ from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.logit_columns import Row
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
+from tests.engines.llama_cpp.logit_rows import ROWS, VOCAB, normal
 
-VOCAB = 9_001
 KINDS = [
     Sampling(top_k=40),
     Sampling(top_k=300),
@@ -25,19 +25,6 @@ KINDS = [
     Sampling(top_k=20, top_p=0.0),
     Sampling(top_k=20, min_p=1.0),
 ]
-
-
-def normal(spread: float, count: int = VOCAB, seed: int = 1) -> Row:
-    return np.random.default_rng(seed).normal(0, spread, count).astype(np.float32)
-
-
-ROWS = {
-    "flat": normal(0.1),
-    "usual": normal(2.0),
-    "peaked": normal(6.0),
-    "masked": np.where(np.arange(VOCAB) % 397 == 3, normal(2.0), -inf).astype(np.float32),
-    "small": normal(2.0, 40),
-}
 
 
 def sampler_of(sampling: Sampling, count: int = VOCAB) -> JobSampler:
