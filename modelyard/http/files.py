@@ -21,8 +21,7 @@ from modelyard.http.auth import GOOGLE_KEY
 from modelyard.http.errors import error_response
 from modelyard.http.request_context import RequestContext, is_gemini
 from modelyard.protocols import openai_batches as openai
-from modelyard.protocols.anthropic_messages import files as anthropic
-from modelyard.protocols.anthropic_messages.lists import read_query, write_list
+from modelyard.protocols.anthropic_messages import lists as anthropic
 from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.openai_lists import read_page_query, write_page
 from modelyard.protocols.gemini import files as gemini
@@ -117,12 +116,14 @@ class FileEndpoints:
         key, ids = _key(request), request.query_params.getlist("ids[]")
         if ids:
             wanted = [await self._files.find(id, key) for id in dict.fromkeys(ids[:_MAX_IDS])]
-            return _json(write_list([anthropic.write_file(file) for file in wanted if file is not None], False))
-        query = read_query(request.query_params)
+            return _json(
+                anthropic.write_list([anthropic.write_file(file) for file in wanted if file is not None], False)
+            )
+        query = anthropic.read_query(request.query_params)
         found, has_more = await self._files.page(key, query, None)
         if not query.newest_first:
             found.reverse()
-        return _json(write_list([anthropic.write_file(file) for file in found], has_more))
+        return _json(anthropic.write_list([anthropic.write_file(file) for file in found], has_more))
 
     async def get(self, request: HttpRequest) -> Response:
         return _json(_written(await self._files.get(request.path_params["id"], _key(request)), request))

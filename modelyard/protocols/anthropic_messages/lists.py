@@ -1,11 +1,14 @@
-"""Lists of Anthropic's API: pages of objects, and its times."""
+"""Lists of Anthropic's API: pages of objects and their times, and the objects of `/v1/files` for clients that send
+`anthropic-version`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
+from modelyard.core.files import FileRecord
 from modelyard.protocols.common.json import JsonObject, encode
+from modelyard.protocols.common.media_parts import mime_type
 from modelyard.protocols.common.openai_lists import PageQuery, read_page_query
 
 _CURSOR = "page_"
@@ -30,3 +33,19 @@ def write_list(objects: Sequence[JsonObject], has_more: bool) -> bytes:
 
 def write_time(seconds: int | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def write_file(file: FileRecord) -> JsonObject:
+    return {
+        "id": file.id,
+        "type": "file",
+        "filename": file.filename,
+        "mime_type": mime_type(file),
+        "size_bytes": file.bytes,
+        "created_at": write_time(file.created),
+        "downloadable": True,
+    }
+
+
+def write_deleted_file(id: str) -> JsonObject:
+    return {"id": id, "type": "file_deleted"}
