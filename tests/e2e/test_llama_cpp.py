@@ -75,7 +75,12 @@ def test_the_overflow_example_prints_both_token_counts(server: LiveServer, capsy
 @pytest.mark.parametrize("name", sorted(RANGES))
 def test_no_allowed_value_of_a_sampler_ends_the_engine(server: LiveServer, name: str) -> None:
     for value in RANGES[name]:
-        body = {"model": "smollm2", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0}
+        body = {
+            "model": "smollm2",
+            "max_tokens": 2,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "temperature": 1.0,
+        }
         reply = httpx.post(f"{server.url}/v1/chat/completions", json=body | {name: value}, timeout=60)
         assert reply.status_code in (200, 400), reply.text  # some protocols allow less
 
