@@ -256,7 +256,7 @@ class RemoteApi(Struct, frozen=True, kw_only=True):
     reads_signed_reasoning: bool = False
 
     def chat_path(self, model: str) -> str:
-        return self.path.replace("{model}", quote(model, safe=":/"))
+        return self.path.replace("{model}", quote(model, safe=":/")) if "{model}" in self.path else self.path
 
     def auth_headers(self, key: str) -> dict[str, str]:
         if self.kind == "gemini":
@@ -342,7 +342,8 @@ def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) ->
         raise Unsupported(reason, code="prompt_logprobs_unsupported", param="prompt_logprobs")
     max_tokens = request.max_tokens or options.remote_max_tokens
     streamed = replace(
-        _accepted_request(request, options, api),
+        request,
+        **_accepted_fields(request, options, api),
         model=options.remote_model,
         max_tokens=max_tokens or (_DEFAULT_MAX_TOKENS if api.needs_max_tokens else None),
         n=1,
@@ -363,7 +364,7 @@ def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) ->
 
 def count_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -> bytes:
     """Only the fields that add tokens to the prompt."""
-    accepted = _accepted_request(request, options, api)
+    accepted = replace(request, **_accepted_fields(request, options, api))
     prompt = Request(
         model=options.remote_model,
         messages=accepted.messages,
@@ -375,32 +376,32 @@ def count_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -
     return api.protocol.write_request(prompt)
 
 
-def _accepted_request(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -> Request:
+def _accepted_fields(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -> dict[str, Any]:
+    """The fields of the request that the upstream gets in another form, or not at all."""
     reasoning = _reasoning(request, options)
     if options.remote_extensions:
-        return replace(request, reasoning=reasoning)
+        return {"reasoning": reasoning}
     if request.constraint is not None and request.constraint.kind in _GRAMMARS:
         raise Unsupported(
             f"the upstream of this model takes JSON schemas, not a {request.constraint.kind} grammar",
             code="structured_unsupported",
         )
-    return replace(
-        request,
-        messages=tuple(_without_foreign_reasoning(message, options, api) for message in request.messages),
-        sampling=Sampling(**{name: getattr(request.sampling, name) for name in api.sampling}),
-        stop=request.stop if api.has_stop else (),
-        logprobs=request.logprobs if api.has_logprobs else None,
+    return {
+        "messages": tuple([_without_foreign_reasoning(message, options, api) for message in request.messages]),
+        "sampling": Sampling(**{name: getattr(request.sampling, name) for name in api.sampling}),
+        "stop": request.stop if api.has_stop else (),
+        "logprobs": request.logprobs if api.has_logprobs else None,
         # The official Chat API has an effort and nothing else.
-        reasoning=Reasoning(effort=reasoning.effort) if api.kind == "chat_completions" else reasoning,
-        lora_adapter=None,
-        chat_template_kwargs={},
-        add_generation_prompt=None,
-        continue_final_message=None,
-        documents=(),
-        priority=None,
-        session=request.session if api.kind == "responses" else None,
-        metadata=None,
-    )
+        "reasoning": Reasoning(effort=reasoning.effort) if api.kind == "chat_completions" else reasoning,
+        "lora_adapter": None,
+        "chat_template_kwargs": {},
+        "add_generation_prompt": None,
+        "continue_final_message": None,
+        "documents": (),
+        "priority": None,
+        "session": request.session if api.kind == "responses" else None,
+        "metadata": None,
+    }
 
 
 def _reasoning(request: Request, options: OpenAiRemoteOptions) -> Reasoning:
@@ -412,14 +413,14 @@ def _reasoning(request: Request, options: OpenAiRemoteOptions) -> Reasoning:
 
 def _without_foreign_reasoning(message: Message, options: OpenAiRemoteOptions, api: RemoteApi) -> Message:
     """Removes reasoning that the upstream would refuse: unsigned, or signed by this gateway. A turn stays non-empty."""
+    if message.role != "assistant" or not any(isinstance(part, Thinking) for part in message.parts):
+        return message
 
     def is_accepted(part: Thinking) -> bool:
         if api.kind == "chat_completions":
             return options.remote_thinking != "default"
         return api.reads_signed_reasoning and bool(part.signature) and unpack_reasoning(part.signature) is None
 
-    if not any(isinstance(part, Thinking) for part in message.parts):
-        return message
     parts = tuple(part for part in message.parts if not isinstance(part, Thinking) or is_accepted(part))
     return replace(message, parts=parts or (Text(""),))
 

@@ -56,7 +56,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 15.0
 _MAX_IDLE_CONNECTIONS = 32
 _MAX_HEADER_BYTES = 64 << 10
-_JSON = {"content-type": "application/json"}
+_SENT_AT_ONCE = 48 << 10  # bytes of a body that never waits for the upstream to read it
 
 
 class UpstreamAddress(Struct, frozen=True, kw_only=True):
@@ -290,8 +290,10 @@ class Upstream:
         self._urls: dict[str, URL] = {}
         self._http = aiohttp.ClientSession(
             connector=connector,
-            headers={"accept-encoding": "identity", **address.headers},
-            timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_TIMEOUT_S, sock_read=address.timeout),
+            headers={"accept-encoding": "identity", "content-type": "application/json", **address.headers},
+            timeout=aiohttp.ClientTimeout(
+                connect=address.timeout, sock_connect=_CONNECT_TIMEOUT_S, sock_read=address.timeout
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             proxy=proxy,
             max_line_size=_MAX_HEADER_BYTES,
@@ -302,12 +304,16 @@ class Upstream:
         await self._http.close()
 
     async def _send(self, method: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
-        """The response's status and headers. The time limit covers the upload as well."""
-        url, headers = self._urls.get(path), _JSON if body is not None else None
+        """The response's status and headers. The client's limits cover the connection and the wait for the answer, but
+        not a long upload."""
+        url = self._urls.get(path)
         if url is None:
             url = self._urls[path] = URL(self.address.base_url + path)
+        sending = self._http.request(method, url, data=body, allow_redirects=False)
+        if body is None or len(body) <= _SENT_AT_ONCE:
+            return await sending
         async with asyncio.timeout(self.address.timeout):
-            return await self._http.request(method, url, data=body, headers=headers, allow_redirects=False)
+            return await sending
 
     async def stream_chat(self, path: str, body: bytes, protocol: WireProtocol, emit: Emit) -> None:
         """Emits the events of the answer. Retries only before its first byte."""
@@ -333,9 +339,9 @@ class Upstream:
 
     async def _emit_events(self, reply: aiohttp.ClientResponse, protocol: WireProtocol, emit: Emit) -> None:
         reader, capture = protocol.reader(), current_capture.get()
-        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        decode = None if capture is None else codecs.getincrementaldecoder("utf-8")("replace").decode
         while chunk := await self._chunk(reply):
-            if capture is not None:
+            if capture is not None and decode is not None:
                 capture.output(decode(chunk))
             if (events := reader.feed(chunk)) and await emit(events):
                 break

@@ -427,6 +427,26 @@ async def test_silent_upstream_times_out() -> None:
             await forward(upstream, timeout=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+async def test_upstream_that_does_not_read_a_long_body_times_out() -> None:
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=1024)
+    host, port = server.sockets[0].getsockname()
+    upstream = Upstream(UpstreamAddress(name="the upstream", base_url=f"http://{host}:{port}", timeout=0.2))
+    try:
+        with pytest.raises(Timeout, match="sent nothing for too long"):
+            await upstream.request_json("POST", "/x", b" " * (64 << 20))
+    finally:
+        await upstream.close()
+        for writer in writers:
+            writer.transport.abort()
+        server.close()
+        await server.wait_closed()
+
+
 def test_rejected_key_is_not_an_error_of_the_client() -> None:
     for refused in (Unauthenticated("bad key sk-123"), Forbidden("no funds")):
         error = map_auth_error(refused, ADDRESS)
