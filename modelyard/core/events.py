@@ -170,16 +170,30 @@ class Reply(Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        return "".join([b.part.text for b in self.blocks if isinstance(b.part, Text)])
+        return self.contents()[0]
 
     @property
     def thinking(self) -> str:
-        return "".join([b.part.text for b in self.blocks if isinstance(b.part, Thinking)])
+        return self.contents()[1]
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """Those that the client may run, and those of a server's tools."""
-        return tuple([b.part for b in self.blocks if isinstance(b.part, ToolCall) and b.complete])
+        return self.contents()[2]
+
+    def contents(self) -> tuple[str, str, tuple[ToolCall, ...]]:
+        """Text, reasoning and calls: those that the client may run, and those of a server's tools."""
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        for block in self.blocks:
+            part = block.part
+            if type(part) is Text:
+                texts.append(part.text)
+            elif type(part) is Thinking:
+                thoughts.append(part.text)
+            elif type(part) is ToolCall and block.complete:
+                calls.append(part)
+        return "".join(texts), "".join(thoughts), tuple(calls)
 
 
 class ReplyBuilder:

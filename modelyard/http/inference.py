@@ -16,7 +16,7 @@ from modelyard.core.events import Event, Failed, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.background_responses import BackgroundObserver
-from modelyard.gateway.gateway import EventSource, Gateway
+from modelyard.gateway.gateway import EventSource, Gateway, end_of_stage
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.http.connection import LARGE_BYTES, cancel_on_disconnect, ping_on_half_close
@@ -57,6 +57,7 @@ class InferenceEndpoint:
     ) -> None:
         self._protocol, self._gateway, self._settings, self._captures = protocol, gateway, settings, captures
         self._stored = stored
+        self._pings = PingTimer(settings.keepalive_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, context, request = self._gateway, RequestContext.of(scope), None
@@ -111,6 +112,7 @@ class InferenceEndpoint:
         finally:
             stop_watching()
             source.close()
+        await end_of_stage()  # scan
         context.read_result(source)
         replies = [builder.reply() for builder in builders]
         if exchange.stored is not None:
@@ -131,7 +133,7 @@ class InferenceEndpoint:
         writer = self._protocol.writer(request, context.trace)
         if hasattr(writer, "clock"):
             writer.clock = time.time
-        return EventStream(source, writer, write_error, exchange, self._settings, recorder).run()
+        return EventStream(source, writer, write_error, exchange, self._pings, recorder).run()
 
     async def _run_in_background(self, source: EventSource, request: Request, exchange: Exchange) -> None:
         """Answer at once, or send the events as long as the client reads them."""
@@ -196,12 +198,38 @@ async def send_stored_events(events: AsyncIterator[bytes], scope: Scope, receive
         writing.result()
 
 
+class PingTimer:
+    """Lets streams ping before they were silent for `keepalive_s`. One timer for all of them: a timer of its own costs
+    a short stream more than its events."""
+
+    def __init__(self, keepalive_s: float) -> None:
+        self._keepalive_s, self._interval_s = keepalive_s, keepalive_s / 4
+        self._streams: set[EventStream] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, stream: EventStream) -> None:
+        self._streams.add(stream)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._tick)
+
+    def discard(self, stream: EventStream) -> None:
+        self._streams.discard(stream)
+
+    def _tick(self) -> None:
+        self._timer = None
+        latest = time.monotonic() - self._keepalive_s + self._interval_s
+        for stream in self._streams:
+            if stream.last_sent <= latest:  # at the next tick it would be late
+                stream.ping()
+        if self._streams:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._tick)
+
+
 class EventStream:
     """A streamed reply, with pings for a client that waits.
 
     Headers are sent with the first event, so that an early error has its real status, but not later than one
-    keep-alive interval. The request's own task reads and writes; one timer watches silence. The connection watches
-    whether the client reads.
+    keep-alive interval. The request's own task reads and writes. The connection watches whether the client reads.
     """
 
     def __init__(
@@ -210,24 +238,23 @@ class EventStream:
         writer: EventWriter,
         write_error: Callable[[ModelyardError], WireError],
         exchange: Exchange,
-        settings: HttpSettings,
+        pings: PingTimer,
         recorder: Callable[[list[Event]], Awaitable[list[Event]]] | None = None,
     ) -> None:
         self._source, self._writer, self._write_error, self._exchange = source, writer, write_error, exchange
         self._context, self._send, self._capture = exchange.context, exchange.send, exchange.capture
-        self._keepalive_s, self._recorder = settings.keepalive_s, recorder
+        self._pings, self._recorder = pings, recorder
         self._content_type: bytes = getattr(writer, "content_type", _EVENT_STREAM)
         self._started = self._over = False
         self._sending = False  # a send may wait for the client to read
-        self._last_sent = time.monotonic()
+        self.last_sent = time.monotonic()
         self._ping: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        self._loop = loop = asyncio.get_running_loop()
         scope = self._exchange.scope
         stop_watching = cancel_on_disconnect(scope, self._exchange.receive, self._source)
-        stop_pings = ping_on_half_close(scope, self._send_ping)
-        self._timer = loop.call_later(self._keepalive_s, self._tick)
+        stop_pings = ping_on_half_close(scope, self.ping)
+        self._pings.add(self)
         write, recorder = self._writer.write, self._recorder
         try:
             async for choice, events in self._source:
@@ -257,7 +284,7 @@ class EventStream:
             await self._send(self._body(self._writer.end(), last=True))
         finally:
             self._over = True
-            self._timer.cancel()
+            self._pings.discard(self)
             stop_watching()
             stop_pings()
             self._context.read_result(self._source)  # for the log: headers sent by a ping came too early for it
@@ -285,14 +312,14 @@ class EventStream:
         self._sending = False
 
     def _body(self, data: bytes, last: bool = False) -> Message:
-        self._last_sent = time.monotonic()
+        self.last_sent = time.monotonic()
         if self._capture is not None:
             self._capture.response(data)
         return {"type": "http.response.body", "body": data, "more_body": not last}
 
-    def _send_ping(self) -> None:
+    def ping(self) -> None:
         if not self._over and not self._sending and (self._ping is None or self._ping.done()):
-            self._ping = self._loop.create_task(self._write_ping())
+            self._ping = asyncio.get_running_loop().create_task(self._write_ping())
 
     async def _write_ping(self) -> None:
         if not self._started:
@@ -301,13 +328,3 @@ class EventStream:
             self._sending = True
             await self._send(self._body(data))
             self._sending = False
-
-    def _tick(self) -> None:
-        """Ping after a silence; then set the next timer."""
-        if self._over:
-            return
-        silence = time.monotonic() - self._last_sent
-        if silence >= self._keepalive_s * 0.9:
-            self._send_ping()
-        due = self._keepalive_s - silence
-        self._timer = self._loop.call_later(due if due > 0.05 else self._keepalive_s, self._tick)

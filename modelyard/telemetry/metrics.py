@@ -137,6 +137,13 @@ _ALL = (
 
 METRICS: Mapping[str, MetricSpec] = {spec.name: spec for spec in _ALL}
 
+# Counters that are the sums of histograms.
+_SUMMED = {
+    "prompt_tokens_total": "request_prompt_tokens",
+    "cached_tokens_total": "request_cached_tokens",
+    "output_tokens_total": "request_output_tokens",
+}
+
 # Not in the table: a ratio cannot be aggregated, so it is computed from the aggregated counters.
 CACHE_HIT_RATIO = _gauge("cache_hit_ratio", "Cached share of all prompt tokens so far", "model")
 
@@ -323,9 +330,6 @@ class Metrics:
         self.first_token = _Histogram("time_to_first_token_seconds", snapshot)
         self.inter_token = _Histogram("inter_token_seconds", snapshot)
         self.queue_wait = _Histogram("queue_wait_seconds", snapshot)
-        self._prompt_total = _Counter("prompt_tokens_total", snapshot)
-        self._cached_total = _Counter("cached_tokens_total", snapshot)
-        self._output_total = _Counter("output_tokens_total", snapshot)
         self._reasoning_total = _Counter("reasoning_tokens_total", snapshot)
         self._prompt_tokens = _Histogram("request_prompt_tokens", snapshot)
         self._cached_tokens = _Histogram("request_cached_tokens", snapshot)
@@ -347,12 +351,8 @@ class Metrics:
         self._http_duration.observe(endpoint, seconds)
 
     def generation_finished(self, model: str, usage: Usage, reason: str) -> None:
-        label = (model,)
         self._finish_reasons.add((reason,))
-        self._prompt_total.add(label, usage.prompt)
-        self._cached_total.add(label, usage.cached)
-        self._output_total.add(label, usage.output)
-        self._reasoning_total.add(label, usage.reasoning)
+        self._reasoning_total.add((model,), usage.reasoning)
         if usage.prompt:  # 0: counted with another choice of the request, or not reported by a remote server
             self._prompt_tokens.observe(model, usage.prompt)
             self._cached_tokens.observe(model, usage.cached)
@@ -360,7 +360,6 @@ class Metrics:
 
     def inputs_read(self, model: str, usage: Usage) -> None:
         """Embeddings or a ranking: prompt tokens without an answer."""
-        self._prompt_total.add((model,), usage.prompt)
         if usage.prompt:
             self._prompt_tokens.observe(model, usage.prompt)
 
@@ -420,6 +419,9 @@ class Metrics:
     def _current(self) -> MetricsSnapshot:
         """The counters, with the gauges brought up to date."""
         gauges, load = self._snapshot.gauges, self._load
+        for name, histogram in _SUMMED.items():
+            rows = self._snapshot.histograms[histogram]
+            self._snapshot.counters[name] = {labels: row.sum for labels, row in rows.items()}
         gauges["active_requests_current"] = {(): self.active}
         gauges["queue_waiting"] = {(model,): depth for model, depth in self._queue_depths().items()}
         for name, series in self._usage_series().items():

@@ -117,6 +117,24 @@ async def test_a_required_call_is_a_constraint(choice: ToolChoice) -> None:
     assert (await harness.gateway.prepare(make_request(tools=(LOOK,)), CALLER)).constraint is None
 
 
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_that_arrive_together_run_stage_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with GatewayHarness() as harness:
+        steps: list[str] = []
+        renderer = harness.gateway.models["demo"].pipeline.renderer
+        for step in ("quick_text", "tokens"):
+            original = getattr(renderer, step)
+            monkeypatch.setattr(renderer, step, lambda *a, o=original, s=step: (steps.append(s), o(*a))[1])
+        requests = [harness.gateway.prepare(make_request(text), CALLER) for text in ("one", "two", "three")]
+        prepared = await asyncio.gather(*requests)
+    assert steps == ["quick_text"] * 3 + ["tokens"] * 3
+    assert [name in one.prompts[0].text for one, name in zip(prepared, ("one", "two", "three"), strict=True)] == [
+        True
+    ] * 3
+
+
 # --- consent, names, broken models ------------------------------------------------------------------------------------
 
 

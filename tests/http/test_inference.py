@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,10 +16,9 @@ import pytest
 from modelyard.core.errors import Internal
 from modelyard.core.events import Event, Failed
 from modelyard.core.request import Message, Request, Text
-from modelyard.http.inference import EventStream, Exchange
+from modelyard.http.inference import EventStream, Exchange, PingTimer
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.request_context import RequestContext
-from modelyard.http.settings import HttpSettings
 from modelyard.protocols import openai_chat
 from tests.e2e.helpers import wait_for_running
 from tests.http.app_client import app_client
@@ -62,7 +62,7 @@ def stream_of(source: Source, send: Any, **settings: Any) -> EventStream:
         openai_chat.writer(REQUEST, "t"),
         lambda error: openai_chat.write_error(error, trace="t"),
         Exchange({}, never, send, RequestContext("t", "/v1/chat/completions", {}), None, None),
-        HttpSettings(**settings),
+        PingTimer(**settings),
     )
 
 
@@ -77,8 +77,8 @@ async def test_a_ping_that_is_due_is_sent_before_the_failure_and_nothing_after_i
         sent.append(message)
 
     def make_ping_due() -> None:
-        stream._last_sent = 0.0
-        stream._tick()
+        stream.last_sent = 0.0
+        stream._pings._tick()
 
     source = Source([Failed(Internal("out of memory", id="x"))], hook=make_ping_due)
     stream = stream_of(source, send, keepalive_s=10)
@@ -89,6 +89,36 @@ async def test_a_ping_that_is_due_is_sent_before_the_failure_and_nothing_after_i
     assert ping["body"] == b": keep-alive\n\n"
     assert b"out of memory" in failure["body"]
     assert (end["body"], end["more_body"]) == (b"", False)
+
+
+async def test_silent_streams_ping_within_the_interval_and_others_do_not() -> None:
+    pings, released = PingTimer(0.2), asyncio.Event()
+
+    class Waiting(Source):
+        async def __anext__(self) -> tuple[int, list[Event]]:
+            await released.wait()
+            return await super().__anext__()
+
+    def stream(sent: list[float]) -> EventStream:
+        async def send(message: Any) -> None:
+            sent.append(loop.time())
+
+        silent = stream_of(Waiting([Failed(Internal("over", id="x"))]), send, keepalive_s=0.2)
+        silent._pings = pings
+        return silent
+
+    loop = asyncio.get_running_loop()
+    began, sent, busy_sent = loop.time(), list[float](), list[float]()
+    silent, busy = stream(sent), stream(busy_sent)
+    running = [asyncio.ensure_future(one.run()) for one in (silent, busy)]
+    while not sent:
+        busy.last_sent = time.monotonic()
+        await asyncio.sleep(0.01)
+    assert sent[0] - began >= 0.1
+    assert not busy_sent
+    released.set()
+    await asyncio.gather(*running)
+    assert not pings._streams
 
 
 def test_a_stalled_client_on_a_socket_frees_its_slot() -> None:

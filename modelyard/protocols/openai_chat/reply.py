@@ -72,13 +72,13 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
 
 
 def _write_choice(index: int, reply: Reply, request: Request) -> CompletionChoice:
-    finished, text, calls = reply.finished, reply.text, reply.calls
+    finished, (text, thinking, calls) = reply.finished, reply.contents()
     message = CompletionMessage(
         "assistant",
         text if text or not calls else None,
-        reasoning_content=reply.thinking or UNSET,
-        reasoning=(request.reasoning.both_names and reply.thinking) or UNSET,
-        tool_calls=[write_call(call) for call in calls] or UNSET,
+        reasoning_content=thinking or UNSET,
+        reasoning=(request.reasoning.both_names and thinking) or UNSET,
+        tool_calls=[write_call(call) for call in calls] if calls else UNSET,
     )
     logprobs = None
     if request.logprobs is not None:
