@@ -407,7 +407,6 @@ class Gateway:
             if sum(map(len, request.prompts)) + _infill_chars(request.infill) <= _INLINE_CHARS:
                 return _encode_raw(request, model, window)
             return await work.run(_encode_raw, request, model, window, partial(work.watch_window, window=window))
-        await end_of_stage()  # read
         is_large = work.size > INLINE_BYTES
         is_long = is_large or len(request.messages) + len(request.tools) > _INLINE_MESSAGES
         text = None if is_long else renderer.quick_text(request)
@@ -1433,7 +1432,8 @@ class TextOutput:
             events += self.fail(end.error or Cancelled("the request was cancelled"))
             return
         scanner = self._scanner
-        events += scanner.feed(self._detokenizer.finish(truncated=end.reason != "stop"))
+        if rest := self._detokenizer.finish(truncated=end.reason != "stop"):
+            events += scanner.feed(rest)
         last = scanner.finish(truncated=end.reason != "stop")
         events += last if self._stop_logprob is None else self._with_stop_logprob(last, self._stop_logprob)
         # Only the engine knows how many tokens images take.

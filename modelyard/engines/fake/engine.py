@@ -188,13 +188,9 @@ class FakeJob(ABC, Generic[T, Output]):
     @abstractmethod
     def _choose_answer(self) -> Iterator[Output | ScriptStep]: ...
     @abstractmethod
-    def _accept(self) -> T: ...
+    def _accept(self) -> list[T]: ...
     @abstractmethod
     def _prefill(self, seconds: float, reports: int) -> Batches[T]: ...
-    def _report_prompt(self) -> Batches[T]:
-        """Log probabilities of the prompt, if they are wanted."""
-        yield from ()
-
     @abstractmethod
     def _play(self, output: Output) -> Playback[T]: ...
     @abstractmethod
@@ -204,8 +200,7 @@ class FakeJob(ABC, Generic[T, Output]):
         answer = self._choose_answer()
         step = next(answer, None)
         if not isinstance(step, ScriptStep) or step.error is None:  # else it fails before it is accepted
-            yield [self._accept()]
-            yield from self._report_prompt()
+            yield self._accept()
             if self._prefill_delay and not (isinstance(step, ScriptStep) and step.prefill is not None):
                 yield from self._prefill(self._prefill_delay, _PREFILL_REPORTS)
         while step is not None:
@@ -379,7 +374,8 @@ class TextJob(FakeJob[Chunk, list[int]]):
         view = PromptView(self._ids, self._engine.tokenizer)
         return self._engine.answer(view, prompt.constraint, prompt.session, view.starts_in_reasoning)
 
-    def _accept(self) -> Accepted:
+    def _accept(self) -> list[Chunk]:
+        """With the log probabilities of the prompt, if they are wanted."""
         prompt = self._prompt
         self._sequence, accepted = self._cache.take(self._ids, prompt.session, prompt.scope)
         self._cached, rate = accepted.cached_tokens, self._engine.options.prefill_rate
@@ -388,7 +384,11 @@ class TextJob(FakeJob[Chunk, list[int]]):
         self._engine.evaluated_tokens += evaluated
         self._prefill_delay = 0.0 if rate is None else evaluated / rate
         self._prefill_s = time.perf_counter() - self._started
-        return accepted
+        if (count := prompt.prompt_logprobs) is None:
+            return [accepted]
+        size = self._engine.tokenizer.size
+        logprobs = [fake_logprob(token, count, size) for token in self._ids[1:]]
+        return [accepted, Progress(self._total, self._total, logprobs)]
 
     def _prefill(self, seconds: float, reports: int) -> Batches[Chunk]:
         parts = max(1, reports)
@@ -397,12 +397,6 @@ class TextJob(FakeJob[Chunk, list[int]]):
             if reports:
                 yield [Progress(self._cached + (self._total - self._cached) * part // parts, self._total)]
         self._prefill_s = time.perf_counter() - self._started
-
-    def _report_prompt(self) -> Batches[Chunk]:
-        if (count := self._prompt.prompt_logprobs) is not None:
-            size = self._engine.tokenizer.size
-            logprobs = [fake_logprob(token, count, size) for token in self._ids[1:]]
-            yield [Progress(self._total, self._total, logprobs)]
 
     def _play(self, output: list[int]) -> Playback[Chunk]:
         stops = [output.index(token) for token in self._prompt.stop_ids if token in output]
@@ -586,8 +580,8 @@ class ChatJob(FakeJob[Event, BlockOutput]):
             constraint = Constraint("tools", tools=(choice.name,) if choice.name else ())
         return self._engine.answer(RequestView(request), constraint, request.session)
 
-    def _accept(self) -> Event:
-        return events.Started(uuid4().hex, self._request.model, int(time.time()), Usage(self._prompt_tokens))
+    def _accept(self) -> list[Event]:
+        return [events.Started(uuid4().hex, self._request.model, int(time.time()), Usage(self._prompt_tokens))]
 
     def _prefill(self, seconds: float, reports: int) -> Batches[Event]:
         del reports  # a remote server has none
