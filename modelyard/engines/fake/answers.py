@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from itertools import chain, count
 from typing import Any
 
@@ -232,18 +233,20 @@ def _number(schema: Schema, is_integer: bool) -> float | int:
 
 _parser: Any = importlib.import_module("re._parser")
 _compiler: Any = importlib.import_module("re._compiler")
-_CANDIDATES = (range(97, 123), range(32, 0x110000), range(32))  # code points, the nicest first
+_LETTERS, _OTHERS = range(97, 123), (range(32, 0x3000), range(32))  # code points
+_SURROGATES = range(0xD800, 0xE000)
 _MAX_SAMPLE = 100_000  # characters
+_SHOWN_CHARS = 200  # of a pattern in an error
 
 
 def regex_sample(pattern: str) -> str:
     """Returns a short text that the pattern matches. It uses the parser of `re`, so it understands every pattern that
     `re` does; it ignores look-arounds."""
     try:
-        parsed = _parser.parse(pattern)
-    except re.error as error:
-        raise InvalidRequest(f"{pattern!r} is not a regular expression: {error}", code="invalid_regex") from None
-    return _sample(parsed, {})
+        return _sample(_parser.parse(pattern), {})
+    except (re.error, RecursionError, OverflowError) as error:
+        message = f"{pattern[:_SHOWN_CHARS]!r} is not a regular expression that can be read: {error}"
+        raise InvalidRequest(message, code="invalid_regex") from None
 
 
 def _sample(parsed: Any, groups: dict[int, str]) -> str:
@@ -253,8 +256,7 @@ def _sample(parsed: Any, groups: dict[int, str]) -> str:
             case "LITERAL", code:
                 out.append(chr(code))
             case "ANY" | "IN" | "NOT_LITERAL", _:
-                one = _compiler.compile(_parser.SubPattern(parsed.state, [node]))
-                out.append(next(filter(one.match, map(chr, chain(*_CANDIDATES)))))
+                out.append(_character(parsed, node))
             case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT", (least, _, repeated):
                 text = _sample(repeated, groups)
                 if len(text) * least > _MAX_SAMPLE:
@@ -272,3 +274,26 @@ def _sample(parsed: Any, groups: dict[int, str]) -> str:
             case "GROUPREF", group:
                 out.append(groups.get(group, ""))
     return "".join(out)
+
+
+def _character(parsed: Any, node: Any) -> str:
+    """Returns a character that the node matches, a letter if it can."""
+    one = _compiler.compile(_parser.SubPattern(parsed.state, [node]))
+    found: str | None = next(filter(one.match, map(chr, chain(_LETTERS, _named(node), *_OTHERS))), None)
+    if found is None:
+        raise InvalidRequest("a part of the regular expression matches no character", code="invalid_regex")
+    return found
+
+
+def _named(node: Any) -> Iterator[int]:
+    """Yields the code points that begin and end the parts of a character class: it or its opposite begins there."""
+    parts = node[1] if str(node[0]) == "IN" else [node]
+    for kind, value in parts:
+        match str(kind), value:
+            case "LITERAL" | "NOT_LITERAL", int():
+                ends = (value, value)
+            case "RANGE", (int(low), int(high)):
+                ends = (low, high)
+            case _:
+                continue
+        yield from (c for c in (ends[0], ends[1] + 1, ends[0] - 1) if 0 <= c < 0x110000 and c not in _SURROGATES)

@@ -257,6 +257,20 @@ def test_invalid_regex_is_refused() -> None:
         regex_sample("(")
 
 
+@pytest.mark.parametrize("pattern", ["((" * 5000, "(" * 3000 + "a" + ")" * 3000, r"[^\s\S]", "a{99999999999999}"])
+def test_a_regex_that_cannot_be_read_or_matched_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        regex_sample(pattern)
+    assert refused.value.code == "invalid_regex"
+    assert len(refused.value.message) < 500
+
+
+def test_a_rare_character_is_found_without_a_search_through_all() -> None:
+    pattern = "[^\x00-\U0010fffe]" * 2000
+    assert regex_sample(pattern) == "\U0010ffff" * 2000
+    assert regex_sample("[\u4e00-\u9fff]") == "\u4e00"
+
+
 def test_huge_regex_sample_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="too long"):
         regex_sample("(a{60000}){60000}")
