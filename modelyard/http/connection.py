@@ -183,6 +183,7 @@ class LimitedConnection(HttpToolsProtocol):
         self.url, self.headers = b"", []
         self._header_bytes, self._in_headers, self._in_body = 0, True, True
         self._message_ended = False  # a message ended in the data that is being parsed
+        self._body_advanced = False  # headers or a part of a body ended in it
         self._refusal: bytes | None = None  # the last thing that is sent; input is ignored from here on
         self._receive_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -205,6 +206,7 @@ class LimitedConnection(HttpToolsProtocol):
         for cycle in self._earlier:  # uvicorn knows only the last one
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
+            withdraw_callbacks(cast(Scope, cycle.scope))
         for callback in tuple(self._on_disconnect):
             callback()
         scope: Any = self.scope
@@ -220,26 +222,24 @@ class LimitedConnection(HttpToolsProtocol):
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
-        self._message_ended = False
+        self._message_ended = self._body_advanced = False
         try:
             self._parse(data)
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
             return
-        if self._in_headers:
-            if self._message_ended:  # how much of the data belongs to these headers is unknown
-                self._start_timer()
-            else:
-                self._header_bytes += len(data)
-            if self._header_bytes > self.max_header_bytes:
-                message = f"the request headers are larger than {self.max_header_bytes} bytes (http.max_header_bytes)"
-                self._refuse(431, TooLarge(message, code="headers_too_large"))
-            elif self._receive_timer is None:
-                self._start_timer()
-        elif self._in_body:
-            self._start_timer()
-        else:
+        if not self._in_headers and not self._in_body:
             self._stop_timer()
+        elif self._message_ended or self._body_advanced:  # how much of the data belongs to what follows is unknown
+            self._header_bytes = 0
+            self._start_timer()
+        elif (size := self._header_bytes + len(data)) > self.max_header_bytes:
+            message = f"the request headers are larger than {self.max_header_bytes} bytes (http.max_header_bytes)"
+            self._refuse(431, TooLarge(message, code="headers_too_large"))
+        else:
+            self._header_bytes = size
+            if self._receive_timer is None or not self._in_headers:
+                self._start_timer()
 
     def _parse(self, data: bytes) -> None:
         while True:
@@ -254,6 +254,8 @@ class LimitedConnection(HttpToolsProtocol):
                     self.handle_websocket_upgrade()
                     return
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)  # after `Connection: close` the old one reads nothing
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
             else:
                 return
 
@@ -264,6 +266,7 @@ class LimitedConnection(HttpToolsProtocol):
             and self.parser.get_http_version() == "1.1"
             and self.ws_protocol_class is not None
             and [value.lower() for name, value in self.headers if name == b"upgrade"] == [b"websocket"]
+            and any(name == b"sec-websocket-key" for name, _ in self.headers)
             and (self.cycle is None or self.cycle.response_complete)
         )
 
@@ -293,13 +296,18 @@ class LimitedConnection(HttpToolsProtocol):
         scope[_SCOPE_KEY], scope[_PINGS_KEY] = self._on_disconnect, self._pings
         before = self.cycle
         super().on_headers_complete()
-        self._in_headers = False
+        scope["headers"] = self.headers.copy()  # a trailer is no header (RFC 9110, 6.5.1)
+        self._in_headers, self._body_advanced = False, True
         if self.pipeline:
             self._earlier.append(before)
             if len(self.pipeline) <= _MAX_UNPAUSED:  # uvicorn pauses reading, and a disconnect would go unnoticed
                 self.flow.resume_reading()
         if scope["http_version"] != "1.1":
             _end_body_with_connection(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_advanced = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():

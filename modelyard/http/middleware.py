@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from modelyard.core.errors import ModelyardError, TooLarge
+from modelyard.core.errors import ModelyardError, NotFound, TooLarge
 from modelyard.http.auth import GOOGLE_KEY, Authenticator, is_workbench
 from modelyard.http.errors import as_modelyard_error, write_error
 from modelyard.http.request_context import CONTEXT_KEY, GEMINI_METHODS, RequestContext, is_gemini, send_error
@@ -167,14 +167,13 @@ class RequestMiddleware:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context)
+            if app is None:
+                raise NotFound(f"there is no WebSocket at {scope['path'][:256]}", code="path_not_found")
         except ModelyardError as error:
             log_event(log, logging.WARNING, "websocket refused", path=scope["path"], why=error.message)
             await _refuse_socket(scope, send, context, error)
             return
-        if app is None:
-            await send({"type": "websocket.close", "code": 1008})
-        else:
-            await app(scope, receive, send)
+        await app(scope, receive, send)
 
     def _account(self, context: RequestContext, method: str, seconds: float) -> None:
         path = context.path

@@ -41,6 +41,7 @@ from modelyard.http.request_context import ADMIN_PATH
 from modelyard.http.responses_socket import ResponsesSocket
 from modelyard.http.settings import HttpSettings
 from modelyard.http.stored_responses import StoredResponseEndpoints
+from modelyard.http.websocket_connection import WebSocketConnection
 from modelyard.protocols.ollama import generate as ollama_generate
 from modelyard.protocols.openai_responses import compaction
 from modelyard.telemetry.request_capture import CaptureSink
@@ -266,7 +267,7 @@ def make_server(
         port=settings.port,
         http=LimitedConnection.configured(settings.max_header_bytes, settings.stall_s),
         loop="none",  # the caller runs the event loop
-        ws="websockets-sansio",  # for the workbench and /v1/responses; the middleware refuses every other WebSocket
+        ws=WebSocketConnection,  # for the workbench and /v1/responses; the middleware refuses every other WebSocket
         ws_max_size=settings.max_body_bytes,
         proxy_headers=False,
         log_config=None,

@@ -277,6 +277,17 @@ def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(fake_conne
     assert "modelyard.on_disconnect" not in scope  # so that the handler waits for http.disconnect
 
 
+def test_a_client_that_disconnects_before_the_handler_of_an_earlier_request_runs_is_noticed(
+    fake_connection: FakeConnection,
+) -> None:
+    connection, _, _ = fake_connection
+    connection.data_received((POST + b"Content-Length: 2\r\n\r\n{}") * 2)
+    scopes = [cast(Any, cycle.scope) for cycle in (*connection._earlier, connection.cycle)]
+    assert ["modelyard.on_disconnect" in scope for scope in scopes] == [True, True]
+    connection.connection_lost(None)
+    assert ["modelyard.on_disconnect" in scope for scope in scopes] == [False, False]
+
+
 def test_a_client_that_reads_nothing_is_disconnected(fake_connection: FakeConnection) -> None:
     connection, transport, clock = fake_connection
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,6 +145,25 @@ def test_a_chunked_body_after_an_upgrade_is_read(server: LiveServer) -> None:
         assert text_of(client.reply()[1]) == "Hello there."
 
 
+@pytest.mark.parametrize("offer", [H2C, ("Connection: Upgrade", "Upgrade: websocket")])
+def test_an_offer_of_another_protocol_by_a_client_that_asks_to_close_is_answered(
+    server: LiveServer, offer: tuple[str, ...]
+) -> None:
+    with Client(server) as client:
+        client.send(post(body("Hi"), *offer, "Connection: close"))
+        assert text_of(client.reply()[1]) == "Hello there."
+        assert client.read_to_end() == b""
+
+
+def test_a_websocket_without_a_key_is_a_plain_request(server: LiveServer) -> None:
+    with Client(server) as client:
+        client.send(
+            b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        )
+        status, reply = client.reply()
+        assert (status, reply["error"]["code"]) == (405, "method_not_allowed")
+
+
 def test_an_upgrade_after_a_running_request_waits_for_its_turn(server: LiveServer) -> None:
     websocket = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
     with Client(server) as client:
@@ -221,6 +241,30 @@ def test_a_disconnect_ends_every_pipelined_request(server: LiveServer, first: by
 
 def tasks(server: LiveServer, coroutine: str) -> int:
     return sum(coroutine in str(task.get_coro()) for task in asyncio.all_tasks(server.loop))
+
+
+# --- trailers ---------------------------------------------------------------------------------------------------------
+
+
+def chunked(content: bytes, trailers: bytes) -> bytes:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head.encode() + b"%x\r\n%b\r\n0\r\n%b" % (len(content), content, trailers)
+
+
+def test_a_trailer_is_no_header(server: LiveServer) -> None:
+    with Client(server) as client:
+        client.send(chunked(body("Hi"), b"X-Modelyard-Timeout: never\r\n\r\n"))
+        assert text_of(client.reply()[1]) == "Hello there."
+
+
+@pytest.mark.parametrize("trailer", [b"x: " + b"a" * 2000, b"x: a\r\n" * 300])
+def test_trailers_are_limited_as_headers_are(server: LiveServer, trailer: bytes) -> None:
+    with Client(server) as client:
+        client.send(chunked(body("Hi"), b""))
+        for _ in range(3):
+            time.sleep(0.05)
+            client.send(trailer)
+        assert client.reply()[1]["error"]["code"] == "headers_too_large"
 
 
 # --- a client that closes its side ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from openai.types.responses import CompactedResponse
 from openai.types.responses.responses_server_event import ResponsesServerEvent
 from pydantic import TypeAdapter
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from tests.live_server import LiveServer, demo_config, live_server
@@ -35,8 +36,8 @@ def server() -> Iterator[LiveServer]:
         yield running
 
 
-def open_socket(server: LiveServer, **headers: str) -> ClientConnection:
-    url = server.url.replace("http", "ws") + "/v1/responses"
+def open_socket(server: LiveServer, path: str = "/v1/responses", **headers: str) -> ClientConnection:
+    url = server.url.replace("http", "ws") + path
     return connect(url, additional_headers={"authorization": "Bearer sk-ada"} | headers)
 
 
@@ -159,15 +160,31 @@ def test_a_client_that_leaves_cancels_its_responses(server: LiveServer) -> None:
     assert server.status("demo").running == 0
 
 
-def test_a_connection_without_a_key_or_from_a_foreign_page_is_refused_with_the_reason(server: LiveServer) -> None:
-    for headers, status, code in (
-        ({"authorization": "Bearer wrong"}, 401, "invalid_api_key"),
-        ({"origin": "https://evil.example"}, 403, "origin_not_allowed"),
+def test_a_connection_without_a_key_or_from_a_foreign_page_is_refused_with_the_reason(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for headers, path, status, code in (
+        ({"authorization": "Bearer wrong"}, "/v1/responses", 401, "invalid_api_key"),
+        ({"origin": "https://evil.example"}, "/v1/responses", 403, "origin_not_allowed"),
+        ({}, "/v1/chat/completions", 404, "path_not_found"),
     ):
         with pytest.raises(InvalidStatus) as refused:
-            open_socket(server, **headers)
+            open_socket(server, path, **headers)
         assert refused.value.response.status_code == status
         assert json.loads(refused.value.response.body)["error"]["code"] == code
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_text_that_is_not_utf8_closes_the_connection_without_an_error_in_the_log(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_socket(server) as socket:
+        socket.send(b"\xff\xfe", text=True)
+        with pytest.raises(ConnectionClosed) as closed:
+            socket.recv(timeout=20)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1007
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 # --- compaction -------------------------------------------------------------------------------------------------------
