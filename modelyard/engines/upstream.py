@@ -79,6 +79,8 @@ def transport_error(error: aiohttp.ClientError | TimeoutError, upstream: str) ->
         return Timeout(f"{upstream} sent nothing for too long", code="upstream_timeout")
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError | aiohttp.InvalidURL):
         return Unavailable(f"{upstream} cannot be reached: {reason}", code=UPSTREAM_UNREACHABLE)
+    if isinstance(error, aiohttp.ClientResponseError):  # its text has the address, and lines of the answer
+        return Unavailable(f"{upstream} sent an answer that is not valid HTTP", code=UPSTREAM_LOST)
     return Unavailable(f"{upstream} closed the connection: {reason}", code=UPSTREAM_LOST)
 
 
@@ -275,6 +277,7 @@ class Upstream:
 
     def __init__(self, address: UpstreamAddress, retries: RetryPolicy = RetryPolicy()) -> None:
         self.address, self._retries = address, retries
+        _check_credentials(address)
         proxy = None if address.is_child or address.socket else environment_proxy(address.base_url)
         add_secrets([*header_secrets(address.headers), *url_secrets(address.base_url), *url_secrets(proxy or "")])
         limits: dict[str, Any] = {"limit": 0}
@@ -418,6 +421,17 @@ class Upstream:
             return reply.status, None
         finally:
             reply.close()
+
+
+def _check_credentials(address: UpstreamAddress) -> None:
+    """Both would be the header `Authorization`, which a request has once."""
+    parts = urlsplit(address.base_url)
+    if (parts.username or parts.password) and any(name.lower() == "authorization" for name in address.headers):
+        raise InvalidRequest(
+            f"{address.name} has a user name in its address, and a key or an Authorization header too; only one of "
+            "them can be sent: remove the other",
+            code="remote_credentials",
+        )
 
 
 def _tls_context() -> ssl.SSLContext:

@@ -447,6 +447,34 @@ async def test_upstream_that_does_not_read_a_long_body_times_out() -> None:
         await server.wait_closed()
 
 
+async def test_an_answer_that_is_not_http_is_reported_without_the_address() -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\xff garbage\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    upstream = Upstream(UpstreamAddress(name="the upstream", base_url=f"http://{host}:{port}"))
+    try:
+        with pytest.raises(Unavailable) as caught:
+            await upstream.request_json("POST", "/x", b"{}")
+    finally:
+        await upstream.close()
+        server.close()
+        await server.wait_closed()
+    assert caught.value.message == "the upstream sent an answer that is not valid HTTP"
+
+
+@pytest.mark.parametrize("header", ["authorization", "Authorization"])
+async def test_a_user_name_in_the_address_and_a_key_are_refused_before_a_request(header: str) -> None:
+    with pytest.raises(InvalidRequest, match="only one of them can be sent") as refused:
+        Upstream(
+            UpstreamAddress(name="up", base_url="http://user:pa55word99@127.0.0.1:1", headers={header: "Bearer sk-1"})
+        )
+    assert refused.value.code == "remote_credentials"
+    assert "pa55word99" not in refused.value.message
+
+
 def test_rejected_key_is_not_an_error_of_the_client() -> None:
     for refused in (Unauthenticated("bad key sk-123"), Forbidden("no funds")):
         error = map_auth_error(refused, ADDRESS)
