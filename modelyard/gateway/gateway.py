@@ -210,6 +210,7 @@ class Gateway:
     ) -> PreparedRequest:
         """`server_tools` are those of an earlier round of the request. `target` is that of an earlier round, or one of
         several models of a route."""
+        given = (request, server_tools, target)
         began, urgency = time.perf_counter(), caller.priority or priority(request)
         self.accounts.check_budget(caller.key)
         if target is None and (target := self.router.resolve(request.model, caller.endpoint)).fallbacks:
@@ -233,6 +234,9 @@ class Gateway:
             make = partial(constrain, request, model, prompts[0].text if prompts else "", structured=structured)
             constraint, dropped = make() if work is None or work.size <= INLINE_BYTES else await work.run(make)
             warnings = (*warnings, *dropped, *_omitted_tools(request, model))
+        if prompts and self._is_replaced(model):
+            request, server_tools, target = given
+            return await self.prepare(request, caller, work, server_tools, target)
         if warnings:
             self._report(warnings)
         reasoning = None
@@ -332,6 +336,12 @@ class Gateway:
             raise _remote_not_allowed(name, caller)
         engine = self.leases.engine(target.model)
         return _with_loaded_window(target, engine), model, engine
+
+    def _is_replaced(self, model: Model) -> bool:
+        """Whether a reload has replaced the model while a request was rendered: the tokens may be of another vocabulary
+        than that of the engine that would get them."""
+        held = self.models.get(model.name)
+        return held is not None and held.text is not model.text
 
     async def _defined(self, model: Model) -> Model:
         """A model of the library is defined at its first request: reading all of them would delay the start."""

@@ -135,6 +135,19 @@ async def test_requests_that_arrive_together_run_stage_by_stage(monkeypatch: pyt
     ] * 3
 
 
+async def test_a_request_that_a_reload_overtakes_is_prepared_for_the_new_model() -> None:
+    async with GatewayHarness() as harness:
+        gateway, old = harness.gateway, harness.gateway.models["demo"]
+        new = msgspec.structs.replace(old, text=msgspec.structs.replace(old.pipeline), system_prompt="Be brief.")
+        preparing = asyncio.ensure_future(gateway.prepare(make_request("Hello"), CALLER))
+        await asyncio.sleep(0)  # it is rendered
+        assert not preparing.done()
+        gateway.models = {**gateway.models, "demo": new}
+        prepared = await preparing
+    assert prepared.model is new
+    assert "Be brief." in prepared.prompts[0].text
+
+
 # --- consent, names, broken models ------------------------------------------------------------------------------------
 
 
