@@ -142,7 +142,7 @@ def link_keys(endpoint: str, configured: ClusterKeys | None) -> ClusterKeys | No
     if not is_loopback(_tcp_host(endpoint) or ""):
         raise InvalidRequest(
             f"{endpoint} can be reached from other machines and would be neither encrypted nor authenticated: make a "
-            "key file with modelyard keys FILE, copy it to every member, and set workers.keys to its path there",
+            "key file with modelyard keys cluster FILE, copy it to every member, and set workers.keys to its path",
             code="keys_needed",
         )
     return own_keys()

@@ -302,6 +302,7 @@ def test_tcp_beyond_loopback_needs_keys(endpoint: str) -> None:
     with pytest.raises(InvalidRequest, match=r"set workers\.keys") as caught:
         link_keys(endpoint, None)
     assert caught.value.code == "keys_needed"
+    assert "modelyard keys cluster FILE" in caught.value.message
     keys = generate_keys()
     assert link_keys(endpoint, keys) is keys
 
