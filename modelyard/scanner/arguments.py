@@ -239,7 +239,7 @@ class ArgumentWriter:
     def end(self) -> None:
         if self._raw is None:
             self._calls.append('"')
-        elif "array" in self._types:
+        elif "array" in self.types_of(self._name):
             self._lists.setdefault(self._name, []).append(to_json("".join(self._raw), self._types))
             self._is_held = True
         else:

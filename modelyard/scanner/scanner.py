@@ -299,12 +299,12 @@ class Scanner:
         text, is_call = "".join(buffer.uncommitted or ()), self._calls.is_open and self._calls.is_offered
         was_sent, start = self._calls.abort(), self._reader_start
         if self._calls.drafts:  # the calls before this one
-            self._draft_text += buffer.recorded or ()
-            if text.strip():  # reasoning goes on after them
-                text, self._draft_text = "".join(self._draft_text), []
-                self._calls.drafts.clear()
-            else:
+            follows = text.strip() != ""  # reasoning goes on after them
+            if len(self._calls.drafts) > self._drafts_before or not follows:
+                self._draft_text += buffer.recorded or ()
                 text = ""
+            if follows:
+                self._show_drafts()
         self._calls.is_drafting, buffer.recorded = False, None
         self._reader, buffer.uncommitted = None, None
         if start and (is_call or not start.bare):

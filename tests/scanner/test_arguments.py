@@ -248,6 +248,13 @@ def test_the_last_value_of_a_parameter_counts(format: str) -> None:
         assert _calls(format, raw, tool_stream=stream) == [("search", {"place": "Luna"})]
 
 
+@every_format
+def test_the_last_value_counts_if_the_schema_has_no_type(format: str) -> None:
+    raw = _written(format, place="Roma", plac_="Luna").replace("plac_", "place")
+    for untyped in (Tool("search"), Tool("search", parameters={"properties": {"place": {}}})):
+        assert _calls(format, raw, [untyped]) == [("search", {"place": "Luna"})]
+
+
 @tagged_format
 def test_a_repeated_argument_is_sent_once_if_it_is_not_streamed(format: str) -> None:
     raw = _written(format, place="Roma", plac_="Luna").replace("plac_", "place")

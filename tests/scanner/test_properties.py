@@ -324,6 +324,22 @@ def test_a_call_inside_reasoning_counts_only_where_the_family_places_it(format: 
     assert bool(calls_of(cut_off)) == form.calls_in_reasoning, format
 
 
+@pytest.mark.parametrize("format", WRITERS)
+def test_a_call_that_reasoning_quotes_shows_no_tag_whatever_follows_it(format: str) -> None:
+    """A bracket or an element that is no call of an offered tool follows, as ordinary text."""
+    form, inside = load(format), _inside_reasoning(format)
+    if inside is None or form.has_messages:
+        return
+    opened, closing = inside
+    markers = [m for m in (*form.markers, *form.inner_markers) if m != _OF_XML]
+    for after in ('<parameter name="other">', '<param name="other">', '<invoke name="other">', "{x}", "[x]", "```x```"):
+        raw = f"{opened}\n{after} More.{closing}So."
+        blocks = scan([raw], format, tools=[_NOW])
+        quoted = [m for m in markers if m not in after and m in text_of(blocks, "thinking")]
+        assert not quoted, raw
+        assert scan(list(raw), format, tools=[_NOW]) == blocks, raw
+
+
 # --- no word is lost --------------------------------------------------------------------------------------------------
 
 
