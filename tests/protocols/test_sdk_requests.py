@@ -41,6 +41,7 @@ REFUSALS = (
     "must be false",
     "needs ",
     "no model reads here",
+    "has nothing that is read",  # one item that is ignored, alone
     "allows a tool without a name",  # its type allows any object
 )
 _LISTS = ("Iterable", "Sequence", "list", "SequenceNotStr")  # lists on the wire

@@ -185,7 +185,8 @@ _SESSION_HEADERS = ("thread-id", "session-id", "x-session-id", "x-session-affini
 def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
     if not body.model:
         raise InvalidRequest("model is required: send one of the names that GET /v1/models lists", param="model")
-    if not body.input and not body.previous_response_id and not body.conversation:
+    previous = body.previous_response_id or body.conversation
+    if not body.input and not previous:
         raise InvalidRequest("input is empty: send a text or a list of items", param="input")
     if body.background and body.store is False:
         raise InvalidRequest("background needs store: its result is fetched later", param="background")
@@ -200,6 +201,8 @@ def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
     if isinstance(body.input, list) and (listed := listed_servers(body.input)):
         tools = mcp.with_listed(tools, listed)
     messages = _read_messages(body, warnings)
+    if len(messages) == (body.instructions is not None) and not (previous or body.generate is False):
+        raise InvalidRequest(f"input has nothing that is read: {'; '.join(warnings)}", param="input")
     return Request(
         model=body.model,
         messages=messages,

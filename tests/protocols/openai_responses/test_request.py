@@ -97,6 +97,15 @@ def test_a_previous_response_needs_no_input() -> None:
     assert read(input=None, previous_response_id="resp_1").previous == "resp_1"
 
 
+def test_an_input_of_items_that_are_all_ignored_is_refused() -> None:
+    ignored = {"type": "from_the_future"}
+    with pytest.raises(InvalidRequest, match=r"input\[0\]: items of type 'from_the_future' are ignored") as error:
+        read(input=[ignored], instructions="Be brief.")
+    assert error.value.param == "input"
+    assert len(read(input=[ignored, {"role": "user", "content": "hi"}]).messages) == 1
+    assert read(input=[ignored], previous_response_id="resp_1").messages == ()
+
+
 def test_structured_output_becomes_a_constraint() -> None:
     schema = {"type": "object"}
     text = {"format": {"type": "json_schema", "name": "title", "schema": schema, "strict": True}, "verbosity": "low"}
