@@ -10,18 +10,15 @@ may come with another text before it.
 from __future__ import annotations
 
 import ctypes
-import io
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import imagesize
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
@@ -31,6 +28,7 @@ from modelyard.core.engine import Media, TokenRun
 from modelyard.core.errors import Internal, InvalidRequest, Unavailable, Unsupported
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import file_identity
+from modelyard.engines.llama_cpp.media_checks import checked_audio, checked_image
 from modelyard.engines.llama_cpp.media_tokens import IntArray, count_positions, media_ids
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.library import projector_file
@@ -38,9 +36,6 @@ from modelyard.library.model_files import locate_model_file
 from modelyard.tokenizer import llama_log
 
 Vectors = npt.NDArray[np.float32]
-
-_MAX_PIXELS = 1 << 26  # a small file may hold a picture that fills the memory
-_KNOWN_IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")  # libmtmd decodes them
 
 
 class MediaChunk(Struct, frozen=True, eq=False):
@@ -191,7 +186,7 @@ class Projector:
 
     def _bitmap(self, media: Media) -> int:
         """The decoded picture or sound, which the caller frees."""
-        data = _checked_image(media.data) if media.kind == "image" else _checked_audio(media.data)
+        data = checked_image(media.data) if media.kind == "image" else checked_audio(media.data)
         llama_log.clear()
         options = self._mtmd.mtmd_helper_init_opt_default()
         found = self._mtmd.mtmd_helper_bitmap_init_from_buf(self._raw, data, len(data), False, options)
@@ -229,50 +224,6 @@ _PLURALS = {"image": "images", "audio": "audio"}
 def _unreadable(media: Media, reason: str) -> InvalidRequest:
     name = {"image": "an image", "audio": "an audio part"}[media.kind]
     return InvalidRequest(f"{name} cannot be read: {reason}", code=f"invalid_{media.kind}", param="messages")
-
-
-def _checked_image(data: bytes) -> bytes:
-    """Formats that libmtmd does not know are converted, if Pillow is installed."""
-    try:
-        width, height = imagesize.get(io.BytesIO(data))
-    except Exception:  # whatever a damaged header leads to
-        width = height = -1
-    if width * height > _MAX_PIXELS:
-        raise InvalidRequest(
-            f"an image of {width}x{height} is too large: at most {_MAX_PIXELS >> 20} million pixels are read",
-            code="invalid_image",
-            param="messages",
-        )
-    if width > 0 and not data.startswith(_KNOWN_IMAGES):
-        return _converted(data)
-    return data
-
-
-def _converted(data: bytes) -> bytes:
-    try:
-        pil = import_module("PIL.Image")
-    except ImportError:
-        raise InvalidRequest(
-            "an image is neither PNG, JPEG, GIF nor BMP; the server converts others if Pillow is installed there "
-            "(pip install 'modelyard[media]')",
-            code="invalid_image",
-            param="messages",
-        ) from None
-    converted = io.BytesIO()
-    try:
-        pil.open(io.BytesIO(data)).convert("RGB").save(converted, "PNG", compress_level=1)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise InvalidRequest(f"an image cannot be read: {error}", code="invalid_image", param="messages") from error
-    return converted.getvalue()
-
-
-def _checked_audio(data: bytes) -> bytes:
-    """libmtmd takes everything else for an image."""
-    is_wave = data[:4] == b"RIFF" and data[8:12] == b"WAVE"
-    is_mp3 = data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
-    if len(data) < 12 or not (is_wave or is_mp3 or data[:4] == b"fLaC"):
-        raise InvalidRequest("an audio part is neither WAV, MP3 nor FLAC", code="invalid_audio", param="messages")
-    return data
 
 
 # --- the encoder's thread ---------------------------------------------------------------------------------------------
