@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
 from modelyard.core.engine import Capabilities
 from modelyard.core.errors import Unsupported
-from modelyard.core.request import DEFAULT_SAMPLING, Image, Message, Request, Text, ToolResult
+from modelyard.core.request import (
+    DEFAULT_SAMPLING,
+    Audio,
+    Image,
+    Message,
+    Request,
+    ResultPart,
+    Text,
+    ToolResult,
+)
 from modelyard.gateway.model import Model
 
 _IMAGE_PLACEHOLDER = Text("[image: this model reads text only]")
 _IMAGE_DROPPED = "image_dropped: a tool returned a picture and the model reads text only"
+_AUDIO_PLACEHOLDER = Text("[audio: this model takes no audio]")
+_AUDIO_DROPPED = "audio_dropped: a tool returned a sound and the model takes no audio"
 THINKING_MODES = ("default", "enabled", "disabled")
 # While an engine is not loaded, assume that it can do everything. The request is checked again when it is.
 UNKNOWN_ENGINE = Capabilities(
@@ -144,22 +155,34 @@ def ignored_parameters(request: Request, can: Capabilities) -> tuple[str, ...]:
     return ignored if budget is None or can.reasoning_budget else (*ignored, "reasoning_budget")
 
 
-def without_tool_images(request: Request) -> Request:
-    """Replace the images in tool results, for a model that reads text only.
+def without_tool_media(request: Request, modalities: Collection[str]) -> Request:
+    """Replace the images and sounds in tool results that the model does not take.
 
-    A refusal would end an agent's session for good, because the image stays in its history. An image that a user sends
-    is refused.
+    A refusal would end an agent's session for good, because they stay in its history. What a user sends is refused.
     """
-    messages = tuple(_without_images(m) if m.role == "tool" else m for m in request.messages)
-    if messages == request.messages:
+    notes: dict[type, Text] = {}
+    if "image" not in modalities:
+        notes[Image] = _IMAGE_PLACEHOLDER
+    if "audio" not in modalities:
+        notes[Audio] = _AUDIO_PLACEHOLDER
+    kinds = {type(part) for message in request.messages for part in _tool_parts(message)} & notes.keys()
+    if not kinds:
         return request
-    return msgspec.structs.replace(request, messages=messages, warnings=(*request.warnings, _IMAGE_DROPPED))
+    messages = tuple(_with_notes(m, notes) if m.role == "tool" else m for m in request.messages)
+    dropped = tuple(text for kind, text in ((Image, _IMAGE_DROPPED), (Audio, _AUDIO_DROPPED)) if kind in kinds)
+    return msgspec.structs.replace(request, messages=messages, warnings=(*request.warnings, *dropped))
 
 
-def _without_images(message: Message) -> Message:
+def _tool_parts(message: Message) -> Iterator[ResultPart]:
+    if message.role == "tool":
+        for part in message.parts:
+            if isinstance(part, ToolResult):
+                yield from part.content
+
+
+def _with_notes(message: Message, notes: Mapping[type, Text]) -> Message:
     def replaced(result: ToolResult) -> ToolResult:
-        content = tuple(_IMAGE_PLACEHOLDER if isinstance(part, Image) else part for part in result.content)
-        return msgspec.structs.replace(result, content=content)
+        return msgspec.structs.replace(result, content=tuple(notes.get(type(part), part) for part in result.content))
 
     parts = tuple(replaced(part) if isinstance(part, ToolResult) else part for part in message.parts)
     return msgspec.structs.replace(message, parts=parts)

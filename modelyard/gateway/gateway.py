@@ -91,7 +91,7 @@ from modelyard.gateway.capabilities import (
     check_rerank,
     ignored_parameters,
     require_place_for_images,
-    without_tool_images,
+    without_tool_media,
 )
 from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.constraints import constrain
@@ -392,13 +392,12 @@ class Gateway:
     async def _adapt_media(
         self, request: Request, media: frozenset[str], model: Model, effective: Capabilities
     ) -> Request:
-        """With the pages of documents. A model that reads text only gets their text, and none of a tool's images."""
+        """With the pages of documents, or only their text. Media of tools that the model does not take become notes."""
         sees = "image" in effective.modalities
         if "document" in media:
             request = await self.images.expand_documents(request, with_images=sees)
-        if not sees:
-            return without_tool_images(request)
-        if model.kind == "text" and model.fault is None:
+        request = without_tool_media(request, effective.modalities)
+        if sees and model.kind == "text" and model.fault is None:
             require_place_for_images(model)
         return request
 

@@ -25,7 +25,7 @@ from modelyard.core.engine import Media
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unsupported
 from modelyard.core.request import Audio, Document, Image, Message, Part, Request, ResultPart, Text, ToolResult
 from modelyard.outbound import AddressGuard, PrivateAddress, host_name
-from modelyard.prompt.media import media_parts
+from modelyard.prompt.media import MediaPart, media_parts
 from modelyard.prompt.pdf_pages import PdfReader
 from modelyard.prompt.settings import ImageSettings
 
@@ -203,6 +203,9 @@ def sniff(data: bytes) -> str | None:
     return next((kind for magic, kind in _MAGIC if data.startswith(magic)), None)
 
 
+_NAMES = {"image": "an image", "audio": "a sound", "document": "a document"}
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -214,10 +217,10 @@ def unreachable(message: str) -> InvalidRequest:
     return InvalidRequest(message, code="image_unreachable", param="messages")
 
 
-def too_large(limit: int) -> InvalidRequest:
+def too_large(limit: int, kind: str = "image") -> InvalidRequest:
     return InvalidRequest(
-        f"an image is larger than {limit} bytes (the setting images.max_bytes)",
-        code="image_too_large",
+        f"{_NAMES[kind]} is larger than {limit} bytes (the setting images.max_bytes)",
+        code=f"{kind}_too_large",
         param="messages",
     )
 
@@ -239,16 +242,42 @@ class Images:
         return self._settings.max_bytes
 
     async def inline(self, request: Request) -> Request:
-        for part in media_parts(request):
-            if isinstance(part, Audio):
-                await asyncio.to_thread(check_data, part.url, self._settings.max_bytes, "audio")
-        urls = dict.fromkeys(part.url for part in media_parts(request) if isinstance(part, Image))
-        if not urls:
+        """With all images and sounds as `data:` URLs. What a tool returned and cannot be read becomes a note: a refusal
+        would end an agent's session, because it stays in its history."""
+        parts = list(dict.fromkeys(media_parts(request)))
+        if not parts:
             return request
-        fetched = await self._fetch_all([url for url in urls if not await self._is_inline(url)])
-        if not fetched:
+        sent = {part for message in request.messages for part in message.parts if isinstance(part, MediaPart)}
+        gate = asyncio.Semaphore(_MAX_CONCURRENT)
+
+        async def one(part: MediaPart) -> MediaPart | Text:
+            try:
+                async with gate:
+                    url = await self._inline_url(part)
+            except ModelyardError as error:
+                if part in sent:
+                    raise
+                return Text(f"[{'image' if isinstance(part, Image) else 'audio'}: {error.message}]")
+            return part if url == part.url else replace(part, url=url)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {part: group.create_task(one(part)) for part in parts}
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        inlined = {part: task.result() for part, task in tasks.items() if task.result() is not part}
+        if not inlined:
             return request
-        return replace(request, messages=tuple(_with_fetched(message, fetched) for message in request.messages))
+        return replace(request, messages=tuple(_with_inlined(message, inlined) for message in request.messages))
+
+    async def _inline_url(self, part: MediaPart) -> str:
+        url, limit = part.url, self._settings.max_bytes
+        kind = "image" if isinstance(part, Image) else "audio"
+        if kind == "image" and url[:5].lower() != "data:":
+            return data_url(await self._fetcher.fetch(url))
+        if len(url) > _INLINE_CHARS:
+            return await asyncio.to_thread(check_data, url, limit, kind)
+        return check_data(url, limit, kind)
 
     async def expand_documents(self, request: Request, *, with_images: bool) -> Request:
         """With the text of its documents instead of them, and an image of each page if the model sees."""
@@ -286,8 +315,8 @@ class Images:
         if url[:5].lower() != "data:":
             data = (await self._fetcher.fetch(url)).data
         else:
-            await asyncio.to_thread(check_data, url, limit, "application")
-            data = base64.b64decode(url.partition(",")[2])
+            clean = await asyncio.to_thread(check_data, url, limit, "document")
+            data = base64.b64decode(clean.partition(",")[2])
         if not data[:1024].lstrip().startswith(PDF_START):
             raise _invalid("a document is not a PDF", "document")
         return data
@@ -295,54 +324,43 @@ class Images:
     async def close(self) -> None:
         await self._fetcher.close()
 
-    async def _is_inline(self, url: str) -> bool:
-        """Whether it is a `data:` URL. Raise if it is invalid."""
-        if url[:5].lower() != "data:":
-            return False
-        if len(url) > _INLINE_CHARS:
-            await asyncio.to_thread(check_data, url, self._settings.max_bytes)
-        else:
-            check_data(url, self._settings.max_bytes)
-        return True
-
-    async def _fetch_all(self, urls: list[str]) -> dict[str, str]:
-        gate = asyncio.Semaphore(_MAX_CONCURRENT)
-
-        async def one(url: str) -> str:
-            async with gate:
-                return data_url(await self._fetcher.fetch(url))
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {url: group.create_task(one(url)) for url in urls}
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return {url: task.result() for url, task in tasks.items()}
-
 
 def data_url(image: FetchedImage) -> str:
     return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
 
 
-def check_data(url: str, max_bytes: int, kind: str = "image") -> None:
-    """`kind` is image, audio or application (a PDF)."""
+_TOP_TYPES = {"image": "image", "audio": "audio", "document": "application"}
+_BREAKS = {ord(each): None for each in "\r\n\t "}
+
+
+def check_data(url: str, max_bytes: int, kind: str = "image") -> str:
+    """The `data:` URL of an image, audio or document, without the line breaks that programs put into base64."""
     head, comma, body = url[5:].partition(",")
     media_type, *parameters = head.split(";")
-    what = {"image": "an image", "audio": "audio"}.get(kind, "a document")
+    what, top = _NAMES[kind], _TOP_TYPES[kind]
     if not comma or "base64" not in (p.strip().lower() for p in parameters):
-        raise _invalid(f"a data: URL of {what} must read data:{kind}/…;base64,…", kind)
-    if not media_type.strip().lower().startswith(f"{kind}/"):
-        raise _invalid(f"the data: URL holds {media_type[:80] or 'no media type'!r}, not an {kind}/… type", kind)
-    if len(body) // 4 * 3 - 2 > max_bytes:
-        raise too_large(max_bytes)
+        raise _invalid(f"a data: URL of {what} must read data:{top}/…;base64,…", kind)
+    if not media_type.strip().lower().startswith(f"{top}/"):
+        held = repr(media_type[:80]) if media_type else "no media type"
+        raise _invalid(f"the data: URL of {what} holds {held}, not {_EXPECTED[kind]}", kind)
+    if len(body) // 4 * 3 - 2 > max_bytes and len(body := body.translate(_BREAKS)) // 4 * 3 - 2 > max_bytes:
+        raise too_large(max_bytes, kind)
     try:
         data = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
-        raise _invalid(f"the data: URL of {what} is not valid base64", kind) from None
+        body = body.translate(_BREAKS)
+        try:
+            data = base64.b64decode(body, validate=True)
+        except (binascii.Error, ValueError):
+            raise _invalid(f"the data: URL of {what} is not valid base64", kind) from None
     if not data:
         raise _invalid(f"the data: URL of {what} is empty", kind)
     if len(data) > max_bytes:
-        raise too_large(max_bytes)
+        raise too_large(max_bytes, kind)
+    return url if len(body) == len(url) - len(head) - 6 else f"data:{head},{body}"
+
+
+_EXPECTED = {"image": "an image/… type", "audio": "an audio/… type", "document": "a PDF"}
 
 
 def request_media(request: Request) -> tuple[Media, ...]:
@@ -387,18 +405,14 @@ def _with_pages(message: Message, documents: Mapping[Document, tuple[Text | Imag
     return replace(message, parts=tuple(parts))
 
 
-def _with_fetched(message: Message, fetched: Mapping[str, str]) -> Message:
-    parts = tuple(_part(part, fetched) for part in message.parts)
-    return message if parts == message.parts else replace(message, parts=parts)
-
-
-def _part(part: Part, fetched: Mapping[str, str]) -> Part:
-    if isinstance(part, ToolResult):
-        return replace(part, content=tuple(_image(each, fetched) for each in part.content))
-    return _image(part, fetched) if isinstance(part, Image) else part
-
-
-def _image(part: ResultPart, fetched: Mapping[str, str]) -> ResultPart:
-    if isinstance(part, Image) and part.url in fetched:
-        return replace(part, url=fetched[part.url])
-    return part
+def _with_inlined(message: Message, inlined: Mapping[MediaPart, MediaPart | Text]) -> Message:
+    parts: list[Part] = []
+    for part in message.parts:
+        if isinstance(part, MediaPart):
+            parts.append(inlined.get(part, part))
+        elif isinstance(part, ToolResult):
+            content = tuple(inlined.get(each, each) if isinstance(each, MediaPart) else each for each in part.content)
+            parts.append(replace(part, content=content))
+        else:
+            parts.append(part)
+    return replace(message, parts=tuple(parts))

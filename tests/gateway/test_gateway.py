@@ -45,6 +45,7 @@ from modelyard.core.events import (
     collect_reply,
 )
 from modelyard.core.request import (
+    Audio,
     Caller,
     EmbeddingRequest,
     Image,
@@ -215,6 +216,13 @@ async def test_an_image_in_a_tool_result_becomes_a_placeholder_for_a_text_only_m
     prepared = await GatewayHarness().gateway.prepare(make_request(messages=(message,)), CALLER)
     assert "here\n[image: this model reads text only]" in prepared.prompts[0].text
     assert prepared.request.warnings
+
+
+async def test_a_sound_in_a_tool_result_becomes_a_placeholder_for_a_model_that_takes_none() -> None:
+    message = Message("tool", (ToolResult("c", (Text("here"), Audio("data:audio/wav;base64,AAAA"))),))
+    prepared = await GatewayHarness().gateway.prepare(make_request(messages=(message,)), CALLER)
+    assert "here\n[audio: this model takes no audio]" in prepared.prompts[0].text
+    assert prepared.request.warnings == ("audio_dropped: a tool returned a sound and the model takes no audio",)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Image, Message, Part, Request, Text, ToolResult
+from modelyard.core.request import Audio, Image, Message, Part, Request, Text, ToolResult
 from modelyard.prompt.images import Images, request_media, sniff
 from modelyard.prompt.settings import ImageSettings
 from tests.prompt.image_server import PNG, ImageServer, serve
@@ -80,6 +80,44 @@ async def test_an_invalid_data_url_is_refused(url: str, code: str, complaint: st
     error = await refusal(url, max_bytes=700)
     assert error.code == code
     assert complaint in error.message
+
+
+async def test_line_breaks_in_base64_are_removed() -> None:
+    head, _, body = DATA.partition(",")
+    broken = f"{head},{body[:8]}\r\n{body[8:]}\n"
+    assert await inline(request_with(Image(broken)), max_bytes=len(PNG)) == request_with(Image(DATA))
+    sound = "data:audio/wav;base64,AAAA"
+    assert await inline(request_with(Audio(f"{sound}\n"))) == request_with(Audio(sound))
+
+
+async def test_what_a_tool_returned_and_cannot_be_read_becomes_a_note() -> None:
+    unread = Image("https://example.com/a.png"), Audio("data:audio/wav;base64,?"), Image(DATA)
+    noted = await inline(request_with(ToolResult("c", unread)))
+    result = noted.messages[0].parts[-1]
+    assert isinstance(result, ToolResult)
+    host = "images from 'example.com' are not allowed; the setting images.allow lists the hosts that are"
+    assert result.content == (
+        Text(f"[image: {host}]"),
+        Text("[audio: the data: URL of a sound is not valid base64]"),
+        Image(DATA),
+    )
+    with pytest.raises(InvalidRequest, match="not allowed"):
+        await inline(request_with(ToolResult("c", unread[:1]), unread[0]))
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "complaint"),
+    [
+        (Audio("data:audio/wav;base64," + "A" * 1000), "audio_too_large", "a sound is larger than 700 bytes"),
+        (Audio("data:text/plain;base64,AAAA"), "invalid_audio", "holds 'text/plain', not an audio/… type"),
+        (Audio("data:audio/wav,AAAA"), "invalid_audio", "must read data:audio/…;base64,…"),
+    ],
+)
+async def test_an_invalid_sound_is_refused_in_its_own_words(part: Audio, code: str, complaint: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        await inline(request_with(part), max_bytes=700)
+    assert raised.value.code == code
+    assert complaint in raised.value.message
 
 
 async def test_data_of_exactly_the_limit_is_accepted() -> None:

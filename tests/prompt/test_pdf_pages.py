@@ -80,6 +80,16 @@ async def test_what_cannot_be_read_is_refused(data: bytes, settings: dict[str, A
         await expand(document(data), **settings)
 
 
+@pytest.mark.parametrize(
+    "url", ["data:text/plain;base64,AAAA", "data:application/pdf;base64,?", "data:application/pdf,A"]
+)
+async def test_what_is_no_document_has_a_code_of_its_own(url: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        await expand(Document(url))
+    assert raised.value.code == "invalid_document"
+    assert "data: URL of a document" in raised.value.message
+
+
 async def test_a_document_of_a_tool_never_ends_the_session() -> None:
     (result,) = await expand(ToolResult("1", (Text("Here:"), document(b"%PDF-1.4 broken"))))
     assert result.content == (Text("Here:"), Text("[document: a PDF is damaged]"))

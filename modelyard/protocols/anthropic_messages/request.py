@@ -455,7 +455,7 @@ def _read_image(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
     if source.type == "file":
         return (Image(FILE_ID + _string(source.file_id, "source.file_id")),)
     warnings[f"image_dropped:{source.type}"] = None
-    return ()
+    return (Text("[image: it was sent in a form that is not read here]"),)  # the model is told, as for a document
 
 
 def _read_document(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:

@@ -334,10 +334,15 @@ def test_a_search_result_becomes_text_with_its_source() -> None:
     assert part(block) == Text("T\nhttps://a\n\nfound")
 
 
+def test_the_model_is_told_of_an_image_in_an_unknown_form() -> None:
+    parts, warnings = parts_and_warnings({"type": "image", "source": {"type": "hologram"}})
+    assert parts == (Text("[image: it was sent in a form that is not read here]"),)
+    assert warnings == ("image_dropped:hologram",)
+
+
 @pytest.mark.parametrize(
     ("block", "warning"),
     [
-        ({"type": "image", "source": {"type": "hologram"}}, "image_dropped:hologram"),
         ({"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}}, "block_dropped:server_tool_use"),
         (
             {"type": "web_search_tool_result", "tool_use_id": "a", "content": {"type": "error"}},
