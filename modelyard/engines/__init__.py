@@ -11,6 +11,7 @@ NOT_PLUGINS = frozenset(
         "in_process",
         "reasoning_limit",
         "managed",
+        "media_checks",
         "option_faults",
         "upstream",
     }

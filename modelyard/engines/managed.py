@@ -231,6 +231,10 @@ class ManagedEngine(ABC):
     @abstractmethod
     async def _is_ready(self, server: ManagedServer, progress: OnProgress) -> bool: ...
 
+    async def _checked(self, request: Request) -> Request:
+        """The request as the server can take it; raises if it cannot."""
+        return request
+
     @abstractmethod
     def _request_body(self, request: Request) -> bytes: ...
 
@@ -335,8 +339,9 @@ class ManagedEngine(ABC):
                 return await emit(events)
 
             try:
+                checked = await self._checked(request)
                 with self._placed(request) as fields:
-                    body = append_fields(self._request_body(request), fields)
+                    body = append_fields(self._request_body(checked), fields)
                     path, protocol = self._endpoint(request)
                     await server.upstream.stream_chat(path, body, protocol, inspect)
             except ModelyardError as error:

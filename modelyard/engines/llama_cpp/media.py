@@ -28,9 +28,9 @@ from modelyard.core.engine import Media, TokenRun
 from modelyard.core.errors import Internal, InvalidRequest, Unavailable, Unsupported
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import file_identity
-from modelyard.engines.llama_cpp.media_checks import checked_audio, checked_image
 from modelyard.engines.llama_cpp.media_tokens import IntArray, count_positions, media_ids
 from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.media_checks import checked_audio, checked_image
 from modelyard.library import projector_file
 from modelyard.library.model_files import locate_model_file
 from modelyard.tokenizer import llama_log

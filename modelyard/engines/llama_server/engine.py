@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +15,12 @@ from msgspec.structs import replace
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgress
 from modelyard.core.errors import ModelyardError, Unsupported
 from modelyard.core.protocol import WireProtocol
-from modelyard.core.request import Request
+from modelyard.core.request import Audio, Image, Part, Request, ToolResult
 from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.engines.llama_server.server import combined_cache, server_command, server_task
 from modelyard.engines.llama_server.slots import ScopedSlots
 from modelyard.engines.managed import Endpoint, ManagedEngine, ManagedServer, has_media, server_request
+from modelyard.engines.media_checks import checked_audio, checked_image
 from modelyard.engines.upstream import append_fields
 from modelyard.library.projector_file import encoded_kinds
 from modelyard.protocols import llama_infill, openai_chat, openai_completions
@@ -60,6 +63,10 @@ class LlamaServerEngine(ManagedEngine):
         if status == 503:
             progress(0.2, "loading the weights")
         return status == 200
+
+    async def _checked(self, request: Request) -> Request:
+        """llama-server exits with some files that are damaged on purpose, and knows few formats of images."""
+        return await asyncio.to_thread(_with_checked_media, request) if has_media(request) else request
 
     def _request_body(self, request: Request) -> bytes:
         return chat_body(request, self._options)
@@ -126,6 +133,27 @@ def chat_body(request: Request, options: LlamaServerOptions) -> bytes:
         fields["thinking_budget_tokens"] = max(-1, request.reasoning.budget)
     written = (openai_completions if request.prompts else openai_chat).write_request(streamed)
     return append_fields(written, fields)
+
+
+def _with_checked_media(request: Request) -> Request:
+    def checked(part: Part) -> Any:
+        if isinstance(part, ToolResult):
+            return replace(part, content=tuple(checked(each) for each in part.content))
+        if not isinstance(part, Image | Audio):
+            return part
+        data = base64.b64decode(part.url.partition(",")[2])
+        if isinstance(part, Audio):
+            checked_audio(data)
+            return part
+        readable = checked_image(data)
+        return (
+            part
+            if readable is data
+            else replace(part, url="data:image/png;base64," + base64.b64encode(readable).decode())
+        )
+
+    messages = (replace(message, parts=tuple(map(checked, message.parts))) for message in request.messages)
+    return replace(request, messages=tuple(messages))
 
 
 def _ends_with_reply(request: Request) -> bool:

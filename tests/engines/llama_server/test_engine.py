@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ from modelyard.core.errors import (
     Unsupported,
 )
 from modelyard.core.events import Failed, collect_reply
-from modelyard.core.request import Constraint, Image, Infill, Message, Reasoning, Request, Sampling, Text
+from modelyard.core.request import Audio, Constraint, Image, Infill, Message, Reasoning, Request, Sampling, Text
 from modelyard.engines import llama_server
 from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.engine import LlamaServerEngine, chat_body
@@ -36,6 +37,7 @@ from modelyard.engines.managed import ListenAddress
 from modelyard.library.default_model import fetch
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_cpp import tiny_models
+from tests.engines.llama_cpp.media_files import picture, sound
 from tests.engines.llama_server import helpers
 from tests.engines.llama_server.helpers import (
     chat_request,
@@ -181,6 +183,30 @@ async def test_missing_model_is_not_found(tmp_path: Path) -> None:
 
 async def test_unknown_argument_is_reported() -> None:
     assert "invalid argument: --nonsense" in (await load_error(llama_server_extra_args=["--nonsense"])).message
+
+
+def media_request(part: Image | Audio) -> Request:
+    return replace(chat_request(), messages=(Message("user", (part, Text("What is it?"))),))
+
+
+async def test_images_of_other_formats_are_converted() -> None:
+    model, projector = tiny_models.seeing("tiles")
+    replies = []
+    async with running_engine(path=str(model), llama_server_mmproj_path=str(projector)) as made:
+        for format in ("PNG", "TIFF"):
+            url = f"data:image/{format.lower()};base64,{base64.b64encode(picture(1, format=format)).decode()}"
+            replies.append(collect_reply(await read_events(made, media_request(Image(url)))).text)
+    assert replies[0] == replies[1] != ""
+
+
+async def test_a_sound_with_which_the_server_would_exit_is_refused() -> None:
+    model, projector = tiny_models.seeing("audio")
+    url = f"data:audio/wav;base64,{base64.b64encode(sound(1, seconds=1 / 16000)).decode()}"
+    async with running_engine(path=str(model), llama_server_mmproj_path=str(projector)) as made:
+        last = (await read_events(made, media_request(Audio(url))))[-1]
+        assert isinstance(last, Failed)
+        assert last.error.code == "invalid_audio"
+        assert not made.server.has_exited
 
 
 async def test_invalid_projector_is_reported() -> None:

@@ -1,4 +1,4 @@
-"""What a client's image or sound has to pass before libmtmd decodes it.
+"""What a client's image or sound has to pass before libmtmd decodes it, here or in llama-server.
 
 libmtmd allocates what a file's header says, and the process ends if that fails. It also ignores which side of a photo
 is up, and what is transparent: Pillow applies both, if it is installed.

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp import media_checks
-from modelyard.engines.llama_cpp.media_checks import checked_audio, checked_image
+from modelyard.engines import media_checks
+from modelyard.engines.media_checks import checked_audio, checked_image
 
 
 def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
