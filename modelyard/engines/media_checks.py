@@ -16,6 +16,7 @@ import imagesize
 from modelyard.core.errors import InvalidRequest
 
 _MAX_PIXELS = 1 << 26  # a small file may hold a picture that fills the memory
+_MAX_RATIO = 200  # processors scale the longer side, and nothing remains of the other one
 _PNG, _JPEG = b"\x89PNG", b"\xff\xd8\xff"
 _KNOWN_IMAGES = (_PNG, _JPEG, b"GIF8", b"BM")  # libmtmd decodes them
 _HEAD = 1 << 16  # the bytes of a file in which its metadata is looked for
@@ -32,7 +33,7 @@ _ADPCM, _EXTENSIBLE = (0x02, 0x11), 0xFFFE
 def checked_image(data: bytes) -> bytes:
     """The image in a form that libmtmd reads as a person sees it."""
     width, height = _image_size(data)
-    _check_pixels(width, height)
+    _check_size(width, height)
     if width and data.startswith(_KNOWN_IMAGES) and not _needs_pillow(data):
         return data
     pillow = _pillow()
@@ -56,9 +57,14 @@ def _image_size(data: bytes) -> tuple[int, int]:
     return (width, abs(height)) if width > 0 and height != -1 else (0, 0)  # a negative height: a bitmap from its top
 
 
-def _check_pixels(width: int, height: int) -> None:
+def _check_size(width: int, height: int) -> None:
     if width * height > _MAX_PIXELS:
         raise _too_large(f"an image of {width}x{height}")
+    if max(width, height) > _MAX_RATIO * min(width, height):
+        raise _invalid(
+            "image",
+            f"an image of {width}x{height} is too narrow: its longer side may be {_MAX_RATIO} times the shorter one",
+        )
 
 
 def _too_large(what: str) -> InvalidRequest:
@@ -84,7 +90,7 @@ def _converted(data: bytes, pillow: Any) -> bytes:
     """Upright, on white, as PNG; the same bytes if libmtmd reads them so."""
     try:
         image = pillow.open(io.BytesIO(data))
-        _check_pixels(*image.size)
+        _check_size(*image.size)
         upright = import_module("PIL.ImageOps").exif_transpose(image)
         shown = _on_white(upright, pillow)
         is_same = image.getexif().get(_ORIENTATION, 1) in (0, 1) and shown is upright

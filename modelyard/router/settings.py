@@ -104,7 +104,10 @@ class DecodingSettings(BaseModel):
         default=None, ge=0, le=100, description="How the entropy maps to the temperature; unset means 1."
     )
     adaptive_target: float | None = Field(
-        default=None, le=1, description="Prefer tokens near this probability, adapted over time; negative: off."
+        default=None,
+        le=1,
+        description="Prefer tokens near this probability, adapted over time; negative: off. Set min_p as well, such as "
+        "0.05: else many tokens of almost no probability are as near as likely ones.",
     )
     adaptive_decay: float | None = Field(
         default=None, ge=0, le=0.99, description="How slowly adaptive_target adapts; unset means 0.9."

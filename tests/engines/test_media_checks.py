@@ -71,6 +71,13 @@ def test_a_small_file_with_a_huge_image_is_refused_by_its_header(data: bytes) ->
     assert "too large: at most 64 million pixels" in refusal(checked_image, data)
 
 
+def test_an_image_like_a_line_is_refused_in_plain_words() -> None:
+    data = encoded(Image.new("RGB", (2, 402)), "PNG")
+    assert refusal(checked_image, data) == (
+        "an image of 2x402 is too narrow: its longer side may be 200 times the shorter one"
+    )
+
+
 @pytest.mark.parametrize(
     "data", [b"<svg width='9' height='9'></svg>", b"<html>", encoded(Image.new("L", (9, 9)), "WEBP")[:40]]
 )
