@@ -1325,9 +1325,8 @@ class TextOutput:
                 self.emitted_start = True
                 prepared, self._cached_tokens = self._prepared, chunk.cached_tokens
                 self.read = chunk.cached_tokens
-                started = Started(
-                    prepared.caller.trace, prepared.request.model, prepared.created, self.usage, self._echo
-                )
+                echo = self._echo() if prepared.request.echo else ""
+                started = Started(prepared.caller.trace, prepared.request.model, prepared.created, self.usage, echo)
                 if prepared.request.prompt_logprobs is None:
                     events.append(started)
                 else:
@@ -1368,11 +1367,8 @@ class TextOutput:
             events.append(Measured(self.usage, timings))
         return events
 
-    @property
     def _echo(self) -> str:
         request = self._prepared.request
-        if not request.echo:
-            return ""
         prompt = request.prompts[self._choice // request.n]
         return prompt if isinstance(prompt, str) else self._rendered.text
 

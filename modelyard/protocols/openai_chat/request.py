@@ -226,7 +226,8 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     model = require_model(parsed.model)
     if not parsed.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
-    check_range("n", parsed.n, 1, MAX_N)
+    if parsed.n is not None:
+        check_range("n", parsed.n, 1, MAX_N)
     if parsed.modalities and "audio" in parsed.modalities:
         raise Unsupported('modalities: no model speaks here; send ["text"]', param="modalities")
     warnings: list[str] = []
@@ -255,7 +256,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         stream=parsed.stream is True,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
         progress=parsed.return_progress is True and parsed.stream is True,
-        timings=read_timings(parsed),
+        timings=None if parsed.timings_per_token is parsed.return_progress is None else read_timings(parsed),
         lora_adapter=parsed.lora_adapter,
         chat_template_kwargs=_read_template_kwargs(kwargs) if kwargs else {},
         add_generation_prompt=_prompt_end(parsed, "add_generation_prompt") if kwargs else parsed.add_generation_prompt,
@@ -263,7 +264,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         if kwargs or parsed.continue_final_message is not None
         else None,
         documents=parsed.documents or (),
-        priority=read_priority(parsed),
+        priority=None if parsed.priority is None else read_priority(parsed),
         session=read_session(headers, parsed.prompt_cache_key),
         user=parsed.user or parsed.safety_identifier,
         metadata=parsed.metadata,
