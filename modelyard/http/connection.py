@@ -69,9 +69,12 @@ class CoalescingTransport:
         loop: asyncio.AbstractEventLoop,
         coalescer: WriteCoalescer,
         on_unsent: Callable[[], None] | None = None,
+        keeps_reading: Callable[[], bool] | None = None,
     ) -> None:
-        """`on_unsent` is called when the transport is closed before everything is sent."""
+        """`on_unsent` is called when the transport is closed before everything is sent. `keeps_reading` is asked
+        before it is closed: True if that is done later."""
         self._transport, self._loop, self._coalescer, self.on_unsent = transport, loop, coalescer, on_unsent
+        self._keeps_reading = keeps_reading
         self._buffer: list[bytes] = []
         self.is_closing = transport.is_closing  # called for every reply; `__getattr__` is slow
 
@@ -90,6 +93,8 @@ class CoalescingTransport:
 
     def close(self) -> None:
         self.flush()
+        if self._keeps_reading is not None and self._keeps_reading():
+            return
         if self.on_unsent is not None and not self.is_closing() and self._transport.get_write_buffer_size():
             self.on_unsent()
         self._transport.close()
@@ -159,6 +164,7 @@ def ping_on_half_close(scope: Scope, ping: Callable[[], None]) -> Callable[[], o
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PROBE_S, _MAX_PROBE_S = 0.01, 5.0
 _MAX_UNPAUSED = 16  # requests that wait for the replies to those before them
+_MAX_UNREAD_S = 20.0  # for which the rest of a refused body is read
 
 _ERROR_HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
 
@@ -188,18 +194,21 @@ class LimitedConnection(HttpToolsProtocol):
         self._receive_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
+        self._close_timer: asyncio.TimerHandle | None = None
         self._on_disconnect: DisconnectCallbacks = set()
         self._pings: DisconnectCallbacks = set()
         self._earlier: list[RequestResponseCycle] = []  # replies that come before that of `cycle`
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._coalescing = CoalescingTransport(transport, self.loop, self.coalescer, self._watch_reader)
+        self._coalescing = CoalescingTransport(
+            transport, self.loop, self.coalescer, self._watch_reader, self._drops_body
+        )
         super().connection_made(cast(asyncio.Transport, self._coalescing))
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        for timer in (self._stall_timer, self._probe_timer):
+        for timer in (self._stall_timer, self._probe_timer, self._close_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -217,7 +226,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """The timer runs only while a request is incomplete; most requests arrive in one piece."""
-        if self._refusal is not None:
+        if self._refusal is not None or self._close_timer is not None:
             return
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
@@ -390,6 +399,21 @@ class LimitedConnection(HttpToolsProtocol):
         self._stall_timer = self.loop.call_later(self.stall_s / 4, self._check_reader)
 
     # --- refusals -------------------------------------------------------------------------------------------------
+
+    def _drops_body(self) -> bool:
+        """Whether the connection stays open until the client has sent the rest of a body that was answered before it
+        was read. With unread input the system would reset the connection, and most clients would never see why their
+        body was refused."""
+        cycle = self.cycle
+        is_answered = cycle is not None and cycle.response_complete and cycle.more_body
+        if not is_answered or self._close_timer is not None or self.transport.is_closing():
+            return False
+        self._stop_timer()
+        self._close_timer = self.loop.call_later(_MAX_UNREAD_S, self.transport.close)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.transport.resume_reading()
+        return True
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, InvalidRequest(msg, code="invalid_http"))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from uvicorn._types import ASGISendEvent
+from typing import Any
+
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 _NOT_UTF8 = 1007  # the code of a connection that is closed for it
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    async def send(self, message: ASGISendEvent) -> None:
+    async def send(self, message: Any) -> None:
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
             self.handshake_complete = True  # it was refused; uvicorn would report that the app sent nothing

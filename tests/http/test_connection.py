@@ -83,6 +83,19 @@ def test_large_complete_headers_are_refused_in_the_shape_of_the_protocol(server:
     assert is_alive(server)
 
 
+def test_a_body_that_is_refused_by_its_size_is_read_to_its_end_so_that_the_client_sees_why(server: LiveServer) -> None:
+    body = b" " * (64 << 20)
+    reply = httpx.post(server.url + "/v1/messages", content=body)
+    assert (reply.status_code, reply.headers["connection"]) == (413, "close")
+    assert "http.max_body_bytes" in reply.json()["error"]["message"]
+    with connect(server) as connection:
+        connection.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body))
+        connection.sendall(body)
+        assert read_reply(connection)[0] == 413
+        assert connection.recv(1) == b""
+    assert is_alive(server)
+
+
 def test_headers_below_the_limit_are_accepted(server: LiveServer) -> None:
     assert httpx.get(server.url + "/", headers={"x-large": "a" * 3000}).status_code == 200
 

@@ -34,12 +34,14 @@ _ASK = (
     "what is left to do. Write only the summary."
 )
 _KEPT_CHARS = 16_000  # of the user's newest texts
+_MAX_TOKENS = 4096  # of a summary, with its reasoning, if the client sets no limit: some models do not stop
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     request = read_body(decode(body_decoder, body), headers)
     messages = (*request.messages, Message("user", (Text(_ASK),)))
-    return replace(request, messages=messages, tools=(), constraint=None, stream=False, store=False)
+    limit = request.max_tokens or _MAX_TOKENS
+    return replace(request, messages=messages, tools=(), constraint=None, stream=False, store=False, max_tokens=limit)
 
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
