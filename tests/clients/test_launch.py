@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -74,6 +75,11 @@ def test_launch_starts_a_server_and_the_agent_and_ends_both(name: str, tmp_path:
 FOREIGN = (".claude", ".claude.json", ".cline", ".codex", ".continue", "goose", "opencode.json", ".aider.conf.yml")
 
 
+def npm_host() -> str:
+    registry = subprocess.run(["npm", "config", "get", "registry"], capture_output=True, text=True, check=True).stdout
+    return urlsplit(registry.strip()).hostname or ""
+
+
 @pytest.mark.parametrize("name", ["aider", "claude", "continue"])
 def test_an_agent_gets_a_reply_from_a_model_right_after_its_pull(name: str, tmp_path: Path) -> None:
     user = User(name, tmp_path)
@@ -82,6 +88,7 @@ def test_an_agent_gets_a_reply_from_a_model_right_after_its_pull(name: str, tmp_
     with serve_hub() as hub:
         hub.repos["maker/Small-GGUF"] = {"Small-Q4_1.gguf": default_model.fetch().read_bytes()}
         user.env |= {"HF_ENDPOINT": hub.url, "MODELYARD_LIBRARY": "true", "XDG_CONFIG_HOME": str(tmp_path / "settings")}
+        user.env |= dict.fromkeys(("NO_PROXY", "no_proxy"), f"127.0.0.1,localhost,{npm_host()}")  # for llama.cpp
         pulled = user.run("pull", "hf.co/maker/Small-GGUF")
     assert pulled.returncode == 0, pulled
     done = user.run("launch", name, "--model", "Small", "--", *ONE_QUESTION[name])
