@@ -61,8 +61,8 @@ def test_another_origin_gets_no_websocket_even_with_cors_enabled(served: LiveSer
     assert handshake(served.url, **headers).startswith("HTTP/1.1 403")
 
 
-def test_only_the_workbench_accepts_websockets(served: LiveServer) -> None:
-    assert handshake(served.url, "/v1/messages").startswith("HTTP/1.1 403")
+def test_a_path_without_websockets_accepts_none(served: LiveServer) -> None:
+    assert handshake(served.url, "/v1/messages").startswith("HTTP/1.1 404")
 
 
 def test_another_origin_reaches_no_part_of_the_workbench(served: LiveServer) -> None:
