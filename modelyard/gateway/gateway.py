@@ -20,7 +20,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -137,13 +138,14 @@ Read = TypeVar("Read")
 Watch = Callable[[int], OnProgress]  # for a text of so many characters
 
 
-def end_of_stage() -> Awaitable[None]:
+@types.coroutine
+def end_of_stage() -> Generator[None, None, None]:
     """Let the requests that arrived at the same time reach this point, too.
 
     They then run stage by stage, each stage for all of them while its code and data are in the CPU's caches: 0.7 of the
     CPU time per request with 32 clients. The wait for an engine in another thread or process does the same.
     """
-    return asyncio.sleep(0)
+    yield  # as `asyncio.sleep(0)`
 
 
 class Gateway:
@@ -976,7 +978,8 @@ class ChoiceStream:
                     if self.prepared.model.kind == "text":
                         await end_of_stage()  # start
                 batch = await self._generation.__anext__()
-                if isinstance(batch[-1], (End, Failed)) and self._should_retry(batch, batch[-1].error):
+                failure = batch[-1].error if isinstance(batch[-1], (End, Failed)) else None
+                if failure is not None and self._should_retry(batch, failure):
                     self._retry()
                     continue
                 if type(batch[0]) is Accepted:
@@ -1100,7 +1103,7 @@ class ChoiceStream:
         else:
             prepared.server_tools.records.append(record)  # `ToolRounds` adds one for all rounds
         if self._lease is not None:
-            self._lease.spend(self.output.usage.output)
+            self._lease.spend(usage.output)
         return last
 
     def _bill(self, usage: Usage, *, failed: bool) -> float:
@@ -1114,7 +1117,7 @@ class ChoiceStream:
 
     # --- a second attempt -----------------------------------------------------------------------------------------
 
-    def _should_retry(self, batch: Sequence[Any], error: ModelyardError | None) -> bool:
+    def _should_retry(self, batch: Sequence[Any], error: ModelyardError) -> bool:
         """Once, if the engine was lost before any output and the client is still connected."""
         if not isinstance(error, Unavailable) or not self._may_retry or self._cancelled or self.output.has_output:
             return False

@@ -109,6 +109,8 @@ class InferenceEndpoint:
         try:
             async for choice, events in source:
                 builders[choice].feed(events)
+                if len(builders) == 1 and builders[0].finished:
+                    break
         finally:
             stop_watching()
             source.close()
