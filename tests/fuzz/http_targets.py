@@ -242,7 +242,8 @@ class HttpTargets:
             if call.path.partition("?")[0].endswith(_ARRAYS):
                 assert isinstance(data, list), "a reply that is not an array"
                 return str(whole.status_code)
-            assert isinstance(data, dict), "a reply that is not an object"
+            is_list = "rerank" in call.path and b'"texts"' in (call.body or b"")  # text-embeddings-inference's form
+            assert isinstance(data, list if is_list else dict), "a reply that is not an object"
             if call.path.startswith("/v1/responses") and isinstance(id := data.get("id"), str):
                 self._ids.append(id)
         return str(whole.status_code)

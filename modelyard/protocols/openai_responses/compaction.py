@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from modelyard.core.errors import ModelyardError, Unavailable
+from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.events import Reply
 from modelyard.core.protocol import EventWriter, WireError
 from modelyard.core.request import Message, Request, Text
@@ -48,7 +48,10 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     reply = replies[0]
     summary = reply.text.strip()
     if not summary:
-        raise Unavailable("the model wrote no summary: try again, or send the conversation as it is")
+        raise InvalidRequest(
+            "the model wrote no summary: allow more max_output_tokens, use another model, or send the whole conversation",
+            code="no_summary",
+        )
     key = reply.started.id
     kept = [
         {"id": f"msg_{key}_{n}", "status": "completed"} | item for n, item in enumerate(write_items(_kept(request)))
