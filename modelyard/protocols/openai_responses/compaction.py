@@ -49,7 +49,7 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     summary = reply.text.strip()
     if not summary:
         raise InvalidRequest(
-            "the model wrote no summary: allow more max_output_tokens, use another model, or send the whole conversation",
+            "the model wrote no summary: allow more max_output_tokens, use another model, or send all of the items",
             code="no_summary",
         )
     key = reply.started.id
