@@ -256,7 +256,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         stream=parsed.stream is True,
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
         progress=parsed.return_progress is True and parsed.stream is True,
-        timings=None if parsed.timings_per_token is parsed.return_progress is None else read_timings(parsed),
+        timings=read_timings(parsed),
         lora_adapter=parsed.lora_adapter,
         chat_template_kwargs=_read_template_kwargs(kwargs) if kwargs else {},
         add_generation_prompt=_prompt_end(parsed, "add_generation_prompt") if kwargs else parsed.add_generation_prompt,
