@@ -3,6 +3,10 @@
 A server with one engine loads its model, answers one request and unloads it, in every cycle. Memory, open files and
 threads of the server and its children, measured after each unload, must be the same at the end as after the warm-up.
 The exit code is 1 otherwise.
+
+vLLM and ExLlamaV3 take long to start and need more than the project installs, so they run when they are named:
+`--only vllm` and `--only vllm_serve` use the environment of `make vllm-env`, `--only exllamav3` needs a GPU and
+`--exl3 FOLDER`. `--at-once 8` cycles eight models of the engine side by side.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +29,11 @@ from bench.report import console, machine, mark, show_notes
 from bench.resources import Usage, draw_series, slope, usage
 from bench.servers import modelyard_server
 from modelyard.benchmark.drawing import check_file, save
-from modelyard.library import default_model
+from modelyard.library import default_model, vllm_env
 from modelyard.library.convert import convert
 
 ENGINES = ("fake", "llama_cpp", "ct2", "llama_server")
+SLOW_ENGINES = ("vllm", "vllm_serve", "exllamav3")
 _WARMUP = 10  # cycles: what is allocated once is allocated there
 _MAX_GROWTH_MB = 24.0  # the allocator's own; a leak would come back in every cycle
 _MESSAGES = [{"role": "user", "content": "Say hello."}]
@@ -42,6 +48,25 @@ def model_configs(gguf: Path, ct2: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def slow_model_config(engine: str, exl3: Path | None) -> dict[str, Any]:
+    if engine == "exllamav3":
+        if exl3 is None:
+            raise SystemExit("exllamav3 needs a quantized model: name its folder with --exl3 FOLDER")
+        return {"backend": engine, "path": str(exl3)}
+    if not vllm_env.is_ready():
+        raise SystemExit("there is no environment with vLLM for the CPU: build it with make vllm-env")
+    where = {"python": str(vllm_env.python())} if engine == "vllm" else {"vllm_serve_binary": str(vllm_env.program())}
+    return {
+        "backend": engine,
+        "vllm_model": convert("smollm2", "hf").path,
+        "vllm_dtype": "float32",  # bfloat16 kills vLLM on some CPUs
+        "vllm_enforce_eager": True,
+        "vllm_kv_cache_memory_bytes": 1 << 27,
+        "vllm_engine_args": {"block_size": 32},  # the CPU build takes multiples of 32 only
+        **where,
+    }
+
+
 class CycleRun(Struct, frozen=True):
     """The usage after each cycle of one engine; the first `warmup` do not count."""
 
@@ -49,6 +74,7 @@ class CycleRun(Struct, frozen=True):
     samples: tuple[Usage, ...]
     seconds: float
     warmup: int
+    at_once: int = 1  # cycles per sample
 
     @property
     def first(self) -> Usage:
@@ -62,7 +88,7 @@ class CycleRun(Struct, frozen=True):
     def slope_kb(self) -> float:
         """Of the resident memory, per cycle, over the second half."""
         rss = [one.rss_mb for one in self.samples[len(self.samples) // 2 :]]
-        return 1024 * slope(range(len(rss)), rss)
+        return 1024 * slope(range(len(rss)), rss) / self.at_once
 
     @property
     def is_flat(self) -> bool:
@@ -71,23 +97,29 @@ class CycleRun(Struct, frozen=True):
         return self.last.rss_mb - self.first.rss_mb < _MAX_GROWTH_MB and all(b - a < 10 for a, b in counts)
 
 
-def run_cycles(engine: str, model: Mapping[str, Any], cycles: int, warmup: int = _WARMUP) -> CycleRun:
-    config = {"models": {"cycled": {**model, "enabled": False, "n_ctx": 512}, "always": {"backend": "fake"}}}
+def run_cycles(engine: str, model: Mapping[str, Any], cycles: int, warmup: int = _WARMUP, at_once: int = 1) -> CycleRun:
+    """A sample is taken when all models are unloaded, so there is one for every `at_once` cycles."""
+    names = [f"cycled-{number}" for number in range(at_once)]
+    models: dict[str, Any] = {name: {**model, "enabled": False, "n_ctx": 512} for name in names}
     samples: list[Usage] = []
-    with modelyard_server(config) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with (
+        modelyard_server({"models": {**models, "always": {"backend": "fake"}}}) as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
+        ThreadPoolExecutor(at_once) as pool,
+    ):
         began = time.perf_counter()
-        for _ in track(range(warmup + cycles), engine, disable=not sys.stdout.isatty()):
-            _cycle(client)
+        for _ in track(range(-(-(warmup + cycles) // at_once)), engine, disable=not sys.stdout.isatty()):
+            list(pool.map(lambda name: _cycle(client, name), names))
             samples.append(usage(server.process))
         seconds = time.perf_counter() - began
-    return CycleRun(engine, tuple(samples), seconds, warmup)
+    return CycleRun(engine, tuple(samples), seconds, -(-warmup // at_once), at_once)
 
 
-def _cycle(client: httpx.Client) -> None:
-    body = {"model": "cycled", "messages": _MESSAGES, "max_tokens": 4, "temperature": 0}
-    client.post("/v1/admin/models/cycled/load").raise_for_status()
+def _cycle(client: httpx.Client, model: str) -> None:
+    body = {"model": model, "messages": _MESSAGES, "max_tokens": 4, "temperature": 0}
+    client.post(f"/v1/admin/models/{model}/load").raise_for_status()
     client.post("/v1/chat/completions", json=body).raise_for_status()
-    client.post("/v1/admin/models/cycled/unload").raise_for_status()
+    client.post(f"/v1/admin/models/{model}/unload").raise_for_status()
 
 
 def show(runs: Sequence[CycleRun], out: Console) -> None:
@@ -98,11 +130,11 @@ def show(runs: Sequence[CycleRun], out: Console) -> None:
         first, last = run.first, run.last
         table.add_row(
             run.engine,
-            str(len(run.samples) - run.warmup),
+            str((len(run.samples) - run.warmup) * run.at_once),
             f"{first.rss_mb:.0f} → {last.rss_mb:.0f} MiB",
             f"{run.slope_kb:+.0f} KiB/cycle",
             *(f"{a} → {b}" for a, b in zip(first[1:], last[1:], strict=True)),
-            f"{run.seconds / len(run.samples):.2f} s",
+            f"{run.seconds / len(run.samples) / run.at_once:.2f} s",
             mark(run.is_flat),
         )
     out.print(table)
@@ -112,18 +144,24 @@ def show(runs: Sequence[CycleRun], out: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=200)
-    parser.add_argument("--only", choices=ENGINES, help="this engine alone")
+    parser.add_argument("--only", choices=ENGINES + SLOW_ENGINES, help="this engine alone")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="cycle N models of the engine side by side")
+    parser.add_argument("--exl3", type=Path, metavar="FOLDER", help="the quantized model for --only exllamav3")
     parser.add_argument("--svg", type=Path, help="also draw the memory of each engine over its cycles")
     options = parser.parse_args()
     if options.svg:
         check_file(options.svg)
-    models = model_configs(default_model.fetch(), Path(convert("smollm2", "ct2").path))
+    if options.only in SLOW_ENGINES:
+        models = {options.only: slow_model_config(options.only, options.exl3)}
+    else:
+        models = model_configs(default_model.fetch(), Path(convert("smollm2", "ct2").path))
     chosen = (options.only,) if options.only else ENGINES
-    runs = [run_cycles(engine, models[engine], options.cycles) for engine in chosen]
+    runs = [run_cycles(engine, models[engine], options.cycles, at_once=options.at_once) for engine in chosen]
     show(runs, console())
     if options.svg:
         rss = {run.engine: [one.rss_mb for one in run.samples] for run in runs}
-        save(draw_series("RSS after each unload (MiB)", "cycles", range(options.cycles + _WARMUP), rss), options.svg)
+        at = range(0, len(runs[0].samples) * options.at_once, options.at_once)
+        save(draw_series("RSS after each unload (MiB)", "cycles", at, rss), options.svg)
     return 0 if all(run.is_flat for run in runs) else 1
 
 
