@@ -9,9 +9,11 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
@@ -43,6 +45,9 @@ ENVIRONMENT_DEFAULTS = {
     # Nothing leaves this machine.
     "VLLM_NO_USAGE_STATS": "1",
 }
+SOCKET_FOLDER = (
+    "VLLM_RPC_BASE_PATH"  # vLLM's variable: where its processes put their sockets; unset: the temporary folder
+)
 _SHUTDOWN_S = 5.0  # for vLLM's processes to exit; those that do not are killed
 # Grammars are compiled in vLLM's thread, and the compiler recurses as deep as rules refer to each other. Untouched
 # stack costs no memory.
@@ -94,6 +99,19 @@ def load_library() -> VllmLibrary:
         EngineDeadError=import_module("vllm.v1.engine.exceptions").EngineDeadError,
         request_errors=(import_module("vllm.exceptions").VLLMClientError, ValueError),
     )
+
+
+@contextmanager
+def sockets_in(folder: str) -> Iterator[None]:
+    """For the processes that vLLM starts meanwhile. They leave their sockets behind."""
+    if SOCKET_FOLDER in os.environ:
+        yield
+        return
+    os.environ[SOCKET_FOLDER] = folder
+    try:
+        yield
+    finally:
+        del os.environ[SOCKET_FOLDER]
 
 
 class EventLoopThread:
@@ -229,6 +247,7 @@ class AsyncLlmRunner:
         self._library, self._dispatch, self._counters, self._on_lost = library, dispatch, counters, on_lost
         self.running: set[VllmJob] = set()
         self._reaper = DescendantReaper()
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self._llm: Any = None
         self._children: list[Any] = []  # processes that vLLM started through multiprocessing
         self._tasks: dict[asyncio.Task[None], VllmJob] = {}
@@ -245,8 +264,9 @@ class AsyncLlmRunner:
         """vLLM binds itself to the loop that it is created on, and blocks it while it loads."""
         resource_tracker.ensure_running()  # it belongs to this process and must not be marked as vLLM's child
         before = multiprocessing.active_children()
+        self._sockets = tempfile.TemporaryDirectory(prefix="modelyard-vllm-", ignore_cleanup_errors=True)
         try:
-            with self._reaper.mark_children():
+            with self._reaper.mark_children(), sockets_in(self._sockets.name):
                 engine_args = self._library.AsyncEngineArgs(**arguments)
                 self._llm = self._library.AsyncLLM.from_engine_args(engine_args, stat_loggers=stat_loggers or None)
         except Exception as error:
@@ -281,6 +301,8 @@ class AsyncLlmRunner:
             await asyncio.to_thread(llm.shutdown, timeout=_SHUTDOWN_S)
             await asyncio.wait({llm.output_handler}, timeout=_SHUTDOWN_S)
         await asyncio.to_thread(self._reaper.kill_all)
+        if self._sockets is not None:
+            self._sockets.cleanup()
         self._dispatch.flush()
 
     def _report_death(self) -> None:

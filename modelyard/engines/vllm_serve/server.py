@@ -22,6 +22,7 @@ from modelyard.core.errors import ModelyardError
 from modelyard.engines.hf_folder import read_template
 from modelyard.engines.managed import ListenAddress, ManagedServer, ServerCommand, child_environment, find_program
 from modelyard.engines.vllm import model_folder
+from modelyard.engines.vllm.async_llm import SOCKET_FOLDER
 from modelyard.engines.vllm.log_parser import failure_reason
 from modelyard.engines.vllm.options import engine_arguments
 from modelyard.engines.vllm_serve.options import VllmServeOptions, flag_name
@@ -137,7 +138,9 @@ def _engine_flag(argument: tuple[str, Any]) -> Flag:
 def environment(options: VllmServeOptions, address: ListenAddress, inherited: Mapping[str, str]) -> dict[str, str]:
     key = ("VLLM_API_KEY", address.key)
     own, library_path = options.vllm_serve_env, options.vllm_serve_library_path
-    env = child_environment({**_DEFAULT_ENV, **inherited}, own, library_path, key)
+    # The sockets of vLLM's processes, which it leaves behind, are removed with the server's.
+    sockets = {SOCKET_FOLDER: str(Path(address.host).parent)} if address.port is None else {}
+    env = child_environment({**_DEFAULT_ENV, **sockets, **inherited}, own, library_path, key)
     return env | {"VLLM_SERVER_DEV_MODE": "1"} if options.vllm_serve_sleep_s else env
 
 

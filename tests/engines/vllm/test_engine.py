@@ -230,6 +230,16 @@ async def test_close_kills_processes_that_vllm_leaves_behind() -> None:
     assert child.exitcode == -signal.SIGKILL
 
 
+async def test_the_sockets_of_vllms_processes_are_removed_with_the_engine() -> None:
+    async with running() as engine:
+        assert engine._runner is not None
+        assert engine._runner._sockets is not None
+        folder = engine._runner._sockets.name
+        assert await asyncio.to_thread(os.listdir, folder) == ["socket"]
+        assert "VLLM_RPC_BASE_PATH" not in os.environ
+    assert not await asyncio.to_thread(os.path.exists, folder)
+
+
 async def test_close_is_not_reported_as_death() -> None:
     async with running(behaviour={"spawns": True}) as engine:
         pass

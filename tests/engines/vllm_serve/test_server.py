@@ -161,7 +161,15 @@ def test_environment_has_the_variables_of_the_definition_and_disables_usage_stat
         "DO_NOT_TRACK": "0",
         "PYTHONUNBUFFERED": "1",
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_RPC_BASE_PATH": str(Path(SOCKET.host).parent),
     }
+
+
+def test_the_sockets_of_vllms_processes_are_in_the_folder_that_is_removed_with_the_server() -> None:
+    options, port = Options(vllm_model="m"), ListenAddress("127.0.0.1", 8000)
+    assert environment(options, ListenAddress("/private/server.sock"), {})["VLLM_RPC_BASE_PATH"] == "/private"
+    assert "VLLM_RPC_BASE_PATH" not in environment(options, port, {}), "there is no such folder"
+    assert environment(options, SOCKET, {"VLLM_RPC_BASE_PATH": "/mine"})["VLLM_RPC_BASE_PATH"] == "/mine"
 
 
 # --- parsers ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -38,6 +39,8 @@ class AsyncLLM:
         self._dead = asyncio.Event()
         self._process: Any = None
         self._loop = asyncio.get_running_loop()
+        if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
+            Path(folder, "socket").touch()  # which the real library leaves behind
         if self.behaviour.get("spawns"):
             self._process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(FOREVER_S,))
             self._process.start()
