@@ -127,10 +127,12 @@ def diagnose(
         return result("none")
     if not _is_same_conversation(last, prompt):
         return result("other_session")
+    shared = common_prefix_length(last.text, prompt.text)
     # With fewer characters cached than this, the engine has lost text that both prompts share.
-    expected = common_prefix_length(last.text, prompt.text) - slack * _CHARS_PER_TOKEN
-    if expected > text_length(reused):
-        return result("not_copied" if text_length(elsewhere) >= expected else "evicted")
+    expected = shared - slack * _CHARS_PER_TOKEN
+    is_continued = shared == min(len(last.text), len(prompt.text)) and reused < min(last.tokens, prompt.tokens) - slack
+    if is_continued or expected > text_length(reused):
+        return result("not_copied" if elsewhere and text_length(elsewhere) >= expected else "evicted")
     return result(*_first_change(last, prompt))
 
 

@@ -143,6 +143,12 @@ def test_a_shared_prefix_that_the_engine_lost_was_evicted() -> None:
     assert diagnosis(replied(), prompt(*OPENING, REPLY, RESULT), reused=len(RULES)) == ("evicted", None)
 
 
+def test_a_short_prompt_that_is_sent_again_and_not_found_was_evicted() -> None:
+    first, again = prompt(say("user", "Say something."), tools=()), prompt(say("user", "Say something."), tools=())
+    first.output = 100
+    assert diagnose([first], again, 0, lambda tokens: tokens).cause == "evicted"
+
+
 @pytest.mark.parametrize(("elsewhere", "cause"), [(1.0, "not_copied"), (0.5, "evicted"), (0.0, "evicted")])
 def test_a_prefix_that_another_sequence_holds_was_not_copied(elsewhere: float, cause: str) -> None:
     now = prompt(*OPENING)
