@@ -3,8 +3,8 @@
     python -m bench.walk [CONFIG] [--model NAME] [--path PATH] [--list]
 
 Runs `modelyard serve` in this process with a profile function, sends requests until it is warm, and counts what each of
-the next three calls, from the socket to the reply: timers that run beside one of them do not count. `--list` prints
-every function in the order of its first call.
+the next three calls, from the socket to the reply. What also runs without a request, such as timers, does not count.
+`--list` prints every function in the order of its first call.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from bench.servers import ROOT, free_port
 
 _PACKAGE = f"{ROOT / 'modelyard'}{os.sep}"
 _WARM_UP, _COUNTED, _SETTLE_S = 2, 3, 0.5  # requests; what they leave behind runs in the background
+_IDLE_S = 3.0
 
 
 Call = tuple[str, str]  # file, qualified name
@@ -83,6 +84,11 @@ def measure(recorder: CallRecorder, base: str, options: argparse.Namespace) -> N
         wait_until_ready(base)
         for _ in range(_WARM_UP):
             send(base + options.path, options.model)
+        time.sleep(_SETTLE_S)
+        recorder.is_on = True
+        time.sleep(_IDLE_S)
+        recorder.is_on = False
+        idle = set(recorder.take())
         walks: list[list[Call]] = []
         for _ in range(_COUNTED):
             time.sleep(_SETTLE_S)
@@ -91,7 +97,7 @@ def measure(recorder: CallRecorder, base: str, options: argparse.Namespace) -> N
             time.sleep(_SETTLE_S)
             recorder.is_on = False
             walks.append(recorder.take())
-        common = set.intersection(*map(set, walks))
+        common = set.intersection(*map(set, walks)) - idle
         calls = [call for call in walks[-1] if call in common]
         if options.list:
             print("\n".join(f"{file}: {name}" for file, name in dict.fromkeys(calls)))
