@@ -20,7 +20,8 @@ class StoreSettings(BaseModel):
 
     backend: Literal["memory", "sqlite"] = Field(
         default="memory",
-        description="Where entries are kept: in this process, or in a file that survives it and can be shared.",
+        description="Where entries are kept: in this process, or in a file that survives it and can be shared. With "
+        "`path` the default is `sqlite`.",
     )
     path: Path | None = Field(default=None, description='The database file; required by the "sqlite" backend.')
     max_entries: int = Field(
@@ -54,7 +55,9 @@ class StoreSettings(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _require_path(self) -> Self:
+    def _check_path(self) -> Self:
+        if self.path is not None and "backend" not in self.model_fields_set:
+            self.backend = "sqlite"
         if self.backend == "sqlite" and self.path is None:
             raise ValueError('backend "sqlite" needs path, the file to keep entries in')
         return self

@@ -133,6 +133,10 @@ async def test_the_settings_select_the_store(tmp_path: Path) -> None:
         await store.close()
 
 
+def test_a_path_alone_selects_sqlite() -> None:
+    assert StoreSettings.model_validate({"path": "x.db"}).backend == "sqlite"
+
+
 def test_sqlite_requires_a_path() -> None:
     with pytest.raises(ValidationError, match='backend "sqlite" needs path'):
         StoreSettings.model_validate({"backend": "sqlite"})
