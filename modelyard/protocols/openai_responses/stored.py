@@ -60,7 +60,24 @@ def prepend_stored(stored: StoredResponse, request: Request) -> Request:
     system = request.messages[:1] if request.instructions else ()
     earlier = stored.messages[:-1] if stored.warm_up else stored.messages
     tools = mcp.with_listed(request.tools, stored.listed) if stored.listed else request.tools
-    return replace(request, messages=(*system, *earlier, *request.messages[len(system) :]), tools=tools)
+    messages = (*system, *earlier, *request.messages[len(system) :])
+    _check_results(request.messages, messages)
+    return replace(request, messages=messages, tools=tools)
+
+
+def _check_results(added: tuple[Message, ...], conversation: tuple[Message, ...]) -> None:
+    """A result without its call belongs to another response. A whole conversation as input may have some: clients
+    shorten it."""
+    results = [part.call_id for message in added for part in message.parts if isinstance(part, ToolResult)]
+    if not results:
+        return
+    calls = {part.id for message in conversation for part in message.parts if isinstance(part, ToolCall)}
+    if (lost := next((id for id in results if id not in calls), None)) is not None:
+        raise InvalidRequest(
+            f"input: an output answers the call {lost[:100]!r}, which is not in the conversation that it continues",
+            code="tool_call_not_found",
+            param="input",
+        )
 
 
 # --- references to items ----------------------------------------------------------------------------------------------

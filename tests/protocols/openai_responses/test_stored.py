@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 
+from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply, collect_reply
 from modelyard.core.request import Message, Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.protocols import openai_responses
@@ -44,6 +46,15 @@ def test_tool_results_follow_the_stored_call() -> None:
     request = continued(FIRST, collect_reply(CASES["one_tool"][1]), Request(model="m", messages=(result,)))
     call = ToolCall("call_1", "shell", '{"command":"ls"}')
     assert request.messages == (USER, Message("assistant", (call,)), result)
+
+
+def test_a_result_without_its_call_is_refused() -> None:
+    result = Message("tool", (ToolResult("call_2", (Text("a.txt"),)),))
+    with pytest.raises(InvalidRequest, match="'call_2'") as refused:
+        continued(FIRST, collect_reply(CASES["one_tool"][1]), Request(model="m", messages=(result,)))
+    assert (refused.value.code, refused.value.param) == ("tool_call_not_found", "input")
+    call = Message("assistant", (ToolCall("call_2", "shell", "{}"),))
+    assert continued(FIRST, REPLY, Request(model="m", messages=(call, result))).messages[-2:] == (call, result)
 
 
 def test_an_incomplete_call_is_not_stored() -> None:
