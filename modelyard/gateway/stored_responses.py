@@ -153,6 +153,11 @@ class ConnectionResponses(StoredResponses):
             del self._newest[next(iter(self._newest))]
         return await super().save(request, reply, key)
 
+    def forget(self, id: object) -> None:
+        """A request that continued this response failed: only a stored one can be continued again."""
+        if isinstance(id, str):
+            self._newest.pop(id, None)
+
     async def get(self, id: str, key: str, *, finished: bool = False) -> StoredResponse:
         if (found := self._newest.get(id)) is not None:
             return decode_stored(found)

@@ -100,7 +100,7 @@ class _Connection:
                 return
 
     async def _respond(self, data: bytes, lane: str | None) -> None:
-        body = await run_sized(len(data), _request_body, data)
+        body, previous = await run_sized(len(data), _request_body, data)
         scope: Scope = {
             "type": "http",
             "http_version": "1.1",
@@ -116,7 +116,10 @@ class _Connection:
         async def receive() -> Message:
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, receive, _ReplySender(self._send, lane))
+        sender = _ReplySender(self._send, lane)
+        await self._app(scope, receive, sender)
+        if sender.failed:
+            self._stored.forget(previous)
 
     async def _send_error(self, error: ModelyardError, lane: str | None) -> None:
         sender = _ReplySender(self._send, lane)
@@ -136,13 +139,13 @@ class _Connection:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _request_body(data: bytes) -> bytes:
-    """The body of a request over HTTP: without the fields of the event."""
+def _request_body(data: bytes) -> tuple[bytes, Any]:
+    """The body of the request over HTTP, without the fields of the event, and the id of the response it continues."""
     fields: dict[str, Any] = decode(_fields, data)
     del fields["type"]
     fields.pop("stream_id", None)
     fields["stream"] = True
-    return msgspec.json.encode(fields)
+    return msgspec.json.encode(fields), msgspec.json.decode(fields.get("previous_response_id", b"null"))
 
 
 class _ReplySender:
@@ -153,11 +156,13 @@ class _ReplySender:
         self._end = b"}" if lane is None else b',"stream_id":' + msgspec.json.encode(lane) + b"}"
         self._parser = SseParser()
         self._error: dict[str, Any] | None = None
+        self.failed = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
             if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+                self.failed = True
                 self._error = {"type": "error", "status": message["status"]}
                 if (delay := headers.get(b"retry-after")) is not None:
                     self._error["headers"] = {"retry-after": delay.decode()}
@@ -165,9 +170,13 @@ class _ReplySender:
         body = message.get("body", b"")
         if self._error is None:
             for event in self._parser.feed(body):
-                await self._send_text(event.data)
+                self.failed |= event.event == "response.failed"
+                if event.data != b"[DONE]":  # it ends a stream over HTTP only
+                    await self._send_text(event.data)
         elif body:
-            error = decode(_fields, body).get("error", Raw(b"null"))
+            error = msgspec.json.decode(body).get("error")
+            if isinstance(error, dict) and error.get("code") is None:  # a code is required here
+                error["code"] = error.get("type")
             await self._send_text(msgspec.json.encode(self._error | {"error": error}))
 
     async def _send_text(self, data: bytes) -> None:

@@ -21,10 +21,12 @@ from tests.live_server import LiveServer, demo_config, live_server
 
 SCRIPT = [
     {"when": "slow", "steps": [{"repeat": 2000, "steps": [{"text": "word "}, {"delay": 0.01}]}]},
+    {"when": "break", "steps": [{"text": "Half an ans"}, {"delay": 0.01}, {"fail": "out of memory"}]},
     {"when": "Summarize this conversation", "steps": [{"text": "The user likes teal."}]},
     {"when": "before this point:\\s+The user likes teal", "steps": [{"text": "You like teal."}]},
     {"steps": [{"text": "Hello there."}]},
 ]
+RESULT = [{"type": "function_call_output", "call_id": "call_unknown", "output": "sunny"}]
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponsesServerEvent)
 
@@ -42,7 +44,7 @@ def open_socket(server: LiveServer, path: str = "/v1/responses", **headers: str)
 
 
 def create(socket: ClientConnection, text: str = "Hello", **fields: Any) -> None:
-    socket.send(json.dumps({"type": "response.create", "model": "demo", "input": text, **fields}))
+    socket.send(json.dumps({"type": "response.create", "model": "demo", "input": text} | fields))
 
 
 def events(socket: ClientConnection) -> list[Any]:
@@ -81,6 +83,22 @@ def test_a_connection_continues_its_own_response_that_is_not_stored(server: Live
         create(other, previous_response_id=second["id"])
         error = events(other)[-1]
         assert (error["status"], error["error"]["code"]) == (400, "previous_response_not_found")
+
+
+@pytest.mark.parametrize("failing", [{"input": RESULT}, {"input": "Hello", "temperature": 9}, {"input": "break"}])
+def test_a_response_whose_continuation_failed_can_be_continued_again_only_if_it_is_stored(
+    server: LiveServer, failing: dict[str, Any]
+) -> None:
+    for store, end in ((False, "error"), (True, "response.completed")):
+        with open_socket(server) as socket:
+            create(socket, store=store)
+            previous = events(socket)[-1]["response"]["id"]
+            create(socket, previous_response_id=previous, store=store, **failing)
+            assert events(socket)[-1]["type"] in ("error", "response.failed")
+            create(socket, "Again", previous_response_id=previous, store=store)
+            last = events(socket)[-1]
+            assert last["type"] == end
+            assert store or last["error"]["code"] == "previous_response_not_found"
 
 
 def test_a_stored_response_continues_over_http_and_back(server: LiveServer) -> None:
@@ -124,6 +142,7 @@ def test_a_bad_message_is_answered_with_an_error_and_the_connection_stays(
         error = events(socket)[-1]
         assert (error["type"], error["status"]) == ("error", status)
         assert part in error["error"]["message"]
+        assert error["error"]["code"], "the specification requires a code"
         create(socket)
         assert events(socket)[-1]["type"] == "response.completed"
 
