@@ -171,8 +171,7 @@ class _ReplySender:
         if self._error is None:
             for event in self._parser.feed(body):
                 self.failed |= event.event == "response.failed"
-                if event.data != b"[DONE]":  # it ends a stream over HTTP only
-                    await self._send_text(event.data)
+                await self._send_text(event.data)
         elif body:
             error = msgspec.json.decode(body).get("error")
             if isinstance(error, dict) and error.get("code") is None:  # a code is required here

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw
 
-from modelyard.core.events import Block, BlockKind, Finished, Reply, Started, TokenLogprob, ToolList, Usage
+from modelyard.core.events import Block, BlockKind, Finished, Reply, Started, StopReason, TokenLogprob, ToolList, Usage
 from modelyard.core.request import Constraint, Message, Request, Text, Tool, ToolCall, ToolChoice, ToolResult
 from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
@@ -31,6 +31,11 @@ _CONSTANT = (
     | dict.fromkeys(("prompt_cache_diagnostics", "prompt_cache_options", "tool_usage"))
 )
 _CONSTANT_FIELDS = b"," + encode(_CONSTANT)[1:]
+_CUT_REASONS: Mapping[StopReason, str] = {
+    "max_tokens": "max_output_tokens",
+    "window": "max_output_tokens",
+    "content_filter": "content_filter",
+}
 _EMPTY_REPLY = (Block(Text("")),)  # a reply without blocks is one empty message, as in the stream
 
 
@@ -38,7 +43,8 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     """This protocol has one choice: the first reply."""
     reply = replies[0]
     key, blocks = reply.started.id, () if request.warm_up else reply.blocks or _EMPTY_REPLY
-    output = write_output(reply.started.tool_lists, blocks, key, request)
+    is_cut = cut_reason(reply.finished, request) is not None
+    output = write_output(reply.started.tool_lists, blocks, key, request, is_cut)
     return bytes(ResponseObject(request, key).finished(reply.started, reply.finished, output)[1])
 
 
@@ -46,8 +52,8 @@ class ResponseObject:
     """The `response` object: the request's fields echoed, plus the state so far. `key` is its id without prefix."""
 
     def __init__(self, request: Request, key: str) -> None:
-        self._id = f"resp_{key}"
-        self._stored, self._warm_up = request.store is not False, request.warm_up
+        self._id, self._request = f"resp_{key}", request
+        self._stored = request.store is not False
         constant = _CONSTANT_FIELDS
         if request.background or request.conversation is not None:
             conversation = None if request.conversation is None else {"id": request.conversation}
@@ -75,13 +81,7 @@ class ResponseObject:
 
     def finished(self, started: Started, finished: Finished, output: list[JsonObject]) -> tuple[Status, Raw]:
         """The status and the object. `output_text` is the text of all messages in one string, as the SDKs have it."""
-        reason = None
-        if self._warm_up:
-            pass
-        elif finished.reason in ("max_tokens", "window"):
-            reason = "max_output_tokens"
-        elif finished.reason == "content_filter":
-            reason = "content_filter"
+        reason = cut_reason(finished, self._request)
         text = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
         storing = {"store": False, "store_error": _NOT_STORED} if finished.storing_failed else {}
         status: Status = "incomplete" if reason else "completed"
@@ -96,6 +96,11 @@ class ResponseObject:
             metrics=write_metrics(finished),
             **storing,
         )
+
+
+def cut_reason(finished: Finished, request: Request) -> str | None:
+    """Why the response is incomplete, and with it the text or reasoning that it ends with."""
+    return None if request.warm_up else _CUT_REASONS.get(finished.reason)
 
 
 def _echo(request: Request) -> JsonObject:
@@ -206,11 +211,14 @@ def item_id(key: str, index: int, kind: BlockKind, custom: bool = False) -> str:
     return f"{prefix}_{key}_{index}"
 
 
-def write_output(lists: Sequence[ToolList], blocks: Sequence[Block], key: str, request: Request) -> list[JsonObject]:
+def write_output(
+    lists: Sequence[ToolList], blocks: Sequence[Block], key: str, request: Request, is_cut: bool
+) -> list[JsonObject]:
+    """`is_cut`: a limit ended the last block. A call says itself whether it is complete."""
     output = [mcp.list_item(listed, key, index) for index, listed in enumerate(lists)]
     calls: dict[str, JsonObject] = {}  # items of MCP calls by the ids of the calls
     place = 0  # of a call among those of one turn
-    for block in blocks:
+    for at, block in enumerate(blocks, 1):
         part = block.part
         if isinstance(part, ToolResult):
             if (item := calls.get(part.call_id)) is not None:
@@ -221,30 +229,33 @@ def write_output(lists: Sequence[ToolList], blocks: Sequence[Block], key: str, r
             calls[part.id] = item
             output.append(item)
         else:
-            output.append(write_item(block, key, len(output), request))
+            output.append(write_item(block, key, len(output), request, is_cut and at == len(blocks)))
         place = place + 1 if isinstance(part, ToolCall) else 0
     return output
 
 
-def write_item(block: Block, key: str, index: int, request: Request) -> JsonObject:
-    part = block.part
+def write_item(block: Block, key: str, index: int, request: Request, is_cut: bool = False) -> JsonObject:
+    part, status = block.part, _status(not is_cut)
     if isinstance(part, ToolResult):
         raise ValueError("a result is a part of its call's item")
     if isinstance(part, Text):
-        return message_item(item_id(key, index, "text"), "completed", [text_part(part.text, block.logprobs)])
+        return message_item(item_id(key, index, "text"), status, [text_part(part.text, block.logprobs)])
     if isinstance(part, ToolCall):
-        status: Status = "completed" if block.complete else "incomplete"
-        return call_item(item_id(key, index, "tool_call", part.custom), status, part)
+        return call_item(item_id(key, index, "tool_call", part.custom), _status(block.complete), part)
     item: JsonObject = {
         "id": item_id(key, index, "thinking"),
         "type": "reasoning",
-        "status": "completed",
+        "status": status,
         "summary": [{"type": "summary_text", "text": part.text}] if wants_summary(request) else [],
         "content": [{"type": "reasoning_text", "text": part.text}],
     }
     if request.encrypted_reasoning:  # an upstream's own signature must return to that upstream unchanged
         item["encrypted_content"] = part.signature or pack_reasoning(part.text)
     return item
+
+
+def _status(complete: bool) -> Status:
+    return "completed" if complete else "incomplete"
 
 
 def message_item(id: str, status: Status, content: list[JsonObject]) -> JsonObject:

@@ -31,6 +31,7 @@ from modelyard.protocols.openai_responses.errors import write_failure
 from modelyard.protocols.openai_responses.reply import (
     ResponseObject,
     call_item,
+    cut_reason,
     item_id,
     message_item,
     text_part,
@@ -49,6 +50,7 @@ class ResponsesStreamWriter:
         self._started = Started(trace, request.model, 0)
         self._is_created = False
         self._item: _ItemWriter | mcp.McpCallWriter | None = None
+        self._ended: BlockEnd | None = None  # of the text or reasoning, until it is known whether a limit cut it off
         self._calls: dict[str, mcp.McpCallWriter] = {}  # of MCP servers' tools; their results come later
         self._place = 0  # of a call among those of one turn
         self._output: list[JsonObject] = []
@@ -60,7 +62,7 @@ class ResponsesStreamWriter:
         if self._request.warm_up and isinstance(event, BlockStart | BlockEnd):
             return b""
         if isinstance(event, BlockStart):
-            return self._start_item(event)
+            return self._end_held(False) + self._start_item(event)
         if isinstance(event, BlockEnd):
             return self._end_item(event)
         if isinstance(event, Started):
@@ -75,6 +77,7 @@ class ResponsesStreamWriter:
         return self._created() + self._frame("response.in_progress", {"response": self._in_progress()})
 
     def end(self) -> bytes:
+        """OpenAI's streams have no `[DONE]`, and its clients expect none."""
         return b""
 
     def queued(self, created: int) -> bytes:
@@ -100,21 +103,21 @@ class ResponsesStreamWriter:
 
     def _finish(self, finished: Finished) -> bytes:
         """A reply without items gets one empty message."""
-        empty = (
-            b""
-            if self._output or self._request.warm_up
-            else self._start_item(BlockStart(0, "text")) + self._end_item(BlockEnd(0))
-        )
+        empty = b""
+        if not (self._output or self._ended or self._request.warm_up):
+            empty = self._start_item(BlockStart(0, "text")) + self._end_item(BlockEnd(0))
+        last = self._end_held(cut_reason(finished, self._request) is not None)
         status, response = self._response.finished(self._started, finished, self._output)
-        return empty + self._frame(f"response.{status}", {"response": response})
+        return empty + last + self._frame(f"response.{status}", {"response": response})
 
     def _fail(self, failed: Failed) -> bytes:
+        begun = self._end_held(False) + self._created()
         if self._request.background and isinstance(failed.error, Cancelled):
             response = self._response.at("cancelled", self._started, output=self._output)
-            return self._created() + self._frame("response.incomplete", {"response": response})
+            return begun + self._frame("response.incomplete", {"response": response})
         error = write_failure(failed.error, self._request)
         response = self._response.at("failed", self._started, output=self._output, error=error)
-        return self._created() + self._frame("response.failed", {"response": response})
+        return begun + self._frame("response.failed", {"response": response})
 
     # --- output items
 
@@ -162,7 +165,21 @@ class ResponsesStreamWriter:
             written = self._frames(writer.end(end))
             self._output.append(writer.item)
             return written
-        item, events = writer.end(end)
+        if not writer.is_call:
+            self._item, self._ended = writer, end
+            return b""
+        return self._close(writer, end)
+
+    def _end_held(self, is_cut: bool) -> bytes:
+        """End the text or reasoning that waits for the event after it."""
+        writer, end = self._item, self._ended
+        if end is None or not isinstance(writer, _ItemWriter):
+            return b""
+        self._item = self._ended = None
+        return self._close(writer, end, is_cut)
+
+    def _close(self, writer: _ItemWriter, end: BlockEnd, is_cut: bool = False) -> bytes:
+        item, events = writer.end(end, is_cut)
         self._output.append(item)
         return self._frames(events)
 
@@ -178,6 +195,7 @@ class _ItemWriter:
         self._start = start
         self._key, self._index, self._request = key, index, request
         self._id = item_id(key, index, start.kind, start.custom)
+        self.is_call = start.kind == "tool_call"
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._has_summary = start.kind == "thinking" and wants_summary(request)
@@ -226,7 +244,7 @@ class _ItemWriter:
         self._logprobs.extend(delta.logprobs)
         return b',"logprobs":' + encode(write_logprobs(delta.logprobs))
 
-    def end(self, end: BlockEnd) -> tuple[JsonObject, Iterator[NamedEvent]]:
+    def end(self, end: BlockEnd, is_cut: bool) -> tuple[JsonObject, Iterator[NamedEvent]]:
         """The finished item, and the events that end it."""
         text = "".join(self._text)
         if self._start.kind == "text":
@@ -235,7 +253,7 @@ class _ItemWriter:
             block = Block(Thinking(text, end.signature))
         else:
             block = Block(self._call(text), complete=end.complete)
-        item = write_item(block, self._key, self._index, self._request)
+        item = write_item(block, self._key, self._index, self._request, is_cut)
         return item, self._end_events(text, end.complete, item)
 
     def _end_events(self, text: str, complete: bool, item: JsonObject) -> Iterator[NamedEvent]:

@@ -5,13 +5,24 @@ import pytest
 from hypothesis import given, settings
 
 from modelyard.core.errors import ContextOverflow, RateLimited
-from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Started, collect_reply
+from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Started, collect_reply
 from modelyard.core.protocol import EventWriter
 from modelyard.protocols import openai_responses
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.openai_responses.errors import OVERFLOW
+from tests.protocols.event_streams import call, text, thinking
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_responses.helpers import CASES, CODEX, REQUEST, STARTED, TRACE, data_of, names_of, stream
+from tests.protocols.openai_responses.helpers import (
+    CASES,
+    CODEX,
+    REQUEST,
+    STARTED,
+    TRACE,
+    USAGE,
+    data_of,
+    names_of,
+    stream,
+)
 from tests.strategies import events
 
 
@@ -38,6 +49,23 @@ def test_a_text_has_all_its_events_in_order() -> None:
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
         "output_text.done", "content_part.done", "output_item.done", "completed",
     ]  # fmt: skip
+
+
+def test_only_the_last_text_or_reasoning_is_incomplete_if_a_limit_cuts_the_response() -> None:
+    cut = Finished("max_tokens", USAGE)
+    for blocks, statuses in (
+        ([*text(0, "Hel")], ["incomplete"]),
+        ([*thinking(0, "Hm")], ["incomplete"]),
+        ([*thinking(0, "Hm"), *text(1, "Hel")], ["completed", "incomplete"]),
+        ([*text(0, "Hi."), *call(1, "call_1", "shell", "{}")], ["completed", "completed"]),
+        ([], ["incomplete"]),
+    ):
+        events: list[Event] = [STARTED, *blocks, cut]
+        written = data_of(stream(REQUEST, events))
+        done = [data["item"] for data in written if data["type"] == "response.output_item.done"]
+        assert [item["status"] for item in done] == statuses
+        whole = msgspec.json.decode(openai_responses.write_reply([collect_reply(events)], REQUEST))
+        assert whole["output"] == written[-1]["response"]["output"] == done
 
 
 def test_summaries_are_written_only_if_the_request_wants_them() -> None:
