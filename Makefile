@@ -76,7 +76,7 @@ test-clients: install ## install the real coding agents (about 2 GB, once) and r
 	$(BIN)/python setup/clients.py
 	$(BIN)/pytest -m clients tests/clients
 
-test-compliance: install ## check the published specifications of the protocols, with public programs (0.5 GiB, once)
+test-compliance: install ## check published specifications with public programs (0.5 GiB, once); OPEN_RESPONSES=FOLDER of its suite
 	$(BIN)/python -m setup.compliance
 	$(BIN)/pytest -m 'compliance or harness'
 

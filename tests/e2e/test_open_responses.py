@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +25,7 @@ from tests.live_server import LiveServer, demo_config, live_server
 
 pytestmark = pytest.mark.compliance
 
+SUITE = os.environ.get("OPEN_RESPONSES", "")
 # The types of the specification, by the value of `type`. The package generates them from its OpenAPI document.
 SPECIFIED: dict[str, type[BaseModel]] = {
     next(iter(kind.model_fields["type"].annotation)).value: kind
@@ -44,6 +49,7 @@ PIXEL = base64.b64encode(
 ).decode()
 SCRIPT = [
     {"when": "weather", "steps": [{"call": {"name": "get_weather", "arguments": {"city": "Rome"}}}]},
+    {"when": "long", "steps": [{"tokens": 100}]},
     {"when": "hard", "steps": [{"think": "Let me see."}, {"text": "42."}]},
     {"steps": [{"text": "Hello there."}]},
 ]
@@ -208,6 +214,21 @@ def check_deltas(events: list[Any]) -> None:
     assert not texts
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_item_that_the_limit_cuts_off_is_the_last_one_and_incomplete(server: LiveServer, stream: bool) -> None:
+    body = {"model": "demo", "input": "A long story", "max_output_tokens": 16, "stream": stream}
+    reply = httpx.post(server.url + "/v1/responses", json=body)
+    if not stream:
+        response = reply.json()
+    else:
+        *events, last = [event.data for event in parse_events(reply.text)]
+        assert (events[-1]["type"], last["type"]) == ("response.output_item.done", "response.incomplete")
+        response = last["response"]
+        assert events[-1]["item"] == response["output"][-1]
+    specification.ResponseResource.model_validate(response)
+    assert [item["status"] for item in response["output"]] == [response["status"]] == ["incomplete"]
+
+
 def test_a_response_over_a_websocket_has_the_same_events(server: LiveServer) -> None:
     create = {"type": "response.create", "model": "demo", "input": "Say hello."}
     specification.WebSocketResponseCreateEvent.model_validate(create)
@@ -230,6 +251,22 @@ def test_a_compaction_is_the_specified_resource(server: LiveServer) -> None:
     reply = httpx.post(server.url + "/v1/responses/compact", json=body)
     assert reply.status_code == 200, reply.text
     specification.CompactResource.model_validate(reply.json())
+
+
+@pytest.mark.harness
+@pytest.mark.skipif(not SUITE, reason="OPEN_RESPONSES names no checkout of the suite")
+def test_the_public_suite_passes(server: LiveServer) -> None:
+    """`bin/compliance-test.ts` of github.com/openresponses/openresponses, after `bun install` there."""
+    folder = Path(SUITE).expanduser()
+    bun = shutil.which("bun", path=f"{folder / 'node_modules' / '.bin'}:{os.environ['PATH']}")
+    assert bun, "the suite needs Bun: https://bun.sh, or npm install bun"
+    options = ["--base-url", server.url + "/v1", "--api-key", "none", "--model", "demo", "--json"]
+    command = [bun, "run", "bin/compliance-test.ts", *options]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert run.stdout, run.stderr
+    results = json.loads(run.stdout)["results"]
+    assert any(result["status"] == "passed" for result in results)
+    assert {result["id"]: result["errors"] for result in results if result["status"] == "failed"} == {}
 
 
 def test_a_refused_request_has_an_error_object(server: LiveServer) -> None:
