@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
     from modelyard.server.memory_estimate import ModelMemory
 
 
-def check(config: ConfigOption = None) -> None:
+def check(
+    file: Annotated[
+        Path | None, typer.Argument(help="The configuration, as with --config.", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
     """Show a configuration as it is resolved, and everything in it that is wrong or cannot run on this machine.
 
     The exit status is 1 if there is an error: an invalid setting, or a missing engine, program, file or memory of a
@@ -33,10 +39,12 @@ def check(config: ConfigOption = None) -> None:
     from modelyard.config.load import load_config
     from modelyard.config.problems import ConfigError
 
+    if file is not None and config is not None:
+        raise typer.BadParameter("name one configuration, either FILE or --config FILE")
     problems: list[ConfigProblem] = []
     loaded: LoadedConfig | None
     try:
-        loaded = load_config(config, library=read_library_models)
+        loaded = load_config(file or config, library=read_library_models)
     except ConfigError as error:
         loaded, problems = error.rest, list(error.problems)
     if loaded is not None:

@@ -134,6 +134,14 @@ def test_check_shows_the_effective_configuration():
     assert shown.stderr == ""
 
 
+def test_check_takes_the_file_with_and_without_its_option():
+    file = str(CONFIGS / "demo.toml")
+    assert invoke("check", file).stdout == invoke("check", "--config", file).stdout
+    both = invoke("check", file, "--config", file)
+    assert both.exit_code == 2
+    assert "either FILE or --config FILE" in " ".join(both.stderr.split())
+
+
 def test_check_without_a_file_shows_the_default_and_fetches_nothing():
     shown = invoke("check")
     assert shown.exit_code == 0
