@@ -237,6 +237,7 @@ class Reasoning(Struct, frozen=True):
     budget: int | None = None
     visible: bool | None = None
     both_names: bool = False  # Chat: the reply has it as `reasoning` too
+    in_text: Literal["only", "too"] | None = None  # Chat: the text has it, between tags; the field only with "too"
     summary: str | None = None
     strict: bool = False  # refuse the request if the model has no such switch
 

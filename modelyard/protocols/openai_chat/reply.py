@@ -71,8 +71,13 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     return encode(whole)
 
 
+THINK, THINK_END = "<think>\n", "\n</think>\n\n"  # around the reasoning in a text
+
+
 def _write_choice(index: int, reply: Reply, request: Request) -> CompletionChoice:
     finished, (text, thinking, calls) = reply.finished, reply.contents()
+    if thinking and (where := request.reasoning.in_text) is not None:
+        text, thinking = f"{THINK}{thinking}{THINK_END}{text}", thinking if where == "too" else ""
     message = CompletionMessage(
         "assistant",
         text if text or not calls else None,

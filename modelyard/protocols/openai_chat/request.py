@@ -203,6 +203,7 @@ class ChatCompletionBody(ServerFields):
     reasoning_effort: limits.Word | None = None
     reasoning: ChatReasoning | None = None
     include_reasoning: bool | None = None
+    reasoning_format: limits.Word | None = None
     enable_thinking: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | limits.Word | None = None
@@ -321,11 +322,22 @@ _PROMPT_ENDS = frozenset({"add_generation_prompt", "continue_final_message"})
 _DEFAULT_REASONING = Reasoning()
 _BUDGETS = ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget")
 _SWITCHES = (
-    *("reasoning_effort", "reasoning", "include_reasoning", "thinking", "enable_thinking", "chat_template_kwargs"),
+    *("reasoning_effort", "reasoning", "include_reasoning", "reasoning_format"),
+    *("thinking", "enable_thinking", "chat_template_kwargs"),
 )
 _reasoning_fields, _budgets = attrgetter(*_SWITCHES, *_BUDGETS), attrgetter(*_BUDGETS)
 _NO_FIELDS = (None,) * len(_SWITCHES + _BUDGETS)
 _NO_REASONING, _NO_THINKING = ChatReasoning(), ChatThinking()
+# The names of llama-server, then Groq's: whether the text of the reply has the reasoning.
+_REASONING_FORMATS: dict[str, Literal["only", "too"] | None] = {
+    "auto": None,
+    "deepseek": None,
+    "deepseek-legacy": "too",
+    "none": "only",
+    "parsed": None,
+    "raw": "only",
+    "hidden": None,
+}
 _THINKING_ENABLED = {
     "enabled": True,
     "adaptive": True,
@@ -354,11 +366,15 @@ def _read_reasoning(body: ChatCompletionBody) -> Reasoning:
     shown = body.include_reasoning if body.include_reasoning is not None else None
     if shown is None and reasoning.exclude is not None:
         shown = not reasoning.exclude
+    if (form := body.reasoning_format) is not None and form not in _REASONING_FORMATS:
+        known = ", ".join(_REASONING_FORMATS)
+        raise InvalidRequest(f"reasoning_format: must be one of {known}; got {form!r}", param="reasoning_format")
     return Reasoning(
         enabled=next((switch for switch in switches if switch is not None), None),
         effort=effort,
         budget=_read_budget((reasoning.max_tokens, thinking.budget_tokens, *_budgets(body))),
-        visible=shown,
+        visible=False if form == "hidden" else shown,
+        in_text=_REASONING_FORMATS[form or "auto"],
         both_names=body.include_reasoning is True or body.reasoning is not None,
     )
 

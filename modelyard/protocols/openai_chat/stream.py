@@ -26,7 +26,7 @@ from modelyard.protocols.common.llama_reply import write_progress, write_timings
 from modelyard.protocols.common.openai_errors import error_body
 from modelyard.protocols.common.openai_fields import DONE, FINGERPRINT, FINISH_REASONS, write_usage
 from modelyard.protocols.common.sse import comment, frame
-from modelyard.protocols.openai_chat.reply import ID_PREFIX, write_logprobs
+from modelyard.protocols.openai_chat.reply import ID_PREFIX, THINK, THINK_END, write_logprobs
 
 _KEEPALIVE = comment()
 _NO_LOGPROBS = b',"logprobs":null,"finish_reason":null}'
@@ -40,14 +40,16 @@ class _Choice:
 
     `repeat` is between the two times that the text of reasoning is written, if it has two names. `arguments` are those
     of the open call. `held` is an open call of a custom tool: free text that was cut off looks complete, so it is
-    written only when it is.
+    written only when it is. `block_end` is written when the block ends.
     """
 
-    __slots__ = ("arguments", "calls", "delta_end", "delta_start", "held", "is_text", "repeat", "start", "usage")
+    __slots__ = (
+        *("arguments", "block_end", "calls", "delta_end", "delta_start", "held", "is_text", "repeat", "start", "usage"),
+    )
 
     def __init__(self, start: bytes) -> None:
         self.start = start
-        self.delta_start = self.delta_end = self.repeat = b""
+        self.delta_start = self.delta_end = self.repeat = self.block_end = b""
         self.calls = 0
         self.is_text = False
         self.arguments: list[str] | None = None
@@ -62,7 +64,7 @@ class ChatStreamWriter:
         self._fields: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}
         self._chunk_end = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
-        self._repeats_reasoning = request.reasoning.both_names
+        self._repeats_reasoning, self._reasoning_in_text = request.reasoning.both_names, request.reasoning.in_text
         self._has_timings = request.timings is not None
         self._timings: bytes | None = None  # of the last choice that has ended
         self._failed = False
@@ -150,6 +152,8 @@ class ChatStreamWriter:
         if event.kind != "tool_call":
             state.delta_start = state.start + _TEXT_FIELDS[event.kind]
             state.delta_end = b"}" + _NO_LOGPROBS + self._chunk_end
+            if event.kind == "thinking" and self._reasoning_in_text is not None:
+                return self._start_reasoning_in_text(state)
             if event.kind == "thinking" and self._repeats_reasoning:
                 state.repeat = b',"reasoning":'
             return b""
@@ -161,6 +165,15 @@ class ChatStreamWriter:
         opening = self._chunk(state.start, encode({"tool_calls": [call]}))
         state.arguments, state.held = [], [opening] if event.custom else None
         return b"" if event.custom else opening
+
+    def _start_reasoning_in_text(self, state: _Choice) -> bytes:
+        text_start = state.start + _TEXT_FIELDS["text"]
+        if self._reasoning_in_text == "too":
+            state.repeat = b',"content":'
+        else:
+            state.delta_start = text_start
+        state.block_end = text_start + encode(THINK_END) + state.delta_end
+        return text_start + encode(THINK) + state.delta_end
 
     def _call_delta(self, state: _Choice, text: str) -> bytes:
         if not text or state.arguments is None:
@@ -174,10 +187,10 @@ class ChatStreamWriter:
 
     def _end_block(self, event: BlockEnd, state: _Choice) -> bytes:
         """The arguments of an incomplete call must not parse: a client would run them."""
-        arguments, held = state.arguments, state.held
-        state.arguments = state.held = None
+        arguments, held, end = state.arguments, state.held, state.block_end
+        state.arguments, state.held, state.block_end = None, None, b""
         if arguments is None:
-            return b""
+            return end
         if held is not None:
             state.calls -= not event.complete
             return b"".join(held) if event.complete else b""

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -18,6 +18,7 @@ from modelyard.core.events import (
     Started,
     Timings,
     Usage,
+    collect_reply,
 )
 from modelyard.core.protocol import EventWriter
 from modelyard.core.request import Reasoning, Request
@@ -188,6 +189,18 @@ def test_streamed_reasoning_has_both_names_on_request() -> None:
         {"reasoning_content": " me", "reasoning": " me"},
         {"content": "Yes"},
     ]
+
+
+@pytest.mark.parametrize("in_text", ["only", "too"])
+def test_reasoning_is_in_the_text_on_request(in_text: Literal["only", "too"]) -> None:
+    request = Request(model="tiny", stream=True, reasoning=Reasoning(in_text=in_text))
+    events = answer(thinking(0, "Let", " me"), text(1, "Yes"))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks(stream(events, request))[1:-1]]
+    streamed = "".join(delta.get("content", "") for delta in deltas)
+    message = msgspec.json.decode(openai_chat.write_reply([collect_reply(events)], request))["choices"][0]["message"]
+    assert streamed == message["content"] == "<think>\nLet me\n</think>\n\nYes"
+    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert thought == message.get("reasoning_content", "") == ("Let me" if in_text == "too" else "")
 
 
 def test_the_progress_and_times_of_an_upstream_are_read() -> None:
