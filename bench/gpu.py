@@ -1,6 +1,7 @@
 """Decoding on a GPU: our engine in process beside llama.cpp's own benchmarks, on one model, in interleaved rounds.
 
     python -m bench.gpu --model FILE [--tools FOLDER] [--rounds N] [--tokens N] [--json FILE]
+    python -m bench.gpu --model FILE --graph [--rounds N] [--tokens N]
     python -m bench.gpu --model FILE --fit MIB [--tokens N]
 
 FOLDER holds `llama-bench` and `llama-batched-bench` of the same build as the library that the engine loads; without it
@@ -9,7 +10,9 @@ benchmark programs sample no tokens, while our engine picks the most likely one 
 Then it samples, and the rates are compared with that of greedy decoding in the same round: `bench.random_model
 --spread 6` makes the logits like those of a trained model. "python" is the share of a step that is not spent inside
 C calls (see `bench.decode_step`), from a separate run, because the clock costs time itself; "waits" is the part of it
-for which the GPU waits; the rest overlaps with the next step. `--fit` loads the model into so much of the GPU's memory
+for which the GPU waits; the rest overlaps with the next step. `--graph` samples with a temperature alone, which on
+NVIDIA GPUs llama.cpp's graph does, beside the CPU's sampler on the same engine: long streams, and streams of requests
+of about 64 tokens that come and go. `--fit` loads the model into so much of the GPU's memory
 as `fit` chooses, beside the same number of layers without its other choices.
 """
 
@@ -129,6 +132,68 @@ def measure(file: Path, tools: Path | None, streams: int, rounds: int, tokens: i
     return GpuResult(streams, greedy, dict(zip(_SAMPLED, sampled, strict=True)), peer, *shares, waits)
 
 
+# --- sampling in llama.cpp's graph ------------------------------------------------------------------------------------
+
+_LENGTHS = (48, 80, 56, 72, 64, 52, 76, 60, 68, 64)  # tokens of requests that come and go
+_MOST_REQUESTS = 5000
+
+
+async def coming_rate(engine: LlamaCppEngine, streams: int, seed: int, requests: int) -> float:
+    """Tokens per second until the first stream has no more requests."""
+    times: list[list[tuple[float, int]]] = [[] for _ in range(streams)]
+
+    async def one(number: int) -> None:
+        for at in range(requests):
+            ids = [(number * 7919 + place * 104729 + seed + 31 * at) % engine.n_vocab for place in range(_PROMPT)]
+            length = _LENGTHS[(3 * number + at) % len(_LENGTHS)]
+            sampling = _SAMPLED["temperature"]
+            prompt = Prompt(parts=(TokenRun(ids),), sampling=sampling, max_tokens=length, session=str(number))
+            async for batch in engine.generate(prompt):
+                count = sum(len(each.ids) for each in batch if isinstance(each, Tokens))
+                times[number].append((time.perf_counter(), count))
+                if isinstance(batch[-1], End) and batch[-1].error is not None:
+                    raise batch[-1].error
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one(number) for number in range(streams)))
+    end = min(stream[-1][0] for stream in times)
+    return sum(count for stream in times for at, count in stream if at <= end) / (end - began)
+
+
+async def graph_rates(
+    file: Path, streams: int, rounds: int, tokens: int, requests: int = 6
+) -> dict[str, dict[str, list[float]]]:
+    """Of long streams and of requests that come and go: on the CPU and in the graph, in alternating rounds."""
+    engine = await decode_step.open_engine(file, 1, streams)
+    context, kind = engine._contexts[0], _SAMPLED["temperature"]
+    samplers = context.graph_samplers
+    found: dict[str, dict[str, list[float]]] = {"long": {}, "short": {}}
+    try:
+        if samplers is None:
+            raise SystemExit("llama.cpp's graph does not sample this model: it needs an NVIDIA GPU that has all layers")
+        for round_ in range(rounds):
+            for where in ("cpu", "graph") if round_ % 2 else ("graph", "cpu"):
+                context.graph_samplers = samplers
+                await rate(engine, streams, 8, _GREEDY, round_)  # ends sampling in the graph
+                for number in range(_MOST_REQUESTS if where == "graph" else 0):
+                    await rate(engine, streams, 2, kind, number)
+                    if samplers.of(0) is not None:
+                        break
+                if where == "cpu":
+                    context.graph_samplers = None
+                found["long"].setdefault(where, []).append(await rate(engine, streams, tokens, kind, round_))
+                found["short"].setdefault(where, []).append(await coming_rate(engine, streams, round_, requests))
+    finally:
+        await engine.close()
+    return found
+
+
+def show_graph(file: Path, streams: int, rounds: int, tokens: int) -> None:
+    for name, rates in asyncio.run(graph_rates(file, streams, rounds, tokens)).items():
+        means = ", ".join(f"{where} {statistics.fmean(values):,.0f}" for where, values in rates.items())
+        print(f"{streams} {name}: {means} tokens/s, {ratio_interval(rates['graph'], rates['cpu'])}", flush=True)
+
+
 # --- a model that is larger than the GPU ------------------------------------------------------------------------------
 
 
@@ -188,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tools", type=Path, help="a folder with llama-bench and llama-batched-bench")
+    parser.add_argument("--graph", action="store_true", help="measure sampling in llama.cpp's graph")
     parser.add_argument("--fit", type=int, metavar="MIB", help="measure a model in this much of the GPU's memory")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
@@ -196,6 +262,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.fit is not None:
         show_fit(options.model, options.fit, options.tokens)
+        return
+    if options.graph:
+        for streams in options.streams:
+            show_graph(options.model, streams, options.rounds, options.tokens)
         return
     lines = [measure(options.model, options.tools, n, options.rounds, options.tokens) for n in options.streams]
     Console(width=140).print(table(lines), sampled_table(lines))

@@ -143,6 +143,31 @@ class llama_sampler_chain_params(Structure):  # noqa: N801
     _fields_ = (("no_perf", c_bool),)
 
 
+class llama_sampler_data(Structure):  # noqa: N801
+    _fields_ = (("logits", c_void_p), ("probs", c_void_p), ("sampled", c_void_p), ("candidates", c_void_p))
+
+
+llama_sampler_backend_init = CFUNCTYPE(c_bool, c_void_p, c_void_p, c_uint32)
+llama_sampler_backend_apply = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, POINTER(llama_sampler_data))
+
+
+class llama_sampler_i(Structure):  # noqa: N801
+    _fields_ = (
+        ("name", c_void_p),
+        ("accept", c_void_p),
+        ("apply", c_void_p),
+        ("reset", c_void_p),
+        ("clone", c_void_p),
+        ("free", c_void_p),
+        ("backend_init", llama_sampler_backend_init),
+        ("backend_accept", c_void_p),
+        ("backend_apply", llama_sampler_backend_apply),
+        ("backend_set_input", c_void_p),
+        ("backend_reset", c_void_p),
+        ("copy_state", c_void_p),
+    )
+
+
 class ggml_threadpool_params(Structure):  # noqa: N801
     _fields_ = (
         ("cpumask", c_bool * 512),  # GGML_MAX_N_THREADS
@@ -252,6 +277,9 @@ _SHORT: dict[str, _Declaration] = {
     "llama_get_logits": (c_void_p, [c_void_p]),
     "llama_get_logits_ith": (c_void_p, [c_void_p, c_int32]),
     "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_get_sampled_token_ith": (c_int32, [c_void_p, c_int32]),
+    "llama_set_sampler": (c_bool, [c_void_p, c_int32, c_void_p]),
+    "llama_sampler_init": (c_void_p, [POINTER(llama_sampler_i), c_void_p]),
     "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
     "llama_sampler_apply": (None, [c_void_p, c_void_p]),
     "llama_sampler_accept": (None, [c_void_p, c_int32]),

@@ -117,7 +117,8 @@ class DecodeBatch:
         # No job has a mask, a script or logprobs: its sampler's tokens are its output.
         self.is_simple = all(job.is_simple for job in self.jobs)
         self.is_greedy = all(job.is_greedy for job in self.jobs)
-        self.sampler = _batch_sampler(self.jobs) if self.is_simple else None
+        self.graph_samplers = [job.graph_sampler for job in self.jobs if job.graph_sampler is not None]  # all or none
+        self.sampler = _batch_sampler(self.jobs) if self.is_simple and not self.graph_samplers else None
         self._stop_ids = frozenset[int]().union(*(job.stop_ids for job in self.jobs))
         self._deadline = min((job.prompt.deadline or inf for job in self.jobs), default=inf)
         self.check_limits()

@@ -42,8 +42,9 @@ from modelyard.engines.llama_cpp import control_vectors, loading
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
 from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
-from modelyard.engines.llama_cpp.estimate import max_outputs
+from modelyard.engines.llama_cpp.estimate import max_outputs, rows_per_stream
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
+from modelyard.engines.llama_cpp.graph_sampler import MAX_SEQUENCES, GraphSamplers
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
@@ -158,9 +159,10 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             self._draft_model = DraftModel(options, self._model, attach, lambda _: self._stop_error is None)
             defer(self._draft_model.close)
         vectors = control_vectors.load(options, self._model)
+        in_graph, sampled = loading.samples_in_graph(self._model, options), rows_per_stream(options)
         for layout in context_layouts(self.spec.caches, options):
             name, outputs = ", ".join(layout.caches), max_outputs(layout.info, options)
-            raw = loading.create_context(self._model, name, layout.info, options, outputs)
+            raw = loading.create_context(self._model, name, layout.info, options, outputs, sampled if in_graph else 1)
             attach(raw)
             context = LlamaContext(raw, layout, self.n_vocab, self._dispatch, self._adapters, options)
             defer(context.close)
@@ -168,6 +170,9 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
                 vectors.apply(raw)
             self._contexts.append(context)
             context.speculator = self._create_speculator(context)
+            if in_graph and (sequences := layout.info.parallel) <= MAX_SEQUENCES:
+                has_memory = partial(loading.has_memory_left, options)
+                context.graph_samplers = GraphSamplers(raw, sequences, accepts=sampled > 1, has_memory=has_memory)
         if self._projector is not None:
             encoder = MediaEncoder(self._projector, options.media_cache_mb << 20, self.wake)
             defer(encoder.close)

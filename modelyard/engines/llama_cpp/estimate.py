@@ -119,8 +119,12 @@ def kv_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
 def max_outputs(info: CacheInfo, options: Options) -> int:
     """The rows of a decode that have logits, at most: those of a stream with its draft, or those of a prompt whose log
     probabilities are wanted."""
-    drafted = 0 if options.speculation == "off" else options.draft_n_max
-    return info.parallel * max(1 + drafted, LOGIT_ROWS)
+    return info.parallel * max(rows_per_stream(options), LOGIT_ROWS)
+
+
+def rows_per_stream(options: Options) -> int:
+    """Of a step, at most: its token and its draft."""
+    return 1 if options.speculation == "off" else 1 + options.draft_n_max
 
 
 def contexts_bytes(model: ModelShape, caches: Mapping[str, CacheInfo], options: Options) -> int:
@@ -148,7 +152,7 @@ def compute_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
         row += (cells + sliding_cells) // 2
     logits = model.vocab + 3 * model.width
     outputs = min(max_outputs(info, options), rows)
-    held = info.parallel * (1 if options.speculation == "off" else 1 + options.draft_n_max)  # the logits of a step
+    held = info.parallel * rows_per_stream(options)  # the logits of a step
     return int(4 * max(rows * row + copied, outputs * logits)) + 4 * model.vocab * min(held, outputs)
 
 

@@ -18,6 +18,7 @@ from modelyard.core.events import Usage
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.in_process import Finish, InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
+from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
 from modelyard.engines.llama_cpp.media import MediaChunk, MediaPrompt, Vectors
 from modelyard.engines.llama_cpp.media_tokens import count_positions
 from modelyard.engines.llama_cpp.options import LOGIT_ROWS
@@ -36,7 +37,8 @@ class StepOutput(Struct):
 class LlamaCppJob(InProcessJob):
     """`ids` has prompt and output in one growing array; the first `n_past` of them are in the KV cache.
 
-    `sampler` and `slot`, its sequence, are set by the engine's thread when it admits the job.
+    `sampler` and `slot`, its sequence, are set by the engine's thread when it admits the job, and `graph_sampler` if
+    that samples instead.
     """
 
     sampler: JobSampler
@@ -62,6 +64,7 @@ class LlamaCppJob(InProcessJob):
         self.mask: GrammarMask | TriggeredMask | None = None
         self.reasoning: ReasoningLimit | None = None
         self.scripted: Iterator[int] | None = None  # replaces sampling, for tests
+        self.graph_sampler: GraphSampler | None = None
 
     def __repr__(self) -> str:
         return f"<LlamaCppJob {self.n_past} of {self.length} tokens evaluated, {self.n_output} generated>"
@@ -170,6 +173,11 @@ class LlamaCppJob(InProcessJob):
     def is_greedy(self) -> bool:
         return self.is_simple and self.sampler.is_greedy
 
+    @property
+    def lone_temperature(self) -> float | None:
+        """The temperature, if nothing else decides and nobody needs the logits."""
+        return self.sampler.lone_temperature if self.is_simple and self.prompt.prompt_logprobs is None else None
+
     def new_output(self) -> StepOutput:
         return StepOutput([], [] if self.prompt.logprobs is not None else None)
 
@@ -198,6 +206,8 @@ class LlamaCppJob(InProcessJob):
             return forced if self.mask is None else self.mask.sample(self.sampler.logits(context, row), lambda: forced)
         if self.scripted is not None:
             return next(self.scripted, next(iter(self.stop_ids), -1))
+        if self.graph_sampler is not None:
+            return self.graph_sampler.sample(context, row)
         if self.mask is None and not self._min_output:
             return self.sampler.sample(context, row)
         logits = self.sampler.logits(context, row)

@@ -105,6 +105,22 @@ def encodes_on_gpu(options: Options) -> bool:
     return uses_gpu(options) if options.mmproj_gpu is None else options.mmproj_gpu
 
 
+def samples_in_graph(model: Any, options: Options) -> bool:
+    """Whether llama.cpp's graph may sample: the output layer is on an NVIDIA GPU. Others were not measured."""
+    layers = options.n_gpu_layers
+    if not uses_gpu(options) or options.split_mode == "tensor":
+        return False
+    if layers != "auto" and 0 <= layers <= lib.llama_model_n_layer(model):
+        return False
+    names = options.devices or [gpu.name for gpu in lib.gpu_devices()]
+    return bool(names) and all(name.startswith("CUDA") for name in names)
+
+
+def has_memory_left(options: Options) -> bool:
+    """Whether llama.cpp can reserve its graphs again: it ends the process if a GPU is full."""
+    return all(free >= _MIN_LEFT for free in free_memory(options).gpus.values())
+
+
 def fit_spec(spec: EngineSpec, model: ModelShape | None, share: float = 1.0) -> EngineSpec:
     """With what `fit` chooses for this share of the free GPU memory, and a line about it in the log."""
     options: Options = spec.options
@@ -293,11 +309,11 @@ def set_numa(strategy: str | None) -> None:
         lib.llama_numa_init(_NUMA_STRATEGIES[strategy])
 
 
-def create_context(model: Any, name: str, info: CacheInfo, options: Options, outputs: int = 0) -> Any:
+def create_context(model: Any, name: str, info: CacheInfo, options: Options, outputs: int = 0, sampled: int = 1) -> Any:
     """`outputs` are the rows of a decode that have logits, at most: llama.cpp asserts it, and reserves memory for them.
-    0 means all rows."""
+    0 means all rows. `sampled`: those of a sequence that its graph samples."""
     params = context_parameters(info, options)
-    params.n_outputs_max = min(outputs, params.n_batch)
+    params.n_outputs_max, params.n_outputs_max_per_seq = min(outputs, params.n_batch), sampled
     return _create_context(model, params, f"the cache {name!r}")
 
 

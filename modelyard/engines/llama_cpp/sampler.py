@@ -108,6 +108,14 @@ class JobSampler:
         """What may sample together with that of other jobs: it alone decides, on the unchanged logits."""
         return self._draw if self._processor is None else None
 
+    @property
+    def lone_temperature(self) -> float | None:
+        """The temperature, if the request sets nothing else, not even a seed."""
+        draw = self._draw
+        if self._processor is not None or not isinstance(draw, NumpySampler) or draw.is_seeded or draw.truncates:
+            return None
+        return draw.temperature
+
     def logits(self, context: Any, row: int) -> Row:
         return logits_row(context, row, self._n_vocab)
 

@@ -263,7 +263,12 @@ def _check_layout() -> str | None:
 
 def struct_sizes() -> dict[str, int]:
     """Bytes of the structs as we declare them."""
-    structs = (libllama.llama_context_params, libllama.llama_model_params, libllama.llama_batch)
+    structs = (
+        libllama.llama_context_params,
+        libllama.llama_model_params,
+        libllama.llama_batch,
+        libllama.llama_sampler_i,
+    )
     return {each.__name__: ctypes.sizeof(each) for each in structs}
 
 
@@ -347,6 +352,8 @@ def _decode(path: Path, *, fast: bool, flash_attention: bool = False) -> list[fl
     params.offload_kqv = params.op_offload = fast
     context = lib.llama_init_from_model(model, params)
     logits = _decode_prompt(lib, model, context) if context else None
+    if logits is not None and not fast and not _samples_in_graph(lib, context, len(logits)):
+        logits = None
     if context:
         lib.llama_free(context)
     lib.llama_model_free(model)
@@ -360,6 +367,21 @@ def _decode_prompt(lib: Any, model: Any, context: Any) -> list[float] | None:
             return None
     size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     return list(lib.llama_get_logits_ith(context, -1)[:size])
+
+
+def _samples_in_graph(lib: Any, context: Any, size: int) -> bool:
+    """One of the samplers is ours: if its struct had another layout, the process would end."""
+    from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
+
+    sampler = GraphSampler(1.0)
+    is_sampled = sampler.attach(context, 0)
+    if is_sampled:
+        token = (ctypes.c_int32 * 1)(_PROMPT[0])
+        decoded = lib.llama_decode(context, lib.llama_batch_get_one(token, 1))
+        is_sampled = decoded == 0 and 0 <= sampler.sample(context, 0) < size
+        lib.llama_set_sampler(context, 0, None)
+    sampler.close()
+    return is_sampled
 
 
 def cosine(a: list[float], b: list[float]) -> float:
