@@ -352,7 +352,7 @@ def _decode(path: Path, *, fast: bool, flash_attention: bool = False) -> list[fl
     params.offload_kqv = params.op_offload = fast
     context = lib.llama_init_from_model(model, params)
     logits = _decode_prompt(lib, model, context) if context else None
-    if logits is not None and not fast and not _samples_in_graph(lib, context, len(logits)):
+    if logits is not None and not fast and _misreads_graph_samplers(lib, context, len(logits)):
         logits = None
     if context:
         lib.llama_free(context)
@@ -369,19 +369,19 @@ def _decode_prompt(lib: Any, model: Any, context: Any) -> list[float] | None:
     return list(lib.llama_get_logits_ith(context, -1)[:size])
 
 
-def _samples_in_graph(lib: Any, context: Any, size: int) -> bool:
-    """One of the samplers is ours: if its struct had another layout, the process would end."""
+def _misreads_graph_samplers(lib: Any, context: Any, size: int) -> bool:
+    """One of the samplers is ours: if its struct had another layout, the process would end here. A library that does not
+    sample in its graph is not at fault; the engine does not then."""
     from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
 
-    sampler = GraphSampler(1.0)
-    is_sampled = sampler.attach(context, 0)
-    if is_sampled:
+    sampler, is_wrong = GraphSampler(1.0), False
+    if sampler.attach(context, 0):
         token = (ctypes.c_int32 * 1)(_PROMPT[0])
         decoded = lib.llama_decode(context, lib.llama_batch_get_one(token, 1))
-        is_sampled = decoded == 0 and 0 <= sampler.sample(context, 0) < size
+        is_wrong = decoded != 0 or not 0 <= sampler.sample(context, 0) < size
         lib.llama_set_sampler(context, 0, None)
     sampler.close()
-    return is_sampled
+    return is_wrong
 
 
 def cosine(a: list[float], b: list[float]) -> float:
