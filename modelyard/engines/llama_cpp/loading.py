@@ -13,6 +13,7 @@ from msgspec import structs
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
+from modelyard.engines.huge_pages import HugePages
 from modelyard.engines.in_process import warn_about_trained_length
 from modelyard.engines.llama_cpp import file_check, library
 from modelyard.engines.llama_cpp.binding import lib
@@ -211,13 +212,27 @@ def load_model(path: Path, options: Options, report: Callable[[float], bool]) ->
     params.load_mode = load_mode(options)
     placement = TensorPlacement(options)
     placement.apply(params)
-    params.progress_callback = callback = lib.llama_progress_callback(lambda fraction, _: report(fraction))
+    params.progress_callback = callback = lib.llama_progress_callback(_with_huge_pages(report))
     llama_log.clear()
     model = lib.llama_model_load_from_file(str(path).encode(), params)
     del callback, placement  # C needs them until here
     if not model:
         raise InvalidRequest(f"{path} cannot be loaded: {llama_log.first_error()}", code="model_unreadable")
     return model
+
+
+def _with_huge_pages(report: Callable[[float], bool]) -> Callable[[float, Any], bool]:
+    """llama.cpp reports its progress first when the memory of the weights is allocated and not yet written."""
+    huge_pages: HugePages | None = HugePages()
+
+    def on_progress(fraction: float, _: Any) -> bool:
+        nonlocal huge_pages
+        if huge_pages is not None:
+            huge_pages.request()
+            huge_pages = None
+        return report(fraction)
+
+    return on_progress
 
 
 def load_mode(options: Options) -> int:

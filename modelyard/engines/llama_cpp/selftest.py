@@ -370,8 +370,8 @@ def _decode_prompt(lib: Any, model: Any, context: Any) -> list[float] | None:
 
 
 def _misreads_graph_samplers(lib: Any, context: Any, size: int) -> bool:
-    """One of the samplers is ours: if its struct had another layout, the process would end here. A library that does not
-    sample in its graph is not at fault; the engine does not then."""
+    """One of the samplers is ours: if its struct had another layout, the process would end here. A library that does
+    not sample in its graph is not at fault."""
     from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
 
     sampler, is_wrong = GraphSampler(1.0), False

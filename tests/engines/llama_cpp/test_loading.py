@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from modelyard.config.settings import engine_spec
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import loading
+from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.options import FlashAttentionMode, Options, flash_attention_mode
+from tests.engines.llama_cpp.helpers import model_file
+from tests.engines.test_huge_pages import advised_bytes
 
 
 @pytest.mark.parametrize(
@@ -108,3 +112,11 @@ def test_a_cache_overrides_its_models_settings(tmp_path: Path) -> None:
 def test_an_unknown_kv_type_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match=r"'q9' is not a type of a KV cache; use one of f32, f16, q4_0"):
         loading.context_parameters(CacheInfo(64, type_k="q9"), Options(path="x.gguf"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has transparent huge pages")
+def test_the_weights_are_in_memory_for_which_huge_pages_were_asked() -> None:
+    before = advised_bytes()
+    model = loading.load_model(model_file(), Options(path=str(model_file())), lambda _: True)
+    assert advised_bytes() - before >= 0.8 * model_file().stat().st_size
+    lib.llama_model_free(model)
