@@ -2,12 +2,12 @@
 
 NOT_PLUGINS = frozenset(
     {
-        "cores",
         "freed_memory",
         "generation_queue",
         "grammar_check",
         "grammars",
         "hf_folder",
+        "huge_pages",
         "in_process",
         "reasoning_limit",
         "managed",

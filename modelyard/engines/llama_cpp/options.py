@@ -205,8 +205,9 @@ class Options(BaseModel):
     )
     use_mmap: bool = Field(
         default=False,
-        description="Map the file into memory instead of reading it: large models load faster, and a CPU generates "
-        "more slowly. A mapped file that is truncated kills the process, so with placement auto the model gets its own.",
+        description="Map the file into memory instead of reading it: large models load faster, but a CPU generates "
+        "more slowly. A mapped file that is truncated kills the process, so with placement auto the model gets its "
+        "own.",
     )
     overcommit: bool = Field(default=False, description="Load even if the estimate exceeds the free memory.")
     rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None = Field(
