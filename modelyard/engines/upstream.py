@@ -48,6 +48,7 @@ from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.protocols import openai_embeddings, rerank
 from modelyard.telemetry.masking import add_secrets, header_secrets, mask_secrets, url_secrets
 from modelyard.telemetry.request_capture import current_capture
+from modelyard.write_coalescing import CoalescingTransport, WriteCoalescer
 
 UPSTREAM_LOST, UPSTREAM_UNREACHABLE = "upstream_lost", "upstream_unreachable"  # error codes
 
@@ -265,7 +266,17 @@ class UpstreamErrors(Protocol):
 
 class _ResponseHandler(ResponseHandler):
     """aiohttp starts its parser again for every chunk that is read, in case that it was paused: 2 µs for each event of
-    a stream. Here it does so only if it was."""
+    a stream. Here it does so only if it was. With a coalescer, requests that begin together are sent together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, coalescer: WriteCoalescer | None = None) -> None:
+        super().__init__(loop)
+        self._coalescer = coalescer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._coalescer is not None:
+            plain = cast(asyncio.Transport, transport)
+            transport = cast(asyncio.Transport, CoalescingTransport(plain, self._loop, self._coalescer))
+        super().connection_made(transport)
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         if self._reading_paused or self._buffer_paused:
@@ -288,8 +299,9 @@ class Upstream:
         else:
             tls = _tls_context() if address.base_url.startswith("https:") else True
             connector = aiohttp.TCPConnector(ssl=tls, **limits)
-        handler = cast("type[ResponseHandler]", _ResponseHandler)
-        connector._factory = partial(handler, loop=asyncio.get_running_loop())
+        # Through a proxy, aiohttp starts TLS on the transport of the connection, which must be the event loop's own.
+        coalescer = WriteCoalescer() if proxy is None else None
+        connector._factory = cast(Any, partial(_ResponseHandler, asyncio.get_running_loop(), coalescer))
         self._urls: dict[str, URL] = {}
         self._http = aiohttp.ClientSession(
             connector=connector,
