@@ -33,14 +33,14 @@ class WriteCoalescer:
             try:
                 transport.flush()
             except Exception as error:  # one broken connection must not block the others
-                loop.call_exception_handler({"message": "a reply could not be sent", "exception": error})
+                loop.call_exception_handler({"message": "data could not be sent", "exception": error})
 
 
 class CoalescingTransport:
     """A transport that buffers writes until the end of the event loop's iteration.
 
-    Whole replies wait too: a client that gets its reply earlier sends its next request earlier, and the loop then runs
-    one iteration per client instead of one for all. That costs a fifth of the throughput.
+    A server's whole replies wait too: a client that gets its reply earlier sends its next request earlier, and the
+    loop then runs one iteration per client instead of one for all. That costs a fifth of the throughput.
     """
 
     def __init__(

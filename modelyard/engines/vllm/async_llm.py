@@ -45,9 +45,7 @@ ENVIRONMENT_DEFAULTS = {
     # Nothing leaves this machine.
     "VLLM_NO_USAGE_STATS": "1",
 }
-SOCKET_FOLDER = (
-    "VLLM_RPC_BASE_PATH"  # vLLM's variable: where its processes put their sockets; unset: the temporary folder
-)
+SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"  # where vLLM's processes put their sockets; unset: in the temporary folder
 _SHUTDOWN_S = 5.0  # for vLLM's processes to exit; those that do not are killed
 # Grammars are compiled in vLLM's thread, and the compiler recurses as deep as rules refer to each other. Untouched
 # stack costs no memory.
@@ -103,7 +101,8 @@ def load_library() -> VllmLibrary:
 
 @contextmanager
 def sockets_in(folder: str) -> Iterator[None]:
-    """For the processes that vLLM starts meanwhile. They leave their sockets behind."""
+    """For the processes that vLLM starts meanwhile, which leave their sockets behind. Use it inside `mark_children`:
+    one at a time, because the environment is process-wide."""
     if SOCKET_FOLDER in os.environ:
         yield
         return
