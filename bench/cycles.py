@@ -4,9 +4,10 @@ A server with one engine loads its model, answers one request and unloads it, in
 threads of the server and its children, measured after each unload, must be the same at the end as after the warm-up.
 The exit code is 1 otherwise.
 
-vLLM and ExLlamaV3 take long to start and need more than the project installs, so they run when they are named:
-`--only vllm` and `--only vllm_serve` use the environment of `make vllm-env`, `--only exllamav3` needs a GPU and
-`--exl3 FOLDER`. `--at-once 8` cycles eight models of the engine side by side.
+The upstream of `openai_remote` and `litellm` is another server with the fake engine. Engines that need more than the
+project installs run when they are named: `--only litellm` needs the library, `--only vllm` and `--only vllm_serve` use
+the environment of `make vllm-env`, `--only exllamav3` needs a GPU and `--exl3 FOLDER`. `--at-once 8` cycles eight
+models of the engine side by side.
 """
 
 from __future__ import annotations
@@ -32,23 +33,33 @@ from modelyard.benchmark.drawing import check_file, save
 from modelyard.library import default_model, vllm_env
 from modelyard.library.convert import convert
 
-ENGINES = ("fake", "llama_cpp", "ct2", "llama_server")
-SLOW_ENGINES = ("vllm", "vllm_serve", "exllamav3")
+ENGINES = ("fake", "llama_cpp", "ct2", "llama_server", "openai_remote")
+EXTRA_ENGINES = ("litellm", "vllm", "vllm_serve", "exllamav3")
+_UPSTREAM_MODEL = "upstream"
 _WARMUP = 10  # cycles: what is allocated once is allocated there
 _MAX_GROWTH_MB = 24.0  # the allocator's own; a leak would come back in every cycle
 _MESSAGES = [{"role": "user", "content": "Say hello."}]
 
 
-def model_configs(gguf: Path, ct2: Path) -> dict[str, dict[str, Any]]:
+def model_configs(gguf: Path, ct2: Path, upstream: str) -> dict[str, dict[str, Any]]:
+    """`upstream` is the address of an OpenAI-compatible server."""
     return {
         "fake": {"backend": "fake", "token_delay": 0},
         "llama_cpp": {"backend": "llama_cpp", "path": str(gguf), "n_threads": 1, "speculation": "off"},
         "ct2": {"backend": "ct2", "path": str(ct2), "intra_threads": 1},
         "llama_server": {"backend": "llama_server", "path": str(gguf), "llama_server_n_threads": 1},
+        "openai_remote": {"backend": "openai_remote", "remote_base_url": upstream, "remote_model": _UPSTREAM_MODEL},
     }
 
 
-def slow_model_config(engine: str, exl3: Path | None) -> dict[str, Any]:
+def extra_model_config(engine: str, exl3: Path | None, upstream: str) -> dict[str, Any]:
+    if engine == "litellm":
+        return {
+            "backend": engine,
+            "litellm_model": f"openai/{_UPSTREAM_MODEL}",
+            "litellm_api_base": upstream,
+            "litellm_params": {"api_key": "bench"},
+        }
     if engine == "exllamav3":
         if exl3 is None:
             raise SystemExit("exllamav3 needs a quantized model: name its folder with --exl3 FOLDER")
@@ -101,9 +112,12 @@ def run_cycles(engine: str, model: Mapping[str, Any], cycles: int, warmup: int =
     """A sample is taken when all models are unloaded, so there is one for every `at_once` cycles."""
     names = [f"cycled-{number}" for number in range(at_once)]
     models: dict[str, Any] = {name: {**model, "enabled": False, "n_ctx": 512} for name in names}
+    caches = {name: {"model": name, "n_ctx": 512} for name in names}
+    routes = [{"match": name, "cache": name, "allow_remote": True} for name in names]
+    config = {"models": {**models, "always": {"backend": "fake"}}, "caches": caches, "routes": routes}
     samples: list[Usage] = []
     with (
-        modelyard_server({"models": {**models, "always": {"backend": "fake"}}}) as server,
+        modelyard_server(config) as server,
         httpx.Client(base_url=server.url, timeout=300) as client,
         ThreadPoolExecutor(at_once) as pool,
     ):
@@ -144,19 +158,21 @@ def show(runs: Sequence[CycleRun], out: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=200)
-    parser.add_argument("--only", choices=ENGINES + SLOW_ENGINES, help="this engine alone")
+    parser.add_argument("--only", choices=ENGINES + EXTRA_ENGINES, help="this engine alone")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="cycle N models of the engine side by side")
     parser.add_argument("--exl3", type=Path, metavar="FOLDER", help="the quantized model for --only exllamav3")
     parser.add_argument("--svg", type=Path, help="also draw the memory of each engine over its cycles")
     options = parser.parse_args()
     if options.svg:
         check_file(options.svg)
-    if options.only in SLOW_ENGINES:
-        models = {options.only: slow_model_config(options.only, options.exl3)}
-    else:
-        models = model_configs(default_model.fetch(), Path(convert("smollm2", "ct2").path))
-    chosen = (options.only,) if options.only else ENGINES
-    runs = [run_cycles(engine, models[engine], options.cycles, at_once=options.at_once) for engine in chosen]
+    with modelyard_server({"models": {_UPSTREAM_MODEL: {"backend": "fake", "token_delay": 0}}}) as server:
+        upstream = f"{server.url}/v1"
+        if options.only in EXTRA_ENGINES:
+            models = {options.only: extra_model_config(options.only, options.exl3, upstream)}
+        else:
+            models = model_configs(default_model.fetch(), Path(convert("smollm2", "ct2").path), upstream)
+        chosen = (options.only,) if options.only else ENGINES
+        runs = [run_cycles(engine, models[engine], options.cycles, at_once=options.at_once) for engine in chosen]
     show(runs, console())
     if options.svg:
         rss = {run.engine: [one.rss_mb for one in run.samples] for run in runs}

@@ -6,14 +6,17 @@ import pytest
 
 from bench.cycles import CycleRun, model_configs, run_cycles
 from bench.resources import Usage, draw_series, slope
+from bench.servers import modelyard_server
 from modelyard.benchmark.drawing import svg
 from tests.engines.ct2.helpers import tiny_folder
 from tests.engines.llama_cpp.short_model import short_model_file
 
 
-@pytest.mark.parametrize(("engine", "cycles"), [("fake", 4), ("ct2", 2), ("llama_cpp", 1)])
+@pytest.mark.parametrize(("engine", "cycles"), [("fake", 4), ("ct2", 2), ("llama_cpp", 1), ("openai_remote", 2)])
 def test_memory_files_and_threads_stay_flat(engine: str, cycles: int) -> None:
-    run = run_cycles(engine, model_configs(short_model_file(), tiny_folder())[engine], cycles, warmup=1)
+    with modelyard_server({"models": {"upstream": {"backend": "fake", "token_delay": 0}}}) as upstream:
+        models = model_configs(short_model_file(), tiny_folder(), f"{upstream.url}/v1")
+        run = run_cycles(engine, models[engine], cycles, warmup=1)
     assert len(run.samples) == 1 + cycles
     assert run.is_flat, run.samples
 
