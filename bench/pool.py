@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from modelyard.core.engine import CacheInfo, EngineInfo
-from modelyard.core.lease import LeaseRequest
-from modelyard.core.pool import ModelSpec
+from modelyard.core.pool import LeaseRequest, ModelSpec
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.scheduler.settings import SchedulerOptions
 

@@ -24,8 +24,7 @@ import uvloop
 from bench.prepared_load import COUNTER, LoadJob
 from bench.servers import modelyard_server
 from modelyard.core.engine import CacheInfo, End, EngineInfo, EngineSpec, EngineStats, Prompt, TokenRun, Tokens
-from modelyard.core.lease import LeaseRequest
-from modelyard.core.pool import ModelSpec
+from modelyard.core.pool import LeaseRequest, ModelSpec
 from modelyard.core.request import Sampling
 from modelyard.engines import fake, llama_cpp
 from modelyard.engines.generation_queue import GenerationQueue

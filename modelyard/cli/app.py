@@ -8,8 +8,7 @@ import typer
 
 from modelyard import __version__
 from modelyard.cli.chat import chat
-from modelyard.cli.config import check, schema
-from modelyard.cli.config_files import config_app
+from modelyard.cli.config import check, config_app, schema
 from modelyard.cli.console import out
 from modelyard.cli.diagnostics import doctor, explain, parse
 from modelyard.cli.keys import keys_app

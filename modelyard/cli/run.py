@@ -30,7 +30,7 @@ from modelyard.cli.console import (
 from modelyard.cli.models import make_progress, pull_model
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated, Unavailable
 from modelyard.server.client import ServerClient, find_url, is_local
-from modelyard.server.temporary_server import TemporaryServer, log_path
+from modelyard.server.running_servers import TemporaryServer, log_path
 
 if TYPE_CHECKING:
     from modelyard.config.settings import Config
@@ -75,7 +75,7 @@ def run(
     The exit code is 0 for a reply, 1 for an error, 2 for wrong usage and 130
     for Ctrl-C.
     """
-    from modelyard.cli.chat_loop import ChatLoop, make_screen, one_shot_parts, read_options, stdin_is_terminal
+    from modelyard.cli.chat import ChatLoop, make_screen, one_shot_parts, read_options, stdin_is_terminal
     from modelyard.cli.chat_screen import ChatScreen
     from modelyard.cli.conversation import Conversation
 

@@ -24,7 +24,7 @@ from tomlkit.container import OutOfOrderTableProxy
 from tomlkit.exceptions import TOMLKitError
 
 from modelyard.config.problems import ConfigPath, Table, format_path, path_exists
-from modelyard.config.source_text import TomlStatement, toml_statements
+from modelyard.config.sources import TomlStatement, toml_statements
 from modelyard.core.errors import Conflict, Unavailable
 
 # --- edits ------------------------------------------------------------------------------------------------------------

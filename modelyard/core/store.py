@@ -1,8 +1,10 @@
-"""The store interfaces: data kept between requests, bounded and scoped by API key."""
+"""The store interfaces: data kept between requests, bounded and scoped by API key; the record of an uploaded file."""
 
 from __future__ import annotations
 
 from typing import Protocol
+
+from msgspec import Struct
 
 
 class Store(Protocol):
@@ -38,3 +40,15 @@ class ObjectStore(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class FileRecord(Struct, frozen=True):
+    """`created` and `expires` are Unix times. `mime_type` is what the client said, or empty."""
+
+    id: str
+    bytes: int
+    created: int
+    expires: int
+    filename: str
+    purpose: str
+    mime_type: str = ""

@@ -2,12 +2,10 @@
 
 NOT_PLUGINS = frozenset(
     {
-        "freed_memory",
         "generation_queue",
         "grammar_check",
         "grammars",
         "hf_folder",
-        "huge_pages",
         "in_process",
         "reasoning_limit",
         "managed",

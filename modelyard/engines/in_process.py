@@ -6,19 +6,26 @@
 `InProcessJob` is one generation. `InProcessEngine` is the event loop's side of an engine: opening, checking prompts,
 closing, death. `ThreadedEngine` adds one thread that owns the model from loading to unloading. The thread takes jobs
 from an inbox, steps the model, and hands the tokens of a step to the event loop in one call.
+
+The memory of an unloaded model is returned to the operating system: glibc keeps most of what native code frees. Every
+allocator arena (one per thread, up to eight per core) keeps free memory at its end up to a threshold, which grows to 64
+MB as large blocks are freed. `malloc_trim` returns only the free memory before that end. So the threshold is lowered
+while a model is freed; while models run it is high, because returning memory after each step would cost time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -37,7 +44,6 @@ from modelyard.core.errors import (
     Unsupported,
 )
 from modelyard.core.events import Timings, Usage
-from modelyard.engines import freed_memory
 from modelyard.engines.generation_queue import GenerationQueue, TokenDispatch
 
 log = logging.getLogger(__name__)
@@ -186,9 +192,9 @@ class InProcessEngine(ABC, Generic[J]):
             if not self._opening.cancelled():
                 self._opening.exception()  # marks it as retrieved: the caller of `open` may be gone
         self.is_open = False
-        with freed_memory.returned():
+        with returned():
             await self._shut_down()
-        await asyncio.to_thread(freed_memory.trim)
+        await asyncio.to_thread(trim)
 
     def _stop(self, error: ModelyardError) -> None:
         """Takes no more jobs, for the first reason given."""
@@ -485,3 +491,38 @@ def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | No
         future.set_result(result)
     else:
         future.set_exception(error)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LOW, _HIGH = 128 << 10, 64 << 20  # glibc's own: at the start, and the highest that it sets by itself
+_MMAP_THRESHOLD = 32 << 20  # the highest that glibc sets by itself
+
+
+@contextmanager
+def returned() -> Iterator[None]:
+    """What is freed in this block goes back to the operating system. Does nothing without glibc."""
+    if not _has_trim():
+        yield
+        return
+    _set_thresholds(_LOW)
+    try:
+        yield
+    finally:
+        _set_thresholds(_HIGH)
+
+
+def trim() -> None:
+    """Returns what lies free between blocks in use; takes milliseconds. Does nothing without glibc."""
+    if _has_trim():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set_thresholds(keep: int) -> None:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+    libc.mallopt(_M_TRIM_THRESHOLD, keep)
+
+
+@cache
+def _has_trim() -> bool:
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim")

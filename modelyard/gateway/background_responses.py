@@ -25,11 +25,11 @@ from modelyard.core.store import ObjectStore
 from modelyard.gateway.conversations import Conversations
 from modelyard.gateway.records import OwnerProcess, Records
 from modelyard.protocols.common.json import encode
-from modelyard.protocols.common.openai_lists import field_of
+from modelyard.protocols.common.openai_fields import field_of
 from modelyard.protocols.common.sse import frame
 from modelyard.protocols.openai_responses.errors import write_failure
+from modelyard.protocols.openai_responses.reply import ResponsesStreamWriter
 from modelyard.protocols.openai_responses.stored import StoredResponse, make_stored
-from modelyard.protocols.openai_responses.stream import ResponsesStreamWriter
 from modelyard.telemetry.log import log_event
 
 if TYPE_CHECKING:

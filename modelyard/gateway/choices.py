@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event
-from modelyard.core.lease import Lease, Ticket
+from modelyard.core.pool import Lease, Ticket
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 

@@ -12,7 +12,7 @@ from modelyard.core.request import Request
 from modelyard.core.store import ObjectStore
 from modelyard.gateway.records import Records, new_id
 from modelyard.protocols.common.json import JsonObject, encode
-from modelyard.protocols.common.openai_lists import Metadata, PageQuery, field_of
+from modelyard.protocols.common.openai_fields import Metadata, PageQuery, field_of
 from modelyard.protocols.openai_responses.conversations import complete_items, prepend_items, write_input
 
 _PAGE = 100

@@ -11,11 +11,10 @@ import msgspec
 from msgspec.structs import replace
 
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, TooLarge
-from modelyard.core.files import FileRecord
 from modelyard.core.request import FILE_ID, Audio, Document, Image, Part, Request, ResultPart, Text, ToolResult
-from modelyard.core.store import ObjectStore
+from modelyard.core.store import FileRecord, ObjectStore
 from modelyard.gateway.records import Records, new_id
-from modelyard.protocols.common.openai_lists import PageQuery
+from modelyard.protocols.common.openai_fields import PageQuery
 
 CHUNK = 1 << 20  # bytes
 _PAGE = 8  # chunks read at once

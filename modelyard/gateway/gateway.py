@@ -77,10 +77,9 @@ from modelyard.core.events import (
     TokenLogprob,
     Usage,
 )
-from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
 from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.output_format import OutputFormat, Region
-from modelyard.core.pool import RequestSnapshot
+from modelyard.core.pool import Lease, LeaseProvider, LeaseRequest, RequestSnapshot, Ticket
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, EmbeddingRequest, Infill, Message, Request, RerankRequest, Text
 from modelyard.core.tokenizer import IdLogprob

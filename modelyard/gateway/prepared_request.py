@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from modelyard.core.engine import Capabilities, Media, Prompt, ReasoningBudget, TokenRun
 from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.events import Usage
-from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import LeaseRequest
 from modelyard.core.request import Caller, Constraint, Priority, Request, Sampling, Text
 from modelyard.gateway.model import Model
 from modelyard.gateway.priority import background_task_id

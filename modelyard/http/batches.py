@@ -23,9 +23,9 @@ from modelyard.http.middleware import new_trace
 from modelyard.http.request_context import CONTEXT_KEY, RequestContext, read_body, run_sized
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols.anthropic_messages import batches as anthropic
-from modelyard.protocols.anthropic_messages.lists import read_query, write_list
+from modelyard.protocols.anthropic_messages.reply import read_query, write_list
 from modelyard.protocols.common.json import JsonObject, encode
-from modelyard.protocols.common.openai_lists import read_page_query, write_page
+from modelyard.protocols.common.openai_fields import read_page_query, write_page
 from modelyard.protocols.openai_batches import read_batch, write_batch
 from modelyard.telemetry.log import current_trace
 

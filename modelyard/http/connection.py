@@ -5,6 +5,8 @@ could hold memory for ever; and it refuses invalid HTTP in plain text, where our
 that through the callbacks of the HTTP parser and of the transport, and coalesces writes. It also serves clients that
 uvicorn does not: those that offer another protocol than WebSocket, that close their side after the request, or that
 know only HTTP/1.0.
+
+A WebSocket connection is uvicorn's, without the errors that it logs for what a client does.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, Protocol, cast
 import httptools
 from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.http.errors import write_error
@@ -387,3 +390,24 @@ def _end_body_with_connection(cycle: RequestResponseCycle) -> None:
         await original(message)  # type: ignore[arg-type]
 
     cycle.send = send  # type: ignore[method-assign, assignment]
+
+
+_NOT_UTF8 = 1007  # the code of a connection that is closed for it
+
+
+class WebSocketConnection(WebSocketsSansIOProtocol):
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
+            self.handshake_complete = True  # it was refused; uvicorn would report that the app sent nothing
+
+    def send_receive_event_to_app(self) -> None:
+        """Close the connection of a client whose text is not UTF-8; uvicorn would log a traceback as well."""
+        if self.curr_msg_data_type == "text":
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                self.conn.send_close(_NOT_UTF8)
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()

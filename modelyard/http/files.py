@@ -15,15 +15,15 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive
 
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, TooLarge
-from modelyard.core.files import FileRecord
+from modelyard.core.store import FileRecord
 from modelyard.gateway.files import CHUNK, Files, in_chunks
 from modelyard.http.auth import GOOGLE_KEY
 from modelyard.http.errors import error_response
 from modelyard.http.request_context import RequestContext, is_gemini
 from modelyard.protocols import openai_batches as openai
-from modelyard.protocols.anthropic_messages import lists as anthropic
+from modelyard.protocols.anthropic_messages import reply as anthropic
 from modelyard.protocols.common.json import JsonObject, encode
-from modelyard.protocols.common.openai_lists import read_page_query, write_page
+from modelyard.protocols.common.openai_fields import read_page_query, write_page
 from modelyard.protocols.gemini import files as gemini
 
 _MAX_FORM_FIELDS = 16

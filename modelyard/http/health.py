@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from modelyard import __version__
-from modelyard.core.lease import ModelStatus
+from modelyard.core.pool import ModelStatus
 from modelyard.gateway.gateway import Gateway
 from modelyard.http.request_context import RequestContext
 from modelyard.telemetry.masking import hide_folders, mask_secrets

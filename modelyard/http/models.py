@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.core.lease import ModelStatus
+from modelyard.core.pool import ModelStatus
 from modelyard.core.protocol import ModelCard
 from modelyard.gateway.capabilities import capability_names
 from modelyard.gateway.gateway import Gateway

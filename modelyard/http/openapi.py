@@ -23,6 +23,7 @@ from modelyard.protocols import (
     openai_batches,
     openai_completions,
     openai_embeddings,
+    pool_responses,
     rerank,
     score,
 )
@@ -36,7 +37,6 @@ from modelyard.protocols.ollama import request as ollama
 from modelyard.protocols.openai_chat import request as openai_chat
 from modelyard.protocols.openai_responses import conversations
 from modelyard.protocols.openai_responses import request as openai_responses
-from modelyard.protocols.pool_responses import request as pool_responses
 
 _TAKES: tuple[tuple[str, str, str, type], ...] = (
     ("/v1/messages", "Anthropic Messages", "AnthropicMessages", anthropic_messages.MessagesBody),

@@ -27,8 +27,7 @@ from modelyard.http import ollama, tokens
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.auth import Authenticator, is_docs
 from modelyard.http.batches import BatchEndpoints, LineExecutor, MessageBatchEndpoints
-from modelyard.http.connection import LimitedConnection
-from modelyard.http.conversations import ConversationEndpoints
+from modelyard.http.connection import LimitedConnection, WebSocketConnection
 from modelyard.http.engine_lookups import EngineLookups
 from modelyard.http.errors import EXCEPTION_HANDLERS, load_protocol
 from modelyard.http.files import FileEndpoints
@@ -38,10 +37,8 @@ from modelyard.http.inference import InferenceEndpoint
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.models import ModelEndpoints
 from modelyard.http.request_context import ADMIN_PATH
-from modelyard.http.responses_socket import ResponsesSocket
+from modelyard.http.responses import ConversationEndpoints, ResponsesSocket, StoredResponseEndpoints
 from modelyard.http.settings import HttpSettings
-from modelyard.http.stored_responses import StoredResponseEndpoints
-from modelyard.http.websocket_connection import WebSocketConnection
 from modelyard.protocols.ollama import generate as ollama_generate
 from modelyard.protocols.openai_responses import compaction
 from modelyard.telemetry.request_capture import CaptureSink
@@ -114,7 +111,7 @@ class WithAdminApp:
         await app(scope, receive, send)
 
     def _make_admin_app(self) -> ASGIApp:
-        from modelyard.http.admin.app import build_admin_app
+        from modelyard.http.admin.routes import build_admin_app
 
         return build_admin_app(self._admin, self._settings)
 

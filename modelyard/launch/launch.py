@@ -20,7 +20,7 @@ from modelyard.launch.agents import Agent, get_agent
 from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchPlan, LaunchTarget, shell_script, write_files
 from modelyard.library.cache_dir import cache_dir
 from modelyard.server.client import ServerClient, is_local, no_server
-from modelyard.server.temporary_server import TemporaryServer, log_path
+from modelyard.server.running_servers import TemporaryServer, log_path
 
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
-from modelyard.library import default_model, gguf, hub, model_files, projector_file, variants
+from modelyard.library import default_model, gguf, hub, model_files, variants
 from modelyard.library.cache_dir import models_dir
 from modelyard.library.hub import HubClient, HubListing, HubReference
 from modelyard.library.model_files import LibraryEntry
@@ -157,7 +157,7 @@ def register(entry: LibraryEntry) -> LibraryEntry:
 
 def _find_projector(path: Path) -> str:
     """The image projector beside a local model; empty if there is none."""
-    found = None if path.is_dir() else projector_file.beside(path)
+    found = None if path.is_dir() else variants.projector_beside(path)
     return str(found) if found is not None else ""
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from msgspec import Struct
 
-from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
-from modelyard.library.model_files import group_split_files
+from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unavailable
+from modelyard.library.gguf import read_contents
+from modelyard.library.model_files import group_split_files, locate_model_file
 from modelyard.library.progress import format_size
 
 RepoFormat = Literal["gguf", "ct2", "hf"]  # EXL3 is an `hf` folder whose config.json says so
@@ -302,3 +303,32 @@ def choose_branch(repo: str, branches: Mapping[str, int], budget: MemoryBudget) 
 
 def sized_branches(names: Sequence[str]) -> list[str]:
     return [name for name in names if _BRANCH.fullmatch(name)]
+
+
+def projector_beside(model: Path) -> Path | None:
+    """The projector in the model's folder; the best if there are several."""
+    try:
+        sizes = {file.name: file.stat().st_size for file in model.parent.glob("*.gguf")}
+    except OSError:
+        return None
+    choice = choose_projector(sizes, ModelVariant("", (model.name,), 0))
+    return model.parent / choice.file if choice else None
+
+
+def locate_projector(setting: str | bool | None, model: Path) -> Path | None:
+    """The file that the setting names; without a setting the one beside the model."""
+    if isinstance(setting, str):
+        return locate_model_file(setting)
+    return None if setting is False else projector_beside(model)
+
+
+def projector_kinds(projector: Path) -> tuple[str, ...]:
+    """Of image and audio, those that it encodes; none if it is not a projector."""
+    try:
+        metadata, _ = read_contents(projector, lists="none")
+    except (ModelyardError, OSError):
+        return ()
+    if metadata.get("general.architecture") != "clip":
+        return ()
+    keys = {"image": "clip.has_vision_encoder", "audio": "clip.has_audio_encoder"}
+    return tuple(kind for kind, key in keys.items() if metadata.get(key))

@@ -10,7 +10,7 @@ only where work or text can multiply:
   the size of its text, because one list may be contained in another any number of times.
 
 In between, operations are on values of bounded size. Filters and methods whose result may be much larger than their
-arguments are checked before they run (`template_filters.py`).
+arguments are checked before they run (`template.py`).
 
 Most templates change no collection. One that names a method such as `append` is compiled with more checks: what it puts
 into a collection is frozen, so that a size that was paid for stays true, and a collection is measured before it becomes

@@ -13,11 +13,11 @@ from modelyard.core import limits
 from modelyard.core.batch import Batch, BatchLine, BatchRow, LineFault
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Usage
-from modelyard.core.files import FileRecord
+from modelyard.core.store import FileRecord
 from modelyard.protocols.common.extensions import check_option
 from modelyard.protocols.common.json import JsonObject, decode, encode
 from modelyard.protocols.common.openai_errors import http_error_writer
-from modelyard.protocols.common.openai_lists import Metadata, check_metadata
+from modelyard.protocols.common.openai_fields import Metadata, check_metadata
 
 NAME = "openai_batches"
 PATHS: tuple[str, ...] = ("/v1/batches",)  # `/v1/files` are of other protocols too

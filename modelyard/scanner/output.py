@@ -1,7 +1,7 @@
 """The visible output as block events: text and reasoning without line breaks around markers, up to a stop string.
 
 Text passes three stages: line breaks that may belong to a marker are held back, markers that appear only because
-another one was dropped are removed (`marker_filter.py`), and stop strings are searched in the rest. A stage exists only
+another one was dropped are removed (`MarkerFilter`), and stop strings are searched in the rest. A stage exists only
 from the first text on that it may change.
 """
 
@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from modelyard.core.events import BlockDelta, BlockEnd, BlockKind, BlockStart, Event, TokenLogprob
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.scanner.automaton import automaton
-from modelyard.scanner.lexer import any_char
-from modelyard.scanner.marker_filter import MarkerFilter, MarkerSpellings
+from modelyard.scanner.lexer import MarkerFilter, MarkerSpellings, any_char
 
 VisibleKind = Literal["text", "thinking"]
 TokenText = Callable[[int], tuple[str, bytes]]  # token id → its text and bytes

@@ -17,8 +17,16 @@ from msgspec import Struct
 
 from modelyard.core.engine import Capabilities, MemoryEstimate
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.lease import Lease, LeaseRequest, ModelState, ModelStatus, RevocableLease
-from modelyard.core.pool import ModelSnapshot, ModelSpec, ReplicaSnapshot
+from modelyard.core.pool import (
+    Lease,
+    LeaseRequest,
+    ModelSnapshot,
+    ModelSpec,
+    ModelState,
+    ModelStatus,
+    ReplicaSnapshot,
+    RevocableLease,
+)
 from modelyard.core.request import Priority
 from modelyard.scheduler.memory_planner import DeviceBytes, bytes_on_node
 from modelyard.scheduler.policy import ModelView

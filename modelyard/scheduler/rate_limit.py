@@ -8,7 +8,7 @@ is paid. A prompt larger than the whole bucket passes when the bucket is full, o
 from __future__ import annotations
 
 from modelyard.core.errors import KeyLimited
-from modelyard.core.lease import KeyLimits
+from modelyard.core.pool import KeyLimits
 
 _ROUNDING = 1e-6
 

@@ -26,8 +26,16 @@ from functools import partial
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import BY_ADMINISTRATOR, Cancelled, Conflict, InvalidRequest, NotFound, Timeout, Unavailable
-from modelyard.core.lease import KeyLimits, LeaseRequest, ModelStatus
-from modelyard.core.pool import DeviceSnapshot, ModelSpec, Overrides, PoolSnapshot, RequestSnapshot
+from modelyard.core.pool import (
+    DeviceSnapshot,
+    KeyLimits,
+    LeaseRequest,
+    ModelSpec,
+    ModelStatus,
+    Overrides,
+    PoolSnapshot,
+    RequestSnapshot,
+)
 from modelyard.scheduler.memory_planner import DeviceBytes, MemoryPlanner
 from modelyard.scheduler.pooled_model import Clock, PendingCommand, PooledModel, SlotLease
 from modelyard.scheduler.rate_limit import KeyRateLimiter

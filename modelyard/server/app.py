@@ -25,7 +25,7 @@ from modelyard.config.secrets import config_paths, config_secrets
 from modelyard.config.settings import Config
 from modelyard.core.engine import Node
 from modelyard.core.errors import Cancelled, Unavailable
-from modelyard.core.lease import KeyLimits
+from modelyard.core.pool import KeyLimits
 from modelyard.core.store import ObjectStore, Store
 from modelyard.gateway.background_responses import BackgroundResponses
 from modelyard.gateway.batches import Batches
@@ -48,10 +48,9 @@ from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import AdminService, ConfigLoader, define_models
 from modelyard.server.config_editor import ConfigEditor
-from modelyard.server.downloads import Downloads
 from modelyard.server.engine_factory import model_specs
 from modelyard.server.memory_estimate import available_memory
-from modelyard.server.model_library import ModelLibrary
+from modelyard.server.model_library import Downloads, ModelLibrary
 from modelyard.server.running_servers import TEMPORARY_VARIABLE
 from modelyard.store import open_store
 from modelyard.telemetry.history import History

@@ -1,20 +1,29 @@
-"""The servers that this user runs on this machine: each leaves a note in a private folder, so that the command line can
-find and stop it."""
+"""The servers that this user runs on this machine, and those that run as long as a command needs them.
+
+Each leaves a note in a private folder, so that the command line can find and stop it. An agent and `modelyard run` may
+start one of their own (`TemporaryServer`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
 from msgspec import Struct
 
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.library.cache_dir import run_dir
+from modelyard.library.cache_dir import cache_dir, run_dir
+from modelyard.processes.parent_death import die_with_parent
+from modelyard.server.client import is_local
 
 TEMPORARY_VARIABLE = "MODELYARD_TEMPORARY_SERVER"
 _PATTERN = "server-*.json"
@@ -102,3 +111,53 @@ def stop_server(server: RunningServer, timeout_s: float) -> None:
         raise Unavailable(f"the server (process {server.pid}) has not ended after {timeout_s:.0f} s") from None
     except psutil.AccessDenied:
         raise Unavailable(f"process {server.pid} belongs to another user") from None
+
+
+_STOP_TIMEOUT_S = 30.0
+
+
+def log_path(env: Mapping[str, str]) -> Path:
+    return cache_dir(env) / "launch" / "server.log"
+
+
+class TemporaryServer:
+    """A context manager that runs `modelyard serve` at `url` until the block ends, or this process dies."""
+
+    def __init__(self, url: str, config: Path | None, log: Path, env: Mapping[str, str]) -> None:
+        if not is_local(url):
+            raise Unavailable(f"no server answers at {url}, and a server can be started only on this machine")
+        address = urlsplit(url)
+        self._host, self._port = address.hostname or "127.0.0.1", address.port or 8000
+        self._config, self._log, self._env = config, log, env
+        self._process: subprocess.Popen[bytes]
+
+    def __enter__(self) -> Self:
+        config = ("--config", str(self._config)) if self._config else ()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        address = ("--host", self._host, "--port", str(self._port))  # of this machine, whatever the file says
+        argv = [sys.executable, "-m", "modelyard", "serve", *address, *config]
+        with self._log.open("w") as log:
+            # In its own session, so that Ctrl-C in the terminal does not reach it.
+            self._process = subprocess.Popen(  # noqa: S603  our own program
+                die_with_parent(argv, group=True),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**self._env, TEMPORARY_VARIABLE: "1"},
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def check_alive(self) -> None:
+        """Raise with the last line of the log if the process has exited."""
+        if self._process.poll() is not None:
+            last = "".join(self._log.read_text(errors="replace").strip().splitlines()[-1:])
+            raise Unavailable(f"the server exited before it was ready ({self._log}): {last or 'its log is empty'}")

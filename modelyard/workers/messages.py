@@ -57,8 +57,7 @@ from modelyard.core.engine import (
 )
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError
 from modelyard.core.events import Event, Timings, Usage
-from modelyard.core.lease import LeaseRequest, ModelStatus
-from modelyard.core.pool import ModelStateChange
+from modelyard.core.pool import LeaseRequest, ModelStateChange, ModelStatus
 from modelyard.core.request import Constraint, EmbeddingRequest, Priority, Request, RerankRequest, Sampling
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.workers.definitions import define, message_options

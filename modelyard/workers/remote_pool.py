@@ -22,8 +22,18 @@ import msgspec
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError, NotFound, Unavailable
-from modelyard.core.lease import KeyLimits, Lease, LeaseRequest, ModelStatus, RevocableLease
-from modelyard.core.pool import ModelSpec, ModelStateChange, Overrides, PoolSnapshot, RequestSnapshot
+from modelyard.core.pool import (
+    KeyLimits,
+    Lease,
+    LeaseRequest,
+    ModelSpec,
+    ModelStateChange,
+    ModelStatus,
+    Overrides,
+    PoolSnapshot,
+    RequestSnapshot,
+    RevocableLease,
+)
 from modelyard.telemetry.broadcast import ModelChangeBroadcast
 from modelyard.workers import messages as msg
 from modelyard.workers.client import RemoteChatEngine, RemoteTextEngine, WorkerSession, remote_engine

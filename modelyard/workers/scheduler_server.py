@@ -18,8 +18,7 @@ import msgspec
 
 from modelyard.core.engine import AvailableMemory, Node
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
-from modelyard.core.lease import KeyLimits, Lease, LeaseProvider, Ticket
-from modelyard.core.pool import Pool
+from modelyard.core.pool import KeyLimits, Lease, LeaseProvider, Pool, Ticket
 from modelyard.core.store import ObjectStore, Store
 from modelyard.telemetry.log import recent_records
 from modelyard.workers import messages as msg

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from modelyard.cli import app
-from modelyard.cli.chat_loop import ChatLoop, is_command, one_shot_parts
+from modelyard.cli.chat import ChatLoop, is_command, one_shot_parts
 from modelyard.cli.chat_screen import ChatScreen, is_complete, unfolded
 from modelyard.cli.conversation import Conversation
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event

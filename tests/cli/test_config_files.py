@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from modelyard.cli import app, console
-from modelyard.cli.config_files import find_editor
+from modelyard.cli.config import find_editor
 from modelyard.cli.console import complete_library, complete_models
 from modelyard.core.errors import NotFound
 from tests.library.files import write_gguf

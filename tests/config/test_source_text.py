@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.config.source_text import json_lines, syntax_errors, toml_lines
+from modelyard.config.sources import json_lines, syntax_errors, toml_lines
 
 TEXT = """a = 1
 b.c = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.core.lease import RevocableLease
+from modelyard.core.pool import RevocableLease
 
 REASON = Unavailable("unloaded")
 

@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from modelyard import plugins
-from modelyard.http.admin.config import ConfigRoutes
 from modelyard.http.admin.keys import KeyRoutes
-from modelyard.http.admin.routes import AdminRoutes
+from modelyard.http.admin.routes import AdminRoutes, ConfigRoutes
 from tests.http.app_client import app_client
 
 PAGE = Path(__file__).parents[2] / "docs" / "admin-api.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from modelyard.cli.app import app
-from modelyard.cli.chat_loop import HELP
+from modelyard.cli.chat import HELP
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 

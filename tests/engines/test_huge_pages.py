@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.engines.huge_pages import HugePages
+from modelyard.engines.llama_cpp.loading import HugePages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has transparent huge pages")
 
@@ -44,7 +44,7 @@ def test_new_large_buffers_get_huge_pages_and_older_or_small_ones_do_not() -> No
 
 
 def test_a_system_without_proc_gets_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("modelyard.engines.huge_pages._MAPS", tmp_path / "maps")
+    monkeypatch.setattr("modelyard.engines.llama_cpp.loading._MAPS", tmp_path / "maps")
     huge_pages = HugePages()
     buffer = private_memory(64 * _MB)
     assert huge_pages.request() == 0

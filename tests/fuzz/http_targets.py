@@ -33,7 +33,11 @@ from tests.fuzz.values import Json, Values, code_words, damaged, shrunk
 
 _PACKAGE = Path(modelyard.__file__).parent
 _READERS = [*(_PACKAGE / "protocols").rglob("request.py"), *(_PACKAGE / "protocols").glob("openai_*.py")]
-_READERS += [_PACKAGE / "protocols/common/extensions.py", _PACKAGE / "protocols/common/openai_fields.py"]
+_READERS += [
+    _PACKAGE / "protocols/pool_responses.py",
+    _PACKAGE / "protocols/common/extensions.py",
+    _PACKAGE / "protocols/common/openai_fields.py",
+]
 _EDGE = [*(_PACKAGE / "http").rglob("*.py"), *(_PACKAGE / "gateway").glob("*.py")]
 _WRITERS: dict[str, Any] = {
     "/v1/messages": anthropic_messages,

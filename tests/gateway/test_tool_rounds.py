@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from modelyard.config.load import load_config
 from modelyard.core.errors import Cancelled, Unavailable, Unsupported
 from modelyard.core.events import Event, Failed, Finished, Reply, collect_reply
-from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import LeaseRequest
 from modelyard.core.request import Audio, Image, Text, Tool, ToolCall, ToolResult, ToolServer
 from modelyard.gateway.tool_rounds import ToolRounds
 from modelyard.mcp.connection import McpResult, McpTool

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from modelyard.core.lease import ModelStatus
+from modelyard.core.pool import ModelStatus
 from modelyard.http.health import health_status
 from modelyard.scheduler.scheduler import Scheduler
 from tests.http.app_client import URL, app_client, load_all, make_app

@@ -32,7 +32,7 @@ from modelyard.launch.launch import (
 )
 from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchTarget
 from modelyard.library.variants import MemoryBudget
-from modelyard.server.temporary_server import TemporaryServer
+from modelyard.server.running_servers import TemporaryServer
 from tests.cli_process import DEADLINE, DEMO, MODELYARD, environment
 from tests.live_server import demo_config, live_server
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelyard.launch.settings_file import add_settings
+from modelyard.launch.plan import add_settings
 
 ZED = """// Zed settings
 // For information see the docs.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint, Tool
-from modelyard.prompt.constraints import enforceable, enforceable_format
+from modelyard.gateway.constraints import enforceable, enforceable_format
 
 
 def reduced(schema: Any) -> tuple[Any, list[str]]:

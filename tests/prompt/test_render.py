@@ -24,9 +24,8 @@ from modelyard.core.request import (
 from modelyard.prompt.render import MessageConverter, Renderer, ToolDefinitions, definition, instructions
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin
-from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, SpecialTokens
 from modelyard.tokenizer.shield import SENTINEL, Shield, unshield
-from modelyard.tokenizer.tokenizer_files import SpecialTokens
 from tests.prompt.histories import CHAT_TEMPLATES, TOOL, call, make_message, make_request, tool_result
 from tests.tokenizer import sample_tokenizers
 

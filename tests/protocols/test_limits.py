@@ -32,7 +32,7 @@ from modelyard.protocols.openai_chat.request import ChatCompletionBody
 from modelyard.protocols.openai_completions import CompletionBody
 from modelyard.protocols.openai_embeddings import EmbeddingBody, LlamaEmbeddingBody
 from modelyard.protocols.openai_responses.request import ResponsesBody
-from modelyard.protocols.pool_responses.request import PoolResponsesBody
+from modelyard.protocols.pool_responses import PoolResponsesBody
 from modelyard.protocols.score import ScoreBody
 
 _BODIES = (

@@ -13,7 +13,7 @@ from openai.types import FileObject
 from modelyard.core.batch import Batch, BatchFault, BatchRow, LineFault
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Usage
-from modelyard.core.files import FileRecord
+from modelyard.core.store import FileRecord
 from modelyard.protocols import openai_batches
 from modelyard.protocols.anthropic_messages import batches as message_batches
 

@@ -11,7 +11,7 @@ from modelyard.core.events import BlockDelta
 from modelyard.core.tokenizer import IdLogprob, Piece
 from modelyard.scanner import Scanner, parse
 from modelyard.scanner.formats import load, names
-from modelyard.scanner.marker_filter import MarkerFilter, MarkerSpellings, remove_markers
+from modelyard.scanner.lexer import MarkerFilter, MarkerSpellings, remove_markers
 from tests.scanner.helpers import ScannedBlock, marker_tokens, scan, text_of
 
 TEXT = MarkerSpellings(["<ab>", "[x]"], [])

@@ -10,8 +10,7 @@ from typing import Any
 
 from modelyard.core.engine import CacheInfo, EngineInfo, MemoryEstimate
 from modelyard.core.errors import ModelyardError
-from modelyard.core.lease import KeyLimits, LeaseRequest
-from modelyard.core.pool import ModelSnapshot, ModelSpec
+from modelyard.core.pool import KeyLimits, LeaseRequest, ModelSnapshot, ModelSpec
 from modelyard.scheduler.memory_planner import MemoryLimits, MemoryPlanner
 from modelyard.scheduler.pooled_model import Clock
 from modelyard.scheduler.scheduler import Scheduler

@@ -10,7 +10,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
-from modelyard.core.lease import KeyLimits
+from modelyard.core.pool import KeyLimits
 from tests.scheduler.harness import Harness
 
 LIMIT = 10

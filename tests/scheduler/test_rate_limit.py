@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import RateLimited
-from modelyard.core.lease import KeyLimits
+from modelyard.core.pool import KeyLimits
 from modelyard.scheduler.rate_limit import KeyRateLimiter
 
 

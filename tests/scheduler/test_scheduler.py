@@ -21,8 +21,7 @@ from modelyard.core.errors import (
     Timeout,
     Unavailable,
 )
-from modelyard.core.lease import KeyLimits
-from modelyard.core.pool import ModelStateChange
+from modelyard.core.pool import KeyLimits, ModelStateChange
 from tests.scheduler.harness import EPOCH, Harness, until
 
 CACHES = {"main": CacheInfo(window=100, parallel=1), "fast": CacheInfo(window=100, parallel=2)}

@@ -21,8 +21,7 @@ from tokenizers.processors import TemplateProcessing
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import FimTokens, Tokenizer
-from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, TokenizerFile, exact_split_points
-from modelyard.tokenizer.tokenizer_files import SpecialTokens
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, SpecialTokens, TokenizerFile, exact_split_points
 from tests.tokenizer import sample_tokenizers
 
 SPELLED = st.lists(

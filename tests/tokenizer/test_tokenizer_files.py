@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from modelyard.tokenizer.tokenizer_files import SpecialTokens, read_special_tokens, tokenizer_file
+from modelyard.tokenizer.huggingface import SpecialTokens, read_special_tokens, tokenizer_file
 
 
 def test_an_empty_folder_has_no_settings(tmp_path: Path) -> None:

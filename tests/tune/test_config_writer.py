@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict, Unavailable
-from modelyard.tune.config_writer import apply, overridden
+from modelyard.tune.optimize import apply, overridden
 
 USER_TOML = """\
 # mine

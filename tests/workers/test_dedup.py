@@ -11,7 +11,7 @@ from modelyard.core.engine import Accepted, Chunk, End, Prompt, TokenRun, Tokens
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Sampling
 from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.workers.dedup import RunDeduplicator
+from modelyard.workers.worker import RunDeduplicator
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.harness import connected, open_fake, running_worker, until
@@ -149,7 +149,7 @@ async def test_an_error_reaches_both_readers(setup: Setup) -> None:
 
 
 async def test_a_long_run_cannot_be_joined(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelyard.workers.dedup._MAX_CHUNKS", 2)
+    monkeypatch.setattr("modelyard.workers.worker._MAX_CHUNKS", 2)
     first = setup.ask()
     for token in range(3):
         setup.engine.jobs[0].put_many([Tokens([token])])

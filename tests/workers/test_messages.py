@@ -19,7 +19,7 @@ from modelyard.core import errors
 from modelyard.core.engine import Media, Prompt, ReasoningBounds, ReasoningBudget, TokenRun
 from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, ModelyardError, Overloaded, Unavailable
 from modelyard.core.events import BlockDelta, Failed, Started, TokenLogprob, Usage
-from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import LeaseRequest
 from modelyard.core.request import Constraint, Image, Request, Sampling, Text
 from modelyard.core.request import Message as ChatMessage
 from modelyard.workers import messages

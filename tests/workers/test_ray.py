@@ -15,8 +15,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.core.lease import LeaseRequest
-from modelyard.core.pool import ModelSpec
+from modelyard.core.pool import LeaseRequest, ModelSpec
 from modelyard.engines import fake, llama_cpp
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore

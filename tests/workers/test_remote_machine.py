@@ -8,7 +8,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
 from modelyard.core.errors import Unavailable
-from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import LeaseRequest
 from modelyard.engines import fake
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import HeartbeatConfig

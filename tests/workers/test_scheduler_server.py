@@ -17,8 +17,7 @@ import pytest
 from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, NotFound, RateLimited, Unavailable
-from modelyard.core.lease import KeyLimits, LeaseRequest
-from modelyard.core.pool import ModelSpec
+from modelyard.core.pool import KeyLimits, LeaseRequest, ModelSpec
 from modelyard.engines import fake
 from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.object_store import SqliteObjectStore

@@ -46,8 +46,7 @@ from modelyard.core.errors import Cancelled, ContextOverflow, Internal, Modelyar
 from modelyard.core.events import BlockKind, Event, StopReason, Timings, Usage
 from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.core.tokenizer import IdLogprob, Tokenizer
-from modelyard.engines.fake.answers import constrained_answer, demo_answer
-from modelyard.engines.fake.output import OutputEncoder
+from modelyard.engines.fake.answers import OutputEncoder, constrained_answer, demo_answer
 from modelyard.engines.fake.script import (
     ConversationView,
     FakeOptions,

@@ -20,7 +20,7 @@ from modelyard.engines.llama_cpp.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.llama_cpp.options import Options as Options
 from modelyard.engines.llama_cpp.options import flash_attention_mode, model_capabilities
 from modelyard.engines.option_faults import OptionFault, try_options
-from modelyard.library import projector_file
+from modelyard.library import variants
 from modelyard.library.architectures import is_tested
 from modelyard.library.gguf import read_architecture, read_purpose, require_complete
 from modelyard.library.model_files import find_model_file, locate_model_file
@@ -55,7 +55,7 @@ def _require_runnable(file: Path) -> None:
 
 
 def _require_projector(path: str) -> None:
-    if not projector_file.encoded_kinds(found := locate_model_file(path)):
+    if not variants.projector_kinds(found := locate_model_file(path)):
         raise InvalidRequest(f"{found} is not a projector for images or audio", code="projector_unreadable")
 
 
@@ -65,8 +65,8 @@ def capabilities(options: Options, header: Path | None = None) -> Capabilities:
     found = model_capabilities(read_purpose(header or locate_model_file(options.path)), options)
     if not found.chat or libmtmd.find_library() is None or find_model_file(options.path) is None:
         return found
-    projector = projector_file.locate(options.mmproj, locate_model_file(options.path))
-    kinds = projector_file.encoded_kinds(projector) if projector is not None else ()
+    projector = variants.locate_projector(options.mmproj, locate_model_file(options.path))
+    kinds = variants.projector_kinds(projector) if projector is not None else ()
     return structs.replace(found, modalities=("text", *kinds))
 
 

@@ -19,6 +19,7 @@ from modelyard.core.engine import Progress, Tokens
 from modelyard.core.errors import Internal, ModelyardError, Unavailable
 from modelyard.engines.generation_queue import TokenDispatch
 from modelyard.engines.in_process import Finish
+from modelyard.engines.llama_cpp.adapters import LoraAdapters
 from modelyard.engines.llama_cpp.batch import (
     BatchSlice,
     DecodeBatch,
@@ -31,7 +32,6 @@ from modelyard.engines.llama_cpp.batch import (
 from modelyard.engines.llama_cpp.binding import lib, short, waiting
 from modelyard.engines.llama_cpp.graph_sampler import GraphSamplers
 from modelyard.engines.llama_cpp.job import LlamaCppJob, StepOutput
-from modelyard.engines.llama_cpp.lora import LoraAdapters
 from modelyard.engines.llama_cpp.media import MediaEncoder, Vectors
 from modelyard.engines.llama_cpp.options import ContextLayout, Options
 from modelyard.engines.llama_cpp.sampler import logits_row, logits_rows, token_logprob

@@ -38,7 +38,8 @@ from modelyard.core.errors import (
     Unsupported,
 )
 from modelyard.engines.in_process import ThreadedEngine
-from modelyard.engines.llama_cpp import control_vectors, loading
+from modelyard.engines.llama_cpp import adapters, loading
+from modelyard.engines.llama_cpp.adapters import LoraAdapters, parse_adapter_argument
 from modelyard.engines.llama_cpp.binding import ThreadPool, lib
 from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
@@ -47,7 +48,6 @@ from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
 from modelyard.engines.llama_cpp.graph_sampler import MAX_SEQUENCES, GraphSamplers
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
-from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
 from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
 from modelyard.engines.llama_cpp.media_tokens import text_ids
 from modelyard.engines.llama_cpp.model_shape import ModelShape
@@ -57,7 +57,7 @@ from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager, share_caches
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
 from modelyard.engines.reasoning_limit import ReasoningLimit
-from modelyard.library import projector_file
+from modelyard.library import variants
 from modelyard.library.gguf import ModelPurpose
 from modelyard.library.model_files import locate_model_file
 from modelyard.plugins import MissingLibrary
@@ -142,7 +142,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     def _load_projector(self, path: Path, options: Options) -> Projector | None:
         """One that merely lies beside the model may belong to another model: then this one reads text."""
-        if (file := projector_file.locate(options.mmproj, path)) is None:
+        if (file := variants.locate_projector(options.mmproj, path)) is None:
             return None
         try:
             threads, gpu = loading.max_threads(self.spec), loading.encodes_on_gpu(options)
@@ -158,7 +158,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         if options.uses_draft_model:
             self._draft_model = DraftModel(options, self._model, attach, lambda _: self._stop_error is None)
             defer(self._draft_model.close)
-        vectors = control_vectors.load(options, self._model)
+        vectors = adapters.load_control_vectors(options, self._model)
         in_graph, sampled = loading.samples_in_graph(self._model, options), rows_per_stream(options)
         for layout in context_layouts(self.spec.caches, options):
             name, outputs = ", ".join(layout.caches), max_outputs(layout.info, options)

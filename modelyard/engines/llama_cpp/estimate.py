@@ -32,7 +32,7 @@ from modelyard.engines.llama_cpp.options import (
     flash_attention_mode,
     kv_type_bytes,
 )
-from modelyard.library import architectures, projector_file
+from modelyard.library import architectures, variants
 from modelyard.library.gguf import TensorInfo
 from modelyard.library.llama_cpp_package import library_folder
 from modelyard.library.model_files import find_model_file, locate_model_file
@@ -95,7 +95,7 @@ def estimate_memory(
 def projector_bytes(options: Options) -> int:
     """The encoder of images and audio: its file, and a quarter of it to compute with."""
     model = find_model_file(options.path) if options.path and options.mmproj is not False else None
-    projector = projector_file.locate(options.mmproj, model) if model is not None else None
+    projector = variants.locate_projector(options.mmproj, model) if model is not None else None
     return 5 * projector.stat().st_size // 4 if projector is not None else 0
 
 

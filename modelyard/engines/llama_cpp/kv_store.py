@@ -22,7 +22,7 @@ import psutil
 from msgspec.structs import replace
 
 from modelyard.core.engine import EngineSpec
-from modelyard.engines.llama_cpp import control_vectors
+from modelyard.engines.llama_cpp.adapters import LoraAdapters, control_vectors_identity
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import (
     AdapterVersions,
@@ -37,7 +37,6 @@ from modelyard.engines.llama_cpp.kv_snapshot import (
     origin_differences,
 )
 from modelyard.engines.llama_cpp.loading import ROPE_OPTIONS
-from modelyard.engines.llama_cpp.lora import LoraAdapters
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager
 from modelyard.engines.llama_cpp.sequences import AdapterSet, SequenceSlot
@@ -75,7 +74,7 @@ class KvStore:
         model = file_identity(split_parts(file))
         values = {name: getattr(options, name) for name in _POSITION_OPTIONS}
         positions = {name: value for name, value in values.items() if value is not None}
-        if vectors := control_vectors.identity(options):
+        if vectors := control_vectors_identity(options):
             positions["control_vectors"] = str(vectors)
         self._origins = {
             cache.name: KvOrigin(lib.identity, model, cache.name, cache.info.window, cache.kv.layout, positions)

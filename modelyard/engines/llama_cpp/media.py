@@ -31,7 +31,7 @@ from modelyard.engines.llama_cpp.kv_snapshot import file_identity
 from modelyard.engines.llama_cpp.media_tokens import IntArray, count_positions, media_ids
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.media_checks import checked_audio, checked_image
-from modelyard.library import projector_file
+from modelyard.library import variants
 from modelyard.library.model_files import locate_model_file
 from modelyard.tokenizer import llama_log
 
@@ -283,7 +283,7 @@ def count_without_model(options: Options, media: Sequence[Media]) -> list[int]:
     """The tokens of each. Loads the projector for the call, and a model without weights: libmtmd asks it for its
     vocabulary and its positions."""
     path = locate_model_file(options.path)
-    file = projector_file.locate(options.mmproj, path)
+    file = variants.locate_projector(options.mmproj, path)
     if file is None:
         raise Unsupported("this model takes text only", code="modality_unsupported")
     limits = options.image_min_tokens, options.image_max_tokens

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines.fake.output import OutputEncoder
+from modelyard.engines.fake.answers import OutputEncoder
 from modelyard.engines.fake.script import PromptView, Script, ScriptRule
 from modelyard.tokenizer.gguf import GgufTokenizer
 

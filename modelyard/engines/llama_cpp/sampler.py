@@ -16,11 +16,9 @@ from msgspec.structs import replace
 
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import IdLogprob
-from modelyard.engines.llama_cpp.batch_sampler import BatchSampler
+from modelyard.engines.llama_cpp.batch_sampler import MIN_TEMPERATURE, BatchSampler, NumpySampler, TopKSampler
 from modelyard.engines.llama_cpp.binding import LogitBias, lib, short, waiting
 from modelyard.engines.llama_cpp.logit_columns import Row
-from modelyard.engines.llama_cpp.numpy_sampler import MIN_TEMPERATURE, NumpySampler
-from modelyard.engines.llama_cpp.top_k_sampler import TopKSampler
 
 PENALTY_WINDOW = 64  # tokens that penalties look back at
 # llama.cpp's order

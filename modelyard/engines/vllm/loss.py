@@ -23,7 +23,7 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
 from modelyard.engines.vllm.async_llm import ENVIRONMENT_DEFAULTS
-from modelyard.engines.vllm.log_parser import failure_reason
+from modelyard.engines.vllm.errors import failure_reason
 from modelyard.engines.vllm.model_folder import resolve_companions, resolve_model
 from modelyard.engines.vllm.options import engine_arguments
 from modelyard.processes.child_process import ChildProcess, describe_exit

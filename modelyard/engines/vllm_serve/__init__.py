@@ -10,7 +10,7 @@ from modelyard.engines import option_faults, vllm
 from modelyard.engines.option_faults import OptionFault, require_template, try_call, try_options
 from modelyard.engines.vllm import estimate as estimate
 from modelyard.engines.vllm.model_folder import folder_faults, require_folder
-from modelyard.engines.vllm.names import KNOWN_NAMES as KNOWN_NAMES
+from modelyard.engines.vllm.options import KNOWN_NAMES as KNOWN_NAMES
 from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.vllm.options import LOCAL_OPTIONS as LOCAL_OPTIONS
 from modelyard.engines.vllm_serve.engine import CAPABILITIES as CAPABILITIES

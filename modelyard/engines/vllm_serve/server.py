@@ -23,7 +23,7 @@ from modelyard.engines.hf_folder import read_template
 from modelyard.engines.managed import ListenAddress, ManagedServer, ServerCommand, child_environment, find_program
 from modelyard.engines.vllm import model_folder
 from modelyard.engines.vllm.async_llm import SOCKET_FOLDER
-from modelyard.engines.vllm.log_parser import failure_reason
+from modelyard.engines.vllm.errors import failure_reason
 from modelyard.engines.vllm.options import engine_arguments
 from modelyard.engines.vllm_serve.options import VllmServeOptions, flag_name
 from modelyard.library import vllm_env

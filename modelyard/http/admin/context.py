@@ -52,7 +52,7 @@ class AdminOperations(Protocol):
 
 
 class ModelDownloads(Protocol):
-    """Implemented by `modelyard.server.downloads`. The values are structs for the reply."""
+    """Implemented by `modelyard.server.model_library`. The values are structs for the reply."""
 
     def all(self) -> Sequence[Any]: ...
     async def search(self, text: str) -> Sequence[Any]: ...

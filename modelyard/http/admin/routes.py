@@ -1,4 +1,8 @@
-"""The endpoints under /v1/admin. Each command is checked, passed to the pool, and answered with its result."""
+"""The admin API: the endpoints under /v1/admin, and the FastAPI app that serves them and the documentation.
+
+Each command is checked, passed to the pool, and answered with its result. Changes of configuration files have a
+preview.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,37 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from fastapi import APIRouter, Body, Depends, Query
+from fastapi import APIRouter, Body, Depends, FastAPI, Query
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from fastapi.telemetry import TelemetryConfig
+from starlette.requests import Request as HttpRequest
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 
+from modelyard import __version__
 from modelyard.core.chat import Chat
-from modelyard.core.errors import BY_ADMINISTRATOR, Cancelled, InvalidRequest, NotFound, Unavailable
+from modelyard.core.errors import (
+    BY_ADMINISTRATOR,
+    Cancelled,
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+)
 from modelyard.core.pool import ModelSnapshot, ModelStateChange, Pool
 from modelyard.core.request import Caller
 from modelyard.http.admin import schemas
-from modelyard.http.admin.config import ConfigRoutes
-from modelyard.http.admin.context import AdminContext
+from modelyard.http.admin.context import AdminContext, ConfigChange, ConfigEditing
 from modelyard.http.admin.keys import KeyRoutes
 from modelyard.http.admin.peers import merge_requests
+from modelyard.http.errors import EXCEPTION_HANDLERS, error_response
+from modelyard.http.openapi import describe, page_routes
 from modelyard.http.request_context import RequestContext, read_body
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.log import recent_records
@@ -449,3 +466,104 @@ def _run(file: Path) -> dict[str, Any] | None:
         log.warning("%s is not a result of the optimizer: %s", file, error)
         return None
     return {"id": file.stem, **found}
+
+
+# The middleware counts and logs. FastAPI's telemetry would search the environment for exporters at every request.
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+
+
+def build_admin_app(context: AdminContext | None, settings: HttpSettings) -> FastAPI:
+    """`context` None: no admin API."""
+    app = FastAPI(
+        title="Modelyard",
+        version=__version__,
+        docs_url=None,  # see page_routes
+        redoc_url=None,
+        openapi_url="/openapi.json" if settings.docs else None,
+        telemetry=_NO_TELEMETRY,
+        exception_handlers={**EXCEPTION_HANDLERS, RequestValidationError: _on_invalid},
+    )
+    app.router.routes += page_routes() if settings.docs else []
+    if context is not None:
+        app.include_router(admin_router(context, settings))
+    describe(app)
+    return app
+
+
+async def _on_invalid(request: HttpRequest, error: Exception) -> Response:
+    return error_response(request, _invalid_request(error))
+
+
+def _invalid_request(error: Exception) -> InvalidRequest:
+    """FastAPI's findings about a body or query; the first is enough to act on."""
+    other: dict[str, Any] = {"loc": (), "msg": str(error)}
+    first = error.errors()[0] if isinstance(error, RequestValidationError) else other
+    if first.get("type") == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return InvalidRequest(f"the body is not JSON: {reason} at character {first['loc'][-1]}", code="invalid_json")
+    if first.get("type") in ("dict_type", "model_attributes_type"):
+        return InvalidRequest("the body must be a JSON object", code="invalid_body")
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    return InvalidRequest(f"{where or 'the body'}: {first['msg']}", param=where or None)
+
+
+T = TypeVar("T")
+
+
+class FieldsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`values` are those of the form: the engine may depend on them."""
+
+    section: Literal["models", "caches", "routes"]
+    name: str = ""
+    values: dict[str, Any] = {}
+
+
+class ConfigRoutes:
+    def __init__(self, context: AdminContext, settings: HttpSettings) -> None:
+        self._context, self._settings = context, settings
+
+    def endpoints(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]:
+        return (
+            ("GET", "/config", self.overview, "Models, caches and routes of the configuration files, without secrets"),
+            ("POST", "/config/fields", self.fields, "The fields of a model, cache or route: type, default, choices"),
+            ("POST", "/config/preview", self.preview, "What a change would write, and what is wrong with it"),
+            ("POST", "/config/apply", self.apply, "Write a change with a backup, and reload the configuration"),
+        )
+
+    async def overview(self) -> Response:
+        return _private_json({**await self._editor().overview(), "editable": self._settings.edit_config})
+
+    async def fields(self, request: StarletteRequest) -> Response:
+        query = await self._read(request, FieldsQuery)
+        return _private_json(await self._editor().fields(query.section, query.name, query.values))
+
+    async def preview(self, request: StarletteRequest) -> Response:
+        return _private_json(await self._editor().preview(await self._read(request, ConfigChange)))
+
+    async def apply(self, request: StarletteRequest) -> Response:
+        if not self._settings.edit_config:
+            raise Forbidden(
+                "this server's files are not changed over HTTP (http.edit_config = false)", code="read_only"
+            )
+        done = await self._editor().apply(await self._read(request, ConfigChange))
+        if not self._context.shares_scheduler:
+            await self._context.peers.request("POST", "reload", request.headers)
+        return _private_json(done)
+
+    def _editor(self) -> ConfigEditing:
+        if self._context.editor is None:
+            raise Conflict("this server's configuration does not come from a file", code="no_file")
+        return self._context.editor
+
+    async def _read(self, request: StarletteRequest, kind: type[T]) -> T:
+        body = await read_body(request.receive, RequestContext.of(request.scope), self._settings)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"the body is not a {kind.__name__}: {error}", code="invalid_body") from None
+
+
+def _private_json(value: Any) -> Response:
+    """A difference may show lines with secrets beside the change."""
+    content = msgspec.json.encode(mask_secret_values(msgspec.to_builtins(value)))
+    return Response(content, headers={"cache-control": "no-store"}, media_type="application/json")

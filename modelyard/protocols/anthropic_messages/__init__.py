@@ -9,9 +9,14 @@ from __future__ import annotations
 from modelyard.core.request import Request
 from modelyard.protocols.anthropic_messages.client import MessagesStreamReader, read_reply, write_request
 from modelyard.protocols.anthropic_messages.errors import read_error, write_error
-from modelyard.protocols.anthropic_messages.reply import write_count, write_model, write_models, write_reply
+from modelyard.protocols.anthropic_messages.reply import (
+    MessagesStreamWriter,
+    write_count,
+    write_model,
+    write_models,
+    write_reply,
+)
 from modelyard.protocols.anthropic_messages.request import read_request
-from modelyard.protocols.anthropic_messages.stream import MessagesStreamWriter
 
 NAME = "anthropic_messages"
 PATHS: tuple[str, ...] = ("/v1/messages",)

@@ -11,7 +11,7 @@ from msgspec import Meta, Raw, Struct
 from modelyard.core import limits
 from modelyard.core.batch import Batch, BatchLine, BatchRow, LineFault
 from modelyard.core.errors import InvalidRequest
-from modelyard.protocols.anthropic_messages.lists import write_time
+from modelyard.protocols.anthropic_messages.reply import write_time
 from modelyard.protocols.common.json import JsonObject, decode, encode
 
 ENDPOINT = "/v1/messages"

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from modelyard.core.errors import InvalidRequest, Unsupported
-from modelyard.core.files import FileRecord
 from modelyard.core.request import FILE_ID, Audio, Document, Part
+from modelyard.core.store import FileRecord
 
 _AUDIO_TYPES = {"mp3": "audio/mpeg", "wav": "audio/wav", "flac": "audio/flac"}
 

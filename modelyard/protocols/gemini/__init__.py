@@ -13,9 +13,8 @@ from __future__ import annotations
 from modelyard.core.request import Request
 from modelyard.protocols.gemini.client import GeminiStreamReader, read_reply, write_request
 from modelyard.protocols.gemini.errors import read_error, write_error
-from modelyard.protocols.gemini.reply import write_count, write_model, write_models, write_reply
+from modelyard.protocols.gemini.reply import GeminiStreamWriter, write_count, write_model, write_models, write_reply
 from modelyard.protocols.gemini.request import read_count_request, read_request
-from modelyard.protocols.gemini.stream import GeminiStreamWriter
 
 NAME = "gemini"
 PREFIXES = ("/v1beta/models", "/v1/models", "/v1alpha/models", "/models")

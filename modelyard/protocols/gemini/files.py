@@ -15,10 +15,10 @@ from msgspec import Struct
 
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
-from modelyard.core.files import FileRecord
+from modelyard.core.store import FileRecord
 from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.media_parts import mime_type
-from modelyard.protocols.common.openai_lists import PageQuery, read_page_query
+from modelyard.protocols.common.openai_fields import PageQuery, read_page_query
 from modelyard.protocols.gemini.schema import decode_proto
 
 _MAX_PAGE = 100

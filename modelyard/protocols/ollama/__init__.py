@@ -12,9 +12,8 @@ from __future__ import annotations
 from modelyard.core.request import Request
 from modelyard.protocols.ollama.client import ChatLineReader, read_reply, write_request
 from modelyard.protocols.ollama.errors import read_error, write_error
-from modelyard.protocols.ollama.reply import write_reply
+from modelyard.protocols.ollama.reply import ChatLineWriter, write_reply
 from modelyard.protocols.ollama.request import read_request
-from modelyard.protocols.ollama.stream import ChatLineWriter
 
 NAME = "ollama"
 PATHS: tuple[str, ...] = ("/api/chat",)

@@ -32,9 +32,8 @@ from modelyard.protocols.ollama.fields import (
     write_image,
     write_logprobs,
 )
-from modelyard.protocols.ollama.reply import write_end, write_start
+from modelyard.protocols.ollama.reply import LineWriter, write_end, write_start
 from modelyard.protocols.ollama.request import read_common
-from modelyard.protocols.ollama.stream import LineWriter
 
 NAME = "ollama_generate"
 PATHS: tuple[str, ...] = ("/api/generate",)

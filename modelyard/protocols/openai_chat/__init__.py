@@ -14,9 +14,8 @@ from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
 from modelyard.protocols.common.openai_errors import read_http_error, write_http_error
 from modelyard.protocols.openai_chat.client import ChatStreamReader, read_reply, write_request
-from modelyard.protocols.openai_chat.reply import write_model, write_models, write_reply
+from modelyard.protocols.openai_chat.reply import ChatStreamWriter, write_model, write_models, write_reply
 from modelyard.protocols.openai_chat.request import read_request
-from modelyard.protocols.openai_chat.stream import ChatStreamWriter
 
 NAME = "openai_chat"
 PATHS: tuple[str, ...] = ("/v1/chat/completions", "/chat/completions")

@@ -19,6 +19,7 @@ from modelyard.protocols.common.openai_errors import write_http_error
 from modelyard.protocols.openai_responses import reply as openai_reply
 from modelyard.protocols.openai_responses.client import ResponsesStreamReader, read_reply, write_request
 from modelyard.protocols.openai_responses.errors import read_error
+from modelyard.protocols.openai_responses.reply import ResponsesStreamWriter
 from modelyard.protocols.openai_responses.request import body_decoder, is_pool_dialect, read_body
 from modelyard.protocols.openai_responses.stored import (
     StoredResponse,
@@ -29,7 +30,6 @@ from modelyard.protocols.openai_responses.stored import (
     write_input_items,
     write_input_tokens,
 )
-from modelyard.protocols.openai_responses.stream import ResponsesStreamWriter
 
 NAME = "openai_responses"
 PATHS: tuple[str, ...] = ("/v1/responses", "/responses")

@@ -19,9 +19,8 @@ from modelyard.protocols.common.openai_errors import write_http_error
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.openai_responses.client import ResponsesStreamReader, read_reply, write_items, write_request
 from modelyard.protocols.openai_responses.errors import read_error
-from modelyard.protocols.openai_responses.reply import write_usage
+from modelyard.protocols.openai_responses.reply import ResponsesStreamWriter, write_usage
 from modelyard.protocols.openai_responses.request import SUMMARY, body_decoder, read_body
-from modelyard.protocols.openai_responses.stream import ResponsesStreamWriter
 
 NAME = "openai_compaction"
 PATHS: tuple[str, ...] = ("/v1/responses/compact",)

@@ -17,7 +17,7 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import Message, Request
 from modelyard.protocols.common.json import JsonObject, decode, encode
-from modelyard.protocols.common.openai_lists import Metadata, check_metadata
+from modelyard.protocols.common.openai_fields import Metadata, check_metadata
 from modelyard.protocols.openai_responses import mcp
 from modelyard.protocols.openai_responses.client import write_items
 from modelyard.protocols.openai_responses.request import (

@@ -50,7 +50,7 @@ from modelyard.protocols.common.media_parts import read_audio, read_file
 from modelyard.protocols.common.openai_fields import check_range, read_stop
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.openai_responses import mcp
-from modelyard.protocols.pool_responses.request import ITEM_TYPES as POOL_ITEM_TYPES
+from modelyard.protocols.pool_responses import ITEM_TYPES as POOL_ITEM_TYPES
 
 # --- the body -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply
 from modelyard.core.request import ItemReference, Message, Part, Request, ToolCall, ToolResult
 from modelyard.protocols.common.json import JsonObject, encode
-from modelyard.protocols.common.openai_lists import PageQuery, field_of, write_page
+from modelyard.protocols.common.openai_fields import PageQuery, field_of, write_page
 from modelyard.protocols.openai_responses import mcp
 from modelyard.protocols.openai_responses.client import write_items
 from modelyard.protocols.openai_responses.conversations import shown_item

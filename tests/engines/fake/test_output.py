@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.engines.fake.output import OutputEncoder
+from modelyard.engines.fake.answers import OutputEncoder
 from modelyard.engines.fake.script import ScriptStep
 from tests.engines.fake.helpers import answer, chatml, prompt, text_engine, tokenizer
 from tests.engines.reading import ids, read

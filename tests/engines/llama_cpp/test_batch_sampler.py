@@ -9,11 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from modelyard.core.request import Sampling
-from modelyard.engines.llama_cpp.batch_sampler import BatchSampler
+from modelyard.engines.llama_cpp.batch_sampler import BatchSampler, NumpySampler, TopKSampler, nucleus
 from modelyard.engines.llama_cpp.logit_columns import Row, Rows
-from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler, nucleus
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
-from modelyard.engines.llama_cpp.top_k_sampler import TopKSampler
 
 SEEDED = [
     Sampling(top_k=40, seed=1),

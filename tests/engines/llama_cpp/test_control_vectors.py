@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from modelyard.core.engine import CacheInfo, Chunk
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import Options
-from modelyard.engines.llama_cpp.control_vectors import read_directions
+from modelyard.engines.llama_cpp.adapters import read_directions
 from tests.engines.llama_cpp.exact_models import exact_model, write
 from tests.engines.llama_cpp.helpers import id_prompt, running
 from tests.engines.reading import accepted, assert_alike, ids, logprobs, read

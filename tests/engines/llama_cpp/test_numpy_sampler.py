@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from modelyard.core.request import Sampling
+from modelyard.engines.llama_cpp.batch_sampler import NumpySampler, nucleus, top_tokens
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.logit_columns import Row
-from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler, nucleus, top_tokens
 from tests.engines.llama_cpp.logit_rows import ROWS, VOCAB, normal
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelyard.core.request import Message, Text
-from modelyard.engines.llama_server.slots import ScopedSlots
+from modelyard.engines.llama_server.engine import ScopedSlots
 
 
 def said(*texts: str) -> tuple[Message, ...]:

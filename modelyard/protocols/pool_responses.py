@@ -1,4 +1,10 @@
-"""Reads a body in the pool dialect into a core request: one `input` or several `messages`, settings in `decoding`."""
+"""The pool dialect of POST /v1/responses: a text, images or turns in; a text and its metrics out. Server role only.
+
+It shares its path with OpenAI's Responses: `openai_responses` hands over the bodies that are in this dialect.
+
+The events of a stream: response.created · response.output_text.delta* · response.metrics · response.completed |
+response.failed. Errors have Chat's body, in which `code` is never null.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,11 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core import limits
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Reply, Started
+from modelyard.core.protocol import WireError
 from modelyard.core.request import Image, Message, Part, Reasoning, Request, Role, Sampling, Text
+from modelyard.protocols.common.errors import write_retry_headers
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
     check_positive,
@@ -19,10 +28,13 @@ from modelyard.protocols.common.extensions import (
     read_priority,
     read_sampling,
 )
-from modelyard.protocols.common.json import decode
+from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.openai_errors import STATUS, error_body
 from modelyard.protocols.common.openai_fields import read_session, read_stop, require_model
+from modelyard.protocols.common.response_metrics import write_metrics
+from modelyard.protocols.common.sse import comment, frame
 
-DIALECT = "pool_responses"
+DIALECT = NAME = "pool_responses"
 ITEM_TYPES = frozenset({"text", "image_url"})  # of `input`; OpenAI's own types are input_text and input_image
 
 
@@ -176,3 +188,91 @@ def _read_thinking(mode: str | None) -> Reasoning:
             f"thinking is {mode[:40]!r}; the modes are {modes}", param="thinking", code="invalid_thinking"
         )
     return Reasoning(enabled=_THINKING_MODES[mode], visible=False, strict=True)
+
+
+def write_reply(replies: list[Reply], request: Request) -> bytes:  # noqa: ARG001 - other protocols echo the request
+    """This protocol has one choice: the first reply."""
+    reply = replies[0]
+    return encode(write_response(reply.started.id, reply.started.model, reply.text, reply.finished))
+
+
+def write_header(key: str, model: str) -> dict[str, Any]:
+    """The fields that are known from the start."""
+    return {"id": f"resp_{key}", "object": "response", "model": model}
+
+
+def write_response(key: str, model: str, text: str, finished: Finished) -> dict[str, Any]:
+    output = [{"type": "output_text", "text": text}]
+    return write_header(key, model) | {"output": output, "output_text": text, "metrics": write_metrics(finished)}
+
+
+def coded_body(error: ModelyardError, request: Request | None = None) -> dict[str, Any]:
+    turns = [] if request is None else [message for message in request.messages if message.role != "system"]
+    body = error_body(error, "input" if len(turns) == 1 else "messages")
+    return body | {"code": body["code"] or ("invalid_request" if error.kind == "invalid" else error.kind)}
+
+
+def write_error(
+    error: ModelyardError,
+    *,
+    trace: str,
+    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
+    request: Request | None = None,
+) -> WireError:
+    headers = {"x-request-id": trace} | write_retry_headers(error)
+    return WireError(STATUS[error.kind][0], encode({"error": coded_body(error, request)}), headers)
+
+
+_DELTA_START = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":'
+
+
+class PoolStreamWriter:
+    """Writes only the text of an answer. Reasoning is counted in the metrics and not shown."""
+
+    def __init__(self, request: Request, trace: str) -> None:
+        self._key, self._model = trace, request.model
+        self._is_created = self._is_text = False
+        self._text: list[str] = []
+
+    def write(self, event: Event, choice: int = 0) -> bytes:  # noqa: ARG002 - this protocol has one choice
+        if isinstance(event, BlockDelta):
+            return self._write_delta(event.text)
+        if isinstance(event, BlockStart):
+            self._is_text = event.kind == "text"
+        elif isinstance(event, Started):
+            self._model = event.model
+            return self._created()
+        elif isinstance(event, Finished):
+            response = write_response(self._key, self._model, "".join(self._text), event)
+            metrics = _frame("response.metrics", metrics=write_metrics(event))
+            return metrics + _frame("response.completed", response=response)
+        elif isinstance(event, Failed):
+            response = write_header(self._key, self._model) | {"error": coded_body(event.error)}
+            return self._created() + _frame("response.failed", response=response)
+        return b""
+
+    def keepalive(self) -> bytes:
+        return comment()
+
+    def end(self) -> bytes:
+        return b""
+
+    def _created(self) -> bytes:
+        if self._is_created:
+            return b""
+        self._is_created = True
+        return _frame("response.created", response=write_header(self._key, self._model))
+
+    def _write_delta(self, text: str) -> bytes:
+        if not (text and self._is_text):
+            return b""
+        self._text.append(text)
+        return _DELTA_START + encode(text) + b"}\n\n"
+
+
+def _frame(name: str, **fields: Any) -> bytes:
+    return frame(encode({"type": name, **fields}), name)
+
+
+def writer(request: Request, trace: str) -> PoolStreamWriter:
+    return PoolStreamWriter(request, trace)
