@@ -27,6 +27,7 @@ import msgspec
 from msgspec import Struct, field
 from tokenizers import PreTokenizedString
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.models import BPE
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Detokenizer, FimTokens
@@ -352,6 +353,9 @@ class HuggingFaceTokenizer:
                 f"{where} is not a valid tokenizer.json: {error}. Download it again from the source model's repository",
                 code="tokenizer_broken",
             ) from error
+        if isinstance(tokenizer.model, BPE):
+            # The library's cache of words, one per thread and model, outlives the model: up to 4 MiB for each load.
+            tokenizer.model._resize_cache(0)
         return cls(tokenizer, file, special)
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -245,6 +246,28 @@ def test_control_tokens_that_are_words_are_encoded_in_pieces() -> None:
 def test_empty_text_has_no_tokens() -> None:
     vocab = HuggingFaceTokenizer.from_text(sample_tokenizers.metaspace("always"))
     assert vocab.encode_plain("") == vocab.encode_plain_inside("") == []
+
+
+class MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc counts what is allocated")
+def test_tokenizers_that_are_no_longer_used_leave_no_memory_behind() -> None:
+    count = ctypes.CDLL(None).mallinfo2
+    count.restype = MallocInfo
+    words = " ".join(f"é{number:x}word" for number in range(10_000))  # not ASCII: past our own cache
+
+    def allocated_after_use() -> int:
+        HuggingFaceTokenizer.from_text(sample_tokenizers.byte_level()).encode(words)
+        gc.collect()
+        return int(count().uordblks)
+
+    allocated = [allocated_after_use() for _ in range(11)]
+    assert allocated[-1] - allocated[0] < 2 << 20, "the library's cache has 1.2 MiB for each"
 
 
 def test_a_tokenizer_is_freed_without_the_garbage_collector() -> None:
