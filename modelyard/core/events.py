@@ -42,6 +42,42 @@ class Usage(Struct, frozen=True, gc=False):
     reasoning: int = 0
 
 
+MissCause = Literal[
+    "none",
+    "new_session",
+    "not_kept",
+    "other_session",
+    "evicted",
+    "not_copied",
+    "billing_block",
+    "system_changed",
+    "tools_changed",
+    "reasoning_dropped",
+    "arguments_reserialised",
+    "message_changed",
+    "template",
+]
+
+
+class CacheReuse(Struct, frozen=True, gc=False):
+    """What a cache held of one prompt. `token` is the first uncached one, `message` the changed message."""
+
+    reused: int
+    evaluated: int
+    cause: MissCause
+    token: int | None = None
+    message: int | None = None
+    role: str | None = None
+
+    @property
+    def header(self) -> str:
+        return f"reused={self.reused}; evaluated={self.evaluated}; cause={self.cause}"
+
+    def __str__(self) -> str:
+        where = f", in message {self.message} ({self.role})" if self.message is not None else ""
+        return f"{self.cause}: token {self.token} of {self.reused + self.evaluated} is the first not cached{where}"
+
+
 class Timings(Struct, frozen=True, gc=False):
     """Seconds; None if unknown.
 

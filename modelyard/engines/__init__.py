@@ -7,7 +7,6 @@ NOT_PLUGINS = frozenset(
         "grammars",
         "hf_folder",
         "in_process",
-        "reasoning_limit",
         "managed",
         "media_checks",
         "option_faults",

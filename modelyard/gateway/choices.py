@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.events import Event
+from modelyard.core.events import CacheReuse, Event
 from modelyard.core.pool import Lease, Ticket
 from modelyard.gateway.prepared_request import PreparedRequest
-from modelyard.telemetry.cache_diagnostics import CacheReuse
 
 if TYPE_CHECKING:
     from modelyard.gateway.gateway import ChoiceStream

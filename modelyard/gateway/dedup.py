@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.events import Event, Failed
+from modelyard.core.events import CacheReuse, Event, Failed
 from modelyard.gateway.prepared_request import PreparedRequest
-from modelyard.telemetry.cache_diagnostics import CacheReuse
 
 if TYPE_CHECKING:
     from modelyard.gateway.choices import MultiChoiceStream

@@ -33,13 +33,12 @@ from modelyard.core.errors import (
     Unsupported,
     with_message,
 )
-from modelyard.core.events import Event, Failed, Measured, PromptRead, Started
+from modelyard.core.events import CacheReuse, Event, Failed, Measured, PromptRead, Started
 from modelyard.core.request import Caller, Request
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.tool_rounds import ToolRounds
 from modelyard.router.router import Target
-from modelyard.telemetry.cache_diagnostics import CacheReuse
 from modelyard.telemetry.history import SkippedModel
 from modelyard.telemetry.log import log_event
 from modelyard.telemetry.request_capture import RequestCapture

@@ -65,6 +65,7 @@ from modelyard.core.events import (
     BlockDelta,
     BlockEnd,
     BlockStart,
+    CacheReuse,
     Event,
     Failed,
     Finished,
@@ -83,9 +84,15 @@ from modelyard.core.pool import Lease, LeaseProvider, LeaseRequest, RequestSnaps
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, EmbeddingRequest, Infill, Message, Request, RerankRequest, Text
 from modelyard.core.tokenizer import IdLogprob
-from modelyard.gateway.cache_diagnostics import CacheDiagnostics
-from modelyard.gateway.capabilities import (
+from modelyard.gateway.cache_diagnostics import CacheDiagnostics, PromptRecord
+from modelyard.gateway.choices import MultiChoiceStream
+from modelyard.gateway.constraints import constrain
+from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
+from modelyard.gateway.fallbacks import FallbackStream, prepare_first
+from modelyard.gateway.files import Files
+from modelyard.gateway.model import (
     CapabilityCache,
+    Model,
     check_capabilities,
     check_embeddings,
     check_rerank,
@@ -93,14 +100,13 @@ from modelyard.gateway.capabilities import (
     require_place_for_images,
     without_tool_media,
 )
-from modelyard.gateway.choices import MultiChoiceStream
-from modelyard.gateway.constraints import constrain
-from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
-from modelyard.gateway.fallbacks import FallbackStream, prepare_first
-from modelyard.gateway.files import Files
-from modelyard.gateway.model import Model
-from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, estimated_tokens, output_budget
-from modelyard.gateway.priority import priority
+from modelyard.gateway.prepared_request import (
+    PreparedRequest,
+    RenderedPrompt,
+    estimated_tokens,
+    output_budget,
+    priority,
+)
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.gateway.request_work import RequestWork
 from modelyard.gateway.server_tools import ServerTools, offer_tools
@@ -113,7 +119,6 @@ from modelyard.prompt.media import media_kinds
 from modelyard.prompt.translation import translated
 from modelyard.router.router import Router, Target
 from modelyard.scanner.scanner import Scanner
-from modelyard.telemetry.cache_diagnostics import CacheReuse, PromptRecord
 from modelyard.telemetry.history import History, RequestRecord
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.request_capture import RequestCapture, current_capture

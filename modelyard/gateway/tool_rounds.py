@@ -28,6 +28,7 @@ from modelyard.core.events import (
     BlockDelta,
     BlockEnd,
     BlockStart,
+    CacheReuse,
     Event,
     Failed,
     Finished,
@@ -52,7 +53,6 @@ from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.server_tools import ServerTool, ServerTools
 from modelyard.mcp.connection import McpResult, failed_call
 from modelyard.prompt.images import check_data
-from modelyard.telemetry.cache_diagnostics import CacheReuse
 from modelyard.telemetry.history import RequestRecord, ToolRun
 from modelyard.telemetry.log import log_event
 from modelyard.telemetry.request_capture import RequestCapture

@@ -12,9 +12,8 @@ from starlette.responses import Response
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.pool import ModelStatus
 from modelyard.core.protocol import ModelCard
-from modelyard.gateway.capabilities import capability_names
 from modelyard.gateway.gateway import Gateway
-from modelyard.gateway.model import Model
+from modelyard.gateway.model import Model, capability_names
 from modelyard.http.request_context import GEMINI_METHODS, RequestContext, is_gemini
 from modelyard.protocols import anthropic_messages, gemini, openai_chat
 from modelyard.router.router import ModelEntry

@@ -22,8 +22,8 @@ from starlette.routing import Route
 from modelyard import __version__
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, TooLarge, Unimplemented
 from modelyard.core.pool import ModelSnapshot, Pool
-from modelyard.gateway.capabilities import capability_names
 from modelyard.gateway.gateway import Gateway
+from modelyard.gateway.model import capability_names
 from modelyard.gateway.request_work import RequestWork
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body

@@ -10,12 +10,12 @@ from msgspec import Struct, field
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
+from modelyard.core.events import CacheReuse
 from modelyard.core.protocol import INLINE_BYTES, WireError
 from modelyard.core.request import Caller, Priority
 from modelyard.gateway.fallbacks import fallback_header
 from modelyard.gateway.request_work import run_in_request_thread
 from modelyard.http.settings import HttpSettings
-from modelyard.telemetry.cache_diagnostics import CacheReuse
 
 if TYPE_CHECKING:
     from modelyard.gateway.gateway import EventSource

@@ -33,14 +33,16 @@ from modelyard.core.request import (
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.media import joined, mark, media_parts, require_all_marks, split_at_marks
 from modelyard.prompt.template import (
+    AdaptedTemplate,
     ChatTemplate,
     TemplateFailed,
     TemplateMessage,
     TemplateTooCostly,
     tojson,
+    tools_as_text,
+    used_tool,
     with_json,
 )
-from modelyard.prompt.template_adapter import AdaptedTemplate, tools_as_text, used_tool
 from modelyard.prompt.template_budget import INLINE_SECONDS, Frozen, max_seconds
 from modelyard.prompt.translation import SOURCE, TARGET, translated
 from modelyard.tokenizer.prefix_cache import SplittableTokenizer, TokenCache

@@ -3,23 +3,28 @@
 A template comes with a model, so it is untrusted code. Jinja's sandbox protects Python's internals; a budget limits the
 work and the text of each render (`template_budget.py`), and the output has a maximum length.
 
-Filters, methods and operators whose result may be much larger than their arguments check its size. Those that take the
-context are not run on constants while Jinja compiles. `DIRECT_METHODS` are methods that templates call all the time:
-Jinja's sandbox takes two microseconds for each call.
+`AdaptedTemplate` adapts message histories that a template would refuse or drop. Agents send what no template author
+expected: system messages in the middle and at the end, two messages of one role in a row, calls and results for
+templates without tool support. What a template accepts is found once, by rendering small probes: a probe fails if the
+template raises, or if one of its texts is missing from the prompt or out of order. Each failed probe enables one step
+for all conversations, so a prompt's form never depends on earlier requests and prefixes stay stable. If a history fails
+all the same, the remaining steps are added one by one until it renders.
+
+A step is a pure function from messages to messages. No step loses text.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache, partial, wraps
+from functools import lru_cache
 from types import GeneratorType, TracebackType
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes, pass_context
-from jinja2 import filters as jinja_filters
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import TemplateRuntimeError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -27,273 +32,21 @@ from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from modelyard.core.errors import InvalidRequest
+from modelyard.prompt import template_budget
 from modelyard.prompt.template_budget import (
     BUILDING_METHODS,
     CHECKED_GLOBALS,
     DICT_ATTRIBUTES,
     LOOP_ATTRIBUTES,
-    MAX_BUILT,
     MAX_ITEMS,
     MAX_SOURCE,
-    MAX_TEXT,
-    PAYMENTS,
     BudgetContext,
     BudgetExceeded,
     FastCodeGenerator,
     Frozen,
-    frozen,
-    items_of,
-    text,
     text_size,
-    too_long,
     with_budget,
 )
-
-_MAX_BITS = 4096  # of an integer
-_MAX_DIGITS = 30
-_MAX_INDENT = 100
-_SORTING = 20  # operations for an item
-
-# --- operators --------------------------------------------------------------------------------------------------------
-
-
-def check_power(base: Any, exponent: Any) -> None:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > _MAX_BITS:
-        raise BudgetExceeded("the exponent is too large")
-
-
-def check_product(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > _MAX_BITS:
-            raise BudgetExceeded("it computes a number that is too large")
-        return
-    value, times = (right, left) if isinstance(left, int) else (left, right)
-    is_repetition = isinstance(value, str | list | tuple) and isinstance(times, int)
-    if is_repetition and text_size(value) * times > MAX_ITEMS:
-        raise BudgetExceeded("it repeats a text too often")
-
-
-# Widths of five digits, or given by an argument.
-_WIDE = re.compile(r"%[^a-zA-Z%]*(?:\d{5}|\*)|\{[^{}]*:[^{}]*(?:\d{5}|\{)")
-_WIDTH = re.compile(r"\d{2,4}")
-
-
-def check_format(form: str, arguments: Any, marker: str) -> None:
-    """Each place may contain the longest argument, and be as wide as its width says."""
-    if _WIDE.search(form):
-        raise BudgetExceeded("it formats with a width that is too large or unknown")
-    widest = max(map(int, _WIDTH.findall(form)), default=0)
-    if form.count(marker) * max(text_size(arguments), widest) > MAX_TEXT:
-        raise too_long()
-
-
-# --- methods ----------------------------------------------------------------------------------------------------------
-
-# Of texts: padding, other encodings, tables of replacements.
-FORBIDDEN_METHODS = frozenset(
-    {"center", "encode", "expandtabs", "format_map", "ljust", "maketrans", "rjust", "translate", "zfill"}
-)
-
-
-def _check_replace(value: str, old: str, new: str) -> None:
-    if len(new) > len(old) and len(value) + (value.count(old) if old else len(value) + 1) * len(new) > MAX_TEXT:
-        raise too_long()
-
-
-def _replace_method(value: str, _: Context, old: str, new: str, count: int = -1) -> str:
-    _check_replace(value, old, new)
-    return value.replace(old, new, count)
-
-
-def _join_method(value: str, context: BudgetContext, items: Iterable[str]) -> str:
-    parts = items_of(context, items)
-    if len(parts) * len(value) + text_size(parts) > MAX_TEXT:
-        raise too_long()
-    return value.join(parts)
-
-
-def _build(method: Callable[..., Any], context: BudgetContext, *arguments: Any, **named: Any) -> Any:
-    """A method that changes a list or a dictionary. A loop over a list that it extends would never end."""
-    if len(getattr(method, "__self__", ())) > MAX_BUILT:
-        raise BudgetExceeded(f"it builds a collection of more than {MAX_BUILT:,} items")
-    context.pay(1)
-    context.pay_text(text_size([*arguments, *named.values()]))
-    return method(*map(frozen, arguments), **{name: frozen(value) for name, value in named.items()})
-
-
-_METHODS: dict[str, Callable[..., Any]] = {"replace": _replace_method, "join": _join_method}
-
-
-def guarded_method(value: Any, *, builds: bool) -> Callable[..., Any] | None:
-    """What is called in place of this method of a text, list or dictionary."""
-    name = getattr(value, "__name__", "")
-    if name in _METHODS and isinstance(owner := getattr(value, "__self__", None), str):
-        return pass_context(partial(_METHODS[name], owner))
-    if builds and name in BUILDING_METHODS and type(getattr(value, "__self__", None)) in (list, dict):
-        return pass_context(partial(_build, value))
-    return None
-
-
-def _direct(name: str, *kinds: type) -> Callable[..., Any]:
-    method = getattr(kinds[0], name)
-
-    @pass_context
-    def run(context: BudgetContext, value: Any, *arguments: Any) -> Any:
-        if type(value) in kinds:
-            return method(value, *arguments)
-        environment: Any = context.environment
-        return environment.call(context, environment.getattr(value, name), *arguments)
-
-    return run
-
-
-_TEXT_METHODS = ("endswith", "lower", "lstrip", "rstrip", "split", "startswith", "strip", "title", "upper")
-DIRECT_METHODS: Mapping[str, Callable[..., Any]] = {
-    **{name: _direct(name, str) for name in _TEXT_METHODS},
-    **{name: _direct(name, dict, Frozen) for name in ("get", "items", "keys", "values")},
-}
-
-# --- filters ----------------------------------------------------------------------------------------------------------
-
-
-@pass_context
-def _replace(context: Context, value: Any, old: Any, new: Any, count: int | None = None) -> Any:
-    whole = text(value)
-    _check_replace(whole, str(old), str(new))
-    return jinja_filters.do_replace(context.eval_ctx, whole, str(old), str(new), count)
-
-
-@pass_context
-def _join(context: BudgetContext, items: Any, d: str = "", attribute: str | int | None = None) -> Any:
-    if attribute is not None:
-        items = map(jinja_filters.make_attrgetter(context.environment, attribute), items)
-    parts = items_of(context, items)
-    if len(parts) * len(str(d)) + text_size(parts) > MAX_TEXT:
-        raise too_long()
-    return jinja_filters.sync_do_join(context.eval_ctx, parts, str(d))
-
-
-@pass_context
-def _list(context: BudgetContext, items: Any) -> list[Any]:
-    return items_of(context, items)
-
-
-@pass_context
-def _batch(_: Context, items: Any, linecount: int, fill_with: Any = None) -> Any:
-    if linecount > MAX_BUILT:
-        raise BudgetExceeded("it fills a list with too many items")
-    return jinja_filters.do_batch(items, linecount, fill_with)
-
-
-@pass_context
-def _round(_: Context, value: float, precision: int = 0, method: Any = "common") -> float:
-    if abs(precision) > _MAX_DIGITS:
-        raise BudgetExceeded("it rounds to too many digits")
-    return jinja_filters.do_round(value, precision, method)
-
-
-@pass_context
-def _sum(context: Context, items: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
-    if not isinstance(start, int | float):
-        raise BudgetExceeded("it adds up lists")
-    return jinja_filters.sync_do_sum(context.environment, items, attribute, start)
-
-
-@pass_context
-def _center(_: Context, value: Any, width: int = 80) -> str:
-    check_product(" ", width)
-    return text(value).center(width)
-
-
-@pass_context
-def _indent(_: Context, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    pad = width if isinstance(width, str) else " " * min(width, _MAX_INDENT)
-    head, *rest = text(value).split("\n")
-    if len(pad) * (len(rest) + 1) > MAX_TEXT:
-        raise too_long()
-    lines = [(pad if first else "") + head] + [pad + line if line or blank else line for line in rest]
-    return "\n".join(lines)
-
-
-@pass_context
-def _format(_: Context, value: Any, *arguments: Any, **named: Any) -> str:
-    check_format(text(value), [*arguments, *named.values()], "%")
-    return str(value) % (named or arguments)
-
-
-def _trim(value: Any, chars: str | None = None) -> str:
-    return text(value).strip(chars)
-
-
-def _lower(value: Any) -> str:
-    return text(value).lower()
-
-
-def _upper(value: Any) -> str:
-    return text(value).upper()
-
-
-def _checked(name: str) -> Callable[..., Any]:
-    """Jinja's filter, for a collection only if its text is not too long."""
-    function: Callable[..., Any] = jinja_filters.FILTERS[name]
-
-    @wraps(function)  # it may take Jinja's evaluation context first
-    def run(*arguments: Any, **named: Any) -> Any:
-        for value in arguments:
-            if isinstance(value, list | tuple | dict):
-                text_size(value)
-        return function(*arguments, **named)
-
-    return run
-
-
-def _sorting(name: str) -> Callable[..., Any]:
-    """Jinja's filter, which reads all items before it returns the first."""
-    function: Callable[..., Any] = jinja_filters.FILTERS[name]
-
-    @pass_context
-    def run(context: BudgetContext, items: Any, *arguments: Any, **named: Any) -> Any:
-        made = items_of(context, items)
-        context.pay(_SORTING * len(made))
-        return function(context.environment, made, *arguments, **named)
-
-    return run
-
-
-def paid(function: Callable[..., str]) -> Callable[..., str]:
-    """A filter whose result may be a multiple of its value, as a filter that pays for the result."""
-
-    @pass_context
-    def run(context: BudgetContext, value: Any, *arguments: Any, **named: Any) -> str:
-        made = function(value, *arguments, **named)
-        context.pay_text(len(made))
-        return made
-
-    return run
-
-
-_TEXT_FILTERS = ("capitalize", "e", "escape", "forceescape", "string", "title", "truncate", "urlencode", "wordcount")
-# Not needed by templates, and with results or times that are hard to bound.
-REMOVED_FILTERS = ("pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr")
-FILTERS: Mapping[str, Callable[..., Any]] = {
-    **PAYMENTS,
-    **{f"budget call {name}": function for name, function in DIRECT_METHODS.items()},
-    **{name: _checked(name) for name in _TEXT_FILTERS},
-    **{name: _sorting(name) for name in ("groupby", "max", "min", "sort", "unique")},
-    "batch": _batch,
-    "center": _center,
-    "format": _format,
-    "indent": _indent,
-    "join": _join,
-    "list": _list,
-    "lower": _lower,
-    "replace": _replace,
-    "round": _round,
-    "sum": _sum,
-    "trim": _trim,
-    "upper": _upper,
-}
-
 
 TemplateMessage = dict[str, Any]  # a message as templates read it: role, content, tool_calls, …
 
@@ -359,15 +112,15 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
-            check_product(left, right)
+            template_budget.check_product(left, right)
         elif operator == "**":
-            check_power(left, right)
+            template_budget.check_power(left, right)
         elif isinstance(left, str):
-            check_format(left, right, "%")
+            template_budget.check_format(left, right, "%")
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, str) and attr in FORBIDDEN_METHODS:
+        if isinstance(obj, str) and attr in template_budget.FORBIDDEN_METHODS:
             return False
         if isinstance(obj, int) and attr == "to_bytes":
             return False
@@ -375,7 +128,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., Any] | None:
         """Jinja asks here for each attribute that it returns."""
-        if (guarded := guarded_method(value, builds=self.builds)) is not None:
+        if (guarded := template_budget.guarded_method(value, builds=self.builds)) is not None:
             return guarded
         made = super().wrap_str_format(value)
         return made if made is None else _checked_format(value.__self__, made)
@@ -383,7 +136,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
 
 def _checked_format(form: str, function: Callable[..., str]) -> Callable[..., str]:
     def run(*arguments: Any, **named: Any) -> str:
-        check_format(form, [*arguments, *named.values()], "{")
+        template_budget.check_format(form, [*arguments, *named.values()], "{")
         return function(*arguments, **named)
 
     return run
@@ -452,8 +205,8 @@ def environment(*, builds: bool = False) -> PromptEnvironment:
     )
     made.builds = builds
     to_json = _checked_tojson if builds else tojson
-    made.filters |= {**FILTERS, "tojson": paid(to_json)}
-    for name in REMOVED_FILTERS:
+    made.filters |= {**template_budget.FILTERS, "tojson": template_budget.paid(to_json)}
+    for name in template_budget.REMOVED_FILTERS:
         del made.filters[name]
     del made.globals["lipsum"]  # unbounded output
     made.globals |= {"raise_exception": raise_exception, "range": _range}
@@ -567,7 +320,7 @@ def _compile(source: str) -> tuple[frozenset[str], PromptEnvironment, Template]:
     words = frozenset(_words(tree))
     builds = not words.isdisjoint(BUILDING_METHODS)
     chosen = _building_environment if builds else _environment
-    template = chosen.from_string(with_budget(tree, DIRECT_METHODS, builds=builds))
+    template = chosen.from_string(with_budget(tree, template_budget.DIRECT_METHODS, builds=builds))
     if builds:
         template.root_render_func.__globals__.update(CHECKED_GLOBALS)
     return words, chosen, template
@@ -595,3 +348,266 @@ def _words(tree: nodes.Template) -> Iterator[str]:
         word = {nodes.Name: "name", nodes.Getattr: "attr", nodes.Const: "value"}[type(node)]
         if isinstance(value := getattr(node, word), str):
             yield value
+
+
+Step = Callable[[list[TemplateMessage]], list[TemplateMessage]]
+
+
+def developer_as_system(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    return [entry | {"role": "system"} if entry["role"] == "developer" else entry for entry in entries]
+
+
+def short_call_ids(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    """Some templates require nine letters and digits."""
+    return [_with_short_ids(entry) if "tool_call_id" in entry or "tool_calls" in entry else entry for entry in entries]
+
+
+def _with_short_ids(entry: TemplateMessage) -> TemplateMessage:
+    if "tool_call_id" in entry:
+        return entry | {"tool_call_id": _short(entry["tool_call_id"])}
+    return entry | {"tool_calls": [call | {"id": _short(call["id"])} for call in entry["tool_calls"]]}
+
+
+def _short(id: str) -> str:
+    if len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    return hashlib.blake2b(id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]
+
+
+def one_system_first(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    """Leading system messages become one; later ones stay in place as a reminder in a user message."""
+    start = _first_after_system(entries)
+    head: list[TemplateMessage] = []
+    for entry in entries[:start]:
+        head = [_joined(head[0], entry)] if head else [entry]
+    return head + [_reminder(entry) if entry["role"] in _SYSTEM else entry for entry in entries[start:]]
+
+
+_SYSTEM = ("system", "developer")
+
+
+def _first_after_system(entries: Sequence[TemplateMessage]) -> int:
+    return next((at for at, entry in enumerate(entries) if entry["role"] not in _SYSTEM), len(entries))
+
+
+def _reminder(entry: TemplateMessage) -> TemplateMessage:
+    return {"role": "user", "content": f"<system-reminder>\n{_text(entry['content'])}\n</system-reminder>"}
+
+
+def user_opens(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    start = _first_after_system(entries)
+    if start < len(entries) and entries[start]["role"] == "user":
+        return entries
+    return [*entries[:start], {"role": "user", "content": "(the conversation goes on)"}, *entries[start:]]
+
+
+def one_message_a_turn(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    out: list[TemplateMessage] = []
+    for entry in entries:
+        if out and entry["role"] == out[-1]["role"] and entry["role"] in ("user", "assistant"):
+            out[-1] = _joined(out[-1], entry)
+        else:
+            out.append(entry)
+    return out
+
+
+def tools_as_text(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    return [
+        _tool_message_as_text(entry) if entry["role"] == "tool" or "tool_calls" in entry else entry for entry in entries
+    ]
+
+
+def _tool_message_as_text(entry: TemplateMessage) -> TemplateMessage:
+    if entry["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{_text(entry['content'])}\n</tool_response>"}
+    calls = "\n".join(f"<tool_call>\n{tojson(call['function'])}\n</tool_call>" for call in entry["tool_calls"])
+    content = f"{entry['content']}\n{calls}" if entry["content"] else calls
+    return {key: value for key, value in entry.items() if key != "tool_calls"} | {"content": content}
+
+
+def system_in_first_user(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    head = one_system_first(entries)
+    if not head or head[0]["role"] not in _SYSTEM:
+        return head
+    system, rest = head[0] | {"role": "user"}, head[1:]
+    return [_joined(system, rest[0]), *rest[1:]] if rest and rest[0]["role"] == "user" else [system, *rest]
+
+
+def with_types(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    """Some templates, mostly of models that see, read lists of typed parts only and drop a plain string. It is no step:
+    such a template accepts nothing without it."""
+    return [
+        entry | {"content": _listed(entry["content"]) or [{"type": "text", "text": ""}]}
+        if isinstance(entry.get("content"), str)
+        else entry
+        for entry in entries
+    ]
+
+
+# The order in which enabled steps apply; later steps rely on earlier ones.
+STEPS: tuple[Step, ...] = (
+    developer_as_system,
+    short_call_ids,
+    tools_as_text,
+    one_system_first,
+    user_opens,
+    system_in_first_user,
+    one_message_a_turn,
+)
+# The order in which steps are added for a history that still fails; tools go last, because they cost the model most.
+FALLBACK_ORDER: tuple[Step, ...] = (
+    developer_as_system,
+    short_call_ids,
+    one_system_first,
+    user_opens,
+    one_message_a_turn,
+    tools_as_text,
+    system_in_first_user,
+)
+
+
+def _joined(first: TemplateMessage, second: TemplateMessage) -> TemplateMessage:
+    """Join two messages of one role."""
+    both = first | second | {"content": _joined_content(first["content"], second["content"])}
+    if "tool_calls" in both:
+        both["tool_calls"] = first.get("tool_calls", []) + second.get("tool_calls", [])
+    if "reasoning_content" in first and "reasoning_content" in second:
+        both["reasoning_content"] = first["reasoning_content"] + "\n" + second["reasoning_content"]
+    return both
+
+
+def _joined_content(
+    first: str | list[TemplateMessage], second: str | list[TemplateMessage]
+) -> str | list[TemplateMessage]:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}" if first and second else first or second
+    return _listed(first) + _listed(second)
+
+
+def _listed(content: str | list[TemplateMessage]) -> list[TemplateMessage]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return content
+
+
+def _text(content: str | list[TemplateMessage]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(item.get("text", "[image]") for item in content)
+
+
+# --- probes -----------------------------------------------------------------------------------------------------------
+
+
+def _message(role: str, content: str) -> TemplateMessage:
+    return {"role": role, "content": content}
+
+
+def used_tool(call_id: str) -> list[TemplateMessage]:
+    function = {"name": "probename", "arguments": {"probekey": "probevalue"}}
+    call = {"id": call_id, "type": "function", "function": function}
+    return [
+        _message("user", "probe one"),
+        _message("assistant", "") | {"tool_calls": [call]},
+        _message("tool", "probe result") | {"name": "probename", "tool_call_id": call_id},
+        _message("assistant", "probe two"),
+        _message("user", "probe three"),
+    ]
+
+
+_TOOL = {
+    "type": "function",
+    "function": {"name": "probename", "description": "probe", "parameters": {"type": "object", "properties": {}}},
+}
+_ONE, _TWO, _THREE = _message("user", "probe one"), _message("assistant", "probe two"), _message("user", "probe three")
+_UNKNOWN_ROLE = "probepilot"
+_CALLED = ("probe one", "probename", "probevalue", "probe result", "probe two", "probe three")
+
+# step → conversations that render completely if the step is not needed: (messages, texts in order)
+_PROBES: Mapping[Step, tuple[tuple[list[TemplateMessage], tuple[str, ...]], ...]] = {
+    developer_as_system: (
+        ([_message("developer", "probe rule"), _ONE], ("probe rule", "probe one")),
+        ([_ONE, _TWO, _message("developer", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),
+    ),
+    tools_as_text: ((used_tool("abcdef123"), _CALLED),),
+    short_call_ids: ((used_tool("call_0123456789"), _CALLED),),
+    one_system_first: (
+        (
+            [_message("system", "probe rule"), _message("system", "probe more"), _ONE],
+            ("probe rule", "probe more", "probe one"),
+        ),
+        ([_ONE, _TWO, _message("system", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),
+        ([_ONE, _TWO, _THREE, _message("system", "probe rule")], ("probe three", "probe rule")),
+    ),
+    user_opens: (([_TWO, _THREE], ("probe two", "probe three")),),
+    system_in_first_user: (([_message("system", "probe rule"), _ONE], ("probe rule", "probe one")),),
+    one_message_a_turn: (
+        (
+            [_ONE, _THREE, _TWO, _message("assistant", "probe four"), _ONE],
+            ("probe one", "probe three", "probe two", "probe four"),
+        ),
+    ),
+}
+
+
+class AdaptedTemplate:
+    """A template that accepts every history. `repr` shows the steps it needs."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self._needs_types = False
+        if not self._accepts([_ONE], ("probe one",)):
+            self._needs_types = True
+            self._needs_types = self._accepts([_ONE], ("probe one",))
+        self.steps = tuple(step for step in STEPS if self._needs(step))
+        missing = [step for step in FALLBACK_ORDER if step not in self.steps]
+        added = (missing[:count] for count in range(len(missing) + 1))
+        self._attempts = [tuple(step for step in STEPS if step in (*self.steps, *more)) for more in added]
+
+    def __repr__(self) -> str:
+        return f"<AdaptedTemplate [{', '.join(step.__name__ for step in self.steps)}]>"
+
+    def _needs(self, step: Step) -> bool:
+        if not all(self._accepts(*probe) for probe in _PROBES[step]):
+            return True
+        return step is developer_as_system and self._copies_role("developer")
+
+    def _copies_role(self, role: str) -> bool:
+        """Whether the template writes the name of this role as it would write any word: the model was not trained on
+        it."""
+        try:
+            known, unknown = (
+                self.template.render({"messages": [_message(name, "probe rule"), _ONE], "add_generation_prompt": True})
+                for name in (role, _UNKNOWN_ROLE)
+            )
+        except TemplateFailed:
+            return False
+        return role in known and known.replace(role, _UNKNOWN_ROLE) == unknown
+
+    def _accepts(self, entries: list[TemplateMessage], texts: Sequence[str]) -> bool:
+        used = [_TOOL] if any(entry["role"] == "tool" for entry in entries) else None
+        shown = with_types(entries) if self._needs_types else entries
+        try:
+            text = self.template.render({"messages": shown, "tools": used, "add_generation_prompt": True})
+        except TemplateFailed:
+            return False
+        at = 0
+        for wanted in texts:
+            if (at := text.find(wanted, at)) < 0:
+                return False
+            at += len(wanted)
+        return True
+
+    def render(self, entries: list[TemplateMessage], variables: Mapping[str, Any]) -> str:
+        failures: list[TemplateFailed] = []
+        for steps in self._attempts:
+            adapted = entries
+            for step in steps:
+                adapted = step(adapted)
+            if self._needs_types:
+                adapted = with_types(adapted)
+            try:
+                return self.template.render({**variables, "messages": adapted})
+            except TemplateFailed as error:
+                failures.append(error)
+        raise failures[0]  # it describes the conversation as it was sent

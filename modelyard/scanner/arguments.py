@@ -29,9 +29,9 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core.request import Tool
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lenient_json import JsonReader, repair_json, repair_literal
 from modelyard.scanner.lexer import NAME_LIMIT, SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _TYPE_OF: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 _ORDER = ("null", "integer", "number", "boolean", "object", "array", "any", "string")

@@ -9,9 +9,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats import load, names
 from modelyard.scanner.lexer import Incremental, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _FALLBACK = "plain"
 

@@ -15,9 +15,9 @@ import re
 
 import msgspec
 
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lenient_json import JsonReader, repair_json
 from modelyard.scanner.lexer import INSIDE_BRACKET, Incremental, ParseError, TextBuffer, UnknownTool
+from modelyard.scanner.output import CallBuilder
 
 _NAME_KEYS = frozenset({"name", "function", "tool_name"})
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters", "args"})

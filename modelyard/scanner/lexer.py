@@ -29,7 +29,7 @@ from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.automaton import Automaton
 
 if TYPE_CHECKING:
-    from modelyard.scanner.calls import CallBuilder
+    from modelyard.scanner.output import CallBuilder
 
 
 class MarkerSpellings:

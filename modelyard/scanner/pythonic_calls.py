@@ -11,9 +11,9 @@ import re
 from functools import partial
 
 from modelyard.scanner.arguments import ArgumentWriter, escape_json
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lenient_json import SET, JsonReader, quote_key, repair_literal
 from modelyard.scanner.lexer import INSIDE_BRACKET, SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
+from modelyard.scanner.output import CallBuilder
 
 _NAME = re.compile(r"[\w.-]*")
 _SEPARATORS = (",", ";")

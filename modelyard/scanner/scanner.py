@@ -12,9 +12,8 @@ from modelyard.core.events import Event
 from modelyard.core.output_format import OutputFormat, StartReader, SwitchRegion
 from modelyard.core.request import Tool
 from modelyard.core.tokenizer import Piece
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, UnknownTool, marker_table
-from modelyard.scanner.output import BlockWriter, LogprobTracker, TokenText, VisibleOutput, cut_end
+from modelyard.scanner.output import BlockWriter, CallBuilder, LogprobTracker, TokenText, VisibleOutput, cut_end
 
 _PREFILL_LIMIT = 4096  # characters, if no marker tells where the assistant turn begins
 

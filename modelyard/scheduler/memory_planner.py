@@ -21,8 +21,7 @@ from modelyard.core.errors import ModelyardError
 from modelyard.core.pool import ModelSpec
 
 if TYPE_CHECKING:
-    from modelyard.scheduler.pooled_model import PooledModel
-    from modelyard.scheduler.replica import Replica
+    from modelyard.scheduler.pooled_model import PooledModel, Replica
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from modelyard.scheduler.policy import (
     StopReplica,
     plan,
 )
-from modelyard.scheduler.pooled_model import Clock, PooledModel, SlotLease, TimerHandle
-from modelyard.scheduler.replica import Replica
+from modelyard.scheduler.pooled_model import Clock, PooledModel, Replica, SlotLease, TimerHandle
 from modelyard.scheduler.settings import SchedulerOptions
 from modelyard.telemetry.broadcast import ModelChangeBroadcast
 

@@ -19,8 +19,7 @@ from modelyard.config.settings import engine_options
 from modelyard.core.engine import Capabilities, Media
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling, Text
-from modelyard.gateway.capabilities import THINKING_MODES, UNKNOWN_ENGINE
-from modelyard.gateway.model import Model, TextPipeline
+from modelyard.gateway.model import THINKING_MODES, UNKNOWN_ENGINE, Model, TextPipeline
 from modelyard.prompt.media import image_placeholder
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate

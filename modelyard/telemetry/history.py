@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct, field
 
-from modelyard.core.events import Timings, Usage
-from modelyard.telemetry.cache_diagnostics import CacheReuse
+from modelyard.core.events import CacheReuse, Timings, Usage
 
 INTERVAL_S = 10
 _INTERVALS = 360  # one hour

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TextIO
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from modelyard.telemetry.cache_diagnostics import CacheReuse
+from modelyard.core.events import CacheReuse
 from modelyard.telemetry.masking import mask_secret_values, mask_secrets
 
 

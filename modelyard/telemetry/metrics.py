@@ -20,8 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from modelyard import __version__
-from modelyard.core.events import Usage
-from modelyard.telemetry.cache_diagnostics import CacheReuse
+from modelyard.core.events import CacheReuse, Usage
 from modelyard.telemetry.system import SystemLoad, SystemMonitor
 
 # The text contains classic names only; every scraper since 2014 reads this version.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.gateway.priority import priority
+from modelyard.gateway.prepared_request import priority
 from tests.clients.agent_bench import (
     DEADLINE,
     AgentBench,

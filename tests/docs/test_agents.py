@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
+from modelyard.core.events import MissCause
 from modelyard.launch.agents import AGENTS, CLAUDE_GOOD_WINDOW, CLAUDE_MIN_WINDOW
-from modelyard.telemetry.cache_diagnostics import MissCause
 from tests.docs.pages import DOCS, blocks
 
 PAGE = (DOCS / "agents.md").read_text()

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 
+from modelyard.core.events import BlockDelta
 from modelyard.core.output_format import OutputFormat, Region
-from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, marker_table
+from modelyard.core.tokenizer import IdLogprob, Piece
+from modelyard.scanner import Scanner, parse
+from modelyard.scanner.formats import load, names
+from modelyard.scanner.lexer import (
+    Incremental,
+    MarkerFilter,
+    MarkerSpellings,
+    ParseError,
+    TextBuffer,
+    marker_table,
+    remove_markers,
+)
+from tests.scanner.helpers import ScannedBlock, marker_tokens, scan, text_of
 
 FORM = OutputFormat(name="x", regions={"text": Region("text", {})}, hidden_markers=("<a>", "<a>>", "[b]"))
 
@@ -123,3 +137,161 @@ def test_verbatim_text_is_emitted_as_soon_as_it_cannot_be_part_of_the_end(
     chunks: list[str], ends: tuple[str, ...], emitted: list[str], end: str, rest: str
 ) -> None:
     assert _read_verbatim(chunks, *ends) == (emitted, end, rest)
+
+
+TEXT = MarkerSpellings(["<ab>", "[x]"], [])
+TOKENS = MarkerSpellings([], ["<ab>", "[x]"])
+
+
+def _run(spellings: MarkerSpellings, *parts: str | None) -> list[str]:
+    """What is shown after each part; None is a gap."""
+    marker_filter, shown = MarkerFilter(spellings), []
+    for part in parts:
+        if part is None:
+            marker_filter.mark_gap()
+        shown.append(marker_filter.feed(part or ""))
+    return [*shown, marker_filter.flush()]
+
+
+def test_both_halves_are_removed_if_the_first_is_held_back() -> None:
+    assert _run(TEXT, "1 <a", None, "b> 2") == ["1 ", "", " 2", ""]
+
+
+def test_halves_that_do_not_join_are_shown_as_soon_as_possible() -> None:
+    assert _run(TEXT, "1 <a", None, "b", " 2") == ["1 ", "", "", "<ab 2", ""]
+
+
+def test_only_the_rest_of_a_marker_is_removed_if_its_first_half_was_shown() -> None:
+    marker_filter = MarkerFilter(TEXT)
+    assert marker_filter.feed("1 <a") + marker_filter.flush() == "1 <a"
+    marker_filter.mark_gap()
+    assert marker_filter.feed("b") == ""
+    assert marker_filter.feed("> 2") == " 2"
+
+
+def test_nested_markers_are_removed_from_the_inside_out() -> None:
+    assert _run(TEXT, "1 [", None, "x", None, "] 2") == ["1 ", "", "", "", " 2", ""]
+    assert _run(TEXT, "1 <[", None, "x", None, "]", "ab> 2") == ["1 <", "", "", "", "", " 2", ""]
+
+
+def test_a_removed_marker_may_leave_another_one() -> None:
+    assert "".join(_run(TEXT, "1 <", None, "a<ab", None, ">b> 2")) == "1 <a 2"
+
+
+def test_halves_that_were_shown_complete_no_marker() -> None:
+    assert "".join(_run(TEXT, "<a<a", None, "b>", "b>", "b>!")) == "<a!"
+
+
+def test_a_quoted_token_is_shown_at_once() -> None:
+    assert _run(TOKENS, "1 <a", "b> 2") == ["1 <a", "b> 2", ""]
+
+
+def test_text_around_a_gap_does_not_join_to_a_token() -> None:
+    assert _run(TOKENS, "1 <a", None, "b", "> 2") == ["1 <a", "", "", " 2", ""]
+
+
+def test_a_quotation_after_a_gap_is_shown() -> None:
+    assert "".join(_run(TOKENS, "1 <a", None, "<ab> 2")) == "1 <a<ab> 2"
+
+
+def test_text_without_the_beginning_of_a_marker_leaves_the_filter_idle() -> None:
+    marker_filter = MarkerFilter(TEXT)
+    marker_filter.feed("a > b")
+    assert marker_filter.is_idle
+    marker_filter.feed("<")
+    assert (marker_filter.is_idle, marker_filter.held) == (False, 1)
+
+
+def test_deep_nesting_holds_back_no_more_than_a_marker() -> None:
+    marker_filter = MarkerFilter(TEXT)
+    for part in ("<a" * 5000, "b>" * 5000):
+        marker_filter.feed(part)
+        marker_filter.mark_gap()
+        assert marker_filter.held < 4
+
+
+def test_nested_markers_are_removed_from_a_complete_text() -> None:
+    pattern = re.compile(r"<ab>|\[x\]")
+    deep = "<a" * 2000 + "[x]" + "b>" * 2000
+    assert remove_markers(f"1{deep}2<a>3", pattern, ["<ab>", "[x]"]) == "12<a>3"
+    assert remove_markers("as it is <a", pattern, ["<ab>", "[x]"]) == "as it is <a"
+
+
+# --- in every format --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", names())
+def test_markers_and_tokens_do_not_join_around_another_one(format: str) -> None:
+    """Every marker around every other one, cut in the middle."""
+    form = load(format)
+    for outer in form.markers:
+        head, tail = outer[: len(outer) // 2], outer[len(outer) // 2 :]
+        for inner in form.markers:
+            parsed = parse([f"a {head}{inner}{tail} b"], format=form)
+            assert not [m for m in form.markers if m in parsed.content or m in parsed.reasoning], (outer, inner)
+    specials = marker_tokens(form)
+    for outer, inner in pairwise([*specials, *specials]):
+        given = [Piece("a " + outer[:2]), Piece(inner, special=True), Piece(outer[2:] + " b")]
+        blocks = scan(given, form, specials=specials)
+        assert outer not in text_of(blocks), (outer, inner)
+        assert outer not in text_of(blocks, "thinking"), (outer, inner)
+
+
+def test_a_joined_marker_has_no_effect() -> None:
+    assert scan(["a </tool_<|im_end|>call> b <thi<|im_end|>nk> c"], "hermes") == [ScannedBlock("text", "a  b  c")]
+
+
+def test_halves_in_two_blocks_do_not_join() -> None:
+    raw = "a <|inner_<|inner_prefix|>hm<|inner_suffix|>prefix|> b"
+    assert text_of(scan([raw], "apertus")) == "a <|inner_ b"
+
+
+def test_halves_on_both_sides_of_a_call_do_not_join() -> None:
+    raw = 'a <tool_<tool_call>{"name": "now", "arguments": {}}</tool_call>call> b'
+    assert text_of(scan([raw], "hermes")) == "a <tool_ b"
+
+
+def test_reasoning_and_text_do_not_join() -> None:
+    assert scan(["<think>a <tool_</think>call> b"], "hermes") == [
+        ScannedBlock("thinking", "a <tool_"),
+        ScannedBlock("text", "call> b"),
+    ]
+
+
+def test_an_unknown_special_token_does_not_join_its_neighbours() -> None:
+    given = [Piece("<tool_"), Piece("<|pad|>", special=True), Piece("call> b")]
+    assert scan(given, "hermes", specials=["<tool_call>", "<|pad|>"]) == [ScannedBlock("text", "<tool_ b")]
+
+
+def test_stop_strings_are_searched_in_the_filtered_text() -> None:
+    raw = "a </tool_<|im_end|>call>b"
+    assert text_of(scan([raw], "hermes", stop=["call"])) == "a b"
+    assert text_of(scan([raw], "hermes", stop=["a b"])) == ""
+
+
+def test_a_stop_string_that_was_held_back_before_a_call_ends_the_output() -> None:
+    raw = 'a <tool_<|im_end|><tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    for chunks in ([raw], list(raw)):
+        assert scan(chunks, "hermes", stop=["<tool_"]) == [ScannedBlock("text", "a ")]
+
+
+def test_a_name_with_a_marker_is_not_a_name() -> None:
+    parsed = parse(['<tool_call>{"name": "f</think>", "arguments": {}}</tool_call>'], format="hermes")
+    assert (parsed.tool_calls, parsed.content) == ((), '{"name": "f", "arguments": {}}')
+
+
+def test_a_marker_that_the_prompt_began_counts() -> None:
+    prefill = "<|im_start|>assistant\nSo. <tool_"
+    blocks = scan(list('call>{"name": "now", "arguments": {}}</tool_call>'), "hermes", prefill=prefill)
+    assert blocks == [ScannedBlock("tool_call", "{}", "now")]
+    assert scan(list("box."), "hermes", prefill=prefill) == [ScannedBlock("text", "box.")]
+    assert scan(["<|im_end|>call> b"], "hermes", prefill=prefill) == [ScannedBlock("text", " b")]
+
+
+def test_log_probabilities_of_a_joined_marker_are_not_shown() -> None:
+    scanner = Scanner(load("hermes"), new_id=lambda: "c", token_text=lambda i: (f"t{i}", b""))
+    words = ["a", " <tool_", "<|im_end|>", "call>", "b", " <tool_", "<|im_end|>", "c"]
+    made = [Piece(word, logprob=IdLogprob(i, -1.0)) for i, word in enumerate(words)]
+    events = [e for piece in made for e in scanner.feed([piece])] + scanner.finish()
+    shown = [(e.text, [p.token for p in e.logprobs]) for e in events if isinstance(e, BlockDelta)]
+    assert shown == [("a", ["t0"]), (" ", []), ("b", ["t4"]), (" ", []), ("<tool_c", ["t5", "t7"])]

@@ -22,8 +22,7 @@ from modelyard.scheduler.memory_planner import (
     free_bytes,
     replica_bytes,
 )
-from modelyard.scheduler.pooled_model import PooledModel
-from modelyard.scheduler.replica import Replica
+from modelyard.scheduler.pooled_model import PooledModel, Replica
 from modelyard.scheduler.settings import SchedulerOptions
 
 

@@ -14,7 +14,7 @@ from modelyard.config.problems import ConfigError
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Message, Request, Sampling, Text, Tool
 from modelyard.engines.llama_cpp.selftest import write_tiny_model
-from modelyard.gateway.capabilities import capability_names, effective_capabilities
+from modelyard.gateway.model import capability_names, effective_capabilities
 from modelyard.library.default_model import fetch
 from modelyard.library.model_files import LibraryEntry
 from modelyard.server import model_definition

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from modelyard.telemetry.cache_diagnostics import CacheReuse
+from modelyard.core.events import CacheReuse
 from modelyard.telemetry.log import (
     LogHistory,
     LogSettings,

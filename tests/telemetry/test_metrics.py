@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard import __version__
-from modelyard.core.events import Usage
-from modelyard.telemetry.cache_diagnostics import CacheReuse
+from modelyard.core.events import CacheReuse, Usage
 from modelyard.telemetry.metrics import (
     ALSO_WITHOUT_PREFIX,
     CACHE_HIT_RATIO,

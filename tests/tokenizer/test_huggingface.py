@@ -22,7 +22,14 @@ from tokenizers.processors import TemplateProcessing
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import FimTokens, Tokenizer
-from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, SpecialTokens, TokenizerFile, exact_split_points
+from modelyard.tokenizer.huggingface import (
+    HuggingFaceTokenizer,
+    SpecialTokens,
+    TokenizerFile,
+    exact_split_points,
+    read_special_tokens,
+    tokenizer_file,
+)
 from tests.tokenizer import sample_tokenizers
 
 SPELLED = st.lists(
@@ -299,3 +306,20 @@ def test_tokens_for_gaps_are_found_by_their_spelling() -> None:
     assert HuggingFaceTokenizer.from_text(raw.to_str()).fim is None
     raw.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"])
     assert HuggingFaceTokenizer.from_text(raw.to_str()).fim == FimTokens(1, 2, 3, None, 4)
+
+
+def test_an_empty_folder_has_no_settings(tmp_path: Path) -> None:
+    assert read_special_tokens(tmp_path) == SpecialTokens()
+
+
+def test_tokenizer_config_overrides_special_tokens_map(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "<old>"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<new>"}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert read_special_tokens(tmp_path) == SpecialTokens("<s>", "<new>", (7,), None)
+
+
+def test_a_folder_and_its_file_are_the_same_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    assert tokenizer_file(tmp_path) == tokenizer_file(file) == file

@@ -6,10 +6,19 @@ from typing import Any, get_args
 
 import pytest
 
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Finished, ReplyBuilder, Started, Usage
+from modelyard.core.events import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Finished,
+    MissCause,
+    ReplyBuilder,
+    Started,
+    Usage,
+)
 from modelyard.core.request import Request
 from modelyard.http.errors import load_protocol
-from modelyard.telemetry.cache_diagnostics import MissCause
 from modelyard.workbench.chat_request import PROTOCOLS
 from modelyard.workbench.request_view import (
     RequestTable,

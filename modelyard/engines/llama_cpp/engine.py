@@ -46,7 +46,7 @@ from modelyard.engines.llama_cpp.embedding import Embedder
 from modelyard.engines.llama_cpp.estimate import max_outputs, rows_per_stream
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
 from modelyard.engines.llama_cpp.graph_sampler import MAX_SEQUENCES, GraphSamplers
-from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.job import LlamaCppJob, ReasoningLimit
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
 from modelyard.engines.llama_cpp.media_tokens import text_ids
@@ -56,7 +56,6 @@ from modelyard.engines.llama_cpp.replay import Replay, create_replay
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager, share_caches
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
-from modelyard.engines.reasoning_limit import ReasoningLimit
 from modelyard.library import variants
 from modelyard.library.gguf import ModelPurpose
 from modelyard.library.model_files import locate_model_file

@@ -9,7 +9,7 @@ from modelyard.core.engine import Capabilities, Engine, EngineSpec, Media
 from modelyard.core.errors import ModelyardError
 from modelyard.engines.option_faults import OptionFault, try_call
 from modelyard.engines.vllm.errors import failure_reason, with_cause
-from modelyard.engines.vllm.estimate import estimate as estimate
+from modelyard.engines.vllm.model_folder import estimate as estimate
 from modelyard.engines.vllm.model_folder import folder_faults, require_folder
 from modelyard.engines.vllm.options import KNOWN_NAMES as KNOWN_NAMES
 from modelyard.engines.vllm.options import LIVE_OVERRIDES as LIVE_OVERRIDES

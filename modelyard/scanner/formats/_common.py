@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from modelyard.core.output_format import Reader, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 THINK = (("<think>", "</think>"), ("<thinking>", "</thinking>"))
 _NAME = re.compile(r"\w[\w-]*(?:[.:/][\w-]+)*")

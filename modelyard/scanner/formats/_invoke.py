@@ -18,10 +18,10 @@ from msgspec import Struct
 
 from modelyard.core.output_format import StartReader
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, read_parameters, read_value
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
+from modelyard.scanner.output import CallBuilder
 
 _TAG_END = re.compile(rf"[>\n<{SURROGATES}]")
 _ATTRIBUTES = re.compile(r"""\s*["']?([^"'=]*?)["']?(?:\s+string\s*=\s*["']?(true|false)["']?)?\s*(/?)\Z""")

@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.json_calls import JsonCallReader
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _CALLS, _CALLS_END = "<|tools_prefix|>", "<|tools_suffix|>"
 _REASONING = ("<|inner_prefix|>", "<|inner_suffix|>")

@@ -15,10 +15,10 @@ The prompt of 1.6 contains the sentence. Some prompts ask for `<thinking>` tags.
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import at_reply_start
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _SENTENCE, _BEGIN, _END = "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"
 _CALLS_END = ("</tool_calls>", "</tool_call>")

@@ -28,9 +28,9 @@ import re
 from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _SOURCES_END = re.compile(r"[^\d:,\[\] ]")
 _SOURCES_LIMIT = 256

@@ -56,12 +56,12 @@ import re
 from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.grammar import CallGrammar, JsonBody
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _TURN_END, _ROLES = "<｜end▁of▁sentence｜>", ("<｜User｜>", "<｜Assistant｜>")
 

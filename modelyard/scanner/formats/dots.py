@@ -14,11 +14,11 @@ Several calls share a block or have one each. The models also write JSON into a 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _BLOCK, _BLOCK_END = "<dots_function_call>", "</dots_function_call>"
 _ENDS = ("<|endofresponse|>", "<|endoftext|>")

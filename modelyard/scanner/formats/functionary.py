@@ -16,11 +16,11 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.formats.llama import INTERPRETERS, read_code
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
+from modelyard.scanner.output import CallBuilder
 
 _RECIPIENT, _USER = ">>>", "all"
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")

@@ -27,9 +27,9 @@ from collections.abc import Callable
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, escape_json, to_json
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lenient_json import JsonReader, repair_literal
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
+from modelyard.scanner.output import CallBuilder
 
 _CALL = "call:"
 _NAME_END = re.compile(rf"[{{\n<{SURROGATES}]")

@@ -23,10 +23,10 @@ prompt.
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import THINK, regions
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _CODE_END = "</tool_code>"
 _TAGS = (

@@ -45,11 +45,11 @@ from modelyard.scanner.arguments import (
     read_parameters,
     read_value,
 )
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.grammar import CallGrammar, TaggedBody
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"

@@ -34,10 +34,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import at_reply_start, regions
 from modelyard.scanner.json_calls import bare_list, json_calls, marked_list
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 
 def _end_thoughts(_: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:

@@ -17,10 +17,10 @@ import re
 from functools import partial
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.grammar import CallGrammar, JsonBody
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")

@@ -35,10 +35,10 @@ from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, has_value, read_parameters, read_value
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import at_reply_start, function_name, regions
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _TAG = re.compile(rf"[<{SURROGATES}]")
 

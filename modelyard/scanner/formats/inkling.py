@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _MODEL, _END, _STOP = "<|message_model|>", "<|end_message|>", "<|content_model_end_sampling|>"
 _JSON = "<|content_invoke_tool_json|>"

@@ -9,10 +9,10 @@ Code for the model's interpreter (`<|action_start|><|interpreter|>`) is not a to
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _KINDS = ("<|plugin|>", "<|interpreter|>")
 

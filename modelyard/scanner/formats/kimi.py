@@ -30,11 +30,11 @@ import re
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lenient_json import JsonReader
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 # --- K2 ---------------------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 from modelyard.scanner.pythonic_calls import pythonic_list
 
 _START, _END = "<|tool_call_start|>", "<|tool_call_end|>"

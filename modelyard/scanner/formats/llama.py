@@ -31,12 +31,12 @@ from functools import partial
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.arguments import ArgumentWriter
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.formats.qwen import FUNCTION, FUNCTION_END, FunctionTagReader
 from modelyard.scanner.grammar import CallGrammar, JsonBody
 from modelyard.scanner.json_calls import JsonCallReader, OfferedJsonCallReader, json_calls
 from modelyard.scanner.lexer import INSIDE_BRACKET, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 from modelyard.scanner.pythonic_calls import pythonic_arguments, pythonic_list
 
 # --- Llama 3 ----------------------------------------------------------------------------------------------------------

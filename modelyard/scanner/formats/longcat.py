@@ -26,10 +26,10 @@ from modelyard.scanner.arguments import (
     read_parameters,
     read_value,
 )
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import THINK, function_name, regions
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _CALL, _CALL_END = "<longcat_tool_call>", "</longcat_tool_call>"
 _KEY, _KEY_END = "<longcat_arg_key>", "</longcat_arg_key>"

@@ -22,9 +22,9 @@ from modelyard.scanner.arguments import (
     parameter_name,
     read_parameters,
 )
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _FUNCTION, _FUNCTION_END, _PARAM, _PARAM_END = "<function name=", "</function>", "<param name=", "</param>"
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"

@@ -49,12 +49,12 @@ from typing import Any
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.arguments import ANY_TYPE, escape_json, join_items, resolve_ref, schema_types, to_json
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.grammar import CallGrammar, TaggedBody
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _TURN_END, _TURN_START = "[e~[", "]~b]ai"
 

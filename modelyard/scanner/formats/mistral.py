@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 from modelyard.core.output_format import GrammarContext, OutputFormat, StartReader
 from modelyard.core.request import Constraint, Tool, ToolChoice
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import THINK, function_name, regions
 from modelyard.scanner.grammar import CallGrammar, JsonBody
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import NAME_LIMIT, SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _CALLS, _ARGS, _ID, _END = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "</s>"
 _TAGS = (("[THINK]", "[/THINK]"), *THINK)

@@ -19,10 +19,10 @@ import re
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _START, _TO, _MESSAGE, _ENDS = "<|start|>", "to=", "<|message|>", ("<|eom|>", "<|eot|>")
 _TAGS = InvokeTags("<atem:", "</atem:", ("function_calls",), untyped=ANY_TYPE)

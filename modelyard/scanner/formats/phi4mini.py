@@ -15,10 +15,10 @@ Sometimes the list comes alone. The word and the list are ordinary text if they 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.json_calls import bare_list, json_calls, marked_list
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _CALL_END = ("<|/tool_call|>", "</|tool_call|>")
 

@@ -52,11 +52,11 @@ from modelyard.scanner.arguments import (
     read_parameters,
     read_value,
 )
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import THINK, regions
 from modelyard.scanner.grammar import CallGrammar, JsonBody, TaggedBody
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 HERMES = OutputFormat(
     name="hermes",

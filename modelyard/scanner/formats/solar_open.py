@@ -14,10 +14,10 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import function_name
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _BEGIN, _THINK, _CONTENT, _CALLS = "<|begin|>", "<|think|>", "<|content|>", "<|tool_calls|>"
 _CALL, _NAME, _ARGUMENTS, _CALL_END = (

@@ -16,10 +16,10 @@ The prompt opens the reasoning. The tokens may be missing. Step 3.5 writes the c
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.output import CallBuilder
 
 _BLOCK, _BLOCK_END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
 _CALL, _SEPARATOR, _CALL_END = "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"

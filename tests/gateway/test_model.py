@@ -12,7 +12,7 @@ from modelyard.core.errors import Unsupported
 from modelyard.core.events import Failed
 from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text, Tool, ToolResult
 from modelyard.engines.llama_cpp.options import Options, model_capabilities
-from modelyard.gateway.capabilities import (
+from modelyard.gateway.model import (
     CapabilityCache,
     check_capabilities,
     check_embeddings,
