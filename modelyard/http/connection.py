@@ -133,7 +133,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        for timer in (self._stall_timer, self._probe_timer, self._close_timer):
+        # uvicorn leaves its timer running after a reset, and with it the connection and its request in memory.
+        for timer in (self._stall_timer, self._probe_timer, self._close_timer, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)

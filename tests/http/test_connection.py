@@ -337,11 +337,21 @@ def test_a_closed_connection_waits_only_so_long_for_its_client_to_read(fake_conn
     assert transport.aborted
 
 
-def test_a_lost_connection_leaves_no_timer(fake_connection: FakeConnection) -> None:
+@pytest.mark.parametrize("reason", [None, ConnectionResetError()], ids=["closed", "reset"])
+def test_a_lost_connection_leaves_no_timer(fake_connection: FakeConnection, reason: Exception | None) -> None:
     connection, _, clock = fake_connection
     connection.data_received(POST + b"Content-Length: 10\r\n\r\n{")
     assert clock.has_timers
-    connection.connection_lost(None)
+    connection.connection_lost(reason)
+    assert not clock.has_timers
+
+
+def test_a_connection_that_is_reset_after_its_reply_leaves_no_timer(fake_connection: FakeConnection) -> None:
+    connection, _, clock = fake_connection
+    connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
+    connection.on_response_complete()
+    assert clock.has_timers, "it would be closed after some time without a request"
+    connection.connection_lost(ConnectionResetError())
     assert not clock.has_timers
 
 
