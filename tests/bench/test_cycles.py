@@ -30,6 +30,8 @@ def test_growth_is_not_flat() -> None:
     for worse in (Usage(130.0, 15, 3, 1), Usage(100.0, 30, 3, 1), Usage(100.0, 15, 13, 1), Usage(100.0, 15, 3, 11)):
         assert not run(base, base, worse).is_flat, worse
     assert run(*(Usage(float(mb), 15, 3, 1) for mb in range(100, 120, 2))).slope_kb == pytest.approx(2048)
+    slow_leak = run(*(Usage(100 + number * 14 / 1024, 15, 3, 1) for number in range(201)))
+    assert not slow_leak.is_flat, "14 KiB per cycle are 3 MiB at the end"
 
 
 def test_a_slope_is_per_unit_and_a_drawing_has_a_panel_for_each_series() -> None:
