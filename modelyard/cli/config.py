@@ -231,6 +231,8 @@ def _routes_by_name(router: Router) -> Iterator[RouteRow]:
             yield RouteRow(name, "*", target.model, target.cache, _window(own, router.catalog), target.allow_remote)
 
 
+# --- modelyard config -------------------------------------------------------------------------------------------------
+
 config_app = typer.Typer(
     help="Where settings come from: the files that are read, the values in effect, and the user's own file.",
     no_args_is_help=True,

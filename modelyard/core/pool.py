@@ -191,6 +191,9 @@ class Pool(Protocol):
 ModelState = Literal["stopped", "loading", "ready", "draining", "failed"]
 
 
+# --- leases -----------------------------------------------------------------------------------------------------------
+
+
 class LeaseRequest(Struct, frozen=True, kw_only=True, gc=False):
     """`weight` is the number of concurrent sequences (the client's `n`).
 

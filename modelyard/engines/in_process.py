@@ -192,9 +192,9 @@ class InProcessEngine(ABC, Generic[J]):
             if not self._opening.cancelled():
                 self._opening.exception()  # marks it as retrieved: the caller of `open` may be gone
         self.is_open = False
-        with returned():
+        with memory_returned():
             await self._shut_down()
-        await asyncio.to_thread(trim)
+        await asyncio.to_thread(trim_memory)
 
     def _stop(self, error: ModelyardError) -> None:
         """Takes no more jobs, for the first reason given."""
@@ -499,7 +499,7 @@ _MMAP_THRESHOLD = 32 << 20  # the highest that glibc sets by itself
 
 
 @contextmanager
-def returned() -> Iterator[None]:
+def memory_returned() -> Iterator[None]:
     """What is freed in this block goes back to the operating system. Does nothing without glibc."""
     if not _has_trim():
         yield
@@ -511,7 +511,7 @@ def returned() -> Iterator[None]:
         _set_thresholds(_HIGH)
 
 
-def trim() -> None:
+def trim_memory() -> None:
     """Returns what lies free between blocks in use; takes milliseconds. Does nothing without glibc."""
     if _has_trim():
         ctypes.CDLL(None).malloc_trim(0)

@@ -25,6 +25,8 @@ from modelyard.scanner.custom_grammar import input_pattern
 from modelyard.scanner.grammar import after_reasoning
 from modelyard.scanner.scanner import Scanner
 
+# --- JSON Schemas that a grammar can enforce --------------------------------------------------------------------------
+
 _TYPES = frozenset({"string", "boolean", "integer", "number", "null", "object", "array"})
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _SIZES = ("int32", "int64", "float", "double")  # storage sizes of numbers; they restrict nothing
@@ -307,6 +309,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     **{word: _is_number for pair in _NUMBER_BOUNDS for word in pair},
     **{word: _is_count for pair in _BOUNDS for word in pair},
 }
+
+
+# --- the constraint of a request --------------------------------------------------------------------------------------
 
 
 def constrain(

@@ -114,6 +114,8 @@ class Model(Struct, frozen=True, kw_only=True):
         return Unavailable(f"the model {self.name!r} could not be loaded: {why}", code="model_failed")
 
 
+# --- what a model can do ----------------------------------------------------------------------------------------------
+
 _IMAGE_PLACEHOLDER = Text("[image: this model reads text only]")
 _IMAGE_DROPPED = "image_dropped: a tool returned a picture and the model reads text only"
 _AUDIO_PLACEHOLDER = Text("[audio: this model takes no audio]")

@@ -205,6 +205,8 @@ def _with_seed(sampling: Sampling, choice: int) -> Sampling:
     return Sampling(seed=sampling.seed + choice).over(sampling)
 
 
+# --- the priority of a request ----------------------------------------------------------------------------------------
+
 _SMALL_TIER = re.compile(r"(?:^|[^a-z])haiku(?:[^a-z]|$)")
 _SIDE_TASK = re.compile(r"\b(?:titles?|topic|summar(?:y|ies|i[sz]e\w*)|classif\w+|commit message)\b", re.IGNORECASE)
 _TASK_CHARS = 400  # of the instructions that are searched for the task

@@ -173,6 +173,8 @@ def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
+# --- WebSocket mode ---------------------------------------------------------------------------------------------------
+
 _MAX_WAITING = 32  # requests of a connection, in all lanes
 
 

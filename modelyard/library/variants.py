@@ -305,6 +305,9 @@ def sized_branches(names: Sequence[str]) -> list[str]:
     return [name for name in names if _BRANCH.fullmatch(name)]
 
 
+# --- projectors on this machine ---------------------------------------------------------------------------------------
+
+
 def projector_beside(model: Path) -> Path | None:
     """The projector in the model's folder; the best if there are several."""
     try:

@@ -350,6 +350,8 @@ def _words(tree: nodes.Template) -> Iterator[str]:
             yield value
 
 
+# --- histories that a template would refuse or drop -------------------------------------------------------------------
+
 Step = Callable[[list[TemplateMessage]], list[TemplateMessage]]
 
 

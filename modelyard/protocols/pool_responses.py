@@ -190,6 +190,9 @@ def _read_thinking(mode: str | None) -> Reasoning:
     return Reasoning(enabled=_THINKING_MODES[mode], visible=False, strict=True)
 
 
+# --- replies and errors -----------------------------------------------------------------------------------------------
+
+
 def write_reply(replies: list[Reply], request: Request) -> bytes:  # noqa: ARG001 - other protocols echo the request
     """This protocol has one choice: the first reply."""
     reply = replies[0]
@@ -224,6 +227,9 @@ def write_error(
 
 
 _DELTA_START = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":'
+
+
+# --- the stream -------------------------------------------------------------------------------------------------------
 
 
 class PoolStreamWriter:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from modelyard.scanner.output import CallBuilder
 
 
+# --- markers that appear because another one was dropped --------------------------------------------------------------
+
+
 class MarkerSpellings:
     """How the markers look as text. `tokens` are removed only across a gap, `plain` markers everywhere."""
 
@@ -139,6 +142,8 @@ def remove_markers(text: str, pattern: re.Pattern[str], markers: Collection[str]
             del out[len(out) - size :]
     return "".join(out)
 
+
+# --- the text as readers see it ---------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 Incremental = Generator[None, None, T]  # yields when it needs more input

@@ -399,6 +399,8 @@ class VisibleOutput:
         self._flush()
 
 
+# --- tool calls -------------------------------------------------------------------------------------------------------
+
 _EVIDENCE_LIMIT = 64  # the arguments of a call begin within this many characters
 
 

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+
 class ReplicaObserver(Protocol):
     """Receives the results of slow work, always on the loop's thread."""
 
@@ -225,6 +228,9 @@ async def _close_quietly(engine: Engine) -> None:
         await engine.close()
     except Exception:
         log.exception("closing an engine failed")
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 class TimerHandle(Protocol):

@@ -35,6 +35,9 @@ from modelyard.server.admin_service import AdminService
 
 log = logging.getLogger(__name__)
 
+
+# --- downloads --------------------------------------------------------------------------------------------------------
+
 _MAX_ENDED = 20  # kept for the list
 _SEARCH_LIMIT = 30
 
@@ -173,6 +176,8 @@ def _title(reference: HubReference, quant: str | None) -> str:
     wanted = quant or reference.quant
     return f"{reference.repo}:{wanted}" if wanted else reference.repo
 
+
+# --- the library ------------------------------------------------------------------------------------------------------
 
 _RELOAD_POLL_S, _RELOAD_TIMEOUT_S = 0.05, 30.0
 _OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}

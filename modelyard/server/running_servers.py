@@ -113,6 +113,8 @@ def stop_server(server: RunningServer, timeout_s: float) -> None:
         raise Unavailable(f"process {server.pid} belongs to another user") from None
 
 
+# --- a server for one command -----------------------------------------------------------------------------------------
+
 _STOP_TIMEOUT_S = 30.0
 
 

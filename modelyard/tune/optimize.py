@@ -36,10 +36,12 @@ from modelyard.tune.report import Report, TerminalReport, plot
 from modelyard.tune.search import SearchResult
 from modelyard.tune.tuned_model import TunedModel, option_aliases
 
+# --- writing a recommendation -----------------------------------------------------------------------------------------
+
 KeyPath = tuple[str, ...]
 
 
-def apply(
+def write_recommendation(
     loaded: LoadedConfig, changes: Mapping[ConfigPath, Value], backends: Mapping[str, str | None]
 ) -> dict[Path, Path]:
     """The changed files, each with its backup. A file is replaced only after its new text was read back."""
@@ -122,6 +124,8 @@ def _value_at(table: Any, path: ConfigPath) -> Any:
         table = table[key]
     return table
 
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 _MIB = 2**20
 _INTERRUPTED = 130
@@ -247,7 +251,7 @@ def _apply(
         return ()
     changes = model.changes(result.best)
     backends = {name: settings.backend for name, settings in loaded.config.models.items()}
-    backups = apply(loaded, changes, backends)
+    backups = write_recommendation(loaded, changes, backends)
     for file, backup in backups.items():
         err.print(f"written to {escape(str(file))}; backup: {escape(str(backup))}", soft_wrap=True)
     for path in overridden(options.config, changes, backends):

@@ -47,6 +47,11 @@ from modelyard.workers.peer_server import Peer, PeerServer, to_modelyard_error
 from modelyard.workers.tokenizer_files import read_tokenizer_files, tokenizer_hash
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 
+log = logging.getLogger(__name__)
+
+
+# --- identical requests -----------------------------------------------------------------------------------------------
+
 _MAX_CHUNKS = 4096  # kept for readers that join; after that a run cannot be joined
 _TAIL_TOKENS = 16  # of a prompt, used as part of the lookup key
 
@@ -137,8 +142,6 @@ class SharedRun:
         if not all(other.full for other in self._readers):
             self._resume()
 
-
-log = logging.getLogger(__name__)
 
 _MAX_CLIENTS = 4096
 _KEPT_LINES = 200  # of the log, until a client wants them

@@ -24,7 +24,7 @@ from modelyard.core.knobs import Knob
 from modelyard.engines.fake import knobs
 from modelyard.http.admin.routes import tuning_runs
 from modelyard.tune import optimize as optimize_module
-from modelyard.tune.optimize import OptimizeOptions, apply, make_plan, optimize, overridden, parse_share
+from modelyard.tune.optimize import OptimizeOptions, make_plan, optimize, overridden, parse_share, write_recommendation
 from modelyard.tune.optimizer import Optimizer, OptimizerPlan
 from modelyard.tune.search import SearchRules
 from modelyard.tune.trial import Measurement, Outcome, TrialJob, TrialLimits
@@ -278,7 +278,7 @@ cache_type_k = "f16"
 def written(folder: Path, text: str, changes, name: str = "modelyard.toml", model: str = "m") -> tuple[Path, Path]:
     file = folder / name
     file.write_text(text)
-    done = apply(load_config(file, env={}), changes, {model: "llama_cpp"})
+    done = write_recommendation(load_config(file, env={}), changes, {model: "llama_cpp"})
     assert list(done) == [file]
     return file, done[file]
 
@@ -315,7 +315,7 @@ def test_a_configuration_in_another_vocabulary_keeps_its_own_names(tmp_path: Pat
 
 def test_a_second_run_does_not_overwrite_the_first_backup(tmp_path: Path):
     file, first = written(tmp_path, USER_TOML, {("models", "m", "n_threads"): 2})
-    done = apply(load_config(file, env={}), {("models", "m", "n_threads"): 3}, {"m": "llama_cpp"})
+    done = write_recommendation(load_config(file, env={}), {("models", "m", "n_threads"): 3}, {"m": "llama_cpp"})
     assert first.read_text() == USER_TOML
     assert "n_threads = 2" in done[file].read_text()
 
@@ -334,7 +334,9 @@ def test_the_built_in_model_is_written_completely(tmp_path: Path):
 
 def test_applying_without_a_file_is_refused(tmp_path: Path):
     with pytest.raises(Conflict, match="no configuration file"):
-        apply(load_config(env={}, cwd=tmp_path), {("models", "smollm2", "n_threads"): 2}, {"smollm2": "llama_cpp"})
+        write_recommendation(
+            load_config(env={}, cwd=tmp_path), {("models", "smollm2", "n_threads"): 2}, {"smollm2": "llama_cpp"}
+        )
 
 
 def test_the_file_that_has_the_key_is_changed(tmp_path: Path):
@@ -343,7 +345,9 @@ def test_the_file_that_has_the_key_is_changed(tmp_path: Path):
     base.write_text('{"models": {"m": {"backend": "llama_cpp", "path": "/x.gguf"}}}')
     local.write_text('{"models": {"m": {"n_threads": 1}}}')
     loaded = load_config(env={}, cwd=tmp_path)
-    done = apply(loaded, {("models", "m", "n_threads"): 2, ("models", "m", "n_ubatch"): 64}, {"m": "llama_cpp"})
+    done = write_recommendation(
+        loaded, {("models", "m", "n_threads"): 2, ("models", "m", "n_ubatch"): 64}, {"m": "llama_cpp"}
+    )
     assert list(done) == [local]
     assert json.loads(local.read_text()) == {"models": {"m": {"n_threads": 2, "n_ubatch": 64}}}
     assert base.read_text() == '{"models": {"m": {"backend": "llama_cpp", "path": "/x.gguf"}}}'
@@ -357,7 +361,7 @@ def test_a_full_disk_leaves_the_file_and_is_reported(tmp_path: Path, monkeypatch
     file.write_text(USER_TOML)
     monkeypatch.setattr("modelyard.config.file_editor.shutil.copy2", full)
     with pytest.raises(Unavailable, match="No space left"):
-        apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
+        write_recommendation(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
     assert [path.name for path in tmp_path.iterdir()] == ["modelyard.toml"]
 
 
@@ -373,5 +377,5 @@ def test_the_file_keeps_its_permissions(tmp_path: Path):
     file = tmp_path / "modelyard.toml"
     file.write_text(USER_TOML)
     file.chmod(0o600)
-    apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
+    write_recommendation(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
     assert file.stat().st_mode & 0o777 == 0o600

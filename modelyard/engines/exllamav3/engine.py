@@ -64,6 +64,8 @@ from modelyard.engines.grammars import Grammars
 from modelyard.engines.in_process import InProcessJob, ThreadedEngine, warn_about_trained_length
 from modelyard.plugins import MissingLibrary
 
+log = logging.getLogger(__name__)
+
 _NO_TOKEN = -1
 
 
@@ -161,8 +163,6 @@ class GrammarFilter:
         matches = self._matcher.try_consume_tokens(ids) == len(ids)
         self.is_active = matches and not self._matcher.is_stopped()
 
-
-log = logging.getLogger(__name__)
 
 _MIN_LOGPROB = math.log(1e-45)  # of a probability that 32 bits round to 0
 

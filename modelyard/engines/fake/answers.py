@@ -305,6 +305,8 @@ def _named(node: Any) -> Iterator[int]:
         yield from (c for c in (ends[0], ends[1] + 1, ends[0] - 1) if 0 <= c < 0x110000 and c not in _SURROGATES)
 
 
+# --- raw model output -------------------------------------------------------------------------------------------------
+
 Segment = tuple[str, str]  # (markup, text); only markup becomes control tokens, so a text may quote a marker
 Channel = Literal["think", "text", "call"]
 

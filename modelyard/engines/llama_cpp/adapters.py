@@ -107,6 +107,9 @@ _NAME = re.compile(r"direction\.([1-9]\d{0,4})")
 _F32 = 0  # ggml's number of the type
 
 
+# --- control vectors --------------------------------------------------------------------------------------------------
+
+
 class ControlVectors(Struct, frozen=True):
     """The sum of a model's files. `layers` are the first and the last to which it is added."""
 

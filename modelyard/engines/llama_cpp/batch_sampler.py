@@ -42,6 +42,9 @@ from modelyard.engines.llama_cpp.logit_columns import (
 
 Floats = npt.NDArray[np.float64]
 
+
+# --- one row of logits: numpy -----------------------------------------------------------------------------------------
+
 _BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn
 _NUCLEUS = 256  # a top_p rarely keeps more tokens
 _PART = 16_384  # tokens whose weights are summed at once
@@ -175,6 +178,8 @@ def _block_starts(count: int) -> Any:
     return np.arange(0, count, _BLOCK)
 
 
+# --- rows with a top_k: numpy, then llama.cpp -------------------------------------------------------------------------
+
 _TOKEN = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 # llama_token_data_array
 _LIST = np.dtype(
@@ -250,6 +255,9 @@ class TopKDraw:
 
 
 Flags = npt.NDArray[np.bool_]
+
+
+# --- all rows of a step -----------------------------------------------------------------------------------------------
 
 _OPEN_TOKENS = 24  # searched for a job without top_k: of a trained model they have most of the probability
 _NUCLEUS_TOKENS = 40  # with a top_p: more of them are accepted without the weights of the whole row

@@ -40,6 +40,11 @@ from modelyard.library.llama_cpp_package import library_folder
 from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
 
+log = logging.getLogger(__name__)
+
+
+# --- huge pages -------------------------------------------------------------------------------------------------------
+
 _MAPS = Path("/proc/self/maps")
 _ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0 *$", re.MULTILINE)
 _SMALLEST = 8 << 20  # bytes of a buffer
@@ -92,7 +97,7 @@ def _without(ranges: Sequence[Range], others: Sequence[Range]) -> Iterator[Range
             yield free, end
 
 
-log = logging.getLogger(__name__)
+# --- names of options, and llama.cpp's numbers for them ---------------------------------------------------------------
 
 _FLASH_ATTENTION_TYPES = {"on": 1, "off": 0, "auto": -1}
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}

@@ -98,6 +98,8 @@ def _hub_cache() -> Path:
     return Path(home).expanduser() / "hub"
 
 
+# --- the memory estimate ----------------------------------------------------------------------------------------------
+
 _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 # vLLM's defaults

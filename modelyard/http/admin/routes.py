@@ -396,11 +396,12 @@ def _retrieve(command: asyncio.Future[None]) -> None:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(_encode(value), status, media_type="application/json")
+    """It is the state at this moment: no browser or proxy keeps it."""
+    return Response(_encode(value), status, {"cache-control": "no-store"}, "application/json")
 
 
 def _encode(value: Any) -> bytes:
-    """Texts of engines and upstreams may quote secrets."""
+    """Texts of engines and upstreams may quote secrets, and a difference of files may show them beside the change."""
     return msgspec.json.encode(mask_secret_values(msgspec.to_builtins(value)))
 
 
@@ -468,6 +469,8 @@ def _run(file: Path) -> dict[str, Any] | None:
     return {"id": file.stem, **found}
 
 
+# --- the app ----------------------------------------------------------------------------------------------------------
+
 # The middleware counts and logs. FastAPI's telemetry would search the environment for exporters at every request.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
@@ -507,6 +510,8 @@ def _invalid_request(error: Exception) -> InvalidRequest:
     return InvalidRequest(f"{where or 'the body'}: {first['msg']}", param=where or None)
 
 
+# --- the configuration files ------------------------------------------------------------------------------------------
+
 T = TypeVar("T")
 
 
@@ -531,14 +536,14 @@ class ConfigRoutes:
         )
 
     async def overview(self) -> Response:
-        return _private_json({**await self._editor().overview(), "editable": self._settings.edit_config})
+        return _json({**await self._editor().overview(), "editable": self._settings.edit_config})
 
     async def fields(self, request: StarletteRequest) -> Response:
         query = await self._read(request, FieldsQuery)
-        return _private_json(await self._editor().fields(query.section, query.name, query.values))
+        return _json(await self._editor().fields(query.section, query.name, query.values))
 
     async def preview(self, request: StarletteRequest) -> Response:
-        return _private_json(await self._editor().preview(await self._read(request, ConfigChange)))
+        return _json(await self._editor().preview(await self._read(request, ConfigChange)))
 
     async def apply(self, request: StarletteRequest) -> Response:
         if not self._settings.edit_config:
@@ -548,7 +553,7 @@ class ConfigRoutes:
         done = await self._editor().apply(await self._read(request, ConfigChange))
         if not self._context.shares_scheduler:
             await self._context.peers.request("POST", "reload", request.headers)
-        return _private_json(done)
+        return _json(done)
 
     def _editor(self) -> ConfigEditing:
         if self._context.editor is None:
@@ -561,9 +566,3 @@ class ConfigRoutes:
             return msgspec.json.decode(body, type=kind)
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"the body is not a {kind.__name__}: {error}", code="invalid_body") from None
-
-
-def _private_json(value: Any) -> Response:
-    """A difference may show lines with secrets beside the change."""
-    content = msgspec.json.encode(mask_secret_values(msgspec.to_builtins(value)))
-    return Response(content, headers={"cache-control": "no-store"}, media_type="application/json")

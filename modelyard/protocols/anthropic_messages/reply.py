@@ -175,6 +175,8 @@ def _model(card: ModelCard) -> dict[str, Any]:
     }
 
 
+# --- the stream -------------------------------------------------------------------------------------------------------
+
 _PING = frame(b'{"type":"ping"}', "ping")
 _MESSAGE_STOP = frame(b'{"type":"message_stop"}', "message_stop")
 _DELTA_END = b"}}\n\n"
@@ -286,6 +288,8 @@ def _delta_start(index: int, kind: str, field: str) -> bytes:
     start = f'{{"type":"content_block_delta","index":{index},"delta":{{"type":"{kind}","{field}":'
     return b"event: content_block_delta\ndata: " + start.encode()
 
+
+# --- lists and files --------------------------------------------------------------------------------------------------
 
 _CURSOR = "page_"
 

@@ -208,6 +208,8 @@ def _read_candidates(candidates: Mapping[str, Mapping[str, Any]] | None) -> Toke
     return replace(tokens[0], top=tuple(token for token in ranked if (token.rank or 0) <= len(tokens)))
 
 
+# --- metadata and lists -----------------------------------------------------------------------------------------------
+
 _MAX_PAIRS = 16
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]

@@ -162,6 +162,9 @@ def _model(card: ModelCard) -> dict[str, Any]:
     }
 
 
+# --- the stream -------------------------------------------------------------------------------------------------------
+
+
 class _Candidate:
     """One candidate: its open block with what its end needs, and the signature for its next part."""
 

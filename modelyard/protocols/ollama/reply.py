@@ -46,6 +46,9 @@ def write_call(call: ToolCall, index: int) -> dict[str, Any]:
     return {"id": call.id, "function": function}
 
 
+# --- the stream -------------------------------------------------------------------------------------------------------
+
+
 class LineWriter:
     """A subclass says where a line has its text. A call is written when it is complete, and an incomplete one never.
 

@@ -315,6 +315,9 @@ def wants_summary(request: Request) -> bool:
 NamedEvent = tuple[str, JsonObject]  # an event's type and its fields
 
 
+# --- the stream -------------------------------------------------------------------------------------------------------
+
+
 class ResponsesStreamWriter:
     def __init__(self, request: Request, trace: str) -> None:
         self._request, self._key = request, trace

@@ -169,6 +169,8 @@ def download_text(download: Json) -> str:
     return f"{fmt.size(download['done'])} of {fmt.size(download['total'])}{speed}"
 
 
+# --- the page ---------------------------------------------------------------------------------------------------------
+
 _INTERVAL_S = 1.0
 _UNSET = "as configured"
 _MAX_DEFINITION_CHARACTERS = 4000
