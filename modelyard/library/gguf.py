@@ -180,9 +180,11 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 def _read_counts(file: IO[bytes]) -> tuple[int, int]:
     """The numbers of tensors and of metadata entries."""
-    magic, version, tensors, count = _unpack(file, "4sIQQ")
-    if magic != b"GGUF" or version < 2:
-        raise ValueError(f"not a GGUF file of version 2 or later: {magic!r}, version {version}")
+    if (magic := file.read(4)) != b"GGUF":
+        raise ValueError(f"it begins with {magic!r} and not with b'GGUF'")
+    version, tensors, count = _unpack(file, "IQQ")
+    if version < 2:
+        raise ValueError(f"GGUF version {version} is too old; version 2 and later can be read")
     if max(tensors, count) > _MAX_COUNT:
         raise ValueError(f"{tensors} tensors and {count} metadata entries")
     return tensors, count

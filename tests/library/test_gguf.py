@@ -96,7 +96,8 @@ def test_numbers_strings_and_lists_are_read():
 
 def test_invalid_metadata_is_an_error():
     cases = [
-        (file(magic=b"GGML"), "not a GGUF file"),
+        (file(magic=b"GGML"), "begins with b.GGML. and not with"),
+        (io.BytesIO(b"text"), "begins with b.text. and not with"),
         (file(version=1), "version 1"),
         (file(text("x") + struct.pack("<I", 99)), "unknown kind 99"),
         (io.BytesIO(b"GGUF\x03"), "ends in the middle"),
