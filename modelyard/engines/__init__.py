@@ -11,5 +11,6 @@ NOT_PLUGINS = frozenset(
         "media_checks",
         "option_faults",
         "upstream",
+        "upstream_client",
     }
 )

@@ -10,20 +10,14 @@ import asyncio
 import codecs
 import logging
 import os
-import ssl
 import threading
-import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
-import certifi
 import msgspec
-from aiohttp.client_proto import ResponseHandler
 from msgspec import Struct
-from yarl import URL
 
 from modelyard.core.engine import Embeddings, Generation, Ranking
 from modelyard.core.errors import (
@@ -45,19 +39,14 @@ from modelyard.core.events import BlockDelta, Event, Failed, Finished, reply_eve
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.engines.upstream_client import ClientResponse, InvalidResponse, UpstreamClient, environment_proxy
 from modelyard.protocols import openai_embeddings, rerank
 from modelyard.telemetry.masking import add_secrets, header_secrets, mask_secrets, url_secrets
 from modelyard.telemetry.request_capture import current_capture
-from modelyard.write_coalescing import CoalescingTransport, WriteCoalescer
 
 UPSTREAM_LOST, UPSTREAM_UNREACHABLE = "upstream_lost", "upstream_unreachable"  # error codes
 
 _MAX_BODY = 32 << 20  # bytes of a reply that is not a stream
-_CONNECT_TIMEOUT_S = 10.0
-_KEEPALIVE_S = 15.0
-_MAX_IDLE_CONNECTIONS = 32
-_MAX_HEADER_BYTES = 64 << 10
-_SENT_AT_ONCE = 48 << 10  # bytes of a body that never waits for the upstream to read it
 
 
 class UpstreamAddress(Struct, frozen=True, kw_only=True):
@@ -80,7 +69,7 @@ def transport_error(error: aiohttp.ClientError | TimeoutError, upstream: str) ->
         return Timeout(f"{upstream} sent nothing for too long", code="upstream_timeout")
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError | aiohttp.InvalidURL):
         return Unavailable(f"{upstream} cannot be reached: {reason}", code=UPSTREAM_UNREACHABLE)
-    if isinstance(error, aiohttp.ClientResponseError):  # its text has the address, and lines of the answer
+    if isinstance(error, InvalidResponse):
         return Unavailable(f"{upstream} sent an answer that is not valid HTTP", code=UPSTREAM_LOST)
     return Unavailable(f"{upstream} closed the connection: {reason}", code=UPSTREAM_LOST)
 
@@ -264,25 +253,6 @@ class UpstreamErrors(Protocol):
     def read_error(self, status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError: ...
 
 
-class _ResponseHandler(ResponseHandler):
-    """aiohttp starts its parser again for every chunk that is read, in case that it was paused: 2 µs for each event of
-    a stream. Here it does so only if it was. With a coalescer, requests that begin together are sent together."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, coalescer: WriteCoalescer | None = None) -> None:
-        super().__init__(loop)
-        self._coalescer = coalescer
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._coalescer is not None:
-            plain = cast(asyncio.Transport, transport)
-            transport = cast(asyncio.Transport, CoalescingTransport(plain, self._loop, self._coalescer))
-        super().connection_made(transport)
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        if self._reading_paused or self._buffer_paused:
-            super().resume_reading(resume_parser)
-
-
 class Upstream:
     """Another server. Create it on the event loop that uses it."""
 
@@ -291,44 +261,17 @@ class Upstream:
         _check_credentials(address)
         proxy = None if address.is_child or address.socket else environment_proxy(address.base_url)
         add_secrets([*header_secrets(address.headers), *url_secrets(address.base_url), *url_secrets(proxy or "")])
-        limits: dict[str, Any] = {"limit": 0}
-        limits |= {"force_close": True} if address.is_child else {"keepalive_timeout": _KEEPALIVE_S}
-        connector: aiohttp.BaseConnector
-        if address.socket:
-            connector = aiohttp.UnixConnector(address.socket, **limits)
-        else:
-            tls = _tls_context() if address.base_url.startswith("https:") else True
-            connector = aiohttp.TCPConnector(ssl=tls, **limits)
-        # Through a proxy, aiohttp starts TLS on the transport of the connection, which must be the event loop's own.
-        coalescer = WriteCoalescer() if proxy is None else None
-        connector._factory = cast(Any, partial(_ResponseHandler, asyncio.get_running_loop(), coalescer))
-        self._urls: dict[str, URL] = {}
-        self._http = aiohttp.ClientSession(
-            connector=connector,
+        self._http = UpstreamClient(
+            address.base_url,
             headers={"accept-encoding": "identity", "content-type": "application/json", **address.headers},
-            timeout=aiohttp.ClientTimeout(
-                connect=address.timeout, sock_connect=_CONNECT_TIMEOUT_S, sock_read=address.timeout
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
             proxy=proxy,
-            max_line_size=_MAX_HEADER_BYTES,
-            max_field_size=_MAX_HEADER_BYTES,
+            socket=address.socket,
+            timeout=address.timeout,
+            keep_alive=not address.is_child,
         )
 
     async def close(self) -> None:
         await self._http.close()
-
-    async def _send(self, method: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
-        """The response's status and headers. The client's limits cover the connection and the wait for the answer, but
-        not a long upload."""
-        url = self._urls.get(path)
-        if url is None:
-            url = self._urls[path] = URL(self.address.base_url + path)
-        sending = self._http.request(method, url, data=body, allow_redirects=False)
-        if body is None or len(body) <= _SENT_AT_ONCE:
-            return await sending
-        async with asyncio.timeout(self.address.timeout):
-            return await sending
 
     async def stream_chat(self, path: str, body: bytes, protocol: WireProtocol, emit: Emit) -> None:
         """Emits the events of the answer. Retries only before its first byte."""
@@ -337,7 +280,7 @@ class Upstream:
 
         async def attempt() -> None:
             try:
-                reply = await self._send("POST", path, body)
+                reply = await self._http.send("POST", path, body)
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise RetryableError(transport_error(error, self.address.name)) from error
             try:
@@ -352,7 +295,7 @@ class Upstream:
 
         await with_retries(attempt, self._retries)
 
-    async def _emit_events(self, reply: aiohttp.ClientResponse, protocol: WireProtocol, emit: Emit) -> None:
+    async def _emit_events(self, reply: ClientResponse, protocol: WireProtocol, emit: Emit) -> None:
         reader, capture = protocol.reader(), current_capture.get()
         decode = None if capture is None else codecs.getincrementaldecoder("utf-8")("replace").decode
         while chunk := await self._chunk(reply):
@@ -363,7 +306,7 @@ class Upstream:
         else:
             await emit(reader.finish())
             return
-        if reply.content.at_eof():
+        if reply.is_read:
             return
         try:
             async with asyncio.timeout(_DRAIN_S):
@@ -372,14 +315,14 @@ class Upstream:
         except (TimeoutError, ModelyardError):
             return  # the answer is complete
 
-    async def _chunk(self, reply: aiohttp.ClientResponse) -> bytes:
+    async def _chunk(self, reply: ClientResponse) -> bytes:
         """Everything that has arrived; empty at the end."""
         try:
-            return await reply.content.readany()
+            return await reply.read()
         except (aiohttp.ClientError, aiohttp.SocketTimeoutError) as error:
             raise transport_error(error, self.address.name) from error
 
-    async def _read(self, reply: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, reply: ClientResponse) -> bytes:
         body = bytearray()
         while chunk := await self._chunk(reply):
             body += chunk
@@ -389,7 +332,7 @@ class Upstream:
             capture.output(body.decode("utf-8", "replace"))
         return bytes(body)
 
-    async def _refusal(self, reply: aiohttp.ClientResponse, protocol: UpstreamErrors) -> RetryableError:
+    async def _refusal(self, reply: ClientResponse, protocol: UpstreamErrors) -> RetryableError:
         try:
             body = await self._read(reply)
         except ModelyardError:
@@ -403,7 +346,7 @@ class Upstream:
 
         async def attempt() -> None:
             try:
-                reply = await self._send("POST", path, body)
+                reply = await self._http.send("POST", path, body)
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise RetryableError(transport_error(error, self.address.name)) from error
             try:
@@ -421,10 +364,10 @@ class Upstream:
             raise without_secrets(error) from error
         return replies[0]
 
-    async def request_json(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+    async def request_json(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
         """Status and JSON of a short request; None if the reply is not JSON."""
         try:
-            reply = await self._send(method, path, body)
+            reply = await self._http.send(method, path, body)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise transport_error(error, self.address.name) from error
         try:
@@ -444,33 +387,6 @@ def _check_credentials(address: UpstreamAddress) -> None:
             "them can be sent: remove the other",
             code="remote_credentials",
         )
-
-
-def _tls_context() -> ssl.SSLContext:
-    """The authorities of `SSL_CERT_FILE` or `SSL_CERT_DIR`, else those of the system and of certifi."""
-    context = ssl.create_default_context()
-    if not os.environ.get("SSL_CERT_FILE") and not os.environ.get("SSL_CERT_DIR"):
-        context.load_verify_locations(certifi.where())
-    return context
-
-
-def environment_proxy(url: str) -> str | None:
-    """The proxy that `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` name for this address."""
-    parts = urlsplit(url)
-    if urllib.request.proxy_bypass(parts.netloc):
-        return None
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(parts.scheme) or proxies.get("all")
-    if proxy is None:
-        return None
-    proxy = proxy if "://" in proxy else f"http://{proxy}"
-    if (scheme := urlsplit(proxy).scheme) not in ("http", "https"):  # the address itself may hold a password
-        raise InvalidRequest(
-            f"the environment names a {scheme} proxy for {parts.hostname}, and only http and https proxies are "
-            "supported; set NO_PROXY for this host or another proxy",
-            code="proxy_unsupported",
-        )
-    return proxy
 
 
 def map_auth_error(error: ModelyardError, address: UpstreamAddress) -> ModelyardError:

@@ -278,7 +278,7 @@ PROPS_WITHOUT = {"media_marker", "ui", "ui_settings", "chat_template_caps", "mod
 def direct(server: LiveServer, model: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """The reply of the llama-server behind a model, without us."""
     upstream = server.app.scheduler.engine(model).server.upstream  # type: ignore[union-attr]
-    encoded = None if body is None else msgspec.json.encode(body)
+    encoded = b"" if body is None else msgspec.json.encode(body)
     asked = asyncio.run_coroutine_threadsafe(upstream.request_json(method, path, encoded), server.loop)
     status, reply = asked.result(60)
     assert status == 200, reply

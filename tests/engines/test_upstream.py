@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import ssl
 import subprocess
 import threading
@@ -42,7 +41,6 @@ from modelyard.engines.upstream import (
     UpstreamAddress,
     UpstreamJobs,
     append_fields,
-    environment_proxy,
     map_auth_error,
     merge_deltas,
     reject_bare_prompts,
@@ -70,37 +68,6 @@ def test_transport_error_names_the_upstream(error: aiohttp.ClientError | Timeout
     mapped = transport_error(error, "the upstream of 'm'")
     assert (type(mapped), mapped.code) == (kind, code)
     assert "the upstream of 'm'" in mapped.message
-
-
-@pytest.mark.parametrize(
-    ("variables", "url", "proxy"),
-    [
-        ({}, "http://api.example.com/v1", None),
-        ({"http_proxy": "http://proxy:3128"}, "http://api.example.com/v1", "http://proxy:3128"),
-        ({"http_proxy": "http://proxy:3128"}, "https://api.example.com/v1", None),
-        ({"https_proxy": "proxy:3128"}, "https://api.example.com/v1", "http://proxy:3128"),
-        ({"all_proxy": "http://proxy:3128"}, "https://api.example.com/v1", "http://proxy:3128"),
-        ({"http_proxy": "http://proxy:3128", "no_proxy": "example.com"}, "http://api.example.com/v1", None),
-        ({"http_proxy": "http://proxy:3128", "no_proxy": "*"}, "http://api.example.com/v1", None),
-    ],
-)
-def test_the_environment_names_the_proxy(
-    variables: dict[str, str], url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert environment_proxy(url) == proxy
-
-
-def test_a_socks_proxy_is_refused_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("all_proxy", "socks5://me:secret@proxy:1080")
-    with pytest.raises(InvalidRequest, match=r"a socks5 proxy for api\.example\.com") as caught:
-        environment_proxy("https://api.example.com/v1")
-    assert "secret" not in caught.value.message
 
 
 async def test_requests_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +275,7 @@ async def test_stream_becomes_events() -> None:
 
 
 async def test_a_stream_that_is_longer_than_the_buffers_is_read_to_its_end() -> None:
-    """aiohttp pauses the connection meanwhile, and has to be told to go on."""
+    """The connection is paused meanwhile."""
     words = [f"{n:06}" * 40 for n in range(2500)]
     async with fake_upstream(Answer(body=chat_stream(*words))) as upstream:
         collector, connected = Collector(), connect(upstream)
@@ -427,7 +394,6 @@ async def test_silent_upstream_times_out() -> None:
             await forward(upstream, timeout=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 async def test_upstream_that_does_not_read_a_long_body_times_out() -> None:
     async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)

@@ -1,0 +1,449 @@
+"""The HTTP client for upstreams: what a server may send, in any pieces, and what it must not."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import os
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+import uvloop
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.engines.upstream_client import ClientResponse, InvalidResponse, UpstreamClient, environment_proxy
+
+Serve = Callable[["Peer"], Awaitable[None]]
+
+# The server runs on uvloop where it is installed, whose transports differ in details.
+EVENT_LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+class Peer:
+    """The server's side of a connection."""
+
+    def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.number, self.reader, self.writer = number, reader, writer
+
+    async def request(self) -> tuple[str, bytes]:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(head.lower().partition("content-length:")[2].partition("\r\n")[0])
+        return head, await self.reader.readexactly(length)
+
+    async def send(self, *pieces: bytes) -> None:
+        """Each piece alone: the client's loop runs between them."""
+        for piece in pieces:
+            self.writer.write(piece)
+            await self.writer.drain()
+            await asyncio.sleep(0)
+
+    async def left(self) -> None:
+        async with asyncio.timeout(30):
+            while await self.reader.read(1 << 16):
+                pass
+
+
+class Server:
+    def __init__(self, serve: Serve) -> None:
+        self.url, self.connections, self._serve = "", 0, serve
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = Peer(self.connections, reader, writer)
+        self.connections += 1
+        try:
+            await self._serve(peer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the client has left
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def served(serve: Serve, **options: object) -> AsyncIterator[tuple[UpstreamClient, Server]]:
+    server = Server(serve)
+    listening = await asyncio.start_server(server.accept, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    client = UpstreamClient(server.url, **({"headers": {}} | options))  # type: ignore[arg-type]
+    try:
+        async with asyncio.timeout(60):
+            yield client, server
+    finally:
+        await client.close()
+        listening.close()
+
+
+async def read_all(response: ClientResponse) -> bytes:
+    body = b""
+    while data := await response.read():
+        body += data
+    return body
+
+
+def answering(*pieces: bytes) -> Serve:
+    async def serve(peer: Peer) -> None:
+        while True:
+            await peer.request()
+            await peer.send(*pieces)
+
+    return serve
+
+
+def chunked(*chunks: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_response_is_the_same_however_it_is_cut() -> None:
+    whole = CHUNKED + chunked(b"one", b" two " * 9, b"three")
+    for size in (1, 2, 3, 7, 50, len(whole)):
+        pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+        async with served(answering(*pieces)) as (client, server):
+            for _ in range(2):
+                response = await client.send("POST", "/x", b"{}")
+                assert (response.status, response.headers["content-type"]) == (200, "text/plain")
+                assert await read_all(response) == b"one" + b" two " * 9 + b"three"
+                assert response.is_read
+            assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc", b"abc", id="length"),
+        pytest.param(b"HTTP/1.1 204 No Content\r\n\r\n", b"", id="no body"),
+        pytest.param(b"HTTP/1.1 200 OK\nContent-Length: 3\n\nabc", b"abc", id="lines that end with LF"),
+        pytest.param(CHUNKED + b"3  \r\nabc\r\n0\r\n\r\n", b"abc", id="spaces after the size"),
+        pytest.param(CHUNKED + b"3;x=y\r\nabc\r\n0\r\nTrailer: 1\r\n\r\n", b"abc", id="extension and trailer"),
+        pytest.param(
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc",
+            b"abc",
+            id="interim responses",
+        ),
+    ],
+)
+async def test_every_way_to_write_a_response_is_read_and_keeps_the_connection(answer: bytes, body: bytes) -> None:
+    async with served(answering(answer)) as (client, server):
+        for _ in range(2):
+            response = await client.send("POST", "/x", b"{}")
+            assert await read_all(response) == body
+            assert "link" not in response.headers
+        assert server.connections == 1
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"])
+async def test_a_body_without_a_length_ends_with_the_connection(head: bytes) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(head, b"abc", b"def")
+
+    async with served(serve) as (client, server):
+        for _ in range(2):
+            assert await read_all(await client.send("POST", "/x", b"{}")) == b"abcdef"
+        assert server.connections == 2
+
+
+@pytest.mark.parametrize(("name", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+async def test_a_compressed_body_is_read_although_none_was_asked_for(
+    name: str, compress: Callable[[bytes], bytes]
+) -> None:
+    data = compress(b"abc" * 1000)
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: %b\r\nContent-Length: %d\r\n\r\n" % (name.encode(), len(data))
+    async with served(answering(head, *[data[at : at + 1] for at in range(len(data))])) as (client, _):
+        assert await read_all(await client.send("POST", "/x", b"{}")) == b"abc" * 1000
+
+
+async def test_a_reader_that_is_late_pauses_the_connection_and_is_no_timeout() -> None:
+    blocks = [bytes([n % 256]) * 10_000 for n in range(800)]
+    sent = 0
+
+    async def serve(peer: Peer) -> None:
+        nonlocal sent
+        await peer.request()
+        peer.writer.write(CHUNKED)
+        for block in blocks:
+            peer.writer.write(b"%x\r\n%b\r\n" % (len(block), block))
+            await peer.writer.drain()
+            sent += 1
+        await peer.send(b"0\r\n\r\n")
+        await peer.left()
+
+    async with served(serve, timeout=0.2) as (client, _):
+        response = await client.send("POST", "/x", b"{}")
+        before = -1
+        while before != sent:  # until nothing more is taken, for longer than the timeout
+            before = sent
+            await asyncio.sleep(0.3)
+        assert sent < len(blocks)
+        assert await read_all(response) == b"".join(blocks)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_has_its_headers_and_credentials_once() -> None:
+    heads: list[str] = []
+
+    async def serve(peer: Peer) -> None:
+        while True:
+            head, body = await peer.request()
+            heads.append(head)
+            await peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    async with served(serve) as (_, server):
+        url = server.url.replace("http://", "http://user:pass@")
+        client = UpstreamClient(url, headers={"X-Mine": "1", "content-type": "application/json"})
+        for body in (b"{}", b"", b"x" * 100_000):
+            assert await read_all(await client.send("POST", "/a?b=c", body)) == body
+        await client.close()
+    for head in heads:
+        lines = head.strip().split("\r\n")
+        names = [line.partition(":")[0].lower() for line in lines[1:]]
+        assert lines[0] == "POST /a?b=c HTTP/1.1"
+        assert len(set(names)) == len(names)
+        assert {"X-Mine: 1", "Authorization: Basic dXNlcjpwYXNz"} < set(lines)
+
+
+async def test_a_header_cannot_add_a_line() -> None:
+    async with served(answering(CHUNKED + chunked()), headers={"x": "1\r\nInjected: 2"}) as (client, server):
+        with pytest.raises((aiohttp.InvalidURL, ValueError)):
+            await client.send("POST", "/x", b"{}")
+        assert server.connections <= 1
+
+
+async def test_the_credentials_of_a_proxy_are_sent_to_it() -> None:
+    heads: list[str] = []
+
+    async def serve(peer: Peer) -> None:
+        while True:
+            heads.append((await peer.request())[0])
+            await peer.send(CHUNKED + chunked(b"Hi"))
+
+    async with served(serve) as (_, server):
+        proxy = server.url.replace("http://", "http://user:pass@")
+        client = UpstreamClient("http://api.invalid", headers={}, proxy=proxy)
+        for _ in range(2):
+            assert await read_all(await client.send("POST", "/x", b"{}")) == b"Hi"
+        await client.close()
+    for head in heads:
+        assert head.startswith("POST http://api.invalid/x HTTP/1.1\r\n")
+        assert head.count("Proxy-Authorization: Basic dXNlcjpwYXNz\r\n") == 1
+        assert "Host: api.invalid\r\n" in head
+
+
+async def test_without_keep_alive_every_request_has_its_connection() -> None:
+    async with served(answering(CHUNKED + chunked(b"Hi")), keep_alive=False) as (client, server):
+        for _ in range(2):
+            assert await read_all(await client.send("POST", "/x", b"{}")) == b"Hi"
+        assert server.connections == 2
+
+
+async def test_requests_at_the_same_time_get_their_own_responses() -> None:
+    async def serve(peer: Peer) -> None:
+        while True:
+            _, body = await peer.request()
+            await peer.send(CHUNKED, b"%x\r\n" % len(body), body, b"\r\n0\r\n\r\n")
+
+    async with served(serve) as (client, server):
+
+        async def one(n: int) -> bool:
+            body = f"request {n}".encode()
+            return await read_all(await client.send("POST", "/x", body)) == body
+
+        for _ in range(5):
+            assert all(await asyncio.gather(*(one(n) for n in range(50))))
+        assert server.connections <= 50
+
+
+# --- connections that must not be used again --------------------------------------------------------------------------
+
+
+async def test_data_that_nobody_requested_is_never_the_next_response() -> None:
+    """In the same packet as the end of a response, and later."""
+    surplus = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nwrong"
+
+    async def serve(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED + chunked(b"right") + (surplus if peer.number == 0 else b""))
+        if peer.number == 1:
+            await peer.send(surplus)
+        await peer.left()
+        left[peer.number].set()
+
+    left = [asyncio.Event(), asyncio.Event(), asyncio.Event()]
+    async with served(serve) as (client, server):
+        for n in range(3):
+            assert await read_all(await client.send("POST", "/x", b"{}")) == b"right"
+            if n < 2:
+                await left[n].wait()
+        assert server.connections == 3
+
+
+async def test_a_response_before_the_end_of_a_long_request_closes_the_connection() -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.reader.readuntil(b"\r\n\r\n")
+        await peer.send(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
+        await left.wait()
+
+    left = asyncio.Event()
+    async with served(serve) as (client, server):
+        for n in range(2):
+            response = await client.send("POST", "/x", b" " * (32 << 20))
+            assert (response.status, await read_all(response)) == (413, b"no")
+            assert server.connections == n + 1
+        left.set()
+
+
+@pytest.mark.parametrize("sent", [b"", CHUNKED, CHUNKED + b"2\r\nHi\r\n"])
+async def test_closing_a_response_early_closes_the_connection(sent: bytes) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(sent)
+        received.set()
+        await peer.left()
+        left.set()
+
+    received, left = asyncio.Event(), asyncio.Event()
+    async with served(serve) as (client, _):
+        sending = asyncio.create_task(client.send("POST", "/x", b"{}"))
+        await received.wait()
+        if sent:
+            (await sending).close()
+        else:
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+        await left.wait()
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        pytest.param(b"", aiohttp.ServerDisconnectedError, id="nothing"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-", aiohttp.ServerDisconnectedError, id="half of the headers"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", aiohttp.ClientPayloadError, id="half a body"),
+        pytest.param(CHUNKED + b"3\r\nabc\r\n", aiohttp.ClientPayloadError, id="no last chunk"),
+        pytest.param(CHUNKED + b"zz\r\nabc\r\n", InvalidResponse, id="no size"),
+        pytest.param(b"SSH-2.0-OpenSSH_9.2\r\n", InvalidResponse, id="another protocol"),
+        pytest.param(
+            b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", InvalidResponse, id="upgrade"
+        ),
+        pytest.param(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000, InvalidResponse, id="endless headers"),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", InvalidResponse, id="not gzip"
+        ),
+    ],
+)
+async def test_a_broken_response_is_an_error_and_the_next_one_is_not(answer: bytes, error: type[Exception]) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(answer if not sent else CHUNKED + chunked(b"Hi"))
+        sent.append(peer.number)
+
+    sent: list[int] = []
+    async with served(serve, keep_alive=False) as (client, _):
+        with pytest.raises(error):
+            await read_all(await client.send("POST", "/x", b"{}"))
+        assert await read_all(await client.send("POST", "/x", b"{}")) == b"Hi"
+
+
+async def test_what_arrived_before_the_fault_is_read_first() -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED + b"3\r\nabc\r\n")
+
+    async with served(serve) as (client, _):
+        response = await client.send("POST", "/x", b"{}")
+        assert await response.read() == b"abc"
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()
+
+
+@pytest.mark.parametrize("sent", [b"", CHUNKED + b"3\r\nabc\r\n"])
+async def test_silence_is_a_timeout_and_closes_the_connection(sent: bytes) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(sent)
+        await peer.left()
+        left.set()
+
+    left = asyncio.Event()
+    async with served(serve, timeout=0.1) as (client, _):
+        with pytest.raises(aiohttp.SocketTimeoutError):
+            await read_all(await client.send("POST", "/x", b"{}"))
+        await left.wait()
+
+
+async def test_a_stream_may_take_longer_than_the_timeout_as_long_as_it_goes_on() -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED)
+        for _ in range(12):
+            await asyncio.sleep(0.05)
+            await peer.send(b"1\r\nx\r\n")
+        await peer.send(b"0\r\n\r\n")
+        await peer.left()
+
+    async with served(serve, timeout=0.4) as (client, _):
+        assert await read_all(await client.send("POST", "/x", b"{}")) == b"x" * 12
+
+
+async def test_closing_the_client_ends_a_response_that_is_read() -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED + b"3\r\nabc\r\n")
+        await peer.left()
+
+    async with served(serve) as (client, _):
+        response = await client.send("POST", "/x", b"{}")
+        assert await response.read() == b"abc"
+        reading = asyncio.create_task(response.read())
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(aiohttp.ClientError):
+            await reading
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "proxy"),
+    [
+        ({}, "http://api.example.com/v1", None),
+        ({"http_proxy": "http://proxy:3128"}, "http://api.example.com/v1", "http://proxy:3128"),
+        ({"http_proxy": "http://proxy:3128"}, "https://api.example.com/v1", None),
+        ({"https_proxy": "proxy:3128"}, "https://api.example.com/v1", "http://proxy:3128"),
+        ({"all_proxy": "http://proxy:3128"}, "https://api.example.com/v1", "http://proxy:3128"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "example.com"}, "http://api.example.com/v1", None),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "*"}, "http://api.example.com/v1", None),
+    ],
+)
+def test_the_environment_names_the_proxy(
+    variables: dict[str, str], url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment_proxy(url) == proxy
+
+
+def test_a_socks_proxy_is_refused_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("all_proxy", "socks5://me:secret@proxy:1080")
+    with pytest.raises(InvalidRequest, match=r"a socks5 proxy for api\.example\.com") as caught:
+        environment_proxy("https://api.example.com/v1")
+    assert "secret" not in caught.value.message
