@@ -13,10 +13,10 @@ import json
 import sys
 import time
 
-import aiohttp
 import uvloop
 
 from bench.gateway import request_body
+from modelyard.engines.upstream_client import UpstreamClient
 
 _HEADERS = {"content-type": "application/json", "authorization": "Bearer bench"}
 
@@ -24,19 +24,20 @@ _HEADERS = {"content-type": "application/json", "authorization": "Bearer bench"}
 async def load(url: str, seconds: float, connections: int) -> int:
     """The number of responses that were read to their end."""
     body, until, responses = request_body(stream=True).encode(), time.monotonic() + seconds, 0
+    client = UpstreamClient(url, headers=_HEADERS)
 
-    async def repeat(session: aiohttp.ClientSession) -> None:
+    async def repeat() -> None:
         nonlocal responses
         while time.monotonic() < until:
-            async with session.post(url, data=body, headers=_HEADERS) as response:
-                response.raise_for_status()
-                async for _ in response.content.iter_any():
-                    pass
+            response = await client.send("POST", "", body)
+            if response.status != 200:
+                raise SystemExit(f"{url} answered {response.status}")
+            while await response.read():
+                pass
             responses += 1
 
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        await asyncio.gather(*(repeat(session) for _ in range(connections)))
+    await asyncio.gather(*(repeat() for _ in range(connections)))
+    await client.close()
     return responses
 
 
