@@ -459,6 +459,8 @@ class PrefixCache:
                     break
                 # A sequence of which the prompt shares less than half is another conversation; it is kept.
                 half = (len(sequence) + 1) // 2
+                if sequence[half - 1 : half] != ids[half - 1 : half]:
+                    continue  # most differ here: nothing long has to be copied
                 if sequence[:half] == ids[:half] and (length := common_prefix(sequence, ids)) > shared:
                     best, shared = name, length
         if best is None:
