@@ -78,26 +78,35 @@ class UpstreamClient:
         await self._pool.close()
 
     async def send(self, method: str, path: str, body: bytes = b"") -> ClientResponse:
-        """The response whose status and headers have arrived. Raises aiohttp's errors."""
+        """The response whose status and headers have arrived. Raises aiohttp's errors.
+
+        A server may close an idle connection while a request is on its way to it. So if a connection that was used
+        before is lost without a byte of a response, the request is sent again on another one.
+        """
         head = self._heads.get((method, path))
         if head is None:
             url = URL(self._base_url + path)
             head = self._heads[method, path] = _RequestHead(method, url, self._headers, self._proxy, self._pool)
-        try:
-            connection = await self._pool.connect(head.request, [], self._timeout)
-        except TimeoutError as error:
-            raise aiohttp.ConnectionTimeoutError from error
-        if connection.transport is None:  # lost as soon as it was made
-            connection.close()
-            raise aiohttp.ServerDisconnectedError
-        response = ClientResponse(connection, connection.transport, self._read_timeout)
-        try:
-            connection.transport.write(head.encode(len(body)) + body)
-            await response.wait_for_headers()
-        except BaseException:
-            response.close()
-            raise
-        return response
+        while True:
+            try:
+                connection = await self._pool.connect(head.request, [], self._timeout)
+            except TimeoutError as error:
+                raise aiohttp.ConnectionTimeoutError from error
+            if connection.transport is None:  # lost as soon as it was made
+                connection.close()
+                raise aiohttp.ServerDisconnectedError
+            was_used = cast(_Connection, connection.protocol).was_used
+            response = ClientResponse(connection, connection.transport, self._read_timeout)
+            try:
+                connection.transport.write(head.encode(len(body)) + body)
+                await response.wait_for_headers()
+                return response
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not was_used or response.has_begun:
+                    raise
+            except BaseException:
+                response.close()
+                raise
 
 
 class _RequestHead:
@@ -216,6 +225,10 @@ class ClientResponse:
                 return b""
             else:
                 await self._wait()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._header_bytes > 0 or self.status != 0
 
     @property
     def is_read(self) -> bool:

@@ -287,6 +287,41 @@ async def test_data_that_nobody_requested_is_never_the_next_response() -> None:
         assert server.connections == 3
 
 
+async def test_a_request_on_a_connection_that_the_server_has_just_closed_is_sent_again() -> None:
+    async def serve(peer: Peer) -> None:
+        requests.append(await peer.request())
+        await peer.send(CHUNKED + chunked(b"Hi"))
+        if peer.number == 0:
+            requests.append(await peer.request())  # it was on its way when this end closed
+
+    requests: list[tuple[str, bytes]] = []
+    async with served(serve) as (client, server):
+        for body in (b"1", b"2"):
+            assert await read_all(await client.send("POST", "/x", body)) == b"Hi"
+        assert server.connections == 2
+    assert [body for _, body in requests] == [b"1", b"2", b"2"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_request_that_may_have_ended_the_server_is_not_sent_again(begun: bool) -> None:
+    """On a new connection, and on a used one after the first byte of a response."""
+
+    async def serve(peer: Peer) -> None:
+        if begun:
+            await peer.request()
+            await peer.send(CHUNKED + chunked(b"Hi"))
+        requests.append(await peer.request())
+        await peer.send(b"HTTP/1.1" if begun else b"")
+
+    requests: list[tuple[str, bytes]] = []
+    async with served(serve) as (client, server):
+        if begun:
+            await read_all(await client.send("POST", "/x", b"1"))
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await client.send("POST", "/x", b"2")
+        assert (len(requests), server.connections) == (1, 1)
+
+
 async def test_a_response_before_the_end_of_a_long_request_closes_the_connection() -> None:
     async def serve(peer: Peer) -> None:
         await peer.reader.readuntil(b"\r\n\r\n")
