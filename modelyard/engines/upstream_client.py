@@ -95,10 +95,13 @@ class UpstreamClient:
             if connection.transport is None:  # lost as soon as it was made
                 connection.close()
                 raise aiohttp.ServerDisconnectedError
-            was_used = cast(_Connection, connection.protocol).was_used
+            protocol = cast(_Connection, connection.protocol)
+            was_used = protocol.was_used
             response = ClientResponse(connection, connection.transport, self._read_timeout)
             try:
                 connection.transport.write(head.encode(len(body)) + body)
+                if protocol.early:
+                    response.receive(protocol.early)
                 await response.wait_for_headers()
                 return response
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
@@ -142,12 +145,14 @@ class _RequestHead:
 
 
 class _Connection(ResponseHandler):
-    """A connection of the pool. With a coalescer, requests that begin together are sent together."""
+    """A connection of the pool. With a coalescer, requests that begin together are sent together; without one, aiohttp
+    may speak to a proxy before the first request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coalescer: WriteCoalescer | None = None) -> None:
         super().__init__(loop)
         self.response: ClientResponse | None = None
-        self.was_used = False  # before the first request, aiohttp may speak to a proxy
+        self.was_used = False
+        self.early = b""  # what a server says before it is asked: of another protocol, or that it is too late
         self._coalescer = coalescer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -161,8 +166,10 @@ class _Connection(ResponseHandler):
             self.response.receive(data)
         elif self.was_used:
             self.close()  # nothing was requested: the next response would be another one's
+        elif self._coalescer is None:
+            super().data_received(data)  # a proxy answers aiohttp
         else:
-            super().data_received(data)
+            self.early = (self.early + data)[:_MAX_HEADER_BYTES]
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+import uvloop
 from aiohttp.client_reqrep import ConnectionKey
 
 from modelyard.core.errors import (
@@ -49,6 +50,9 @@ from modelyard.engines.upstream import (
 from modelyard.protocols import openai_chat
 from tests.engines.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 
+# As in test_upstream_client.py.
+EVENT_LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
 _HOST = ConnectionKey("host", 1, False, True, None, None, None)
 
 
@@ -81,22 +85,79 @@ async def test_requests_go_through_the_proxy_of_the_environment(monkeypatch: pyt
     assert proxy.requests[0].path == "http://api.invalid/v1/chat/completions"
 
 
-async def test_an_upstream_with_tls_needs_a_certificate_that_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+async def tls_server(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """The TLS settings of a server on localhost, and the certificate that a client has to trust."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     command += f" -addext subjectAltName=DNS:localhost -keyout {key} -out {cert}"
     await asyncio.to_thread(subprocess.run, command.split(), check=True, capture_output=True, timeout=60)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
+    return context, cert
+
+
+async def test_an_upstream_with_tls_needs_a_certificate_that_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, cert = await tls_server(tmp_path)
     async with fake_upstream(Answer(body=chat_stream("Hi")), tls=context) as upstream:
-        address = upstream.url.replace("http://127.0.0.1", "https://localhost")
-        upstream.url = address
+        upstream.url = upstream.url.replace("http://127.0.0.1", "https://localhost")
         with pytest.raises(Unavailable, match=r"cannot be reached: .*certificate"):
             await forward(upstream)
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         assert (await forward(upstream)).text == "Hi"
+
+
+@pytest.mark.parametrize("credentials", ["", "user:pass@"])
+async def test_tls_goes_through_the_tunnel_of_a_proxy_and_the_connection_is_kept(
+    credentials: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tunnel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        host, port = heads[-1].split(" ")[1].split(":")
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1" if host == "localhost" else host, int(port))
+        writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    heads: list[str] = []
+    context, cert = await tls_server(tmp_path)
+    proxy = await asyncio.start_server(tunnel, "127.0.0.1", 0)
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    monkeypatch.setenv("https_proxy", f"http://{credentials}127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+    monkeypatch.setenv("no_proxy", "")
+    async with fake_upstream(Answer(body=chat_stream("Hi")), tls=context) as upstream:
+        upstream.url = upstream.url.replace("http://127.0.0.1", "https://localhost")
+        connected = connect(upstream)
+        for _ in range(3):
+            collector = Collector()
+            await connected.stream_chat("/x", b"{}", PROTOCOL, collector.emit)
+            assert collector.text == "Hi"
+        await connected.close()
+    proxy.close()
+    (head,) = heads
+    assert head.startswith("CONNECT localhost:")
+    assert ("Proxy-Authorization: Basic dXNlcjpwYXNz" in head) is bool(credentials)
+    assert (len(upstream.requests), upstream.connections) == (3, 1)
+    assert all("proxy-authorization" not in request.headers for request in upstream.requests)
+
+
+async def test_a_proxy_that_refuses_the_tunnel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_upstream(Answer(status=407, body=[b"no"])) as proxy:
+        monkeypatch.setenv("https_proxy", proxy.url)
+        monkeypatch.setenv("no_proxy", "")
+        connected = Upstream(UpstreamAddress(name="it", base_url="https://api.invalid/v1"))
+        with pytest.raises(Unavailable, match="it cannot be reached: 407"):
+            await connected.request_json("GET", "/x")
+        await connected.close()
 
 
 async def test_short_request_returns_status_and_json() -> None:

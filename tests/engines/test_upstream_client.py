@@ -393,6 +393,24 @@ async def test_a_broken_response_is_an_error_and_the_next_one_is_not(answer: byt
         assert await read_all(await client.send("POST", "/x", b"{}")) == b"Hi"
 
 
+@pytest.mark.parametrize(
+    ("greeting", "status"),
+    [(b"SSH-2.0-OpenSSH_9.2\r\n", None), (b"HTTP/1.1 408 X\r\nContent-Length: 0\r\n\r\n", 408)],
+)
+async def test_what_a_server_says_before_it_is_asked_is_its_response(greeting: bytes, status: int | None) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.send(greeting)
+        await peer.left()
+
+    async with served(serve) as (client, _):
+        if status is None:
+            with pytest.raises(InvalidResponse):
+                await client.send("POST", "/x", b"{}")
+        else:
+            response = await client.send("POST", "/x", b"{}")
+            assert (response.status, await read_all(response)) == (status, b"")
+
+
 async def test_what_arrived_before_the_fault_is_read_first() -> None:
     async def serve(peer: Peer) -> None:
         await peer.request()
