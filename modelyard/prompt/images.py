@@ -294,8 +294,11 @@ class Images:
         return replace(request, messages=messages)
 
     async def _pages(self, document: Document, with_images: bool) -> tuple[Text | Image, ...]:
-        """Each page: a line that says which one, its text, and its image."""
-        pages = await self._pdf.read(await self._document_data(document.url), with_images=with_images)
+        """Each page: a line that says which one, its text, and its image. A document that is no PDF is text."""
+        data = await self._document_data(document.url)
+        if not data[:1024].lstrip().startswith(PDF_START):
+            return (Text(f"{document.name}:\n\n{_decoded(data)}" if document.name else _decoded(data)),)
+        pages = await self._pdf.read(data, with_images=with_images)
         if not with_images and not any(page.text for page in pages):
             raise Unsupported(
                 "a PDF has no text, and the model does not see images of its pages; send it to a model that does",
@@ -313,23 +316,29 @@ class Images:
     async def _document_data(self, url: str) -> bytes:
         limit = self._settings.max_bytes
         if url[:5].lower() != "data:":
-            data = (await self._fetcher.fetch(url)).data
-        else:
-            clean = await asyncio.to_thread(check_data, url, limit, "document")
-            data = base64.b64decode(clean.partition(",")[2])
-        if not data[:1024].lstrip().startswith(PDF_START):
-            raise _invalid("a document is not a PDF", "document")
-        return data
+            return (await self._fetcher.fetch(url)).data
+        clean = await asyncio.to_thread(check_data, url, limit, "document")
+        return base64.b64decode(clean.partition(",")[2])
 
     async def close(self) -> None:
         await self._fetcher.close()
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise _invalid("a document is neither a PDF nor text in UTF-8", "document")
+    return text
 
 
 def data_url(image: FetchedImage) -> str:
     return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
 
 
-_TOP_TYPES = {"image": "image", "audio": "audio", "document": "application"}
+_TOP_TYPES = {"image": ("image/",), "audio": ("audio/",), "document": ("application/", "text/")}
 _BREAKS = {ord(each): None for each in "\r\n\t "}
 
 
@@ -337,10 +346,10 @@ def check_data(url: str, max_bytes: int, kind: str = "image") -> str:
     """The `data:` URL of an image, audio or document, without the line breaks that programs put into base64."""
     head, comma, body = url[5:].partition(",")
     media_type, *parameters = head.split(";")
-    what, top = _NAMES[kind], _TOP_TYPES[kind]
+    what, types = _NAMES[kind], _TOP_TYPES[kind]
     if not comma or "base64" not in (p.strip().lower() for p in parameters):
-        raise _invalid(f"a data: URL of {what} must read data:{top}/…;base64,…", kind)
-    if not media_type.strip().lower().startswith(f"{top}/"):
+        raise _invalid(f"a data: URL of {what} must read data:{types[0]}…;base64,…", kind)
+    if not media_type.strip().lower().startswith(types):
         held = repr(media_type[:80]) if media_type else "no media type"
         raise _invalid(f"the data: URL of {what} holds {held}, not {_EXPECTED[kind]}", kind)
     if len(body) // 4 * 3 - 2 > max_bytes and len(body := body.translate(_BREAKS)) // 4 * 3 - 2 > max_bytes:
@@ -360,7 +369,7 @@ def check_data(url: str, max_bytes: int, kind: str = "image") -> str:
     return url if len(body) == len(url) - len(head) - 6 else f"data:{head},{body}"
 
 
-_EXPECTED = {"image": "an image/… type", "audio": "an audio/… type", "document": "a PDF"}
+_EXPECTED = {"image": "an image/… type", "audio": "an audio/… type", "document": "a PDF or text"}
 
 
 def request_media(request: Request) -> tuple[Media, ...]:

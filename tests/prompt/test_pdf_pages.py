@@ -69,7 +69,8 @@ async def test_a_model_that_reads_text_gets_the_text_and_a_scan_is_refused() -> 
 @pytest.mark.parametrize(
     ("data", "settings", "reason"),
     [
-        (b"no document", {}, "is not a PDF"),
+        (b"\xff\xfe no document", {}, "neither a PDF nor text"),
+        (b"PK\x03\x04\x00", {}, "neither a PDF nor text"),
         (b"%PDF-1.4 broken", {}, "is damaged"),
         (pdf("a", "b", "c"), {"pdf_max_pages": 2}, "more than 2 pages"),
         (pdf("a"), {"max_bytes": 100}, "larger than 100 bytes"),
@@ -81,13 +82,21 @@ async def test_what_cannot_be_read_is_refused(data: bytes, settings: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "url", ["data:text/plain;base64,AAAA", "data:application/pdf;base64,?", "data:application/pdf,A"]
+    "url", ["data:image/png;base64,AAAA", "data:application/pdf;base64,?", "data:application/pdf,A"]
 )
 async def test_what_is_no_document_has_a_code_of_its_own(url: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         await expand(Document(url))
     assert raised.value.code == "invalid_document"
     assert "data: URL of a document" in raised.value.message
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "text/markdown; charset=utf-8", "application/json", "application/pdf"])
+async def test_a_text_file_is_read_as_its_text_under_its_name(kind: str) -> None:
+    encoded = base64.b64encode("\ufeffGrüße\n".encode()).decode()
+    url = f"data:{kind};base64,{encoded}"
+    assert await expand(Document(url, "notes.md"), with_images=False) == (Text("notes.md:\n\nGrüße\n"),)
+    assert await expand(Document(url)) == (Text("Grüße\n"),)
 
 
 async def test_a_document_of_a_tool_never_ends_the_session() -> None:
