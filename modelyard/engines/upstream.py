@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -77,6 +78,8 @@ def transport_error(error: aiohttp.ClientError | TimeoutError, upstream: str) ->
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Emit = Callable[[Sequence[Event]], Awaitable[bool]]  # returns True once the answer has ended; later events are dropped
 RunJob = Callable[[Emit], Coroutine[Any, Any, None]]
@@ -230,7 +233,7 @@ class RetryPolicy(Struct, frozen=True):
         return delay if delay <= self.max_delay else None
 
 
-async def with_retries(attempt: Callable[[], Awaitable[None]], policy: RetryPolicy) -> None:
+async def with_retries(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy) -> T:
     """Repeats the attempt while it raises RetryableError; raises the error of the last one."""
     attempts = 1
     while True:
@@ -277,23 +280,31 @@ class Upstream:
         """Emits the events of the answer. Retries only before its first byte."""
         if (capture := current_capture.get()) is not None:
             capture.prompt(body.decode("utf-8", "replace"))
+        reply = await with_retries(partial(self._post, path, body, protocol), self._retries)
+        try:
+            if reply.headers.get("content-type", "").startswith("application/json"):
+                await emit(list(reply_events(protocol.read_reply(await self._read(reply)))))
+            else:
+                await self._emit_events(reply, protocol, emit)
+        finally:
+            reply.close()  # an answer that was read to its end has returned its connection before
 
-        async def attempt() -> None:
-            try:
-                reply = await self._http.send("POST", path, body)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise RetryableError(transport_error(error, self.address.name)) from error
-            try:
-                if reply.status >= 300:
-                    raise await self._refusal(reply, protocol)
-                if reply.headers.get("content-type", "").startswith("application/json"):
-                    await emit(list(reply_events(protocol.read_reply(await self._read(reply)))))
-                else:
-                    await self._emit_events(reply, protocol, emit)
-            finally:
-                reply.close()  # an answer that was read to its end has returned its connection before
-
-        await with_retries(attempt, self._retries)
+    async def _post(self, path: str, body: bytes, protocol: UpstreamErrors) -> ClientResponse:
+        """A response that is an answer. Raises RetryableError if there is none."""
+        try:
+            reply = await self._http.send("POST", path, body)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise RetryableError(transport_error(error, self.address.name)) from error
+        if reply.status < 300:
+            return reply
+        try:
+            text = await self._read(reply)
+        except ModelyardError:
+            text = b""  # the status is enough
+        finally:
+            reply.close()
+        refusal = protocol.read_error(reply.status, reply.headers, text)
+        raise RetryableError(map_auth_error(refusal, self.address), "retry-after" in reply.headers)
 
     async def _emit_events(self, reply: ClientResponse, protocol: WireProtocol, emit: Emit) -> None:
         reader, capture = protocol.reader(), current_capture.get()
@@ -332,37 +343,18 @@ class Upstream:
             capture.output(body.decode("utf-8", "replace"))
         return bytes(body)
 
-    async def _refusal(self, reply: ClientResponse, protocol: UpstreamErrors) -> RetryableError:
-        try:
-            body = await self._read(reply)
-        except ModelyardError:
-            body = b""  # the status is enough
-        error = protocol.read_error(reply.status, reply.headers, body)
-        return RetryableError(map_auth_error(error, self.address), "retry-after" in reply.headers)
-
     async def call(self, path: str, body: bytes, protocol: UpstreamErrors) -> Any:
         """The JSON of a request without a stream. Retries like `stream_chat`."""
-        replies: list[Any] = []
-
-        async def attempt() -> None:
+        try:
+            reply = await with_retries(partial(self._post, path, body, protocol), self._retries)
             try:
-                reply = await self._http.send("POST", path, body)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise RetryableError(transport_error(error, self.address.name)) from error
-            try:
-                if reply.status >= 300:
-                    raise await self._refusal(reply, protocol)
-                replies.append(msgspec.json.decode(await self._read(reply)))
+                return msgspec.json.decode(await self._read(reply))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise Incomplete(f"the reply of {self.address.name} is not JSON: {error}") from None
             finally:
                 reply.close()
-
-        try:
-            await with_retries(attempt, self._retries)
         except ModelyardError as error:
             raise without_secrets(error) from error
-        return replies[0]
 
     async def request_json(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
         """Status and JSON of a short request; None if the reply is not JSON."""
