@@ -108,11 +108,8 @@ class CoalescingHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if isinstance(record, RequestLogRecord):  # nothing in it changes, so it can be formatted later
-                self._lines.append(record)
-            else:
-                recent_records.add(record)
-                self._lines.append(self.format(record) + self.terminator)
+            # Nothing in a request's record changes, so it can be formatted later.
+            self._lines.append(record if isinstance(record, RequestLogRecord) else self._line(record))
         except Exception:
             self.handleError(record)
             return
@@ -130,65 +127,48 @@ class CoalescingHandler(logging.StreamHandler[TextIO]):
         try:
             lines, self._lines = self._lines, []
             if lines:
-                self.stream.write(
-                    "".join([line if isinstance(line, str) else self._request_line(line) for line in lines])
-                )
+                self.stream.write("".join([line if isinstance(line, str) else self._line(line) for line in lines]))
                 self.stream.flush()
         except Exception:
             self.handleError(logging.makeLogRecord({"msg": "log lines could not be written"}))
         finally:
             self.release()
 
-    def _request_line(self, record: RequestLogRecord) -> str:
-        recent_records.add(record)
-        return self.format(record) + self.terminator
+    def _line(self, record: logging.LogRecord) -> str:
+        """It is kept in memory, too."""
+        line = self.format(record)
+        recent_records.add(record, line if isinstance(self.formatter, JsonFormatter) else None)
+        return line + self.terminator
 
 
 class LogEntry(msgspec.Struct, gc=False):
-    """What is kept of a record, under the names that a LogRecord has, in a tenth of its memory."""
+    """`line` is the record as JSON. Few objects are kept: the memory of those that are not is used again at once, while
+    it is in the CPU's caches."""
 
     created: float
     levelno: int
-    levelname: str
-    name: str
-    msg: str
-    request_id: str
-    fields: dict[str, Any] | None
-    exc_text: str | None
+    line: str
 
 
 class LogHistory:
-    """The last records of this process, for `modelyard logs` and the admin API. Formatting waits until one is read."""
+    """The last records of this process, for `modelyard logs` and the admin API."""
 
     def __init__(self, size: int = 2000) -> None:
         self._entries: deque[LogEntry] = deque(maxlen=size)
+        self._formatter = JsonFormatter()
 
-    def add(self, record: logging.LogRecord) -> None:
-        self._entries.append(
-            LogEntry(
-                record.created,
-                record.levelno,
-                record.levelname,
-                record.name,
-                record.getMessage(),
-                _request_id(record),
-                getattr(record, "fields", None),
-                logging.Formatter().formatException(record.exc_info) if record.exc_info else record.exc_text,
-            )
-        )
+    def add(self, record: logging.LogRecord, line: str | None = None) -> None:
+        """`line`: the record as JSON, if it is known."""
+        self._entries.append(LogEntry(record.created, record.levelno, line or self._formatter.format(record)))
 
     def read(self, since: float, level: int, request: str, limit: int) -> list[dict[str, Any]]:
         """The newest lines after the unix time `since`, oldest first; `request` is the end of a request's id."""
         found = [entry for entry in list(self._entries) if entry.created > since and entry.levelno >= level]
         found.sort(key=lambda entry: entry.created)  # request lines are added when they are written
+        lines = [{"at": entry.created, **msgspec.json.decode(entry.line)} for entry in found if request in entry.line]
         if request:
-            found = [entry for entry in found if entry.request_id.endswith(request)]
-        as_json = JsonFormatter()
-        newest = [logging.makeLogRecord(msgspec.structs.asdict(entry)) for entry in (found[-limit:] if limit else ())]
-        return [{"at": record.created, **msgspec.json.decode(as_json.format(record))} for record in newest]
-
-
-recent_records: Final = LogHistory()
+            lines = [line for line in lines if line.get("request_id", "").endswith(request)]
+        return lines[-limit:] if limit else []
 
 
 def log_event(
@@ -271,6 +251,9 @@ class JsonFormatter(logging.Formatter):
         except (UnicodeEncodeError, TypeError):  # a lone surrogate or a dict with unusual keys: keep the line
             safe = {name: str(value).encode("utf-8", "backslashreplace").decode() for name, value in line.items()}
             return _encoder.encode(safe).decode()
+
+
+recent_records: Final = LogHistory()
 
 
 @lru_cache(maxsize=2)
