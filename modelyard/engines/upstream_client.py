@@ -81,13 +81,14 @@ class UpstreamClient:
         """The response whose status and headers have arrived. Raises aiohttp's errors.
 
         A server may close an idle connection while a request is on its way to it. So if a connection that was used
-        before is lost without a byte of a response, the request is sent again on another one.
+        before is lost without a byte of a response, the request is sent again on another one, but only once: it may
+        also be what ends the server's processes.
         """
         head = self._heads.get((method, path))
         if head is None:
             url = URL(self._base_url + path)
             head = self._heads[method, path] = _RequestHead(method, url, self._headers, self._proxy, self._pool)
-        while True:
+        for is_last in (False, True):
             try:
                 connection = await self._pool.connect(head.request, [], self._timeout)
             except TimeoutError as error:
@@ -105,11 +106,12 @@ class UpstreamClient:
                 await response.wait_for_headers()
                 return response
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not was_used or response.has_begun:
+                if is_last or not was_used or response.has_begun:
                     raise
             except BaseException:
                 response.close()
                 raise
+        raise AssertionError("the last attempt returns or raises")
 
 
 class _RequestHead:
@@ -137,7 +139,7 @@ class _RequestHead:
             request = self.request
             is_forwarded = request.proxy is not None and not request.is_ssl()  # by a proxy that reads the request
             lines = [f"{request.method} {request.url if is_forwarded else request.url.raw_path_qs} HTTP/1.1"]
-            lines += [f"{name}: {value}" for name, value in request.headers.items() if name != "Content-Length"]
+            lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() != "content-length"]
             if any(separator in line for line in lines for separator in "\r\n\0"):
                 raise aiohttp.InvalidURL(request.url, "a header or the path contains a line break")
             self._start = "\r\n".join([*lines, "Content-Length: "]).encode()

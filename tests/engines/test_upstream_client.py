@@ -302,6 +302,25 @@ async def test_a_request_on_a_connection_that_the_server_has_just_closed_is_sent
     assert [body for _, body in requests] == [b"1", b"2", b"2"]
 
 
+async def test_a_request_that_ends_every_connection_is_sent_again_once() -> None:
+    async def serve(peer: Peer) -> None:
+        while True:
+            _, body = await peer.request()
+            if body == b"bad":
+                sent.append(peer.number)
+                return
+            await together.wait()
+            await peer.send(CHUNKED + chunked(b"Hi"))
+
+    sent: list[int] = []
+    together = asyncio.Barrier(4)
+    async with served(serve) as (client, server):
+        await asyncio.gather(*(client.send("POST", "/x", b"good") for _ in range(4)))
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await client.send("POST", "/x", b"bad")
+        assert (len(sent), server.connections) == (2, 4)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_request_that_may_have_ended_the_server_is_not_sent_again(begun: bool) -> None:
     """On a new connection, and on a used one after the first byte of a response."""
