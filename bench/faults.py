@@ -47,6 +47,7 @@ import psutil
 from msgspec import Struct
 
 from modelyard.library import default_model
+from modelyard.library.cache_dir import cache_dir
 from modelyard.library.llama_server import fetch_binary
 from modelyard.processes.parent_death import die_with_parent
 from tests.workers.ray_nodes import HEAD, ray_nodes
@@ -580,6 +581,7 @@ def main() -> int:
     binary = fetch_binary() if options.engine == "llama_server" else ""  # before the cache folder is the small disk
     model = engine.model.format(path=path, binary=binary)
     config = CONFIG.format(model=model, window=engine.window, streams=options.streams + len(PORTS), disk=disk)
+    (disk / "llama_cpp").symlink_to(cache_dir() / "llama_cpp")  # the library is larger than the disk
     os.environ["MODELYARD_CACHE"] = str(disk)  # measurements of other runs are not used
     chosen = options.only or [name for name, fault in FAULTS.items() if options.engine in fault.engines]
     with tempfile.TemporaryDirectory(prefix="my-faults-") as name, contextlib.ExitStack() as stack:
