@@ -29,6 +29,8 @@ from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.render import Renderer
 from modelyard.scanner.scanner import Scanner
 
+_ANY_BUDGET = 2**31 - 1  # tokens; a larger number does not fit into a message to an engine's process
+
 
 class TextPipeline(Struct, frozen=True):
     """Everything between messages and token ids, in both directions: renderer, tokenizer and output format.
@@ -63,7 +65,7 @@ class TextPipeline(Struct, frozen=True):
         opened = next((at for at, block in enumerate(blocks) if end in block.ends), None) if begin.is_thinking else None
         encode = self.tokenizer.encode
         bounds = tuple(ReasoningBounds(block.start, block.ends, tuple(encode(block.closing))) for block in blocks)
-        return ReasoningBudget(tokens, bounds, opened)
+        return ReasoningBudget(min(tokens, _ANY_BUDGET), bounds, opened)
 
 
 class Model(Struct, frozen=True, kw_only=True):

@@ -61,7 +61,10 @@ class HubReference(Struct, frozen=True):
 def parse_reference(text: str, env: Mapping[str, str] = os.environ) -> HubReference | None:
     """`owner/repo[:quant]`, the same behind `hf.co/`, or the URL of a repository, a folder or a file. None: neither."""
     if "://" in text:
-        url = urlsplit(text)
+        try:
+            url = urlsplit(text)
+        except ValueError:  # a bracket that is not of an IPv6 address
+            return None
         if url.netloc not in (*_HUB_HOSTS, urlsplit(endpoint(env)).netloc):
             return None
         return _parse_path(unquote(url.path).strip("/"))

@@ -246,8 +246,7 @@ class HttpTargets:
             if call.path.partition("?")[0].endswith(_ARRAYS):
                 assert isinstance(data, list), "a reply that is not an array"
                 return str(whole.status_code)
-            is_list = "rerank" in call.path and b'"texts"' in (call.body or b"")  # text-embeddings-inference's form
-            assert isinstance(data, list if is_list else dict), "a reply that is not an object"
+            assert isinstance(data, list if _is_tei(call) else dict), "a reply that is not an object"
             if call.path.startswith("/v1/responses") and isinstance(id := data.get("id"), str):
                 self._ids.append(id)
         return str(whole.status_code)
@@ -286,6 +285,14 @@ def _override_names(client: httpx.Client) -> Iterator[str]:
 
 def _as_text(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _is_tei(call: HttpCall) -> bool:
+    """Whether the reply is text-embeddings-inference's list."""
+    if "rerank" not in call.path:
+        return False
+    body = json.loads(call.body or b"{}")
+    return body.get("documents") is None and body.get("texts") is not None
 
 
 def _shape(call: HttpCall) -> str:

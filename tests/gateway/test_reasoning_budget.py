@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from modelyard.core.engine import ReasoningBudget
 from modelyard.core.events import BlockDelta, BlockStart
 from modelyard.core.output_format import OutputFormat, ReasoningBlock
+from modelyard.core.request import Reasoning
 from modelyard.core.tokenizer import Piece
 from modelyard.scanner import formats
 from modelyard.scanner.scanner import Scanner
+from tests.gateway.harness import make_request, model
 
 CASES = [
     (output_format, block)
@@ -53,3 +57,10 @@ def test_reasoning_that_the_prompt_opens_is_known(name: str, prompt: str) -> Non
     begin = Scanner(output_format, prefill=prompt, new_id=str)
     assert begin.is_thinking
     assert any(begin.reasoning_end in block.ends for block in output_format.reasoning_blocks)
+
+
+def test_a_budget_of_any_size_fits_into_a_message_to_an_engine_process() -> None:
+    request = make_request(reasoning=Reasoning(budget=10**40))
+    budget = model().pipeline.reasoning_budget(request, "<|im_start|>assistant\n")
+    assert budget is not None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(budget), type=ReasoningBudget) == budget

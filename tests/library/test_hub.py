@@ -84,7 +84,19 @@ def test_repositories_are_written_as_ids_with_a_host_or_as_urls(text: str, expec
 
 @pytest.mark.parametrize(
     "text",
-    ["a", "a/b/c", "a/b:", "../a", "/a/b", "a b/c", "hf.co/a", "https://example.com/a/b", "https://hf.co/a", "-a/b"],
+    [
+        "a",
+        "a/b/c",
+        "a/b:",
+        "../a",
+        "/a/b",
+        "a b/c",
+        "hf.co/a",
+        "https://example.com/a/b",
+        "https://hf.co/a",
+        "-a/b",
+        "http://[",
+    ],
 )
 def test_other_texts_are_no_references(text: str):
     assert parse_reference(text, {}) is None

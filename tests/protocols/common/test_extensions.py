@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import fields
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint, Priority, Request, Sampling
@@ -48,6 +49,7 @@ def test_null_means_not_set() -> None:
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2.0}, "min_p"),
         ({"mirostat": 3}, "mirostat"),
+        ({"beam_size": 0}, "beam_size"),
         ({"logit_bias": {"word": 1.0}}, "logit_bias"),
     ],
 )
@@ -56,6 +58,13 @@ def test_values_outside_their_range_are_refused(fields: dict[str, Any], param: s
         read_sampling(ExtensionFields(**fields))
     assert caught.value.param == param
     assert param in caught.value.message
+
+
+@pytest.mark.parametrize("value", [10**40, -(10**40), 2**64, -(2**63) - 1])
+@pytest.mark.parametrize("name", [field.name for field in fields(Sampling) if field.type == int | None])
+def test_whole_numbers_fit_into_a_message_to_another_process(name: str, value: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be between"):
+        read_sampling(ExtensionFields(**{name: value}))
 
 
 @pytest.mark.parametrize(
