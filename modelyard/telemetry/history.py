@@ -9,7 +9,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 
-import msgspec
 from msgspec import Struct, field
 
 from modelyard.core.events import CacheReuse, Timings, Usage
@@ -88,18 +87,13 @@ class HistoryInterval(Struct):
                 self.tokens_per_s.append((usage.output - 1) / timings.decode)
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(RequestRecord).decode
-
-
 class History:
     def __init__(self, limit: int) -> None:
-        # Encoded: the memory of a record's many objects is used again at once, while it is in the CPU's caches.
-        self._records: deque[bytes] = deque(maxlen=limit)
+        self._records: deque[RequestRecord] = deque(maxlen=limit)
         self._intervals: deque[HistoryInterval] = deque(maxlen=_INTERVALS)
 
     def add(self, record: RequestRecord) -> None:
-        self._records.append(_encode(record))
+        self._records.append(record)
         self._interval(record.at).add(record)
 
     def add_queue_length(self, now: float, waiting: int) -> None:
@@ -108,12 +102,11 @@ class History:
 
     def find(self, trace: str) -> list[RequestRecord]:
         """The records of all choices of a request."""
-        name = trace.encode()
-        return [record for data in self._records if name in data and (record := _decode(data)).trace == trace]
+        return [record for record in self._records if record.trace == trace]
 
     def recent(self, limit: int) -> Iterator[RequestRecord]:
         """Newest first."""
-        return map(_decode, itertools.islice(reversed(self._records), limit))
+        return itertools.islice(reversed(self._records), limit)
 
     def intervals(self, now: float) -> list[HistoryInterval]:
         """The intervals of the last hour that had requests, oldest first."""
