@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 from msgspec import Struct
+from msgspec.structs import astuple, replace
 
 from modelyard.core.engine import Embeddings, Generation, Ranking
 from modelyard.core.errors import (
@@ -36,7 +37,7 @@ from modelyard.core.errors import (
     Unsupported,
     with_message,
 )
-from modelyard.core.events import BlockDelta, Event, Failed, Finished, reply_events
+from modelyard.core.events import BlockDelta, Event, Failed, Finished, Started, Usage, reply_events
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.generation_queue import GenerationQueue
@@ -133,6 +134,10 @@ class _UpstreamJob:
         if events and not self.queue.closed:
             if isinstance(last := events[-1], Failed):
                 events = [*events[:-1], Failed(without_secrets(last.error))]
+            elif isinstance(last, Finished) and not _is_plausible(last.usage):
+                events = [*events[:-1], replace(last, usage=_bounded(last.usage))]
+            if isinstance(first := events[0], Started) and not _is_plausible(first.usage):
+                events = [replace(first, usage=_bounded(first.usage)), *events[1:]]
             is_last = isinstance(last, Finished | Failed)
             if not self.queue.put_many(merge_deltas(events), last=is_last) and not is_last:
                 self._drained = asyncio.Event()
@@ -168,6 +173,17 @@ class _UpstreamJob:
             log.error("a forwarded request failed (id %s)", internal.id, exc_info=error)
             error = internal
         self.queue.put_many([Failed(without_secrets(error))], last=True)
+
+
+_MAX_TOKENS = 1 << 40  # that a reply can have; sums of larger counts fit into no database
+
+
+def _is_plausible(usage: Usage) -> bool:
+    return all(0 <= count <= _MAX_TOKENS for count in astuple(usage))
+
+
+def _bounded(usage: Usage) -> Usage:
+    return Usage(*(min(max(count, 0), _MAX_TOKENS) for count in astuple(usage)))
 
 
 def merge_deltas(events: Sequence[Event]) -> Sequence[Event]:

@@ -31,7 +31,7 @@ from modelyard.core.errors import (
     Unavailable,
     Unsupported,
 )
-from modelyard.core.events import BlockDelta, BlockEnd, Event, Failed, Finished, TokenLogprob, Usage
+from modelyard.core.events import BlockDelta, BlockEnd, Event, Failed, Finished, Started, TokenLogprob, Usage
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
 from modelyard.engines.upstream import (
@@ -235,6 +235,17 @@ async def test_missing_end_and_every_kind_of_error_become_a_final_event() -> Non
     lasts = [(await read(jobs.start(run)))[-1] for run in (silent, known, unknown)]
     errors = [last.error for last in lasts if isinstance(last, Failed)]
     assert [type(error) for error in errors] == [Incomplete, Timeout, Internal]
+
+
+async def test_absurd_counts_of_an_upstream_are_bounded() -> None:
+    """They would be more than a database of sums takes."""
+
+    async def run(emit: Emit) -> None:
+        await emit([Started("1", "m", 0, Usage(10**30))])
+        await emit([Finished("end", Usage(10**30, -5, 7))])
+
+    events = [event async for batch in UpstreamJobs().start(run) for event in batch]
+    assert [event.usage for event in events] == [Usage(1 << 40), Usage(1 << 40, 0, 7)]
 
 
 async def test_cancel_works_before_the_first_step_later_and_from_a_thread() -> None:
