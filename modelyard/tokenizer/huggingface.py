@@ -429,6 +429,8 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int], *, specials: bool = True) -> str:
         if not specials:
             ids = [id for id in ids if id not in self._tokens.texts]
+        if self._family == "byte_level":  # the library's decoder does not read added tokens such as "ö"
+            return b"".join(map(self._token_bytes, ids)).decode("utf-8", "replace")
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
