@@ -14,7 +14,7 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import EmbeddingRequest
 from modelyard.protocols.common.extensions import check_positive, present
-from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.json import decode, dumps, encode
 from modelyard.protocols.common.openai_fields import require_model
 from modelyard.protocols.common.vectors import shortened
 from modelyard.protocols.ollama.fields import KeepAlive, nanoseconds, read_keep_alive, write_time
@@ -182,7 +182,7 @@ def write_show(shown: OllamaDescription) -> bytes:
 def _parameters(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for name, value in values.items():
         for one in value if isinstance(value, list | tuple) else (value,):
-            yield name, encode(one).decode() if isinstance(one, str) else str(one)
+            yield name, dumps(one) if isinstance(one, str) else str(one)
 
 
 def _modelfile(shown: OllamaDescription, parameters: Iterable[tuple[str, str]]) -> str:
