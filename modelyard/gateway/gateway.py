@@ -173,6 +173,7 @@ class Gateway:
         self.history = history or History(_HISTORY_REQUESTS)
         self.capabilities = CapabilityCache()
         self.stored, self.files, self.mcp = stored, files, mcp
+        self.draining = False  # the server is ending: it lets requests finish and takes no new ones
         self._diagnostics = CacheDiagnostics()
         self._replay = replay or ReplayMemory()
         self._dedup = RequestDeduplicator()

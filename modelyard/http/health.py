@@ -62,6 +62,8 @@ class HealthEndpoints:
         leases, waiting = self._gateway.leases, self._without_tokenizer()
         usable = [m for name, m in leases.status().items() if name not in waiting]
         ready = leases.is_connected and any(m.state == "ready" or m.loads_on_request for m in usable)
+        if self._gateway.draining:
+            return _json({"status": "draining"}, 503)
         return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     def _without_tokenizer(self) -> set[str]:

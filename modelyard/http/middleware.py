@@ -5,15 +5,22 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from modelyard.core.errors import ModelyardError, NotFound, TooLarge
+from modelyard.core.errors import ModelyardError, NotFound, TooLarge, Unavailable
 from modelyard.http.auth import GOOGLE_KEY, Authenticator, is_workbench
 from modelyard.http.errors import as_modelyard_error, write_error
-from modelyard.http.request_context import CONTEXT_KEY, GEMINI_METHODS, RequestContext, is_gemini, send_error
+from modelyard.http.request_context import (
+    CONTEXT_KEY,
+    GEMINI_METHODS,
+    SHUTTING_DOWN,
+    RequestContext,
+    is_gemini,
+    send_error,
+)
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.log import current_trace, log_event, log_request
 from modelyard.telemetry.metrics import Metrics
@@ -100,6 +107,7 @@ _WITH_ID = (
     "/v1/messages/batches/",
 )
 _DEBUG_ONLY = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
+_READING = ("GET", "HEAD", "OPTIONS")  # answered while the server drains
 _POLLED = "/v1/admin/"  # open pages read it every second
 
 
@@ -119,6 +127,7 @@ class RequestMiddleware:
         self._app, self._inference, self._authenticator, self._metrics = app, inference, authenticator, metrics
         self._workbench = workbench
         self.sockets: dict[str, ASGIApp] = {}  # path → the app of its WebSockets
+        self.is_draining: Callable[[], bool] = lambda: False
         self._max_header_bytes = settings.max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,6 +146,8 @@ class RequestMiddleware:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context)
+            if method not in _READING and self.is_draining():
+                raise _shutting_down()
             if method == "POST" and (handler := self._inference.get(path)) is not None:
                 await handler(scope, receive, send)
             elif self._workbench is not None and is_workbench(path):
@@ -167,6 +178,8 @@ class RequestMiddleware:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context)
+            if self.is_draining():
+                raise _shutting_down()
             if app is None:
                 raise NotFound(f"there is no WebSocket at {scope['path'][:256]}", code="path_not_found")
         except ModelyardError as error:
@@ -225,6 +238,10 @@ def _read_headers(scope: Scope) -> tuple[dict[str, str], int]:
         size += len(name) + len(value)
         headers[name.decode("latin-1")] = value.decode("latin-1")
     return headers, size
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the server is shutting down: try again when it runs again", retry_after=5, code=SHUTTING_DOWN)
 
 
 def _too_large(limit: int) -> TooLarge:
