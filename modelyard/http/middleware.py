@@ -23,6 +23,7 @@ from modelyard.http.request_context import (
 )
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.log import current_trace, log_event, log_request
+from modelyard.telemetry.masking import mask_keys
 from modelyard.telemetry.metrics import Metrics
 
 log = logging.getLogger("modelyard.http")
@@ -183,7 +184,8 @@ class RequestMiddleware:
             if app is None:
                 raise NotFound(f"there is no WebSocket at {scope['path'][:256]}", code="path_not_found")
         except ModelyardError as error:
-            log_event(log, logging.WARNING, "websocket refused", path=scope["path"], why=error.message)
+            path, why = mask_keys(scope["path"]), mask_keys(error.message)
+            log_event(log, logging.WARNING, "websocket refused", path=path, why=why)
             await _refuse_socket(scope, send, context, error)
             return
         await app(scope, receive, send)
@@ -191,6 +193,8 @@ class RequestMiddleware:
     def _account(self, context: RequestContext, method: str, seconds: float) -> None:
         path = context.path
         route = path if path in _ROUTES else _pattern(path)
+        if route != path:
+            path = mask_keys(path)
         self._metrics.http_request(route, method, context.status, seconds)
         if context.error:
             self._metrics.request_failed(context.error)

@@ -36,8 +36,9 @@ class SupervisorHub(Protocol):
     sent something there, with how often."""
 
     path: str
-    heard: Mapping[int, int]
 
+    @property
+    def heard(self) -> Mapping[int, int]: ...
     async def open(self) -> None: ...
     async def close(self) -> None: ...
 
