@@ -65,12 +65,13 @@ from modelyard.protocols.openai_chat.request import (
 # --- the outgoing request -------------------------------------------------------------------------------------------
 
 
-def write_request(request: Request) -> bytes:
+def write_request(request: Request, *, signed_calls: bool = False) -> bytes:
     """Only fields that are set: servers may reject fields that they do not know.
 
-    `max_tokens` is the older name: every local server knows it, and some do not know `max_completion_tokens`.
+    `max_tokens` is the older name: every local server knows it, and some do not know `max_completion_tokens`. With
+    `signed_calls` the signature of reasoning returns on the call behind it, where Google's endpoint sends it.
     """
-    body: dict[str, Any] = {"model": request.model, "messages": _write_messages(request.messages)}
+    body: dict[str, Any] = {"model": request.model, "messages": _write_messages(request.messages, signed_calls)}
     body |= _write_tools(request)
     body |= write_extensions(request)
     body |= _write_reasoning(request)
@@ -94,11 +95,11 @@ def write_request(request: Request) -> bytes:
     return encode(body)
 
 
-def _write_messages(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
+def _write_messages(messages: tuple[Message, ...], signed_calls: bool) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for message in messages:
         if message.role == "assistant":
-            out.append(_write_assistant(message))
+            out.append(_write_assistant(message, signed_calls))
         elif message.role != "tool":
             content = _write_content(message.parts)
             out.append({"role": message.role, "content": content} | present(name=message.name))
@@ -110,9 +111,16 @@ def _write_messages(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
     return out
 
 
-def _write_assistant(message: Message) -> dict[str, Any]:
+def _write_assistant(message: Message, signed_calls: bool) -> dict[str, Any]:
     """Chat has one order only: reasoning, content, calls. Redacted reasoning has no text to send."""
-    calls = [write_call(part) for part in message.parts if isinstance(part, ToolCall)]
+    calls, signature = list[dict[str, Any]](), ""
+    for part in message.parts:
+        if isinstance(part, Thinking):
+            signature = part.signature
+        elif isinstance(part, ToolCall):
+            signed = {"extra_content": {"google": {"thought_signature": signature}}}
+            calls.append(write_call(part) | (signed if signed_calls and signature else {}))
+            signature = ""
     content = _write_content(message.parts)
     thinking = "".join(p.text for p in message.parts if isinstance(p, Thinking) and not p.redacted)
     out: dict[str, Any] = {"role": "assistant", "content": None if calls and content == "" else content}
@@ -334,6 +342,13 @@ class ToolCallDelta(Struct):
     id: str | None = None
     function: CalledDelta | None = None
     custom: CalledDelta | None = None
+    extra_content: Any = None
+
+    @property
+    def signature(self) -> str:
+        """Of the reasoning before the call, from Google's endpoint, which rejects a later turn without it."""
+        google = self.extra_content.get("google") if isinstance(self.extra_content, dict) else None
+        return str(google.get("thought_signature") or "") if isinstance(google, dict) else ""
 
 
 class ChunkDelta(Struct):
@@ -405,11 +420,11 @@ def _between(data: bytes, before: bytes, behind: bytes) -> bytes | None:
 class _OpenBlock:
     """A block of the stream. `index` is None while it waits in the queue, and `pieces` hold its text until then."""
 
-    __slots__ = ("call_id", "custom", "index", "kind", "logprobs", "name", "pieces")
+    __slots__ = ("call_id", "custom", "index", "kind", "logprobs", "name", "pieces", "signature")
 
     def __init__(self, kind: BlockKind, call_id: str = "", custom: bool = False) -> None:
         self.kind, self.call_id, self.custom = kind, call_id, custom
-        self.name = ""
+        self.name = self.signature = ""
         self.pieces: list[str] = []
         self.logprobs: tuple[TokenLogprob, ...] = ()
         self.index: int | None = None
@@ -552,6 +567,8 @@ class ChatStreamReader(SseReader):
         if block is None or (
             delta.id and called.name and delta.id != block.call_id
         ):  # some servers number every call 0
+            if delta.signature:
+                self._add_signature(delta.signature)
             call_id = delta.id or f"call_{self._id}_{self._call_count}"
             block = _OpenBlock("tool_call", call_id, delta.custom is not None)
             self._call_count += 1
@@ -563,6 +580,12 @@ class ChatStreamReader(SseReader):
             block.name = called.name
             self._advance()
         self._extend(block, called.text, ())
+
+    def _add_signature(self, signature: str) -> None:
+        if not self._queue or self._queue[-1].kind != "thinking":
+            self._queue.append(_OpenBlock("thinking"))
+            self._advance()
+        self._queue[-1].signature = signature
 
     def _add_text(self, kind: BlockKind, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not self._queue or self._queue[-1].kind != kind:
@@ -607,7 +630,7 @@ class ChatStreamReader(SseReader):
         block = self._queue[0]
         index = self._open(block) if block.index is None else block.index
         self._queue.popleft()
-        self._out.append(BlockEnd(index, complete=complete))
+        self._out.append(BlockEnd(index, block.signature, complete=complete))
 
     def _close_all(self, finish: str, stop: object) -> None:
         """The end of the answer. After a limit, a call is complete only if its arguments are."""
