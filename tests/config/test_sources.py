@@ -237,7 +237,7 @@ def test_an_unknown_variable_is_a_problem() -> None:
 
 
 def test_other_variables_and_empty_values_are_ignored() -> None:
-    others = ["GOLDEN", "CACHE", "TEMPORARY_SERVER", "WORKER_INDEX", "WORKER_SOCKET", "API_KEY", "ADMIN_KEY"]
+    others = ["GOLDEN", "CACHE", "TEMPORARY_SERVER", "WORKER_INDEX", "WORKER_FOLDER", "API_KEY", "ADMIN_KEY"]
     env = {f"MODELYARD_{name}": "x" for name in others} | {"MODELYARD_HTTP_PORT": "", "PATH": "/bin"}
     found = read_environment(env, NAMES)
     assert (found.data, found.problems) == ({}, [])
