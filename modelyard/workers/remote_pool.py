@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _AVOID_S = 3.0  # a lost engine is reported with every lease request for this long
 _RECONNECT_S = 5.0  # the least time that requests wait for a lost scheduler; a supervised one is back in two or three
+_AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
 _RETRY_AFTER_S = 2.0  # for clients that are refused because the scheduler is lost
 
 
@@ -51,13 +52,12 @@ class RemoteLease(RevocableLease, eq=False):
 
     _pool: RemotePool
     id: int
-    request: msg.WireLeaseRequest
+    request: LeaseRequest
     _future: asyncio.Future[None]
     weight: int
     waited: float = 0.0
     position: int = 0
     spent: int = 0
-    deadline: float | None = None
     is_finished: bool = False
     granted_engine: Engine | None = None
 
@@ -296,10 +296,9 @@ class RemotePool:
         if self._is_unreachable():
             raise self._unreachable()
         id = next(self._ids)
-        wire = msg.to_wire_lease_request(request, with_prompt=self.state.replicas.get(request.model, 1) > 1)
-        lease = self._leases[id] = RemoteLease(
-            self, id, wire, self._loop.create_future(), wire.weight, deadline=request.deadline
-        )
+        prompt = request.prompt[:_AFFINITY_TOKENS] if self.state.replicas.get(request.model, 1) > 1 else ()
+        request = msgspec.structs.replace(request, prompt=prompt)
+        lease = self._leases[id] = RemoteLease(self, id, request, self._loop.create_future(), request.weight)
         if self.is_connected:
             self._send_lease_request(lease)
         return lease
@@ -307,10 +306,7 @@ class RemotePool:
     def _send_lease_request(self, lease: RemoteLease) -> None:
         now = self._loop.time()
         self._lost_engines = {engine: since for engine, since in self._lost_engines.items() if now - since < _AVOID_S}
-        request = lease.request
-        if lease.deadline is not None:  # it may be sent again, to a new scheduler
-            request = msgspec.structs.replace(request, timeout_s=msg.time_left(lease.deadline))
-        self._send(msg.RequestLease(lease.id, request, tuple(self._lost_engines)))
+        self._send(msg.RequestLease(lease.id, msg.with_time_left(lease.request), tuple(self._lost_engines)))
 
     def release(self, lease: RemoteLease) -> None:
         if self._leases.pop(lease.id, None) is not None:

@@ -38,7 +38,6 @@ from modelyard.workers.messages import (
     ReleaseLease,
     RequestLease,
     StoreOperation,
-    WireLeaseRequest,
     decode_for_gateway,
     decode_for_scheduler,
     encode,
@@ -676,11 +675,14 @@ async def test_a_session_stays_on_its_replica(tmp_path: Path) -> None:
         [encode(JoinGateway(VERSION + 1, "x"))],
         [encode(RegisterWorker(VERSION + 1, "w", "ipc:///x"))],
         [encode(JoinGateway(VERSION, "x")), encode(JoinGateway(VERSION, "x"))],
-        [encode(JoinGateway(VERSION, "x")), encode(RequestLease(1, WireLeaseRequest("demo", "main", prompt=b"\0")))],
         [
             encode(JoinGateway(VERSION, "x")),
-            encode(RequestLease(1, WireLeaseRequest("demo", "main"))),
-            encode(RequestLease(1, WireLeaseRequest("demo", "main"))),
+            encode(RequestLease(1, {"model": "demo", "cache": "main", "prompt": ["x"]})),
+        ],
+        [
+            encode(JoinGateway(VERSION, "x")),
+            encode(RequestLease(1, LeaseRequest(model="demo", cache="main"))),
+            encode(RequestLease(1, LeaseRequest(model="demo", cache="main"))),
         ],
     ],
 )

@@ -213,7 +213,7 @@ class ModelPanel:
                 self._progress = ui.linear_progress(0, show_value=False).props(
                     'rounded color=warning aria-label="Loaded"'
                 )
-                self._doing = ui.label("").classes("muted small")
+                self._phase = ui.label("").classes("muted small")
             self._reason = ui.label("").classes("error small text")
             with ui.element("div").classes("stats"):
                 self._memory, self._measured, self._running, self._waiting, self._replicas, self._used = (
@@ -272,14 +272,14 @@ class ModelPanel:
         self._state.set(state)
         self._loading.set_visibility(state == "loading")
         self._progress.set_value(round(record["progress"], 2))
-        self._doing.set_text(f"{record['doing'] or 'waiting'} · {fmt.percent(record['progress'])}")
+        self._phase.set_text(f"{record['phase'] or 'waiting'} · {fmt.percent(record['progress'])}")
         show_notice(self._reason, record["reason"] if state in ("failed", "stopped") else "")
         self._windows.set_text(windows_text(record))
         estimate = record["memory"]["estimate"]
         memory = estimate["total"] if estimate else self._estimated
         self._memory.set(f"≈ {fmt.size(memory)}" if memory else fmt.MISSING)
         self._measured.set(fmt.size(record["memory"]["measured"]))
-        self._running.set(f"{queue['running']} / {queue['places']}")
+        self._running.set(f"{queue['running']} / {queue['slots']}")
         self._waiting.set(fmt.count(queue["waiting"]))
         ready = sum(replica["state"] == "ready" for replica in replicas["items"])
         self._replicas.set(f"{ready} / {replicas['max']}")
