@@ -45,7 +45,6 @@ ALSO_WITHOUT_PREFIX = frozenset(
         "process_start_time_seconds",
     }
 )
-OLD_NAMES = True  # for one release all others are exposed without the prefix, too
 
 
 class MetricSpec(Struct, frozen=True):
@@ -66,8 +65,7 @@ class MetricSpec(Struct, frozen=True):
     @property
     def names(self) -> tuple[str, ...]:
         """All names under which it is exposed."""
-        is_new = self.name == "build_info"
-        return (self.exposed, *((self.name,) if not is_new and (OLD_NAMES or self.name in ALSO_WITHOUT_PREFIX) else ()))
+        return (self.exposed, self.name) if self.name in ALSO_WITHOUT_PREFIX else (self.exposed,)
 
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

@@ -124,7 +124,6 @@ def _pages(session: PageSession) -> dict[str, Callable[..., None]]:
         "/": lambda: models.page(session),
         "/chat": lambda model="": chat.page(session, model),
         "/chat/{id}": lambda id: chat.page(session, id=id),
-        "/playground": lambda model="": chat.page(session, model),  # its former name
         "/requests": lambda: requests.page(session),
         "/requests/{id}": lambda id: requests.detail_page(session, id),
         "/memory": lambda: memory.page(session),

@@ -55,7 +55,6 @@ def problems(text: str, *memory: ModelMemory, machine: MachineMemory = MACHINE) 
             "there is no model file 'no.gguf'",
         ),
         ('[models.m]\npath = "ok.gguf"\nlora = { a = "no.gguf" }', 3, "lora.a", "there is no model file 'no.gguf'"),
-        ('[models.m]\npath = "ok.gguf"\nreplay = "no.jsonl"', 3, "replay", "no.jsonl cannot be read"),
         ('[models.m]\npath = "ok.gguf"\nchat_template = "no.jinja"', 3, "chat_template", "nor a file that exists"),
         (
             '[models.m]\npath = "ok.gguf"\nflash_attn = "off"\ntype_v = "q8_0"',

@@ -107,14 +107,11 @@ def tokenizer_path(options: Options) -> Path:
 
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
-    from modelyard.engines.llama_cpp.replay import read_rules
-
     options: Options = spec.options
     yield from try_options(
         ("path", lambda path: _require_runnable(locate_model_file(path)), options.path),
         ("draft_model_path", locate_model_file, options.draft_model_path),
         ("mmproj", _require_projector, options.mmproj if isinstance(options.mmproj, str) else None),
-        ("replay", lambda path: read_rules(Path(path)), options.replay),
         *((f"lora.{name}", locate_model_file, lora.path) for name, lora in options.lora.items()),
         *((f"control_vectors.{at}", locate_model_file, one.path) for at, one in enumerate(options.control_vectors)),
     )

@@ -52,7 +52,6 @@ from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
 from modelyard.engines.llama_cpp.media_tokens import text_ids
 from modelyard.engines.llama_cpp.model_shape import ModelShape
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, context_layouts, model_capabilities
-from modelyard.engines.llama_cpp.replay import Replay, create_replay
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager, share_caches
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
@@ -87,7 +86,6 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._caches: dict[str, SequenceManager] = {}
         self._draft_model: DraftModel | None = None
         self._kv_store: KvStore | None = None
-        self._replay: Replay | None = None
         self._projector: Projector | None = None
 
     # --- loading and unloading, on the thread -------------------------------------------------------------------------
@@ -179,7 +177,6 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
                 context.encoder = encoder
         created = {name: cache for context in self._contexts for name, cache in context.caches.items()}
         self._caches = {name: created[name] for name in self.spec.caches}
-        self._replay = create_replay(options.replay, path)
         if options.share_across_caches:
             share_caches(list(self._caches.values()))
         if (folder := store_folder(options)) is not None:
@@ -341,8 +338,6 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         job.sampler = JobSampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, text_ids(job.ids))
         if job.prompt.reasoning is not None:
             job.reasoning = ReasoningLimit(job.prompt.reasoning, partial(token_piece, self._vocab))
-        if self._replay is not None:
-            job.mask, job.scripted = None, self._replay.answer(job.prompt.ids, job.prompt.session)
         next(context for context in self._contexts if job.cache in context.caches).admit(job)
 
     def _unload_adapter(self, name: str) -> None:

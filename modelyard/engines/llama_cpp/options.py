@@ -264,10 +264,6 @@ class Options(BaseModel):
         default=256, ge=0, description="MiB of RAM for encoded images and audio that may come again."
     )
 
-    replay: str | None = Field(
-        default=None,
-        description="For tests: a file of scripted answers that replace the model's. Prompts are read and cached.",
-    )
     lora: dict[str, OneLora] = Field(
         default_factory=dict, description="LoRA adapters by the name that requests use: a path, or path and scale."
     )
