@@ -248,7 +248,7 @@ def _handle_table_clicks(session: PageSession) -> None:
     async def clicked(event: Any) -> None:
         id = str(event.args["id"])
         if event.args["act"]:
-            await session.perform(session.client.cancel(id), "Cancelled")
+            await session.perform(session.client.post("requests", id, "cancel"), "Cancelled")
         else:
             ui.navigate.to(f"/requests/{id}")
 
