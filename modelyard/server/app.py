@@ -62,7 +62,7 @@ from modelyard.telemetry.shared_metrics import SharedMetrics
 from modelyard.telemetry.system import SystemMonitor
 from modelyard.workbench.app import WorkbenchApp
 from modelyard.workbench.peer_proxy import host_socket_path, is_host_process, process_socket_path
-from modelyard.workers.remote_pool import RemoteObjectStore, RemotePool, RemoteStore
+from modelyard.workers.remote_pool import RemotePool, RemoteStore
 
 _LIMITS_APART = (
     "each gateway process counts the rate limits of this key by itself until the server is restarted: until then its "
@@ -193,7 +193,7 @@ def _store(config: Config, scheduler: Scheduler | RemotePool) -> tuple[Store, bo
     """The store for data between requests, and whether other gateways share it."""
     in_memory = config.store.backend == "memory"
     if in_memory and isinstance(scheduler, RemotePool):
-        return RemoteStore(scheduler), True
+        return RemoteStore(scheduler, "responses"), True
     return open_store(config.store), not in_memory
 
 
@@ -217,7 +217,7 @@ def _client_objects(config: Config, scheduler: Scheduler | RemotePool) -> Client
     """In a file that the processes of this machine share; with a scheduler process, in that of its machine."""
     store: ObjectStore
     if isinstance(scheduler, RemotePool):
-        store = RemoteObjectStore(scheduler)
+        store = RemoteStore(scheduler, "objects")
     else:
         store = open_object_store(config.store, objects_path())
     owner, ttl_s = OwnerProcess(store), config.store.object_ttl_s

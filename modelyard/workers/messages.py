@@ -22,7 +22,7 @@ different clocks.
                                ←──  LeaseQueued? · (LeaseGranted | LeaseDenied)
     ReleaseLease(ticket)       ──→                                          returned, or no longer wanted
                                ←──  LeaseRevoked(ticket)
-    PoolCommand, GetSnapshot, GetLog, StoreOperation, ObjectOperation ──→
+    PoolCommand, StoreOperation ──→
                                ←──  SchedulerReply(id)
 
 Tokens do not pass the scheduler: a grant names the worker and the engine, and the gateway talks to the worker directly.
@@ -416,44 +416,21 @@ class ReleaseLease(ToScheduler, frozen=True, tag="release"):
 
 
 class PoolCommand(ToScheduler, frozen=True, tag="command"):
-    """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace id, limits of keys."""
+    """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace id, limits of keys, or what
+    `LogHistory.read` selects the scheduler's own newest log lines by."""
 
     id: int
-    verb: Literal["load", "unload", "drain", "scale", "cancel", "reload", "limits"]
+    verb: Literal["load", "unload", "drain", "scale", "cancel", "reload", "limits", "snapshot", "log"]
     model: str = ""
     argument: bytes = b"null"
 
 
-class GetSnapshot(ToScheduler, frozen=True, tag="get"):
-    id: int
-    what: Literal["snapshot", "requests"]
-
-
-class GetLog(ToScheduler, frozen=True, tag="log"):
-    """The scheduler's own newest log lines, as `LogHistory.read` selects them."""
-
-    id: int
-    since: float
-    level: int
-    request: str
-    limit: int
-
-
 class StoreOperation(ToScheduler, frozen=True, tag="store"):
-    """An operation on the store that all gateways share: put if there is a value, delete, or else get."""
+    """An operation on a store that all gateways share: a method of `core.store`. `key` is also the object after which a
+    page begins."""
 
     id: int
-    scope: bytes
-    key: bytes
-    value: bytes | None = None
-    delete: bool = False
-
-
-class ObjectOperation(ToScheduler, frozen=True, tag="object"):
-    """An operation on the object store that all gateways share: a method of `core.store.ObjectStore`. `key` is also
-    the object after which a page begins."""
-
-    id: int
+    store: Literal["responses", "objects"]
     verb: Literal["get", "put", "swap", "delete", "page"]
     scope: bytes
     key: bytes

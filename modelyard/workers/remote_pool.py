@@ -419,15 +419,14 @@ class RemotePool:
         return self._requests
 
     async def refresh(self) -> None:
-        snapshot, requests = await asyncio.gather(
-            self.call(lambda id: msg.GetSnapshot(id, "snapshot")), self.call(lambda id: msg.GetSnapshot(id, "requests"))
-        )
-        self._snapshot = msgspec.msgpack.decode(snapshot or b"", type=PoolSnapshot)
-        self._requests = msgspec.msgpack.decode(requests or b"", type=tuple[RequestSnapshot, ...])
+        found = await self.call(lambda id: msg.PoolCommand(id, "snapshot"))
+        kind = tuple[PoolSnapshot, tuple[RequestSnapshot, ...]]
+        self._snapshot, self._requests = msgspec.msgpack.decode(found or b"", type=kind)
 
     async def log_lines(self, since: float, level: int, request: str, limit: int) -> list[dict[str, Any]]:
         """Of the scheduler's process."""
-        lines = await self.call(lambda id: msg.GetLog(id, since, level, request, limit))
+        query = msgspec.json.encode((since, level, request, limit))
+        lines = await self.call(lambda id: msg.PoolCommand(id, "log", argument=query))
         return msgspec.msgpack.decode(lines or b"", type=list[dict[str, Any]])
 
     def subscribe(self) -> AsyncIterator[ModelStateChange]:
@@ -553,30 +552,11 @@ def _shutting_down() -> Unavailable:
 
 
 class RemoteStore:
-    """`Store` of `core`, kept by the scheduler for all its gateways. Limits and scopes are enforced there."""
+    """A store of `core`, kept by the scheduler for all its gateways: a `Store` of responses, or the `ObjectStore`.
+    Limits and scopes are enforced there."""
 
-    def __init__(self, pool: RemotePool) -> None:
-        self._pool = pool
-
-    async def get(self, scope: str, key: str) -> bytes | None:
-        return await self._pool.call(lambda id: msg.StoreOperation(id, _encode(scope), _encode(key)))
-
-    async def put(self, scope: str, key: str, value: bytes) -> None:
-        await self._pool.call(lambda id: msg.StoreOperation(id, _encode(scope), _encode(key), value))
-
-    async def delete(self, scope: str, key: str) -> bool:
-        reply = await self._pool.call(lambda id: msg.StoreOperation(id, _encode(scope), _encode(key), delete=True))
-        return reply is not None
-
-    async def close(self) -> None:
-        """The pool closes the link."""
-
-
-class RemoteObjectStore:
-    """`ObjectStore` of `core`, kept by the scheduler for all its gateways."""
-
-    def __init__(self, pool: RemotePool) -> None:
-        self._pool = pool
+    def __init__(self, pool: RemotePool, store: Literal["responses", "objects"]) -> None:
+        self._pool, self._store = pool, store
 
     async def get(self, scope: str, key: str) -> bytes | None:
         return await self._call("get", scope, key)
@@ -603,7 +583,9 @@ class RemoteObjectStore:
     async def _call(
         self, verb: Literal["get", "put", "swap", "delete", "page"], scope: str, key: str, **fields: Any
     ) -> bytes | None:
-        return await self._pool.call(lambda id: msg.ObjectOperation(id, verb, _encode(scope), _encode(key), **fields))
+        return await self._pool.call(
+            lambda id: msg.StoreOperation(id, self._store, verb, _encode(scope), _encode(key), **fields)
+        )
 
 
 def _encode(text: str) -> bytes:

@@ -39,6 +39,9 @@ class SchedulerBackend(LeaseProvider, Pool, Protocol):
     def metrics(self) -> Mapping[str, Mapping[str, int]]: ...
 
 
+LogQuery = tuple[float, int, str, int]  # since, level, request, limit
+
+
 class SchedulerPeer(Peer):
     """`connection` is the gateway's number of this connection."""
 
@@ -82,10 +85,7 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             msg.RequestLease: self._on_request_lease,
             msg.ReleaseLease: self._on_release_lease,
             msg.PoolCommand: self._on_command,
-            msg.GetSnapshot: self._on_get_snapshot,
-            msg.GetLog: self._on_get_log,
             msg.StoreOperation: self._on_store_operation,
-            msg.ObjectOperation: self._on_object_operation,
             msg.RegisterWorker: self._on_register_worker,
             msg.Heartbeat: lambda peer, heartbeat: self._send(peer, msg.Heartbeat(heartbeat.number)),
         }
@@ -325,6 +325,10 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
     async def _run_command(self, command: msg.PoolCommand, argument: Any) -> bytes | None:
         pool, name, value = self._backend, command.model, None
         match command.verb:
+            case "snapshot":
+                return msgspec.msgpack.encode((pool.snapshot(), pool.requests()))
+            case "log":
+                return msgspec.msgpack.encode(recent_records.read(*msgspec.convert(argument, LogQuery)))
             case "reload":
                 await self.reload()
                 return msgspec.msgpack.encode(self.config_version)
@@ -344,19 +348,9 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         self._publish()
         return value
 
-    def _on_get_snapshot(self, peer: SchedulerPeer, message: msg.GetSnapshot) -> None:
-        found: Any = self._backend.snapshot() if message.what == "snapshot" else self._backend.requests()
-        self._send(peer, msg.SchedulerReply(message.id, value=msgspec.msgpack.encode(found)))
-
-    def _on_get_log(self, peer: SchedulerPeer, query: msg.GetLog) -> None:
-        lines = recent_records.read(query.since, query.level, query.request, query.limit)
-        self._send(peer, msg.SchedulerReply(query.id, value=msgspec.msgpack.encode(lines)))
-
     def _on_store_operation(self, peer: SchedulerPeer, operation: msg.StoreOperation) -> None:
-        self._reply_value(peer, operation.id, run_store_operation(self._store, operation))
-
-    def _on_object_operation(self, peer: SchedulerPeer, operation: msg.ObjectOperation) -> None:
-        self._reply_value(peer, operation.id, run_object_operation(self._objects, operation))
+        store = self._store if operation.store == "responses" else self._objects
+        self._reply_value(peer, operation.id, run_store_operation(store, operation))
 
     async def close(self) -> None:
         self._timer.cancel()
@@ -372,41 +366,27 @@ def _engines_of(leases: Iterable[Ticket]) -> set[WorkerEngine]:
     return {engine for engine in engines if isinstance(engine, WorkerEngine)}
 
 
-async def run_store_operation(store: Store, operation: msg.StoreOperation) -> bytes | None:
-    """The value found; for a deletion a non-empty value if there was one."""
-    scope, key = _names(operation)
-    if operation.delete:
-        return b"\1" if await store.delete(scope, key) else None
-    if operation.value is None:
-        return await store.get(scope, key)
-    await store.put(scope, key, operation.value)
-    return None
-
-
-async def run_object_operation(objects: ObjectStore | None, operation: msg.ObjectOperation) -> bytes | None:
+async def run_store_operation(store: Any, operation: msg.StoreOperation) -> bytes | None:
     """The value or the page found; for a deletion or an exchange a non-empty value if it took place."""
-    if objects is None:
+    if store is None:
         raise Unavailable("this scheduler keeps no conversations, files and batches", code="store_unusable")
-    scope, key = _names(operation)
-    match operation.verb:
-        case "get":
-            return await objects.get(scope, key)
-        case "put":
-            await objects.put(scope, key, operation.value, operation.ttl_s)
-            return None
-        case "swap":
-            swapped = await objects.swap(scope, key, operation.old, operation.value, operation.ttl_s)
-            return b"\1" if swapped else None
-        case "delete":
-            return b"\1" if await objects.delete(scope, key) else None
-        case "page":
-            limit, newest_first = min(operation.limit, _MAX_PAGE), operation.newest_first
-            rows = await objects.page(scope, after=key, limit=limit, newest_first=newest_first, values=operation.values)
-            return msgspec.msgpack.encode([(name.encode("utf-8", "surrogatepass"), value) for name, value in rows])
-
-
-def _names(operation: msg.StoreOperation | msg.ObjectOperation) -> tuple[str, str]:
     try:
-        return operation.scope.decode("utf-8", "surrogatepass"), operation.key.decode("utf-8", "surrogatepass")
+        scope, key = (name.decode("utf-8", "surrogatepass") for name in (operation.scope, operation.key))
     except UnicodeDecodeError:
         raise InvalidRequest("a scope or key of the store is not UTF-8") from None
+    lifetime = {} if operation.store == "responses" else {"ttl_s": operation.ttl_s}
+    match operation.verb:
+        case "get":
+            found: bytes | None = await store.get(scope, key)
+            return found
+        case "put":
+            await store.put(scope, key, operation.value, **lifetime)
+            return None
+        case "swap":
+            return b"\1" if await store.swap(scope, key, operation.old, operation.value, **lifetime) else None
+        case "delete":
+            return b"\1" if await store.delete(scope, key) else None
+        case "page":
+            limit, newest_first = min(operation.limit, _MAX_PAGE), operation.newest_first
+            rows = await store.page(scope, after=key, limit=limit, newest_first=newest_first, values=operation.values)
+            return msgspec.msgpack.encode([(name.encode("utf-8", "surrogatepass"), value) for name, value in rows])
