@@ -146,7 +146,7 @@ class _Scenario:
         embeds = info.capabilities.embeddings
         if embeds:
             await self._embed()
-        if not info.capabilities.chat:
+        if not info.capabilities.generates:
             task = "embedding" if embeds else "diffusion"
             refused = await self._refusal()
             return ArchitectureResult(self.name, task, refused, embeds=embeds, faults=self._faults)
