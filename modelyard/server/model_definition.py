@@ -19,14 +19,7 @@ from modelyard.config.settings import engine_options
 from modelyard.core.engine import Capabilities, Media
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling, Text
-from modelyard.gateway.model import (
-    THINKING_MODES,
-    UNKNOWN_ENGINE,
-    VERBATIM,
-    Model,
-    TextPipeline,
-    effective_capabilities,
-)
+from modelyard.gateway.model import THINKING_MODES, UNKNOWN_ENGINE, VERBATIM, Model, TextPipeline
 from modelyard.prompt.media import image_placeholder
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate
@@ -110,7 +103,8 @@ def define_later(entry: ModelEntry, settings: ModelSettings, held: LibraryModel)
 
 def trial_fault(model: Model) -> ModelyardError | None:
     """Why the model's template cannot render one short message. A template may parse and still fail."""
-    if model.text is None or model.translates or not effective_capabilities(model).chat:
+    only_reads = model.capabilities is not None and not model.capabilities.generates
+    if model.text is None or model.translates or not model.talks or only_reads:
         return None
     try:
         model.text.renderer.text(Request(model=model.name, messages=(Message("user", (Text("Hi"),)),)))

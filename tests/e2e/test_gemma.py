@@ -39,12 +39,6 @@ PROMPTS = {
     ),
     "empty lines": ("Monday\n\nTuesday\n\n", 8, "Wednesday\n\nThursday\n\nFriday\n\nSaturday\n\n"),
     "scripts": ("# Größe schön\n\n* 你好\n* 你好\n*", 8, " 你好\n* 你好\n*"),
-    "braces": (
-        "for (int i = 0; i < 10; i++) {\n    for (int j = 0; j < 10; j++) {\n        a[i][j] = 0;\n    }\n}\n"
-        "for (int i = 0; i < 10; i++) {\n",
-        17,
-        "    for (int j = 0; j < 10; j++) {\n",
-    ),
 }
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
