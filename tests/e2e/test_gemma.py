@@ -30,14 +30,14 @@ PROMPTS = {
         15,
         "    for x in xs:\n        product *= x\n    return",
     ),
-    "tags": ("<ul>\n  <li><b>One</b></li>\n  <li><b>Two</b></li>\n  <li>", 14, "<b>Three</b></li>\n  <li><b>Four</b>"),
+    "tags": ("<ul>\n  <li><b>One</b></li>\n  <li><b>Two</b></li>\n  <li>", 10, "<b>Three</b></li>\n  <li><b>Four"),
     "tabs": (
         "<table>\n\t<tr>\n\t\t<td>1</td>\n\t\t<td>2</td>\n\t</tr>\n\t<tr>\n\t\t<td>3</td>\n\t\t<td>4</td>\n\t</tr>\n"
         "\t<tr>\n",
-        10,
-        "\t\t<td>5</td>\n\t\t<td>6",
+        8,
+        "\t\t<td>5</td>\n\t\t",
     ),
-    "empty lines": ("Monday\n\nTuesday\n\n", 8, "Wednesday\n\nThursday\n\nFriday\n\nSaturday\n\n"),
+    "empty lines": ("Monday\n\nTuesday\n\n", 6, "Wednesday\n\nThursday\n\nFriday\n\n"),
     "scripts": ("# Größe schön\n\n* 你好\n* 你好\n*", 8, " 你好\n* 你好\n*"),
 }
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -84,9 +84,8 @@ def test_a_completion_is_that_of_llama_server_streamed_and_whole(
     assert whole.usage.completion_tokens == theirs.usage.completion_tokens == count
 
 
-@pytest.mark.parametrize("name", ["indentation", "tags"])
-def test_a_chat_with_a_template_of_the_configuration_is_that_of_llama_server(server: LiveServer, name: str) -> None:
-    prompt, count, part = PROMPTS[name]
+def test_a_chat_with_a_template_of_the_configuration_is_that_of_llama_server(server: LiveServer) -> None:
+    prompt, count, part = PROMPTS["tags"]
     asked: Any = {"messages": [{"role": "user", "content": prompt}], "max_tokens": count}
     with anthropic.Anthropic(base_url=server.url, api_key="-", timeout=120, max_retries=0) as client:
         ours, theirs = (client.messages.create(model=name, **asked) for name in ("gemma-chat", "gemma-server"))

@@ -108,15 +108,16 @@ async def _run(name: str, folder: Path) -> ArchitectureResult:
     from modelyard.engines import llama_cpp
     from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 
-    path = real_models.gemma() if name == GEMMA else architectures.model(name)
+    is_real = name == GEMMA
+    path = real_models.gemma() if is_real else architectures.model(name)
     usual: dict[str, Any] = {
         "n_threads": 1,
-        "n_ubatch": _UBATCH,
-        "n_batch": _UBATCH,
+        "n_ubatch": 4 * _UBATCH if is_real else _UBATCH,
+        "n_batch": 4 * _UBATCH if is_real else _UBATCH,
         "flash_attn": "on",
         "speculation": "ngram",
     }
-    options = llama_cpp.Options(path=str(path), kv_store=str(folder), embeddings=True, **usual)
+    options = llama_cpp.Options(path=str(path), kv_store=str(folder), embeddings=not is_real, **usual)
     engine = LlamaCppEngine(EngineSpec(name, options, {"main": CacheInfo(_WINDOW, 3)}))
     try:
         await engine.open(lambda *_: None)
