@@ -188,7 +188,8 @@ class CacheInfo(Struct, frozen=True):
 
 class Capabilities(Struct, frozen=True):
     modalities: tuple[str, ...] = ("text",)
-    chat: bool = True  # it generates: conversations and bare prompts
+    generates: bool = True  # it continues texts
+    chat: bool = True  # and takes conversations: not without a chat template, which the model's definition knows
     multi_turn: bool = True
     tools: bool = True
     structured: bool = False

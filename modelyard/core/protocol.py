@@ -40,7 +40,7 @@ class ModelCard(Struct, frozen=True):
     owned_by: str = "modelyard"
     aliases: tuple[str, ...] = ()
     modalities: tuple[str, ...] = ("text",)
-    capabilities: tuple[str, ...] = ("completion",)
+    capabilities: tuple[str, ...] = ("completion", "chat")
 
 
 class EventWriter(Protocol):

@@ -63,7 +63,7 @@ def capabilities(options: Options, header: Path | None = None) -> Capabilities:
     """By the file, or by a copy of its header: a model generates, embeds or ranks. By its projector's file: what else
     than text it takes."""
     found = model_capabilities(read_purpose(header or locate_model_file(options.path)), options)
-    if not found.chat or libmtmd.find_library() is None or find_model_file(options.path) is None:
+    if not found.generates or libmtmd.find_library() is None or find_model_file(options.path) is None:
         return found
     projector = variants.locate_projector(options.mmproj, locate_model_file(options.path))
     kinds = variants.projector_kinds(projector) if projector is not None else ()

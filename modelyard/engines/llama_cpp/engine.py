@@ -121,7 +121,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._thread_pool = ThreadPool(loading.max_threads(self.spec))
         defer(self._thread_pool.close)
         attach = self._thread_pool.attach
-        if capabilities.chat:
+        if capabilities.generates:
             self._projector = self._load_projector(path, options)
         if self._projector is not None:
             defer(self._projector.close)
@@ -134,7 +134,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._dry = DrySamplers(self._vocab)
         defer(self._dry.close)
         defer(self._masks.close)
-        if capabilities.chat:
+        if capabilities.generates:
             self._create_caches(options, path)
 
     def _load_projector(self, path: Path, options: Options) -> Projector | None:
@@ -212,7 +212,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     # --- the event loop's side ----------------------------------------------------------------------------------------
 
     def _check(self, job: LlamaCppJob) -> None:
-        if not self.info.capabilities.chat:
+        if not self.info.capabilities.generates:
             raise Unsupported("this model does not generate", code="model_has_no_chat")
         super()._check(job)
 

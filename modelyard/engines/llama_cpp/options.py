@@ -369,7 +369,7 @@ def model_capabilities(purpose: ModelPurpose, options: Options) -> Capabilities:
     return structs.replace(
         CAPABILITIES,
         modalities=("text",),
-        chat=purpose.task == "chat",
+        generates=purpose.task == "chat",
         embeddings=can_embed and embeds,
         embeddings_optional=can_embed and not embeds,
         rerank=purpose.task == "reranking",

@@ -3,7 +3,8 @@
     {"model": "m", "created_at": …, "response": "Hi", "done": false}
     {…, "response": "", "done": true, "done_reason": "stop", "context": [1, …], "total_duration": 4883583458, …}
 
-The prompt is a user's message; with `raw` it is what the model reads, and with `suffix` the text before a gap. The
+The prompt is a user's message; with `raw`, or if the model has no chat template, it is what the model reads, and with
+`suffix` the text before a gap. The
 `context` of a reply carries the conversation so far in numbers, and a client that sends it back continues there. It is
 not made of token ids, so that it survives a change of the model or its template, and has no images.
 """
@@ -67,6 +68,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         prompts=(prompt,) if is_bare and not load_only else (),
         infill=Infill(parsed.suffix) if parsed.suffix else None,
         load_only=load_only,
+        is_text=bool(messages),
         warnings=tuple(warnings),
     )
 

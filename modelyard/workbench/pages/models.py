@@ -303,7 +303,8 @@ class ModelPanel:
         ):
             button.set_visibility(state == "ready" and replicas["max"] > 1)
             button.set_enabled(enabled)
-        self._chat_button.set_visibility(state == "ready" or record["loads_on_request"])
+        is_usable = state == "ready" or record["loads_on_request"]
+        self._chat_button.set_visibility(is_usable and record["capabilities"]["chat"])
 
     async def _unload(self) -> None:
         running = self._record["queue"]["running"]
@@ -357,7 +358,7 @@ def windows_text(record: Json) -> str:
 def capability_tags(record: Json) -> Iterator[str]:
     capabilities = record["capabilities"]
     yield from capabilities["modalities"]
-    for name in ("tools", "structured", "logprobs", "lora", "embeddings", "rerank", "infill"):
+    for name in ("chat", "tools", "structured", "logprobs", "lora", "embeddings", "rerank", "infill"):
         if capabilities[name]:
             yield name
     if len(capabilities["thinking_modes"]) > 1:
