@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from modelyard.accounts.accounts import Accounts
 from modelyard.accounts.file import AccountsFile
 from modelyard.accounts.keys import Key, read_keys
+from modelyard.accounts.owner import OwnerProof
 from modelyard.accounts.settings import KeySettings
 from modelyard.chat_store import ChatStore, default_path
 from modelyard.config.load import ConfigSources
@@ -79,6 +80,7 @@ class ServerApp(Struct):
     admin: AdminService
     objects: ClientObjects
     app: ASGIApp
+    owner: OwnerProof
 
     async def stop(self) -> None:
         await _stop(self.gateway, self.scheduler, self.objects)
@@ -99,9 +101,11 @@ def compose(
     load_config: ConfigLoader | None = None,
     pool: RemotePool | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    owner: OwnerProof | None = None,
 ) -> ServerApp:
     """`pool` is a scheduler in another process; without it, this process has its own. `on_ready` is called when the
-    server can be reached, before the first model is loaded."""
+    server can be reached, before the first model is loaded. `owner`: the token that all its processes have."""
+    owner = owner or OwnerProof()
     add_secrets(config_secrets(config, env))
     add_paths(config_paths(config))
     accounts = make_accounts(config, env)
@@ -141,7 +145,10 @@ def compose(
         gateway,
         service,
         objects,
-        _build_http(config, accounts, scheduler, gateway, peer, service, store, objects, on_ready, env, load_config),
+        _build_http(
+            config, accounts, scheduler, gateway, peer, service, store, objects, on_ready, env, load_config, owner
+        ),
+        owner,
     )
 
 
@@ -233,6 +240,7 @@ def _build_http(
     on_ready: Callable[[], None],
     env: Mapping[str, str],
     load_config: ConfigLoader | None,
+    owner: OwnerProof,
 ) -> ASGIApp:
     settings = config.log
     disk_captures = (
@@ -298,7 +306,7 @@ def _build_http(
         shares_scheduler=isinstance(scheduler, RemotePool),
     )
     workbench = WorkbenchApp(
-        host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
+        owner=owner, host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
     )
     context = front.HttpContext(
         gateway,
@@ -311,6 +319,7 @@ def _build_http(
         library,
         objects.files,
         objects.batches,
+        owner,
     )
     built = front.build_app(context, lifespan)
     return built

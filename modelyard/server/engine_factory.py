@@ -100,6 +100,13 @@ def _names_of_overrides(settings: ModelSettings, fields: Mapping[str, Any]) -> M
     return {alias: allowed[name] for alias, name in canonical.items() if name in allowed}
 
 
+def names_files(settings: ModelSettings, overrides: Mapping[str, Any]) -> bool:
+    """Whether one of these overrides of a load names a file: a draft model, for example."""
+    names = _names_of_overrides(settings, allowed_overrides(settings))
+    local = getattr(plugins.load("engines", settings.backend or ""), "LOCAL_OPTIONS", ()) if names else ()
+    return any(names.get(field, field) in local for field in overrides)
+
+
 def _checked(field: str, value: Any, fields: Mapping[str, Any], override: str, name: str) -> Any:
     if override not in fields:
         known = f"allowed are {', '.join(fields)}" if fields else "its engine allows no overrides"

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp
 
 from modelyard import plugins
+from modelyard.accounts.owner import OwnerProof
 from modelyard.config.library_models import machine_budget, missing_hub_model, read_library_models
 from modelyard.config.load import ConfigSources
 from modelyard.config.settings import Config
@@ -33,9 +35,11 @@ from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import compose, key_limits, make_accounts
 from modelyard.server.config_watcher import on_hangup, watch, watch_library
 from modelyard.server.engine_factory import prepare_engines
-from modelyard.server.running_servers import announced
+from modelyard.server.running_servers import NOTE_VARIABLE, announced, announced_token
 from modelyard.telemetry import log
+from modelyard.telemetry.masking import add_secrets
 from modelyard.telemetry.metrics_hub import MetricsHub
+from modelyard.workbench.peer_proxy import is_host_process
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import scheduler_address
 from modelyard.workers.worker_process import PARENT_VARIABLE
@@ -63,7 +67,8 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
 
 def create_app() -> ASGIApp:
     """The server as an app, for `uvicorn modelyard.server.serve:create_app --factory`: one process, with the files that
-    `modelyard serve` finds. Address, TLS and the limits of connections are uvicorn's."""
+    `modelyard serve` finds. Address, TLS and the limits of connections are uvicorn's. It does not
+    know its address, so no file has its token: only a key can have the role owner."""
     reload = ConfigSources(library=read_library_models)
     config = reload().config
     log.setup(config.log)
@@ -100,7 +105,11 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
     pool = None if scheduler is None else gateway_pool(config, scheduler)
     if pool is not None:
         await pool.wait_ready(_SCHEDULER_WAIT_S)
-    built = compose(config, load_config=load, pool=pool, on_ready=lambda: _announce(config, listener))
+    owner = OwnerProof(announced_token())
+    add_secrets([owner.token])
+    built = compose(
+        config, load_config=load, pool=pool, on_ready=lambda: _announce(config, listener, owner), owner=owner
+    )
     if pool is not None:
         pool.on_config_change, pool.on_new_engine = built.admin.follow, built.admin.fetch_tokenizer
         built.admin.fetch_tokenizers()
@@ -110,7 +119,7 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
     listener = listen(config.http.host, config.http.port, shared=not is_alone)
     http = config.http
     note = (
-        announced(http.host, listener.getsockname()[1], tls=http.ssl_certfile is not None)
+        announced(http.host, listener.getsockname()[1], owner.token, tls=http.ssl_certfile is not None)
         if is_alone
         else nullcontext()
     )
@@ -144,11 +153,12 @@ def gateway_pool(config: Config, endpoint: str) -> RemotePool:
     return RemotePool(endpoint, name, keys=workers.cluster_keys(), heartbeat=workers.heartbeat(), timeout_s=timeout_s)
 
 
-def _announce(config: Config, listener: socket.socket) -> None:
+def _announce(config: Config, listener: socket.socket, owner: OwnerProof) -> None:
     """Called when signal handlers and peer sockets are ready: people and programs wait for this line."""
     http = config.http
+    code = owner.new_code(time.time()) if http.workbench and is_host_process() else ""
     log.announce(
-        http.host, listener.getsockname()[1], http.ssl_certfile is not None, list(config.models), http.workbench
+        http.host, listener.getsockname()[1], http.ssl_certfile is not None, list(config.models), http.workbench, code
     )
 
 
@@ -178,7 +188,9 @@ def _serve_supervised(
                 "MODELYARD_STORE__BACKEND": "sqlite",
                 "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
             }
-        with announced(config.http.host, port, tls=config.http.ssl_certfile is not None):
+        token, tls = OwnerProof().token, config.http.ssl_certfile is not None
+        with announced(config.http.host, port, token, tls=tls) as note:
+            os.environ[NOTE_VARIABLE] = str(note)
             return asyncio.run(run_supervised(argv, config.http.workers, MetricsHub(), extra=beside))
 
 
