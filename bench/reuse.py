@@ -174,7 +174,8 @@ def _turn(record: RequestRecord) -> Turn:
 
 
 def _recorded(served: LiveServer, record: RequestRecord) -> RecordedRequest:
-    found = httpx.get(f"{served.url}/v1/admin/requests/req_{record.trace}", timeout=60, trust_env=False).json()
+    url = f"{served.url}/v1/admin/requests/req_{record.trace}"
+    found = httpx.get(url, headers=served.owner, timeout=60, trust_env=False).json()
     return RecordedRequest(record.endpoint, found["texts"]["request"])
 
 

@@ -25,8 +25,10 @@ from rich.table import Table
 from bench.report import console, machine, mark, show_notes
 from bench.resources import Usage, draw_series, slope, usage
 from bench.servers import Server, modelyard_server
+from modelyard.accounts.owner import OWNER_HEADER
 from modelyard.benchmark.drawing import check_file, save
 from modelyard.library import default_model
+from modelyard.server.running_servers import find_server
 
 _WARMUP = 0.2  # the first part of the run, in which caches fill; slopes are of the rest
 _MAX_SLOPE_MB = 12.0  # per hour
@@ -89,8 +91,9 @@ class Talk:
 
 
 async def run_client(server: Server, number: int, pause_s: float, until: float, outcomes: Counter[str]) -> None:
-    rng = random.Random(number)
-    async with httpx.AsyncClient(base_url=server.url, timeout=_TIMEOUT_S) as http:
+    rng, own = random.Random(number), find_server(server.url)
+    headers = {OWNER_HEADER: own.token} if own is not None else {}
+    async with httpx.AsyncClient(base_url=server.url, timeout=_TIMEOUT_S, headers=headers) as http:
         while time.monotonic() < until:
             talk = Talk(rng.randrange(_TALKS), "real" if number % 4 == 0 else "fake")
             for _ in range(rng.randint(1, _TURNS)):

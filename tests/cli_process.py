@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from modelyard.accounts.owner import OWNER_HEADER
+from modelyard.server.running_servers import find_server
+
 ROOT = Path(__file__).parent.parent
 DEMO = ("--config", str(ROOT / "configs" / "demo.toml"))  # scripted replies: needs no engine build and no model file
 MODELYARD = [sys.executable, "-m", "modelyard"]
@@ -43,8 +46,8 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
 class ServerProcess:
     """A running `modelyard serve`. `lines` are the decoded lines of its log so far, `raw` the lines as text."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+    def __init__(self, process: subprocess.Popen[str], env: dict[str, str]) -> None:
+        self.process, self._env = process, env
         self.lines: list[dict[str, Any]] = []
         self.raw: list[str] = []
         self.url = ""
@@ -56,6 +59,13 @@ class ServerProcess:
         found = re.search(r"http://\S+", self.until("listening on")["message"])
         assert found is not None
         self.url = found.group().replace("localhost", "127.0.0.1")
+
+    @property
+    def owner(self) -> dict[str, str]:
+        """Headers that prove to be the user who runs the server: from its file, as the commands have them."""
+        found = find_server(self.url, self._env)
+        assert found is not None
+        return {OWNER_HEADER: found.token}
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -106,14 +116,15 @@ def serve(folder: Path, *arguments: str, config: str = "", **env: str) -> Iterat
     """Serve on a free port in `folder`, with `config` (TOML) as its modelyard.toml."""
     if config:
         (folder / "modelyard.toml").write_text(config)
+    variables = environment(**env)
     process = subprocess.Popen(
         [*MODELYARD, "serve", "--port", "0", *arguments],
         cwd=folder,
-        env=environment(**env),
+        env=variables,
         stderr=subprocess.PIPE,
         text=True,
     )
-    server = ServerProcess(process)
+    server = ServerProcess(process, variables)
     try:
         server.listen()
         yield server

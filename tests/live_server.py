@@ -6,15 +6,23 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+from modelyard.accounts.owner import OWNER_HEADER
 from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.http.server import make_server
+from modelyard.http.settings import HttpSettings
 from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import ServerApp, compose
+from modelyard.server.running_servers import announced
+
+
+def owner_headers(app: ServerApp) -> dict[str, str]:
+    """They prove that a request comes from the user who runs the server."""
+    return {OWNER_HEADER: app.owner.token}
 
 
 class LiveServer:
@@ -22,6 +30,14 @@ class LiveServer:
 
     def __init__(self, url: str, app: ServerApp, loop: asyncio.AbstractEventLoop, listener: Any) -> None:
         self.url, self.app, self.loop, self.listener = url, app, loop, listener
+
+    @property
+    def owner(self) -> dict[str, str]:
+        return owner_headers(self.app)
+
+    def noted(self) -> AbstractContextManager[Any]:
+        """With the file of a running server, from which commands have the token."""
+        return announced(HttpSettings(), int(self.url.rpartition(":")[2]), self.app.owner.token)
 
     def status(self, model: str) -> Any:
         return self.app.scheduler.status()[model]

@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from modelyard.accounts.settings import BudgetPeriod, KeyRules, KeySettings
+from modelyard.accounts.settings import BudgetPeriod, KeyRole, KeyRules, KeySettings
 from modelyard.core.errors import InvalidRequest, Unauthenticated
 
 KeyState = Literal["active", "expired", "revoked"]
@@ -33,6 +33,7 @@ class Key(Struct, frozen=True, kw_only=True):
     created: float | None = None
     revoked: float | None = None
     admin: bool = False
+    role: KeyRole = "member"
     allow_remote: bool | None = None
     models: tuple[str, ...] = ()
     requests_per_minute: int | None = None

@@ -14,6 +14,7 @@ _MAX_NAME = 64
 _MAX_MODELS, _MAX_PATTERN = 100, 256
 
 BudgetPeriod = Literal["day", "month", "total"]
+KeyRole = Literal["member", "operator", "owner"]
 
 
 def _as_unix_time(value: Any) -> Any:
@@ -43,7 +44,14 @@ class KeyRules(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    admin: bool = Field(default=False, description="Whether this key may also load, unload and inspect models.")
+    admin: bool = Field(
+        default=False, description='Whether this key may also manage models and keys: the same as role = "operator".'
+    )
+    role: KeyRole = Field(
+        default="member",
+        description="What this key may do: use models (member), also manage models and keys and read logs (operator), "
+        "or also change the configuration, which names programs and files (owner).",
+    )
     allow_remote: bool | None = Field(
         default=None,
         description="Whether this key may use models that send data to another server: true allows it, false forbids "
@@ -80,6 +88,16 @@ class KeyRules(BaseModel):
         default=None,
         description="When the key stops working: a date and time (UTC unless it names a zone), or seconds since 1970.",
     )
+
+    @model_validator(mode="after")
+    def _admin_and_role_agree(self) -> Self:
+        """Each gives the other, also in a change that names one of them."""
+        if given := self.model_fields_set & {"admin", "role"}:
+            role = self.role if "role" in given else "operator" if self.admin else "member"
+            if "admin" in given and self.admin != (role != "member"):
+                raise ValueError(f"admin contradicts the role {role}")
+            self.admin, self.role = role != "member", role
+        return self
 
     @field_validator("models")
     @classmethod

@@ -17,6 +17,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from modelyard.accounts.settings import KeyRole
 from modelyard.cli.console import (
     AdminKeyOption,
     ConfigOption,
@@ -152,7 +153,7 @@ def _cells(key: Json, currency: str) -> Iterator[str]:
     yield key["name"]
     yield key["id"]
     yield key["state"]
-    yield ", ".join(filter(None, ("admin" if key["admin"] else "", remote)))
+    yield ", ".join(filter(None, ("" if key["role"] == "member" else key["role"], remote)))
     yield ", ".join(key["models"]) or "all"
     limits = (
         (key["requests_per_minute"], "requests/min"),
@@ -178,7 +179,13 @@ def _time(at: float | None) -> str:
 @keys_app.command()
 def create(
     name: Annotated[str, typer.Argument(help="What logs, metrics and usage call the owner of the key.")],
-    admin: Annotated[bool, typer.Option("--admin", help="It may also manage models and keys.")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="The same as --role operator.")] = False,
+    role: Annotated[
+        KeyRole | None,
+        typer.Option(
+            help="Default: member, who uses models. An operator manages models and keys, an owner everything."
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="A model, cache or route that it may use, or a glob; may be repeated.")
     ] = None,
@@ -204,7 +211,7 @@ def create(
     """
     body = {
         "name": name,
-        "admin": admin,
+        "role": role or ("operator" if admin else "member"),
         "models": model or [],
         "allow_remote": allow_remote,
         "requests_per_minute": requests_per_minute,

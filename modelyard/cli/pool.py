@@ -189,9 +189,9 @@ def status(as_json: JsonOption = False, url: UrlOption = None, key: AdminKeyOpti
 
 def server_report(client: ServerClient) -> Json:
     """What the server says about itself. Without an admin key, only its health."""
-    from modelyard.server.running_servers import running_servers
+    from modelyard.server.running_servers import find_server
 
-    local = next((server for server in running_servers() if server.url == client.url), None)
+    local = find_server(client.url)
     found: Json = {"url": client.url, **client.health(), "pid": local.pid if local else None}
     found["since"] = local.created if local else None
     try:

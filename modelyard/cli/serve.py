@@ -18,6 +18,7 @@ from modelyard.cli.console import (
     UrlOption,
     err,
     load_or_exit,
+    out,
     print_problem,
     run_or_exit,
 )
@@ -120,15 +121,29 @@ def worker(
 
 def workbench(
     url: UrlOption = None,
-    port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 takes a free one.")] = 8010,
+    port: Annotated[
+        int | None, typer.Option(help="Serve the page on this port of this machine; 0 takes a free one.")
+    ] = None,
 ) -> None:
-    """Open the workbench of a server on another machine. A server's own workbench is at /workbench."""
+    """Print a link that opens the workbench of your server as its owner: it works once, within an hour.
+
+    For a server on another machine, or with --port, this serves the page itself, on port 8010.
+    """
+    import time
+
+    from modelyard.accounts.owner import OwnerProof
+    from modelyard.server.running_servers import find_server
     from modelyard.telemetry import log
     from modelyard.telemetry.log import LogSettings
     from modelyard.workbench.app import serve as serve_workbench
 
+    address = find_url(url)
+    if port is None and (own := find_server(address)) is not None and own.token:
+        link = f"{own.url}/workbench?code={OwnerProof(own.token).new_code(time.time())}"
+        out.print(link, markup=False, highlight=False, soft_wrap=True)
+        return
     log.setup(LogSettings())
-    raise typer.Exit(run_or_exit(serve_workbench, find_url(url), port))
+    raise typer.Exit(run_or_exit(serve_workbench, address, 8010 if port is None else port))
 
 
 def launch(

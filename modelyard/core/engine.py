@@ -9,7 +9,7 @@ A `TextEngine` takes token ids and returns token ids; templates, stop strings an
     REMOTE              True if requests leave this machine (default False)
     COUNTS_LOCALLY      True if a chat engine also has `tokenizer_path`, so tokens are counted here
     OWN_PROCESS         True if it gets its own process unless the settings say otherwise (default False)
-    own_process(…)      the same, as a function of the model's configured fields
+    own_process(…)      the same, as a function of the options: the model's file may decide
     LIVE_OVERRIDES      field → type with range: what one load may override (default: nothing)
     LOCAL_OPTIONS       those of them that name files: a worker takes them from its own configuration only
     KV_TYPES            names that `type_k` and `type_v` may have (default: it does not use these settings)

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from modelyard.accounts.keys import Key, KeyRing
+from modelyard.accounts.owner import OWNER_HEADER, OwnerProof, Role, includes
 from modelyard.core.errors import Forbidden, InvalidRequest, Unauthenticated
-from modelyard.http.request_context import ADMIN_PATH, RequestContext
+from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
@@ -50,11 +51,26 @@ def is_docs(path: str) -> bool:
     return path in ("/docs", "/openapi.json") or path.startswith("/docs/")
 
 
-class Authenticator:
-    """Admits or refuses each request before anything else happens."""
+def require(context: RequestContext, role: Role) -> None:
+    """Raise unless the request may do what needs this role."""
+    if includes(context.role, role):
+        return
+    if role != "owner" and context.role == "member":
+        raise Forbidden("this needs an admin key", code="admin_key_required")
+    raise Forbidden(
+        "only the owner of this server may do this. Its user on its machine may: with the modelyard command, or in the "
+        "workbench, with a link that `modelyard workbench` prints. From elsewhere it takes a key with the role owner, "
+        "which that user creates: modelyard keys create NAME --role owner",
+        code="owner_required",
+    )
 
-    def __init__(self, settings: HttpSettings, keys: KeyRing) -> None:
-        self._keys = keys
+
+class Authenticator:
+    """Admits or refuses each request before anything else happens, and says what role it has. Routes say which one
+    they need."""
+
+    def __init__(self, settings: HttpSettings, keys: KeyRing, owner: OwnerProof | None = None) -> None:
+        self._keys, self._owner = keys, owner or OwnerProof()
         self._is_loopback = is_loopback(settings.host)
         self._hosts = frozenset(h.lower() for h in (settings.host, *settings.allowed_hosts))
         self._known_hosts: set[str] = set()  # accepted Host headers; nearly all clients send the same
@@ -109,23 +125,22 @@ class Authenticator:
         self._use(context, key)
 
     def _use(self, context: RequestContext, key: Key) -> None:
-        context.key, context.admin, context.allowed = key.name, key.admin, key.models
+        context.key, context.role, context.allowed = key.name, key.role, key.models
         context.allow_remote, context.forbid_remote = key.allow_remote is True, key.allow_remote is False
 
     def _identify(self, context: RequestContext) -> None:
+        is_owner = OWNER_HEADER in context.headers and self._owner.is_proved(context.headers[OWNER_HEADER])
         if not self._keys.keys and self._is_loopback:
-            context.admin = True  # no keys: a user of the loopback address owns the server
+            context.role = "local"
             context.allow_remote = context.headers.get("x-modelyard-allow-remote", "").lower() == "true"
-            return
-        key = self._keys.match(_secrets(context.headers))
-        if key is not None:
+        elif (key := self._keys.match(_secrets(context.headers))) is not None:
             self._use(context, key)
-        elif not self._is_open(context.path):
+        elif not is_owner and not self._is_open(context.path):
             raise Unauthenticated(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'"
             )
-        if context.path.startswith(ADMIN_PATH) and not context.admin:
-            raise Forbidden("this needs an admin key", code="admin_key_required")
+        if is_owner:
+            context.role = "owner"
 
     def _is_open(self, path: str) -> bool:
         is_page = (self._has_workbench and is_workbench(path)) or (self._has_docs and is_docs(path))

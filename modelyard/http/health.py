@@ -51,9 +51,10 @@ class HealthEndpoints:
             "active_requests": self._gateway.metrics.active,
         }
         context = RequestContext.of(request.scope)
-        if context.key or context.admin:  # anonymous clients do not see which models run
+        is_admin = context.role != "member"
+        if context.key or is_admin:  # anonymous clients do not see which models run
             visible = self._gateway.visible_models(context.allowed)
-            body["models"] = {name: _row(model, context.admin) for name, model in models.items() if name in visible}
+            body["models"] = {name: _row(model, is_admin) for name, model in models.items() if name in visible}
         return _json(body, 503 if status == "unhealthy" else 200)
 
     async def live(self, _request: HttpRequest) -> Response:

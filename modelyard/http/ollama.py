@@ -1,6 +1,6 @@
 """Ollama's endpoints under /api that generate nothing: lists, descriptions, embeddings, and changes of the library.
 
-`/api/chat` and `/api/generate` are inference endpoints like any other. Changes need an admin key where there are keys.
+`/api/chat` and `/api/generate` are inference endpoints like any other. Changes name the role that they need.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from modelyard import __version__
-from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, TooLarge, Unimplemented
+from modelyard.accounts.owner import Role
+from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, TooLarge, Unimplemented
 from modelyard.core.pool import ModelSnapshot, Pool
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import capability_names
 from modelyard.gateway.request_work import RequestWork
+from modelyard.http.auth import require
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body
 from modelyard.http.settings import HttpSettings
@@ -170,7 +172,7 @@ class OllamaEndpoints:
     # --- changes ------------------------------------------------------------------------------------------------------
 
     async def pull(self, request: HttpRequest) -> Response:
-        library, body = self._changes(request), wire.read_model(await self._body(request))
+        library, body = self._changes(request, "local"), wire.read_model(await self._body(request))
         name = body.chosen
         if self._is_configured(name):  # nothing to fetch
 
@@ -178,23 +180,24 @@ class OllamaEndpoints:
                 pass
 
             return await _progress(request, nothing, body.stream is not False)
+        require(RequestContext.of(request.scope), "operator")
         return await _progress(request, lambda on_status: library.pull(name, on_status), body.stream is not False)
 
     def _is_configured(self, name: str) -> bool:
         return self._gateway.router.catalog.find(name) is not None
 
     async def delete(self, request: HttpRequest) -> Response:
-        library, body = self._changes(request), wire.read_model(await self._body(request))
+        library, body = self._changes(request, "operator"), wire.read_model(await self._body(request))
         await library.remove(_untagged(body.chosen))
         return Response(status_code=200)
 
     async def copy(self, request: HttpRequest) -> Response:
-        library, body = self._changes(request), wire.read_copy(await self._body(request))
+        library, body = self._changes(request, "operator"), wire.read_copy(await self._body(request))
         await library.copy(self._own_name(body.source), _untagged(body.destination))
         return Response(status_code=200)
 
     async def create(self, request: HttpRequest) -> Response:
-        library, (model, stream) = self._changes(request), wire.read_create(await self._body(request))
+        library, (model, stream) = self._changes(request, "owner"), wire.read_create(await self._body(request))
         base = self._own_name(model.base) if model.base else ""
         model = wire.renamed(model, _untagged(model.name), base)
         return await _progress(request, lambda on_status: library.create(model, on_status), stream)
@@ -207,23 +210,22 @@ class OllamaEndpoints:
         return cache.model
 
     async def push(self, request: HttpRequest) -> Response:
-        self._changes(request)
+        self._changes(request, "operator")
         raise Unimplemented("models cannot be pushed from here")
 
     async def has_blob(self, request: HttpRequest) -> Response:
-        path = self._changes(request).blob(_digest(request))
+        path = self._changes(request, "owner").blob(_digest(request))
         return Response(status_code=200 if await asyncio.to_thread(path.is_file) else 404)
 
     async def put_blob(self, request: HttpRequest) -> Response:
-        """Not limited by http.max_body_bytes, since a model is larger; only an admin may send one."""
+        """Not limited by http.max_body_bytes, since a model is larger; only the owner may send one."""
         digest = _digest(request)
-        path = self._changes(request).blob(digest)
+        path = self._changes(request, "owner").blob(digest)
         await _receive(request, path, digest.removeprefix("sha256:"))
         return Response(status_code=201)
 
-    def _changes(self, request: HttpRequest) -> LibraryOperations:
-        if not RequestContext.of(request.scope).admin:
-            raise Forbidden("this needs an admin key", code="admin_key_required")
+    def _changes(self, request: HttpRequest, role: Role) -> LibraryOperations:
+        require(RequestContext.of(request.scope), role)
         if self._library is None:
             raise Unimplemented("this server has no library of models")
         return self._library

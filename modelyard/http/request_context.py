@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from msgspec import Struct, field
 from starlette.types import Receive, Scope, Send
 
+from modelyard.accounts.owner import Role
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.events import CacheReuse
 from modelyard.core.protocol import INLINE_BYTES, WireError
@@ -65,7 +66,7 @@ class RequestContext(Struct):
     headers: Mapping[str, str]
     arrived: float = field(default_factory=time.perf_counter)
     key: str = ""
-    admin: bool = False
+    role: Role = "member"
     allow_remote: bool = False
     forbid_remote: bool = False
     allowed: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from modelyard.accounts.keys import KeyRing
+from modelyard.accounts.owner import OwnerProof
 from modelyard.core.protocol import WireProtocol
 from modelyard.gateway.batches import Batches
 from modelyard.gateway.files import Files
@@ -73,6 +74,7 @@ class HttpContext(Struct, frozen=True):
     library: ollama.LibraryOperations | None = None  # None: models cannot be pulled, created or removed over HTTP
     files: Files | None = None
     batches: Batches | None = None
+    owner: OwnerProof | None = None
 
 
 def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp:
@@ -84,7 +86,7 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
         exception_handlers=EXCEPTION_HANDLERS,
     )
     handlers = {route.path: route.app for route in inference}
-    authenticator = Authenticator(settings, context.keys)
+    authenticator = Authenticator(settings, context.keys, context.owner)
     if context.batches is not None:
         runnable = {route.path: route.app for route in (*inference, *token_routes)}
         context.batches.execute = LineExecutor(runnable, authenticator)

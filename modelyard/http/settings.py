@@ -68,11 +68,11 @@ class HttpSettings(BaseModel):
     docs: bool = Field(default=True, description="Serve the interactive API documentation at /docs.")
     workbench: bool = Field(
         default=True,
-        description="Serve the workbench at /workbench. Its pages open without a key and then ask for an admin key.",
+        description="Serve the workbench at /workbench. Its pages open without a key; what they show needs a role.",
     )
     edit_config: bool = Field(
         default=True,
-        description="Whether an admin key may change models, caches and routes in the configuration files over HTTP, "
+        description="Whether the owner may change models, caches and routes in the configuration files over HTTP, "
         "and so which programs and files of this machine the server uses.",
     )
 

@@ -23,7 +23,7 @@ from modelyard.library.cache_dir import cache_dir
 from modelyard.library.progress import ProgressReporter
 from modelyard.mcp.servers import McpServers
 from modelyard.mcp.settings import McpSettings
-from modelyard.server.engine_factory import model_specs, override_schemas, prepare_engines, with_overrides
+from modelyard.server.engine_factory import model_specs, names_files, override_schemas, prepare_engines, with_overrides
 from modelyard.server.memory_estimate import available_memory, estimate_memory
 from modelyard.server.model_definition import ModelDefinition, define_later, define_model, trial_fault
 from modelyard.telemetry.masking import add_paths, add_secrets
@@ -65,6 +65,9 @@ class AdminService:
             overrides=override_schemas(self._config, model),
             definition=public_settings(settings),
         )
+
+    def names_files(self, model: str, overrides: Mapping[str, Any]) -> bool:
+        return names_files(self._config.models[model], overrides)
 
     def routes(self) -> list[dict[str, Any]]:
         """The rules that decide where a model name leads, in their order: routes, aliases, then the default."""

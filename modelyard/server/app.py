@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from modelyard.accounts.accounts import Accounts
 from modelyard.accounts.file import AccountsFile
 from modelyard.accounts.keys import Key, read_keys
+from modelyard.accounts.owner import OwnerProof
 from modelyard.accounts.settings import KeySettings
 from modelyard.chat_store import ChatStore, default_path
 from modelyard.config.load import ConfigSources
@@ -80,6 +81,7 @@ class ServerApp(Struct):
     admin: AdminService
     objects: ClientObjects
     app: ASGIApp
+    owner: OwnerProof
 
     async def drain(self) -> None:
         """Batches are put back: another process goes on with them, or this one after its restart."""
@@ -108,9 +110,11 @@ def compose(
     load_config: ConfigLoader | None = None,
     pool: RemotePool | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    owner: OwnerProof | None = None,
 ) -> ServerApp:
     """`pool` is a scheduler in another process; without it, this process has its own. `on_ready` is called when the
-    server can be reached, before the first model is loaded."""
+    server can be reached, before the first model is loaded. `owner`: the token that all its processes have."""
+    owner = owner or OwnerProof()
     add_secrets(config_secrets(config, env))
     add_paths(config_paths(config))
     accounts = make_accounts(config, env)
@@ -152,8 +156,20 @@ def compose(
         service,
         objects,
         _build_http(
-            config, accounts, scheduler, gateway, shared_metrics, service, store, objects, on_ready, env, load_config
+            config,
+            accounts,
+            scheduler,
+            gateway,
+            shared_metrics,
+            service,
+            store,
+            objects,
+            on_ready,
+            env,
+            load_config,
+            owner,
         ),
+        owner,
     )
 
 
@@ -245,6 +261,7 @@ def _build_http(
     on_ready: Callable[[], None],
     env: Mapping[str, str],
     load_config: ConfigLoader | None,
+    owner: OwnerProof,
 ) -> ASGIApp:
     settings = config.log
     disk_captures = (
@@ -310,7 +327,7 @@ def _build_http(
         shares_scheduler=isinstance(scheduler, RemotePool),
     )
     workbench = WorkbenchApp(
-        host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
+        owner=owner, host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
     )
     context = front.HttpContext(
         gateway,
@@ -323,6 +340,7 @@ def _build_http(
         library,
         objects.files,
         objects.batches,
+        owner,
     )
     built = front.build_app(context, lifespan)
     return built

@@ -12,6 +12,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from modelyard.accounts.owner import OWNER_HEADER
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unauthenticated, Unavailable
 
 if TYPE_CHECKING:
@@ -48,13 +49,17 @@ def no_server(url: str) -> Unavailable:
 
 
 class ServerClient:
-    """Every method raises a ModelyardError if it fails."""
+    """Every method raises a ModelyardError if it fails. To a server of this user it proves that it comes from them."""
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float | None = 60) -> None:
         import httpx
 
+        from modelyard.server.running_servers import find_server
+
         self.url, self.key = url.rstrip("/"), key
         headers = {"authorization": f"Bearer {key}"} if key else {}
+        if (own := find_server(self.url)) is not None and own.token:
+            headers[OWNER_HEADER] = own.token
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         # A proxy of the environment is for other machines.
         self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=not is_local(url))
@@ -122,10 +127,11 @@ class ServerClient:
             raise self._explained(error) from None
         if reply.status_code == 401:
             raise Unauthenticated("the server needs an API key: --key or MODELYARD_API_KEY")
-        if reply.status_code == 403:
-            raise Forbidden("this needs an admin key: --key or MODELYARD_ADMIN_KEY")
         if reply.status_code not in accepted:
-            raise openai_chat.read_error(reply.status_code, reply.headers, reply.content)
+            refused = openai_chat.read_error(reply.status_code, reply.headers, reply.content)
+            if refused.code == "admin_key_required":
+                raise Forbidden("this needs an admin key: --key or MODELYARD_ADMIN_KEY")
+            raise refused
         try:
             return msgspec.json.decode(reply.content, type=Json)
         except msgspec.MsgspecError:

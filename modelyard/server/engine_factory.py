@@ -100,6 +100,13 @@ def _names_of_overrides(settings: ModelSettings, fields: Mapping[str, Any]) -> M
     return {alias: allowed[name] for alias, name in canonical.items() if name in allowed}
 
 
+def names_files(settings: ModelSettings, overrides: Mapping[str, Any]) -> bool:
+    """Whether one of these overrides of a load names a file: a draft model, for example."""
+    names = _names_of_overrides(settings, allowed_overrides(settings))
+    local = getattr(plugins.load("engines", settings.backend or ""), "LOCAL_OPTIONS", ()) if names else ()
+    return any(names.get(field, field) in local for field in overrides)
+
+
 def _checked(field: str, value: Any, fields: Mapping[str, Any], override: str, name: str) -> Any:
     if override not in fields:
         known = f"allowed are {', '.join(fields)}" if fields else "its engine allows no overrides"
@@ -130,7 +137,7 @@ def model_spec(
         module, spec = plugins.load("engines", entry.backend), engine_spec(entry, settings)
         if place is not None:
             return place(entry.backend, spec, identity, node)
-        if runs_in_own_process(settings):
+        if runs_in_own_process(settings, spec):
             return create_process_engine(entry.backend, spec, plugins.engine_kind(module, spec.options))
         engine: Engine = module.create(spec)
         return engine
@@ -160,15 +167,16 @@ def model_spec(
     )
 
 
-def runs_in_own_process(settings: ModelSettings) -> bool:
-    """Whether the engine gets its own process: by its settings, for another Python interpreter, or by its module."""
+def runs_in_own_process(settings: ModelSettings, spec: EngineSpec) -> bool:
+    """Whether the engine gets its own process: by its settings, for another Python interpreter, or by its module,
+    which may look at the model's file."""
     if settings.placement != "auto":
         return settings.placement == "process"
     if settings.python is not None:
         return True
     module = plugins.load("engines", settings.backend or "")
     if hasattr(module, "own_process"):
-        return bool(module.own_process(settings.options))
+        return bool(module.own_process(spec.options))
     return bool(getattr(module, "OWN_PROCESS", False))
 
 
@@ -198,7 +206,7 @@ def _identity(entry: ModelEntry, settings: ModelSettings) -> str:
         spec = engine_spec(entry, settings)
     except (ModelyardError, ValidationError):  # not loadable; a corrected model has another identity
         return f"{entry.name}:{hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]}"
-    description = _describe(entry.backend, spec) + f"\n{runs_in_own_process(settings)}"
+    description = _describe(entry.backend, spec) + f"\n{runs_in_own_process(settings, spec)}"
     return f"{entry.name}:{hashlib.sha256(description.encode()).hexdigest()[:16]}"
 
 

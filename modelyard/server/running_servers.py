@@ -7,6 +7,7 @@ start one of their own (`TemporaryServer`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -29,6 +30,9 @@ from modelyard.server.client import is_local
 if TYPE_CHECKING:
     from modelyard.http.settings import HttpSettings
 
+log = logging.getLogger(__name__)
+
+NOTE_VARIABLE = "MODELYARD_WORKER_NOTE"  # the file of a server, for its gateway processes
 TEMPORARY_VARIABLE = "MODELYARD_TEMPORARY_SERVER"
 _PATTERN = "server-*.json"
 _WILDCARD = ("0.0.0.0", "::", "")
@@ -45,6 +49,7 @@ class RunningServer(Struct, frozen=True, kw_only=True):
     tls: bool = False
     temporary: bool = False
     drain_s: float = 0.0
+    token: str = ""  # proves to the server that a request comes from its user
 
     @property
     def url(self) -> str:
@@ -66,25 +71,31 @@ def server_url(host: str, port: int, tls: bool = False) -> str:
 
 
 @contextmanager
-def announced(http: HttpSettings, port: int, *, env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """This process is a server until the block ends. A folder that cannot be written to is no reason not to serve."""
-    created = psutil.Process().create_time()
-    temporary = bool(env.get(TEMPORARY_VARIABLE))
+def announced(
+    http: HttpSettings, port: int, token: str = "", *, env: Mapping[str, str] = os.environ
+) -> Iterator[Path | None]:
+    """This process is a server until the block ends; gives the file that says so. A folder that cannot be written to is
+    no reason not to serve."""
     server = RunningServer(
         pid=os.getpid(),
-        created=created,
+        created=psutil.Process().create_time(),
         host=http.host,
         port=port,
         tls=http.ssl_certfile is not None,
-        temporary=temporary,
+        temporary=bool(env.get(TEMPORARY_VARIABLE)),
         drain_s=http.drain_s,
+        token=token,
     )
     file: Path | None = None
-    with contextlib.suppress(OSError, ModelyardError):
-        file = run_dir(env) / f"server-{server.pid}.json"
-        file.write_bytes(msgspec.json.encode(server))
     try:
-        yield
+        file = run_dir(env) / f"server-{server.pid}.json"
+        file.unlink(missing_ok=True)  # of a process that was killed
+        file.touch(mode=0o600)
+        file.write_bytes(msgspec.json.encode(server))
+    except (OSError, ModelyardError) as error:
+        log.warning("commands of this machine cannot prove that they come from this server's user: %s", error)
+    try:
+        yield file
     finally:
         if file is not None:
             with contextlib.suppress(OSError):
@@ -95,7 +106,7 @@ def running_servers(env: Mapping[str, str] = os.environ) -> list[RunningServer]:
     """The notes of processes that run; those of dead ones are deleted. None if the folder cannot be used."""
     found = []
     try:
-        files = sorted(run_dir(env).glob(_PATTERN))
+        files = sorted(run_dir(env).glob(_PATTERN)) if (cache_dir(env) / "run").is_dir() else []
     except (OSError, ModelyardError):
         return []
     for file in files:
@@ -108,6 +119,24 @@ def running_servers(env: Mapping[str, str] = os.environ) -> list[RunningServer]:
         else:
             file.unlink(missing_ok=True)
     return found
+
+
+def announced_token(env: Mapping[str, str] = os.environ) -> str:
+    """The token of the server of which this is a gateway process; "" if this is the server."""
+    try:
+        return msgspec.json.decode(Path(env[NOTE_VARIABLE]).read_bytes(), type=RunningServer).token
+    except (KeyError, OSError, msgspec.MsgspecError):
+        return ""
+
+
+def find_server(url: str, env: Mapping[str, str] = os.environ) -> RunningServer | None:
+    """The server of this user at exactly this address: another one may be another user's."""
+    try:
+        parts = urlsplit(url)
+        wanted = server_url(parts.hostname or "", parts.port or 0, parts.scheme == "https")
+    except ValueError:
+        return None
+    return next((server for server in running_servers(env) if server.url == wanted), None)
 
 
 def stop_server(server: RunningServer, timeout_s: float, *, force: bool = False) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp
 
 from modelyard import plugins
+from modelyard.accounts.owner import OwnerProof
 from modelyard.config.library_models import machine_budget, missing_hub_model, read_library_models
 from modelyard.config.load import ConfigSources
 from modelyard.config.settings import Config
@@ -32,9 +34,11 @@ from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import compose, key_limits, make_accounts
 from modelyard.server.config_watcher import on_hangup, watch, watch_library
 from modelyard.server.engine_factory import prepare_engines
-from modelyard.server.running_servers import announced
+from modelyard.server.running_servers import NOTE_VARIABLE, announced, announced_token
 from modelyard.telemetry import log
+from modelyard.telemetry.masking import add_secrets
 from modelyard.telemetry.shared_metrics import last_written
+from modelyard.workbench.peer_proxy import is_host_process
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import scheduler_address
 from modelyard.workers.worker_process import PARENT_VARIABLE
@@ -62,7 +66,8 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
 
 def create_app() -> ASGIApp:
     """The server as an app, for `uvicorn modelyard.server.serve:create_app --factory`: one process, with the files that
-    `modelyard serve` finds. Address, TLS and the limits of connections are uvicorn's."""
+    `modelyard serve` finds. Address, TLS and the limits of connections are uvicorn's. It does not
+    know its address, so no file has its token: only a key can have the role owner."""
     reload = ConfigSources(library=read_library_models)
     config = reload().config
     log.setup(config.log)
@@ -99,7 +104,11 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
     pool = None if scheduler is None else gateway_pool(config, scheduler)
     if pool is not None:
         await pool.wait_ready(_SCHEDULER_WAIT_S)
-    built = compose(config, load_config=load, pool=pool, on_ready=lambda: _announce(config, listener))
+    owner = OwnerProof(announced_token())
+    add_secrets([owner.token])
+    built = compose(
+        config, load_config=load, pool=pool, on_ready=lambda: _announce(config, listener, owner), owner=owner
+    )
     if pool is not None:
         pool.on_config_change, pool.on_new_engine = built.admin.follow, built.admin.fetch_tokenizer
         built.admin.fetch_tokenizers()
@@ -107,7 +116,7 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
     # A single process does not share its port: with SO_REUSEPORT a second server would take half of the requests.
     is_alone = INDEX_VARIABLE not in os.environ
     listener = listen(config.http.host, config.http.port, shared=not is_alone)
-    note = announced(config.http, listener.getsockname()[1]) if is_alone else nullcontext()
+    note = announced(config.http, listener.getsockname()[1], owner.token) if is_alone else nullcontext()
     with note, on_hangup(built.admin.reload):
         watching = [asyncio.create_task(watch(watched_files(path), built.admin.reload))] if config.watch else []
         if config.library and pool is None:  # a scheduler in another process tells us
@@ -138,11 +147,12 @@ def gateway_pool(config: Config, endpoint: str) -> RemotePool:
     return RemotePool(endpoint, name, keys=workers.cluster_keys(), heartbeat=workers.heartbeat(), timeout_s=timeout_s)
 
 
-def _announce(config: Config, listener: socket.socket) -> None:
+def _announce(config: Config, listener: socket.socket, owner: OwnerProof) -> None:
     """Called when signal handlers and peer sockets are ready: people and programs wait for this line."""
     http = config.http
+    code = owner.new_code(time.time()) if http.workbench and is_host_process() else ""
     log.announce(
-        http.host, listener.getsockname()[1], http.ssl_certfile is not None, list(config.models), http.workbench
+        http.host, listener.getsockname()[1], http.ssl_certfile is not None, list(config.models), http.workbench, code
     )
 
 
@@ -174,7 +184,8 @@ def _serve_supervised(
             }
         policy = RestartPolicy(grace=config.http.drain_s + RestartPolicy().grace)
         heartbeat = partial(last_written, folder)
-        with announced(config.http, port):
+        with announced(config.http, port, OwnerProof().token) as note:
+            os.environ[NOTE_VARIABLE] = str(note)
             return asyncio.run(run_supervised(argv, config.http.workers, folder, policy, beside, heartbeat))
 
 

@@ -137,7 +137,8 @@ class CoalescingHandler(logging.StreamHandler[TextIO]):
     def _line(self, record: logging.LogRecord) -> str:
         """It is kept in memory, too."""
         line = self.format(record)
-        recent_records.add(record, line if isinstance(self.formatter, JsonFormatter) else None)
+        if not hasattr(record, "is_private"):
+            recent_records.add(record, line if isinstance(self.formatter, JsonFormatter) else None)
         return line + self.terminator
 
 
@@ -305,11 +306,15 @@ def _escape(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def announce(host: str, port: int, tls: bool, models: list[str], workbench: bool = True) -> None:
-    """Log the addresses of the API and of the workbench."""
+def announce(host: str, port: int, tls: bool, models: list[str], workbench: bool = True, code: str = "") -> None:
+    """Log the addresses of the API and of the workbench. The link with the one-time `code` makes its visitor the owner:
+    it is written, and not among the lines that the admin API shows."""
     name = "localhost" if host in ("127.0.0.1", "::1", "localhost") else host
     url = f"{'https' if tls else 'http'}://{name}:{port}"
     logger = logging.getLogger("modelyard")
     log_event(logger, logging.INFO, f"listening on {url}", models=", ".join(models))
     if workbench:
         log_event(logger, logging.INFO, f"the workbench is at {url}/workbench")
+    if code:
+        link = f"{url}/workbench?code={code}"
+        logger.info("open it as the owner, once and within an hour: %s", link, extra={"is_private": True})

@@ -10,6 +10,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from modelyard.accounts.owner import OWNER_HEADER
 from modelyard.core.chat import Chat, ChatSummary
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.core.protocol import WireProtocol
@@ -26,11 +27,11 @@ class ServerUnreachable(Unavailable):
 
 
 class ApiClient:
-    """`key` may change at any time. Every call raises a ModelyardError if it fails. `socket` is a unix socket to use
-    instead of `url`."""
+    """`key` may change at any time; `owner` is the token of the server's user, on their pages. Every call raises a
+    ModelyardError if it fails. `socket` is a unix socket to use instead of `url`."""
 
     def __init__(self, url: str, key: str = "", *, verify: bool = True, socket: str = "") -> None:
-        self.url, self.key = url.rstrip("/"), key
+        self.url, self.key, self.owner = url.rstrip("/"), key, ""
         self._base = "http://localhost" if socket else self.url
         transport = httpx.AsyncHTTPTransport(uds=socket) if socket else None
         timeout = httpx.Timeout(_REPLY_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
@@ -53,6 +54,9 @@ class ApiClient:
 
     async def send(self, method: str, *path: str, body: Any = None, **query: Any) -> Json:
         return await self._send(method, "/v1/admin/" + "/".join(quote(part, safe="") for part in path), body, query)
+
+    async def role(self) -> str:
+        return str((await self.get("role"))["role"])
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -103,7 +107,8 @@ class ApiClient:
     # --- HTTP ---------------------------------------------------------------------------------------------------------
 
     def _headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.key}"} if self.key else {}
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        return {**headers, OWNER_HEADER: self.owner} if self.owner else headers
 
     async def _send(self, method: str, path: str, body: Any = None, query: Mapping[str, Any] | None = None) -> Json:
         with self._translated_errors():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -15,11 +16,13 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 from starlette.applications import Starlette
-from starlette.responses import RedirectResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelyard.accounts.keys import KeyRing
+from modelyard.accounts.owner import OwnerProof
 from modelyard.core.errors import InvalidRequest, TooLarge
 from modelyard.http.auth import Authenticator
 from modelyard.http.middleware import RequestMiddleware
@@ -56,18 +59,20 @@ def local_address(scope: Scope) -> ServerAddress:
 
 
 class WorkbenchApp:
-    """`address` gives the server that the pages use. With several gateway processes, all have the same `host_socket`,
-    one `is_host`, and each listens at its own `process_socket`."""
+    """`address` gives the server that the pages use, `owner` its token. With several gateway processes, all have the
+    same `host_socket`, one `is_host`, and each listens at its own `process_socket`."""
 
     def __init__(
         self,
         address: Callable[[Scope], ServerAddress] = local_address,
         *,
+        owner: OwnerProof | None = None,
         host_socket: str = "",
         is_host: bool = True,
         process_socket: str = "",
     ) -> None:
         self._address, self._host_socket, self._process_socket = address, host_socket, process_socket
+        self._owner = owner
         self._opening: asyncio.Future[ASGIApp] | None = None
         self._resources = AsyncExitStack()
         self._proxy = WorkbenchProxy(host_socket) if host_socket and not is_host else None
@@ -89,6 +94,10 @@ class WorkbenchApp:
         if self._proxy is not None:
             await self._proxy(scope, receive, send)
             return
+        is_link = scope["type"] == "http" and scope["path"] == PREFIX and b"code=" in scope["query_string"]
+        if self._owner is not None and is_link:
+            await _open_as_owner(scope, self._owner)(scope, receive, send)
+            return
         app = await self._nicegui(scope)
         path = scope["path"] if scope["path"] != PREFIX else PREFIX + "/"
         # NiceGUI would take its prefix from these headers; no proxy in front of us knows it better.
@@ -99,7 +108,7 @@ class WorkbenchApp:
     async def _nicegui(self, scope: Scope) -> ASGIApp:
         """Opened once, by the first visit. After a failure the next visit tries again."""
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
-            address = replace(self._address(scope), socket=self._host_socket)
+            address = replace(self._address(scope), socket=self._host_socket, owner=self._owner)
             self._opening = asyncio.ensure_future(self._open(address))
         return await asyncio.shield(self._opening)
 
@@ -113,6 +122,32 @@ class WorkbenchApp:
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)
         await self._resources.aclose()
+
+
+def cookie_name(host: str) -> str:
+    """Browsers send a cookie to all ports of a host: two servers of a machine each need a name."""
+    return f"modelyard-owner-{host.rpartition(':')[2] if host[-1:].isdigit() else 'default'}"
+
+
+def _open_as_owner(scope: Scope, owner: OwnerProof) -> Response:
+    """Exchange the one-time code of a link for a cookie."""
+    request = Request(scope)
+    code = request.query_params.get("code", "")
+    if not owner.redeem(code, time.time()):
+        message = (
+            "This link was used before, or is too old. The command\n\n    modelyard workbench\n\nprints a new one.\n"
+        )
+        return PlainTextResponse(message, 403)
+    reply = RedirectResponse(PREFIX, 303, {"cache-control": "no-store"})
+    reply.set_cookie(
+        cookie_name(request.headers.get("host", "")),
+        owner.cookie,
+        path=PREFIX,
+        secure=scope.get("scheme") == "https",
+        httponly=True,
+        samesite="strict",
+    )
+    return reply
 
 
 def _visitor(scope: Scope) -> tuple[str, int]:
@@ -147,7 +182,7 @@ def _with_security_headers(scope: Scope, send: Send) -> Send:
 
 log = logging.getLogger("modelyard.workbench")
 
-HOST = "127.0.0.1"  # fixed: with a server that needs no key, the page gives every visitor full control
+HOST = "127.0.0.1"  # fixed: with a server that needs no key, the page gives every visitor its models
 
 
 def check_url(url: str) -> str:

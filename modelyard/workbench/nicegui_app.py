@@ -15,6 +15,7 @@ from nicegui import Client, app, core, ui
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from modelyard.core.errors import Overloaded
+from modelyard.workbench.app import cookie_name
 from modelyard.workbench.components import BRAND_COLOURS, CSS, SCRIPT, show_notice
 from modelyard.workbench.markdown import code_css
 from modelyard.workbench.pages import caches, chat, config_form, keys, logs, memory, models, plots, requests, routes
@@ -34,6 +35,11 @@ NAVIGATION = (  # path, title, icon
 )
 # Open pages and connections; NiceGUI forgets a disconnected page after a minute.
 _MAX_PAGES, _MAX_PAGES_PER_CLIENT = 200, 40
+_VISITOR = (
+    "You are a visitor: models can be used, loaded and unloaded. The configuration, keys, logs, requests and stored "
+    "chats are the owner's, who opens this page with the link that the server prints at its start, or that "
+    "`modelyard workbench` prints on its machine."
+)
 _THEME_ITEM = "modelyard-dark"  # in localStorage
 _THEME_ICONS = {"auto": "brightness_auto", "dark": "dark_mode", "light": "light_mode"}
 _THEME_VALUES = {"auto": None, "dark": True, "light": False}
@@ -98,6 +104,10 @@ def _layout(address: ServerAddress) -> None:
     """The content is added once the browser has connected: only then is the tab's key known, and a request without a
     browser stays cheap."""
     session = PageSession(address)
+    request = ui.context.client.request
+    cookie = request.cookies.get(cookie_name(request.headers.get("host", "")), "")
+    if address.owner is not None and address.owner.has_cookie(cookie):
+        session.client.owner = address.owner.token
     ui.context.client.on_delete(session.close)
     ui.colors(**BRAND_COLOURS)
     ui.add_css(CSS)
@@ -111,6 +121,7 @@ def _layout(address: ServerAddress) -> None:
         await session.restore_key()
         await theme.restore()
         _key_dialog(session)
+        await session.find_role()
         _track_visibility(session)
         _handle_table_clicks(session)
         with content:
@@ -199,8 +210,10 @@ def _navigation() -> ui.left_drawer:
 
 
 def _connection_banner(session: PageSession) -> None:
-    banner = ui.label("").classes("banner").props("role=alert")
-    banner.set_visibility(False)
+    banner, visitor = (ui.label("").classes("banner").props("role=alert") for _ in range(2))
+    for each in (banner, visitor):
+        each.set_visibility(False)
+    session.on_role = lambda: show_notice(visitor, _VISITOR if session.is_visitor else "")
     session.on_connection = lambda error: show_notice(banner, f"{error}. Trying again…" if error else "")
 
 
@@ -210,7 +223,7 @@ def _connection_banner(session: PageSession) -> None:
 def _key_dialog(session: PageSession) -> None:
     with ui.dialog().props("persistent") as dialog, ui.card().classes("card w-96"):
         ui.label("This server requires a key").classes("name")
-        ui.label("Enter an API key with admin = true. It is stored in this tab only.").classes("muted small")
+        ui.label("Enter an operator's or an owner's API key. It is stored in this tab only.").classes("muted small")
         field = ui.input("Admin key", password=True).props("outlined autofocus").classes("w-full")
         reason = ui.label("").classes("error small text")
         reason.set_visibility(False)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from modelyard.accounts.owner import OwnerProof
 from modelyard.core.errors import Unavailable
 from modelyard.processes.supervisor import FOLDER_VARIABLE, INDEX_VARIABLE
 
@@ -45,11 +46,12 @@ def is_host_process(env: Mapping[str, str] = os.environ) -> bool:
 
 class ServerAddress(Struct, frozen=True):
     """The server that a page uses. `verify` is off for this server's own certificate. `socket` is its unix socket if it
-    has one for the workbench."""
+    has one for the workbench, and `owner` the token that pages of its owner use."""
 
     url: str
     verify: bool = True
     socket: str = ""
+    owner: OwnerProof | None = None
 
 
 class UnixSocketServer:

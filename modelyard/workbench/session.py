@@ -19,17 +19,18 @@ _KEY_ITEM = "modelyard-key"  # in sessionStorage: it is deleted with the tab and
 
 class PageSession:
     """`on_connection` gets "" if the server answers, else the reason. `on_locked` is called if a key is needed, with
-    the reason why the present key is refused."""
+    the reason why the present key is refused, `on_role` when it is known what the page may do."""
 
     def __init__(self, address: ServerAddress) -> None:
         self.client = ApiClient(address.url, verify=address.verify, socket=address.socket)
         self.chat = Chat()
         self.saving: list[asyncio.Task[None]] = []
         self._store_lock = asyncio.Lock()
-        self.hidden = self.locked = False
+        self.hidden = self.locked = self.is_visitor = False  # a visitor: neither a key nor the link of the owner
         self.utc_offset_s = 0.0  # of the browser's clock
         self.on_connection: Callable[[str], None] = lambda _: None
         self.on_locked: Callable[[str], None] = lambda _: None
+        self.on_role: Callable[[], None] = lambda: None
         self._connection_error = ""
 
     def poll(self, interval_s: float, update: Callable[[], Awaitable[None]]) -> None:
@@ -74,6 +75,13 @@ class PageSession:
             self._connection_error = error
             self.on_connection(error)
 
+    async def find_role(self) -> None:
+        try:
+            self.is_visitor = await self.client.role() == "local"
+            self.on_role()
+        except ModelyardError as error:
+            self._handle(error)
+
     # --- the key ------------------------------------------------------------------------------------------------------
 
     async def restore_key(self) -> None:
@@ -90,6 +98,7 @@ class PageSession:
         except ModelyardError as error:
             return error.message
         self.locked = False
+        await self.find_role()
         # JSON is a JavaScript string; "<" is escaped because it could end the script element.
         value = json.dumps(key).replace("<", "\\u003c")
         ui.run_javascript(f"sessionStorage.setItem('{_KEY_ITEM}', {value})")

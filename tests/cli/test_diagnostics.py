@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 from typer.testing import CliRunner
@@ -20,8 +22,13 @@ def send(url: str, session: str, text: str, system: str = SYSTEM_PROMPT, key: st
     return httpx.post(f"{url}/v1/chat/completions", json={"model": "m", "messages": talk}, headers=headers)
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path))
+
+
 def test_the_last_requests_of_a_session_are_listed_in_order() -> None:
-    with live_server(demo_config()) as server:
+    with live_server(demo_config()) as server, server.noted():
         send(server.url, "talk-1", "hello")
         send(server.url, "talk-1", "hello", system="It is Monday. " + SYSTEM_PROMPT)
         send(server.url, "talk-2", "something else")
@@ -38,7 +45,7 @@ def test_the_last_requests_of_a_session_are_listed_in_order() -> None:
 
 
 def test_errors_are_one_sentence() -> None:
-    with live_server(demo_config()) as server:
+    with live_server(demo_config()) as server, server.noted():
         with pytest.raises(NotFound, match="not answered any request yet"):
             request_rows(server.url, None, None, 5)
         send(server.url, "talk-1", "hello")

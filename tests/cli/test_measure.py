@@ -144,6 +144,6 @@ def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
 
 
 def _second_hangs(served: LiveServer) -> bool:
-    requests = httpx.get(f"{served.url}/v1/admin/requests").json()
+    requests = httpx.get(f"{served.url}/v1/admin/requests", headers=served.owner).json()
     ended = {one["id"] for one in requests["ended"]}
     return len(ended) == 1 and any(one["id"] not in ended for one in requests["live"])

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from modelyard.cli import app, console, pool
 from modelyard.http.settings import HttpSettings
-from modelyard.server.running_servers import RunningServer, announced, running_servers
+from modelyard.server.running_servers import RunningServer, announced, find_server, running_servers
 from tests import cli_process
 from tests.live_server import LiveServer, demo_config, live_server
 
@@ -155,18 +155,22 @@ def test_stop_needs_to_know_what(arguments: tuple[str, ...]):
 
 def test_status_tells_what_the_server_does(server: LiveServer):
     send(server.url)
-    rows = {
-        line.split()[0]: " ".join(line.split()[1:])
-        for line in invoke("status", "--url", server.url).stdout.splitlines()
-    }
+    with server.noted():
+        shown = invoke("status", "--url", server.url).stdout
+        found = json.loads(invoke("status", "--json", "--url", server.url).stdout)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in shown.splitlines()}
     assert list(rows) == ["server", "models", "memory", "queue", "requests"]
     assert rows["server"].startswith(f"{server.url}, version ")
     assert "1 loaded (demo); 1 on demand (spare)" in rows["models"]
     assert "RAM free" in rows["memory"]
     assert rows["queue"] == "0 running, 0 waiting"
     assert "in the last hour, 0 failed" in rows["requests"]
-    found = json.loads(invoke("status", "--json", "--url", server.url).stdout)
     assert found["requests"]["last_hour"] >= 1
+
+
+def test_status_of_another_users_server_tells_the_health_only(server: LiveServer):
+    shown = invoke("status", "--url", server.url)
+    assert (shown.exit_code, "only the owner" in shown.stdout) == (0, True)
 
 
 def test_status_with_an_ordinary_key_tells_the_health_only(monkeypatch: pytest.MonkeyPatch):
@@ -199,7 +203,7 @@ def test_a_server_is_seen_logged_and_stopped(tmp_path: Path, monkeypatch: pytest
         assert invoke("logs", "--url", process.url, "--model", "demo").exit_code == 0
         follower = subprocess.Popen(
             [*cli_process.MODELYARD, "logs", "-f", "-n", "0", "--url", process.url],
-            env=cli_process.environment(),
+            env=cli_process.environment(MODELYARD_CACHE=cache),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -245,6 +249,23 @@ def test_the_note_of_a_dead_process_or_of_another_with_its_id_is_dropped(tmp_pat
     (folder / "server-2.json").write_text("{")
     assert running_servers() == []
     assert not (folder / "server-1.json").exists()
+
+
+def test_a_token_is_for_the_server_at_exactly_this_address():
+    with announced(HttpSettings(), 5, "the-token"):
+        for url in ("http://127.0.0.1:5", "http://localhost:5/"):
+            found = find_server(url)
+            assert found is not None
+            assert found.token == "the-token"
+        for url in (
+            "http://127.0.0.1:6",
+            "https://127.0.0.1:5",
+            "http://10.0.0.9:5",
+            "http://[::1]:5",
+            "http://x:y",
+            "",
+        ):
+            assert find_server(url) is None, url
 
 
 def test_ctrl_c_during_the_start_prints_no_traceback(tmp_path: Path):

@@ -21,8 +21,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "admin-api.md"
 def endpoint_rows() -> Iterator[str]:
     for kind in (AdminRoutes, KeyRoutes, ConfigRoutes):
         routes: Any = kind.__new__(kind)
-        for method, path, _, summary in routes.endpoints():
-            yield f"| `{method} /v1/admin{path.replace(':path', '')}` | {summary} |\n"
+        for role, endpoints in routes.endpoints().items():
+            for method, path, _, summary in endpoints:
+                yield f"| `{method} /v1/admin{path.replace(':path', '')}` | {role} | {summary} |\n"
 
 
 def override_rows() -> Iterator[str]:

@@ -356,7 +356,7 @@ def test_other_requests_go_before_those_of_a_batch(tmp_path: Path) -> None:
         client = sdk(server)
         id = create(client, *[chat_line(f"{n}", "slow prefill") for n in range(4)]).id
         wait_until(lambda: server.status("demo").waiting == 3, "the lines wait")
-        live = httpx.get(server.url + "/v1/admin/requests").text
+        live = httpx.get(server.url + "/v1/admin/requests", headers=server.owner).text
         assert '"background"' in live
         client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "text"}])
         counts = client.batches.retrieve(id).request_counts

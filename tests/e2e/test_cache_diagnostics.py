@@ -146,7 +146,7 @@ def test_the_cause_is_in_the_header_the_log_the_metrics_and_the_admin_api(
         conversation.turn()
         conversation.turn(system="It is Monday. " + SYSTEM_PROMPT, stream=stream)
         trace = conversation.response.headers["request-id"]
-        record = httpx.get(f"{server.url}/v1/admin/requests/{trace}").json()["ended"][0]
+        record = httpx.get(f"{server.url}/v1/admin/requests/{trace}", headers=server.owner).json()["ended"][0]
         metrics = httpx.get(f"{server.url}/metrics").content
     header = conversation.cache_header
     assert header["cause"] == "system_changed"

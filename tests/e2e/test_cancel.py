@@ -46,7 +46,7 @@ def cancelled(request: pytest.FixtureRequest, single_slot_server: LiveServer) ->
         wait_until(lambda: len(live(server)) == 1 + waits, "the request is in the pool")
         newest = live(server)[-1]
         assert newest["state"] == request.param
-        found = httpx.post(f"{server.url}/v1/admin/requests/{newest['id']}/cancel").json()
+        found = httpx.post(f"{server.url}/v1/admin/requests/{newest['id']}/cancel", headers=server.owner).json()
         assert found["cancelled"] == 1
 
     waits = request.param == "waiting"
@@ -60,7 +60,7 @@ def cancelled(request: pytest.FixtureRequest, single_slot_server: LiveServer) ->
 
 
 def live(server: LiveServer) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(server.url + "/v1/admin/requests").json()["live"]
+    found: list[dict[str, Any]] = httpx.get(server.url + "/v1/admin/requests", headers=server.owner).json()["live"]
     return found
 
 

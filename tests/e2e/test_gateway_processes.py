@@ -40,7 +40,7 @@ REQUESTS = 40
 
 class MultiProcessServer:
     def __init__(self, server: cli_process.ServerProcess) -> None:
-        self.url, self._server = server.url, server
+        self.url, self.owner, self._server = server.url, server.owner, server
         self.parent = psutil.Process(server.process.pid)
 
     def children(self) -> list[psutil.Process]:
@@ -116,7 +116,10 @@ def test_a_stored_response_is_continued_by_any_process(cluster: MultiProcessServ
 
 def test_keys_are_created_and_revoked_in_all_processes_at_once(cluster: MultiProcessServer):
     keys = f"{cluster.url}/v1/admin/keys"
-    boss = httpx.post(keys, json={"name": "boss", "admin": True}).json()
+    assert {httpx.post(keys, json={"name": "boss", "admin": True}).status_code for _ in range(8)} == {403}
+    roles = {httpx.get(f"{cluster.url}/v1/admin/role", headers=cluster.owner).json()["role"] for _ in range(8)}
+    assert roles == {"owner"}, "all processes know the token"
+    boss = httpx.post(keys, json={"name": "boss", "admin": True}, headers=cluster.owner).json()
     headers = {"x-api-key": boss["secret"]}
 
     def statuses(secret: str) -> set[int]:

@@ -129,13 +129,17 @@ def post(server: LiveServer, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def last_record(server: LiveServer) -> dict[str, Any]:
-    newest: dict[str, Any] = httpx.get(f"{server.url}/v1/admin/requests", timeout=60).json()["ended"][0]
+    newest: dict[str, Any] = _requests(server)["ended"][0]
     return newest
 
 
 def live_requests(server: LiveServer) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{server.url}/v1/admin/requests", timeout=60).json()["live"]
+    found: list[dict[str, Any]] = _requests(server)["live"]
     return found
+
+
+def _requests(server: LiveServer) -> Any:
+    return httpx.get(f"{server.url}/v1/admin/requests", headers=server.owner, timeout=60).json()
 
 
 # --- Responses ------------------------------------------------------------------------------------------------------
@@ -382,7 +386,8 @@ def test_an_administrator_cancels_a_request_whose_tool_runs(server: LiveServer, 
     thread.start()
     wait_until(marker.exists, "the tool runs")
     (id,) = [one["id"] for one in live_requests(server)]
-    assert httpx.post(f"{server.url}/v1/admin/requests/{id}/cancel", timeout=60).status_code == 200
+    cancel = f"{server.url}/v1/admin/requests/{id}/cancel"
+    assert httpx.post(cancel, headers=server.owner, timeout=60).status_code == 200
     thread.join(60)
     assert replies[0].status_code == 499
     wait_until(lambda: marker.read_text() == "cancelled", "the server was told")

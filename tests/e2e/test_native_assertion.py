@@ -1,19 +1,23 @@
 """A failed assertion of llama.cpp ends the process of its model only: the client reads the assertion in one sentence,
 other models go on, and the model is loaded again.
 
-No request is known that fails one, so the model's process calls the library's own `ggml_abort` when a file appears.
+Of a tested architecture no request is known that fails one, so the model's process calls the library's own
+`ggml_abort` when a file appears. Of plamo2, which is not tested, three sequences in micro-batches of 64 do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.cli_process import serve
 from tests.e2e.helpers import wait_until
+from tests.engines.llama_cpp.architectures import model
 from tests.library.convert.tiny_models import write_model
 from tests.live_server import demo_config, live_server
 
@@ -74,3 +78,42 @@ def test_a_failed_assertion_ends_its_model_only_and_is_told_in_one_sentence(
         wait_until(lambda: server.status("tiny").state == "ready", "the model is loaded again")
         again = client.post("/v1/completions", json=body | {"stream": False, "max_tokens": 3})
         assert again.status_code == 200, again.text
+
+
+def test_a_model_of_an_untested_architecture_that_fails_an_assertion_leaves_the_gateway_and_other_models_alive(
+    tmp_path: Path,
+) -> None:
+    """With `placement = "auto"`, which is not set: the file decides."""
+    config = f"""
+[models.demo]
+backend = "fake"
+token_delay = 0
+[models.tested]
+backend = "llama_cpp"
+path = "{model("llama")}"
+n_ctx = 256
+[models.untested]
+backend = "llama_cpp"
+path = "{model("plamo2")}"
+n_ctx = 256
+parallel = 3
+n_batch = 256
+n_ubatch = 64
+"""
+    with serve(tmp_path, config=config) as server, httpx.Client(base_url=server.url, timeout=180) as client:
+
+        def complete(prompt: str) -> httpx.Response:
+            body = {"model": "untested", "prompt": prompt, "max_tokens": 50, "ignore_eos": True}
+            return client.post("/v1/completions", json=body)
+
+        with ThreadPoolExecutor(3) as threads:
+            rounds = (threads.map(complete, [f"{number} Hello " * 20 for number in range(3)]) for _ in range(20))
+            failed = next(reply for replies in rounds for reply in replies if reply.status_code != 200)
+        assert failed.status_code == 503
+        assert failed.json()["error"]["code"] == "engine_died"
+        assert "was killed by SIGABRT: ggml.c" in failed.json()["error"]["message"]
+        assert server.process.poll() is None
+        for name in ("demo", "tested"):
+            chat = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+            assert client.post("/v1/chat/completions", json=chat).status_code == 200
+        assert complete("alone").status_code == 200

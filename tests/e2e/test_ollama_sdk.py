@@ -182,7 +182,7 @@ def library_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSer
 
 @pytest.fixture
 def librarian(library_server: LiveServer) -> Iterator[ollama.Client]:
-    with ollama.Client(host=library_server.url, timeout=120) as client:
+    with ollama.Client(host=library_server.url, timeout=120, headers=library_server.owner) as client:
         yield client
 
 
@@ -192,7 +192,7 @@ def test_a_model_is_uploaded_created_copied_and_deleted(
     sdk = librarian
     write_model(tmp_path / "tiny.gguf")
     digest = sdk.create_blob(tmp_path / "tiny.gguf")
-    assert httpx.head(f"{library_server.url}/api/blobs/{digest}").status_code == 200
+    assert httpx.head(f"{library_server.url}/api/blobs/{digest}", headers=library_server.owner).status_code == 200
     statuses = [part.status for part in sdk.create("base", files={"tiny.gguf": digest}, stream=True)]
     assert statuses[-1] == "success"
     sdk.create(
@@ -289,6 +289,6 @@ def test_a_model_is_not_created_with_values_that_the_configuration_refuses(
 
 
 def test_a_damaged_upload_is_refused(library_server: LiveServer) -> None:
-    reply = httpx.post(f"{library_server.url}/api/blobs/sha256:{'0' * 64}", content=b"other")
-    assert reply.status_code == 400
-    assert httpx.head(f"{library_server.url}/api/blobs/sha256:{'0' * 64}").status_code == 404
+    url, owner = f"{library_server.url}/api/blobs/sha256:{'0' * 64}", library_server.owner
+    assert httpx.post(url, content=b"other", headers=owner).status_code == 400
+    assert httpx.head(url, headers=owner).status_code == 404

@@ -181,11 +181,15 @@ def test_limits_of_a_key_hold_on_the_other_wires(keyed_server: LiveServer) -> No
 
 
 @pytest.mark.parametrize("path", ["pull", "copy", "create", "delete", "push", "blobs/sha256:" + "0" * 64])
-def test_changes_of_the_library_need_an_admin_key(keyed_server: LiveServer, path: str) -> None:
+def test_changes_of_the_library_need_an_operator_and_new_files_the_owner(keyed_server: LiveServer, path: str) -> None:
     method = "DELETE" if path == "delete" else "POST"
     body = {"model": "demo", "source": "demo", "destination": "other", "from": "demo"}
-    reply = httpx.request(method, f"{keyed_server.url}/api/{path}", json=body, headers={"authorization": "Bearer ann"})
-    assert (reply.status_code, reply.json()["error"]) == (403, "this needs an admin key")
+    url, is_owners = f"{keyed_server.url}/api/{path}", path.startswith(("create", "blobs"))
+    reply = httpx.request(method, url, json=body, headers={"authorization": "Bearer ann"})
+    assert reply.status_code == 403
+    assert ("only the owner" if is_owners else "this needs an admin key") in reply.json()["error"]
+    reply = httpx.request(method, url, json=body, headers={"authorization": "Bearer root"})
+    assert (reply.status_code == 403) is is_owners
 
 
 def test_requests_are_in_the_log_under_their_paths(keyed_server: LiveServer) -> None:

@@ -31,7 +31,7 @@ _WINDOW = 128  # small: an answer of the real model must end before the deadline
 
 
 _HASH = f"sha256:{hashlib.sha256(_KEY.encode()).hexdigest()}"
-_SETTINGS = {"http": {"docs": True}, "keys": [{"name": "fuzz", "hash": _HASH, "admin": True}]}
+_SETTINGS = {"http": {"docs": True}, "keys": [{"name": "fuzz", "hash": _HASH, "role": "owner"}]}
 
 
 def configuration(*, real: bool = False) -> dict[str, Any]:

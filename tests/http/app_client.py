@@ -11,7 +11,7 @@ import httpx
 
 from modelyard.config.load import load_config
 from modelyard.server.app import ServerApp, compose
-from tests.live_server import demo_config
+from tests.live_server import demo_config, owner_headers
 
 URL = "http://localhost"
 
@@ -22,14 +22,20 @@ def make_app(config: dict[str, Any] | None = None, env: dict[str, str] | None = 
 
 @asynccontextmanager
 async def app_client(
-    config: dict[str, Any] | None = None, env: dict[str, str] | None = None, *, loaded: bool = False
+    config: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+    *,
+    loaded: bool = False,
+    is_owner: bool = False,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a new app. An exception in the app becomes a reply, as it does on a socket."""
+    """A client of a new app, which may prove that it is the owner's. An exception in the app becomes a reply, as it
+    does on a socket."""
     app = make_app(config, env)
     if loaded:
         await load_all(app)
     transport = httpx.ASGITransport(app.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
+    headers = owner_headers(app) if is_owner else {}
+    async with httpx.AsyncClient(transport=transport, base_url=URL, headers=headers) as client:
         yield client
     await app.stop()
     await app.gateway.close()

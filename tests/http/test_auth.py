@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from modelyard.accounts.keys import KeyRing, read_keys
+from modelyard.accounts.owner import OwnerProof, Role
 from modelyard.accounts.settings import KeySettings
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unauthenticated
-from modelyard.http.auth import OPEN_PATHS, Authenticator, check_bind, is_loopback
+from modelyard.http.auth import OPEN_PATHS, Authenticator, check_bind, is_loopback, require
 from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
 
@@ -54,7 +55,8 @@ def test_every_form_of_key_is_accepted_as_bearer_token(name: str, form: str) -> 
 @pytest.mark.parametrize("name", SECRETS)
 def test_every_form_of_key_is_accepted_as_api_key(name: str) -> None:
     context = admit(make_context(x_api_key=SECRETS[name]))
-    assert (context.key, context.admin, context.allow_remote) == (name, name == "boss", name == "env")
+    role = "operator" if name == "boss" else "member"
+    assert (context.key, context.role, context.allow_remote) == (name, role, name == "env")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +97,8 @@ def test_missing_and_wrong_keys_get_the_same_error(headers: dict[str, str]) -> N
     assert error == rejection(make_context()), "what was shown has left a trace"
 
 
-def test_without_keys_every_client_is_an_admin() -> None:
-    assert admit(make_context("/v1/admin/models"), ()).admin is True
+def test_without_keys_every_client_has_the_role_of_a_local_user() -> None:
+    assert admit(make_context("/v1/admin/models"), ()).role == "local"
 
 
 def test_a_server_on_a_public_address_is_never_open() -> None:
@@ -117,13 +119,50 @@ def test_a_request_has_the_models_of_its_key() -> None:
     assert admit(make_context(x_api_key="secret"), keys).caller().allowed == ("qwen*",)
 
 
-@pytest.mark.parametrize("path", ["/v1/admin", "/v1/admin/models/demo/load"])
-def test_admin_paths_need_an_admin_key(path: str) -> None:
-    assert admit(make_context(path, x_api_key="boss-secret")).admin
-    error = rejection(make_context(path, x_api_key="plain-secret"))
-    assert isinstance(error, Forbidden)
-    assert error.code == "admin_key_required"
-    assert isinstance(rejection(make_context(path)), Unauthenticated)
+@pytest.mark.parametrize("keys", [(), KEYS], ids=["no keys", "keys"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_the_token_makes_the_owner_with_and_without_keys(keys: Any, host: str) -> None:
+    owner = OwnerProof()
+    authenticator = Authenticator(HttpSettings(host=host), KeyRing(keys), owner)
+    context = make_context(x_modelyard_owner=owner.token)
+    authenticator.admit(context)
+    assert (context.role, context.key) == ("owner", "")
+    for wrong in ("", owner.token[:-1], owner.cookie, "\udc80"):
+        other = make_context("/health", x_modelyard_owner=wrong)
+        authenticator.admit(other)
+        assert other.role != "owner"
+
+
+def test_a_key_beside_the_token_says_whose_the_request_is() -> None:
+    owner = OwnerProof()
+    context = make_context(x_modelyard_owner=owner.token, x_api_key="plain-secret")
+    Authenticator(HttpSettings(), KeyRing(KEYS), owner).admit(context)
+    assert (context.role, context.key) == ("owner", "plain")
+
+
+@pytest.mark.parametrize(
+    ("role", "needed", "code"),
+    [
+        ("member", "member", None),
+        ("member", "local", "admin_key_required"),
+        ("member", "operator", "admin_key_required"),
+        ("member", "owner", "owner_required"),
+        ("local", "local", None),
+        ("local", "operator", "owner_required"),
+        ("operator", "local", None),
+        ("operator", "operator", None),
+        ("operator", "owner", "owner_required"),
+        ("owner", "owner", None),
+    ],
+)
+def test_a_role_includes_those_before_it(role: Role, needed: Role, code: str | None) -> None:
+    context = RequestContext("t", "/", {}, role=role)
+    if code is None:
+        require(context, needed)
+        return
+    with pytest.raises(Forbidden) as refused:
+        require(context, needed)
+    assert refused.value.code == code
 
 
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))

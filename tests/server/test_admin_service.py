@@ -20,7 +20,7 @@ from modelyard.library.variants import MemoryBudget
 from modelyard.server.app import compose
 from tests.library.convert.tiny_models import write_model
 from tests.library.files import write_gguf
-from tests.live_server import demo_config
+from tests.live_server import demo_config, owner_headers
 
 CHAT_BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -47,7 +47,8 @@ async def reloadable_server(
     server = ReloadableServer(file, config)
     await server.server_app.scheduler.load("demo")
     transport = httpx.ASGITransport(server.server_app.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    headers = {} if config.get("keys") else owner_headers(server.server_app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
         yield server, client
     await server.server_app.stop()
     await server.server_app.gateway.close()
@@ -167,7 +168,8 @@ async def test_a_model_that_failed_at_the_start_runs_once_its_configuration_is_f
     with pytest.raises(InvalidRequest):
         await server.server_app.scheduler.load("demo")
     transport = httpx.ASGITransport(server.server_app.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    headers = owner_headers(server.server_app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
         assert await state_of(client) == "failed"
         config = config_with_template(None)
         config["models"]["demo"] |= {name: value for name, value in fixed.items() if value is not None}

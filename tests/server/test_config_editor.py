@@ -15,6 +15,7 @@ import pytest
 from modelyard.config.load import ConfigSources
 from modelyard.core.errors import InvalidRequest
 from modelyard.server.app import compose
+from tests.live_server import owner_headers
 
 TEXT = """\
 # My models
@@ -76,7 +77,8 @@ async def edited_server(folder: Path, text: str | None = TEXT, **settings: Any) 
     sources = ConfigSources(env=env, cwd=folder)
     app = compose(sources().config, {}, sources)
     transport = httpx.ASGITransport(app.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    headers = owner_headers(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
         yield EditedServer(client, file, app.admin)
     await app.stop()
     await app.gateway.close()

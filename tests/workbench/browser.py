@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from setup import browser as setup_browser
+from tests.cli_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 OWNER = {"authorization": "Bearer the-owner"}
@@ -74,6 +76,13 @@ def chrome() -> Iterator[webdriver.Chrome]:
 class BrowserPage:
     def __init__(self, driver: webdriver.Chrome, url: str) -> None:
         self.driver, self.url = driver, url
+        self.token = ""  # of the server, if the browser has its owner's cookie
+
+    def open_as_owner(self, server: ServerProcess) -> None:
+        """With the link that the server has printed at its start."""
+        link = re.search(r"http://\S+\?code=\S+", server.until("open it as the owner")["message"])
+        assert link is not None
+        self.driver.get(link[0].replace("localhost", "127.0.0.1"))
 
     def open(self, path: str) -> None:
         self.driver.get(f"{self.url}/workbench{path}")

@@ -3,6 +3,7 @@ run at the same time."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from modelyard.accounts.owner import OWNER_HEADER, OwnerProof
 from modelyard.library import default_model
 from tests.cli_process import ServerProcess, serve
 from tests.workbench.browser import KEY_ITEM, OWNER, BrowserPage, chrome
@@ -104,6 +106,15 @@ class RestartableServer:
         assert reply.status_code < 400, reply.text
         return reply.json()
 
+    @property
+    def link(self) -> str:
+        """Opens the workbench as the owner, once."""
+        return f"{self.url}/workbench?code={OwnerProof(self.token).new_code(time.time())}"
+
+    @property
+    def token(self) -> str:
+        return self._serving.owner[OWNER_HEADER]
+
     def model(self, name: str) -> Any:
         return self.api("GET", f"/v1/admin/models/{name}")
 
@@ -126,7 +137,10 @@ def locked(server: RestartableServer) -> Iterator[BrowserPage]:
 
 @pytest.fixture
 def page(locked: BrowserPage, server: RestartableServer) -> Iterator[BrowserPage]:
-    """A page whose tab has the key."""
+    """A page of the owner, whose tab has a key besides."""
+    if locked.token != server.token:
+        locked.driver.get(server.link)
+        locked.token = server.token
     if not (locked.driver.current_url.startswith(server.url) and locked.run(f"return {KEY_ITEM}") == "the-owner"):
         locked.open("/routes")
         locked.run(f"{KEY_ITEM} = 'the-owner'")

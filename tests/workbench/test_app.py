@@ -17,7 +17,7 @@ from modelyard.cli.app import app
 from modelyard.core.errors import InvalidRequest
 from modelyard.workbench.app import check_url, local_address
 from modelyard.workbench.peer_proxy import ServerAddress
-from tests.cli_process import DEADLINE, DEMO, MODELYARD, ServerProcess, environment, serve
+from tests.cli_process import DEADLINE, DEMO, MODELYARD, ServerProcess, environment, run, serve
 from tests.live_server import LiveServer, demo_config, live_server
 
 SOCKET = "/workbench/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
@@ -185,3 +185,38 @@ def test_it_serves_the_page_with_the_same_rules_as_the_server(tmp_path: Path) ->
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+# The link with a one-time code, which makes its visitor the owner.
+
+
+def link_of(text: str) -> str:
+    found = re.search(r"http://\S+/workbench\?code=\S+", text)
+    assert found is not None, text
+    return found[0].replace("localhost", "127.0.0.1")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_link_that_the_server_prints_opens_the_workbench_as_owner_once(tmp_path: Path, workers: str) -> None:
+    with serve(tmp_path, *DEMO, "--workers", workers) as running:
+        link = link_of(running.until("open it as the owner")["message"])
+        opened = httpx.get(link)
+        assert (opened.status_code, opened.headers["location"]) == (303, "/workbench")
+        cookie = opened.headers["set-cookie"].lower()
+        assert all(flag in cookie for flag in ("httponly", "samesite=strict", "path=/workbench"))
+        assert httpx.get(link).status_code == 403
+        assert "modelyard workbench" in httpx.get(link).text
+        shown = httpx.get(f"{running.url}/v1/admin/logs", headers=running.owner).text
+        assert ("the workbench is at" in shown, "code=" in shown) == (True, False)
+        assert httpx.get(f"{running.url}/v1/admin/keys", cookies=opened.cookies).status_code == 403, "for pages only"
+        again = run("workbench", "--url", running.url, cwd=tmp_path)
+        assert httpx.get(link_of(again.stdout)).status_code == 303
+
+
+def test_a_code_that_the_server_has_not_signed_opens_nothing(server: ServerProcess) -> None:
+    good = httpx.URL(link_of(run("workbench", "--url", server.url, cwd=Path.cwd()).stdout))
+    until, nonce, signature = good.params["code"].split("-")
+    for code in ("", "x", f"{int(until) + 1}-{nonce}-{signature}", f"{until}-{nonce}-{'0' * 64}"):
+        refused = httpx.get(good.copy_set_param("code", code))
+        assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
+    assert httpx.get(good).status_code == 303

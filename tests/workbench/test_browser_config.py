@@ -9,7 +9,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from tests.cli_process import serve
-from tests.workbench.browser import BrowserPage
+from tests.workbench.browser import BrowserPage, send
 from tests.workbench.conftest import CONFIG, RestartableServer
 
 pytestmark = pytest.mark.browser
@@ -169,17 +169,28 @@ def test_a_key_is_created_limited_used_and_revoked(page: BrowserPage, server: Re
     page.find("[data-key=team]", "revoked")
 
 
-def test_the_first_key_unlocks_the_page_that_created_it(locked: BrowserPage, tmp_path: Path) -> None:
+def test_a_visitor_is_told_how_to_become_the_owner_who_creates_the_first_key(
+    locked: BrowserPage, tmp_path: Path
+) -> None:
     fake = '[models.demo]\nbackend = "fake"\n[accounts]\npath = "accounts.sqlite"\n'
     with serve(tmp_path, config=fake) as running:
         page = BrowserPage(locked.driver, running.url)
+        page.open("/chat?model=demo")
+        page.find(".banner", "`modelyard workbench` prints")
+        page.find(".muted", "Chats of visitors are not stored")
+        send(page, "Hello")
+        page.find(".turn.assistant", "tok/s")
+        page.open("/keys")
+        page.find(".q-notification", "only the owner of this server may do this")
+        page.open_as_owner(running)
         page.open("/keys")
         page.find(".muted", "This server has no keys")
+        assert not page.find_all(".banner")
         page.click("button", "Create a key")
         page.type(".q-dialog input[aria-label=Name]", "me")
         page.click(".q-dialog button", "Create")
         page.find(".q-dialog .error", "admin")
-        page.click(".q-dialog .q-checkbox")
+        page.choose_option("Role", "Operator")
         page.click(".q-dialog button", "Create")
         page.find(".q-dialog .secret")
         page.click(".q-dialog button", "Done")

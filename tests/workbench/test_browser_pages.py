@@ -56,6 +56,7 @@ HTML = '<img src=x onerror="window.hacked = 1"><b>bold</b>{{7 * 7}}'
 
 
 def test_only_an_admin_key_unlocks_the_page(locked: BrowserPage) -> None:
+    locked.driver.delete_all_cookies()
     locked.open("")
     locked.type("input[type=password]", "wrong", Keys.ENTER)
     locked.find(".error", "missing or wrong")
@@ -338,7 +339,7 @@ def test_a_new_server_leads_to_its_first_model_in_three_clicks(locked: BrowserPa
         unused = '[models.unused]\nbackend = "fake"\nenabled = false\n'
         with serve(tmp_path, config=unused, **environment) as running:
             page = BrowserPage(locked.driver, running.url)
-            page.open("")
+            page.open_as_owner(running)
             page.click("button", "Small and quick")
             page.find(".result-row", "fits")
             hub.held.add("m-Q4_1.gguf")

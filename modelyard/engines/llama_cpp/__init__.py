@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec import structs
 
@@ -32,19 +31,18 @@ MARKS_MEDIA = True
 _PLAIN_TYPES = ("f32", "f16", "bf16")
 
 
-def own_process(options: Mapping[str, Any]) -> bool:
+def own_process(options: Options) -> bool:
     """On a GPU a step takes half a millisecond: the gateway's own work in the same process would slow it down. Whoever
     truncates a mapped file kills the process that reads it (SIGBUS). And an architecture that the test suite does not
     cover may meet an assertion of llama.cpp."""
-    layers = options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", "auto"))
-    if options.get("numa"):  # it holds for a whole process
+    if options.numa or options.use_mmap or offloads_to_gpu(options.n_gpu_layers):  # numa holds for a whole process
         return True
-    return bool(options.get("use_mmap")) or offloads_to_gpu(layers) or not _is_tested(options.get("path"))
+    return not all(_is_tested(path) for path in (options.path, options.draft_model_path) if path)
 
 
-def _is_tested(path: Any) -> bool:
+def _is_tested(path: str) -> bool:
     try:
-        return is_tested(read_architecture(locate_model_file(str(path))))
+        return is_tested(read_architecture(locate_model_file(path)))
     except (ModelyardError, OSError):  # loading explains it
         return True
 

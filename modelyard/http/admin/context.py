@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
+from starlette.responses import Response
 
 from modelyard.accounts.accounts import Accounts
+from modelyard.accounts.owner import Role
 from modelyard.chat_store import ChatStore
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.pool import Pool
@@ -16,6 +18,9 @@ from modelyard.gateway.gateway import Gateway
 from modelyard.http.admin.peers import PeerGateways
 from modelyard.telemetry.request_capture import MemoryCaptureSink
 from modelyard.telemetry.system import MachineMemory
+
+# By the role that a request needs: its method and path, the handler, and what it does.
+Endpoints = Mapping[Role, tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]]
 
 
 class ModelDetails(Struct, frozen=True, kw_only=True):
@@ -46,6 +51,7 @@ class AdminOperations(Protocol):
     def details(self, model: str) -> ModelDetails: ...
     async def memory(self) -> MachineMemory: ...
     async def estimate(self, model: str, overrides: Mapping[str, Any]) -> MemoryEstimate: ...
+    def names_files(self, model: str, overrides: Mapping[str, Any]) -> bool: ...
     async def reload(self) -> ReloadResult: ...
     async def scheduler_log(self, since: float, level: int, request: str, limit: int) -> list[dict[str, Any]]: ...
     def routes(self) -> list[dict[str, Any]]: ...

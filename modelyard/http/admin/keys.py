@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any
 
@@ -16,8 +16,9 @@ from modelyard.accounts.keys import Key
 from modelyard.accounts.settings import KeyRules, NewKey
 from modelyard.accounts.usage import UsageCounts, period
 from modelyard.core.errors import InvalidRequest
-from modelyard.http.admin.context import AdminContext
-from modelyard.http.auth import is_loopback
+from modelyard.http.admin.context import AdminContext, Endpoints
+from modelyard.http.auth import is_loopback, require
+from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
 
 _GROUPS = ("key", "model", "day")
@@ -30,14 +31,16 @@ class KeyRoutes:
     def __init__(self, context: AdminContext, settings: HttpSettings) -> None:
         self._context, self._accounts, self._settings = context, context.accounts, settings
 
-    def endpoints(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]:
-        return (
-            ("GET", "/keys", self.keys, "API keys, configured and created: rules, usage, what is left of budgets"),
-            ("POST", "/keys", self.create, "Create a key; the reply has its secret, which is shown only here"),
-            ("PATCH", "/keys/{id}", self.change, "Change what a created key may do"),
-            ("DELETE", "/keys/{id}", self.revoke, "Revoke a created key at once, and end its requests"),
-            ("GET", "/usage", self.usage, "Requests, tokens and cost by key, model and day"),
-        )
+    def endpoints(self) -> Endpoints:
+        return {
+            "operator": (
+                ("GET", "/keys", self.keys, "API keys, configured and created: rules, usage, what is left of budgets"),
+                ("POST", "/keys", self.create, "Create a key; the reply has its secret, which is shown only here"),
+                ("PATCH", "/keys/{id}", self.change, "Change what a created key may do"),
+                ("DELETE", "/keys/{id}", self.revoke, "Revoke a created key at once, and end its requests"),
+                ("GET", "/usage", self.usage, "Requests, tokens and cost by key, model and day"),
+            ),
+        }
 
     async def keys(self, revoked: bool = False, own: bool = False) -> Response:
         """It also makes this process read keys that another one has changed."""
@@ -47,6 +50,7 @@ class KeyRoutes:
         return _json(await list_keys(self._accounts, self._context.clock(), revoked=revoked))
 
     async def create(self, request: StarletteRequest, body: NewKey) -> Response:
+        require(RequestContext.of(request.scope), body.role)
         key, secret = await self._accounts.create(body, open_to_all=not self._accounts.ring.keys)
         await self._tell_peers(request)
         (described,) = await describe_keys(self._accounts, self._context.clock(), key)
@@ -56,16 +60,24 @@ class KeyRoutes:
         changes = body.model_dump(exclude_unset=True)
         if not changes:
             raise InvalidRequest("the body names no field to change")
+        self._check_role(request, id)
+        require(RequestContext.of(request.scope), body.role)
         key = await self._accounts.change(id, changes)
         await self._tell_peers(request)
         (described,) = await describe_keys(self._accounts, self._context.clock(), key)
         return _json({**described, "warnings": self._warnings(key)})
 
     async def revoke(self, request: StarletteRequest, id: str) -> Response:
+        self._check_role(request, id)
         key = await self._accounts.revoke(id, may_open=is_loopback(self._settings.host))
         await self._tell_peers(request)
         (described,) = await describe_keys(self._accounts, self._context.clock(), key)
         return _json(described)
+
+    def _check_role(self, request: StarletteRequest, id: str) -> None:
+        """Nobody changes a key that may do more than they."""
+        if (key := next((each for each in self._accounts.ring.keys if each.id == id), None)) is not None:
+            require(RequestContext.of(request.scope), key.role)
 
     async def _tell_peers(self, request: StarletteRequest) -> None:
         """Before the reply: what it says is then true in every process."""

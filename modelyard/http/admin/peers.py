@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from modelyard.accounts.owner import OWNER_HEADER
+
 if TYPE_CHECKING:
     import httpx
 
 Json = dict[str, Any]
 
 _TIMEOUT_S = 10.0  # long enough for a busy peer
-_FORWARDED = ("authorization", "x-api-key")
+_FORWARDED = ("authorization", "x-api-key", OWNER_HEADER)
 
 
 class PeerGateways:

@@ -25,6 +25,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 
 from modelyard import __version__
+from modelyard.accounts.owner import includes
 from modelyard.core.chat import Chat
 from modelyard.core.errors import (
     BY_ADMINISTRATOR,
@@ -38,9 +39,10 @@ from modelyard.core.errors import (
 from modelyard.core.pool import ModelSnapshot, ModelStateChange, Pool
 from modelyard.core.request import Caller
 from modelyard.http.admin import schemas
-from modelyard.http.admin.context import AdminContext, ConfigChange, ConfigEditing
+from modelyard.http.admin.context import AdminContext, ConfigChange, ConfigEditing, Endpoints
 from modelyard.http.admin.keys import KeyRoutes
 from modelyard.http.admin.peers import merge_requests
+from modelyard.http.auth import require
 from modelyard.http.errors import EXCEPTION_HANDLERS, error_response
 from modelyard.http.openapi import describe, page_routes
 from modelyard.http.request_context import RequestContext, read_body
@@ -56,6 +58,7 @@ _MAX_REQUESTS = 1000
 _MAX_LINES = 2000
 _MAX_CHATS, _MAX_SEARCH = 1000, 200
 _CHAT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ROLE_FIELD = "x-role"  # in the description of the API
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
@@ -64,20 +67,23 @@ def admin_router(context: AdminContext, settings: HttpSettings) -> APIRouter:
     router = APIRouter(
         prefix="/v1/admin", tags=["admin"], dependencies=[Depends(routes.refresh)], route_class=JsonRoute
     )
-    others = (*KeyRoutes(context, settings).endpoints(), *ConfigRoutes(context, settings).endpoints())
-    for method, path, call, summary in (*routes.endpoints(), *others):
-        router.add_api_route(path, call, methods=[method], summary=summary, response_class=Response)
+    for table in (each.endpoints() for each in (routes, KeyRoutes(context, settings), ConfigRoutes(context, settings))):
+        for role, endpoints in table.items():
+            about: dict[str, Any] = {"response_class": Response, "openapi_extra": {ROLE_FIELD: role}}
+            for method, path, call, summary in endpoints:
+                router.add_api_route(path, call, methods=[method], summary=summary, **about)
     return router
 
 
 class JsonRoute(APIRoute):
     """Every body is JSON, whatever its content type says: `curl -d` calls it a form. `Origin` keeps web pages of others
-    out, not the content type."""
+    out, not the content type. The role is checked before the body is read."""
 
     def get_route_handler(self) -> Callable[[StarletteRequest], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+        handle, role = super().get_route_handler(), (self.openapi_extra or {})[ROLE_FIELD]
 
         async def as_json(request: StarletteRequest) -> Response:
+            require(RequestContext.of(request.scope), role)
             others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
             scope = {**request.scope, "headers": [*others, (b"content-type", b"application/json")]}
             return await handle(StarletteRequest(scope, request.receive))
@@ -89,45 +95,45 @@ class AdminRoutes:
     def __init__(self, context: AdminContext, settings: HttpSettings) -> None:
         self._context, self._settings = context, settings
 
-    def endpoints(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]:
-        return (
-            ("GET", "/models", self.models, "Every configured model: state, queue, replicas, memory, definition"),
-            ("GET", "/models/{name:path}/log", self.log, "The last lines of a managed engine's output"),
-            ("POST", "/models/{name:path}/load", self.load, "Load a model, with overrides for this load only"),
-            (
-                "POST",
-                "/models/{name:path}/unload",
-                self.unload,
-                "Unload a model after its requests, or at once",
+    def endpoints(self) -> Endpoints:
+        return {  # the first that matches counts: a model's name may have slashes
+            "operator": (
+                ("GET", "/models/{name:path}/log", self.log, "The last lines of a managed engine's output"),
+                ("GET", "/requests", self.requests, "Running and waiting requests, and recent ones"),
+                ("GET", "/requests/{id}", self.request, "One request: timeline, tokens and texts"),
+                ("POST", "/requests/{id}/cancel", self.cancel, "Cancel a running or waiting request"),
+                ("GET", "/logs", self.logs, "The server's last log lines, by time, level and request"),
+                ("POST", "/history", self.keep, "Whether the texts of requests are kept in memory"),
+                ("GET", "/hub", self.search_hub, "Repositories of the hub with GGUF models, by words of their names"),
+                ("GET", "/hub/{source:path}", self.offer, "The variants of a repository, and which fit this machine"),
+                ("POST", "/downloads", self.start_download, "Fetch a model of the hub, in the background"),
+                ("POST", "/downloads/{id}/cancel", self.cancel_download, "Cancel a download; its parts stay"),
+                ("DELETE", "/library/{name:path}", self.remove_model, "Remove a model of the library and its files"),
+                ("GET", "/chats", self.chats, "The chats of this key, newest first; `search` finds a text in them"),
+                ("GET", "/chats/{id}", self.chat, "One stored chat"),
+                ("PUT", "/chats/{id}", self.store_chat, "Store a chat; refused if it was changed since it was read"),
+                ("DELETE", "/chats/{id}", self.delete_chat, "Delete a stored chat"),
+                ("POST", "/reload", self.reload, "Reload the configuration without dropping requests"),
             ),
-            ("POST", "/models/{name:path}/drain", self.drain, "Accept no new requests for a model"),
-            ("POST", "/models/{name:path}/replicas", self.scale, "Set the number of loaded replicas"),
-            ("POST", "/models/{name:path}/estimate", self.estimate, "The memory of a load with these overrides"),
-            ("GET", "/models/{name:path}", self.model, "One configured model"),
-            ("GET", "/gpu-memory", self.memory, "GPU memory and RAM in use, by model"),
-            ("GET", "/caches", self.caches, "Each cache's sequences, occupancy and reuse"),
-            ("GET", "/requests", self.requests, "Running and waiting requests, and recent ones"),
-            ("GET", "/requests/{id}", self.request, "One request: timeline, tokens and texts"),
-            ("POST", "/requests/{id}/cancel", self.cancel, "Cancel a running or waiting request"),
-            ("GET", "/logs", self.logs, "The server's last log lines, by time, level and request"),
-            ("GET", "/history", self.history, "The last hour in slices of ten seconds"),
-            ("POST", "/history", self.keep, "Whether the texts of requests are kept in memory"),
-            ("GET", "/route", self.route, "Which route, cache and model a name resolves to"),
-            ("GET", "/routes", self.routes, "The rules that decide where a model name leads, in their order"),
-            ("GET", "/events", self.events, "Changes of the pool as server-sent events"),
-            ("GET", "/tune", self.tune, "Results of the optimizer"),
-            ("GET", "/hub", self.search_hub, "Repositories of the hub with GGUF models, by words of their names"),
-            ("GET", "/hub/{source:path}", self.offer, "The variants of a repository, and which fit this machine"),
-            ("GET", "/downloads", self.downloads, "Downloads of models: running ones and the last ones"),
-            ("POST", "/downloads", self.start_download, "Fetch a model of the hub into the library, in the background"),
-            ("POST", "/downloads/{id}/cancel", self.cancel_download, "Cancel a download; its parts stay"),
-            ("DELETE", "/library/{name:path}", self.remove_model, "Remove a model of the library and its files"),
-            ("GET", "/chats", self.chats, "The stored chats of this key, newest first; `search` finds a text in them"),
-            ("GET", "/chats/{id}", self.chat, "One stored chat"),
-            ("PUT", "/chats/{id}", self.store_chat, "Store a chat; refused if it was changed since it was read"),
-            ("DELETE", "/chats/{id}", self.delete_chat, "Delete a stored chat"),
-            ("POST", "/reload", self.reload, "Reload the configuration without dropping requests"),
-        )
+            "local": (
+                ("GET", "/models", self.models, "Every configured model: state, queue, replicas, memory, definition"),
+                ("POST", "/models/{name:path}/load", self.load, "Load a model, with overrides for this load only"),
+                ("POST", "/models/{name:path}/unload", self.unload, "Unload a model after its requests, or at once"),
+                ("POST", "/models/{name:path}/drain", self.drain, "Accept no new requests for a model"),
+                ("POST", "/models/{name:path}/replicas", self.scale, "Set the number of loaded replicas"),
+                ("POST", "/models/{name:path}/estimate", self.estimate, "The memory of a load with these overrides"),
+                ("GET", "/models/{name:path}", self.model, "One configured model"),
+                ("GET", "/gpu-memory", self.memory, "GPU memory and RAM in use, by model"),
+                ("GET", "/caches", self.caches, "Each cache's sequences, occupancy and reuse"),
+                ("GET", "/history", self.history, "The last hour in slices of ten seconds"),
+                ("GET", "/route", self.route, "Which route, cache and model a name resolves to"),
+                ("GET", "/routes", self.routes, "The rules that decide where a model name leads, in their order"),
+                ("GET", "/events", self.events, "Changes of the pool as server-sent events"),
+                ("GET", "/tune", self.tune, "Results of the optimizer"),
+                ("GET", "/downloads", self.downloads, "Downloads of models: running ones and the last ones"),
+                ("GET", "/role", self.role, "What the sender may do: local, operator or owner"),
+            ),
+        }
 
     async def refresh(self) -> None:
         """Update the snapshot of a pool in another process."""
@@ -135,16 +141,20 @@ class AdminRoutes:
         if refresh is not None:
             await refresh()
 
+    async def role(self, request: StarletteRequest) -> Response:
+        return _json({"role": RequestContext.of(request.scope).role})
+
     # --- models -------------------------------------------------------------------------------------------------------
 
-    async def models(self) -> Response:
-        return _json(self._list())
+    async def models(self, request: StarletteRequest) -> Response:
+        return _json(self._list(request))
 
-    def _list(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._describe(m) for m in self._context.pool.snapshot().models.values()]}
+    def _list(self, request: StarletteRequest) -> dict[str, Any]:
+        seen = self._context.pool.snapshot().models.values()
+        return {"object": "list", "data": [self._describe(request, model) for model in seen]}
 
-    async def model(self, name: str) -> Response:
-        return _json(self._describe(self._snapshot(name)))
+    async def model(self, request: StarletteRequest, name: str) -> Response:
+        return _json(self._describe(request, self._snapshot(name)))
 
     async def log(self, name: str) -> Response:
         return _json({"id": self._snapshot(name).name, "lines": self._log_tail(name)})
@@ -154,39 +164,48 @@ class AdminRoutes:
         engines = self._context.pool.engines(name)
         return [line for engine in engines for line in getattr(engine, "log_tail", list)()]
 
-    async def load(self, name: str, overrides: Overrides = None, wait: bool = True) -> Response:
+    async def load(
+        self, request: StarletteRequest, name: str, overrides: Overrides = None, wait: bool = True
+    ) -> Response:
         """Answer when the model is ready, or with the reason why it is not. `wait=false` answers at once."""
         changes = overrides or {}
         if isinstance(changes.get("overrides"), dict) and len(changes) == 1:
             changes = changes["overrides"]
-        return await self._run_command(name, self._context.pool.load(name, changes or None), wait)
+        self._check_overrides(request, name, changes)
+        return await self._run_command(request, name, self._context.pool.load(name, changes or None), wait)
 
-    async def unload(self, name: str, force: bool = False, wait: bool = True) -> Response:
-        return await self._run_command(name, self._context.pool.unload(name, force), wait)
+    def _check_overrides(self, request: StarletteRequest, name: str, overrides: dict[str, Any]) -> None:
+        if self._context.service.names_files(self._snapshot(name).name, overrides):
+            require(RequestContext.of(request.scope), "owner")
 
-    async def drain(self, name: str, wait: bool = False) -> Response:
-        return await self._run_command(name, self._context.pool.drain(name), wait)
+    async def unload(self, request: StarletteRequest, name: str, force: bool = False, wait: bool = True) -> Response:
+        return await self._run_command(request, name, self._context.pool.unload(name, force), wait)
 
-    async def scale(self, name: str, body: Overrides = None, wait: bool = True) -> Response:
+    async def drain(self, request: StarletteRequest, name: str, wait: bool = False) -> Response:
+        return await self._run_command(request, name, self._context.pool.drain(name), wait)
+
+    async def scale(self, request: StarletteRequest, name: str, body: Overrides = None, wait: bool = True) -> Response:
         replicas = (body or {}).get("replicas")
         if not isinstance(replicas, int) or isinstance(replicas, bool):
             raise InvalidRequest('the body is {"replicas": N}, with a whole number', param="replicas")
-        return await self._run_command(name, self._context.pool.scale(name, replicas), wait)
+        return await self._run_command(request, name, self._context.pool.scale(name, replicas), wait)
 
-    async def estimate(self, name: str, overrides: Overrides = None) -> Response:
+    async def estimate(self, request: StarletteRequest, name: str, overrides: Overrides = None) -> Response:
         """Nothing is loaded. An override that a load would refuse is refused here too."""
-        self._snapshot(name)
+        self._check_overrides(request, name, overrides or {})
         service = self._context.service
         taken, machine = await service.estimate(name, overrides or {}), await service.memory()
         return _json(schemas.estimate(name, taken, machine, self._context.pool.snapshot().devices))
 
-    async def _run_command(self, name: str, command: asyncio.Future[None], wait: bool) -> Response:
+    async def _run_command(
+        self, request: StarletteRequest, name: str, command: asyncio.Future[None], wait: bool
+    ) -> Response:
         """The command continues if its client disconnects."""
         if wait:
             await _wait_for(name, command)
         else:
             command.add_done_callback(_retrieve)
-        return _json(self._describe(self._snapshot(name)), 200 if wait else 202)
+        return _json(self._describe(request, self._snapshot(name)), 200 if wait else 202)
 
     def _snapshot(self, name: str) -> ModelSnapshot:
         found = self._context.pool.snapshot().models.get(name)
@@ -194,12 +213,14 @@ class AdminRoutes:
             raise NotFound(f"no model {name!r} is configured", code="model_not_found")
         return found
 
-    def _describe(self, snapshot: ModelSnapshot) -> dict[str, Any]:
+    def _describe(self, request: StarletteRequest, snapshot: ModelSnapshot) -> dict[str, Any]:
+        """With the output of its process, which may quote prompts, for those who may read logs."""
         gateway, service = self._context.gateway, self._context.service
         engines = self._context.pool.engines(snapshot.name)
         loaded = engines[0].info.capabilities if engines else None
         can = gateway.capabilities.effective(gateway.models[snapshot.name], loaded)
-        return schemas.model(snapshot, service.details(snapshot.name), can, self._log_tail(snapshot.name))
+        lines = self._log_tail(snapshot.name) if includes(RequestContext.of(request.scope).role, "operator") else []
+        return schemas.model(snapshot, service.details(snapshot.name), can, lines)
 
     async def memory(self) -> Response:
         return _json(schemas.memory(await self._context.service.memory(), self._context.pool.snapshot()))
@@ -305,8 +326,8 @@ class AdminRoutes:
     async def routes(self) -> Response:
         return _json({"object": "list", "data": self._context.service.routes()})
 
-    async def events(self) -> Response:
-        stream = pool_events(self._context.pool, self._list(), self._settings.keepalive_s)
+    async def events(self, request: StarletteRequest) -> Response:
+        stream = pool_events(self._context.pool, self._list(request), self._settings.keepalive_s)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def tune(self) -> Response:
@@ -528,13 +549,25 @@ class ConfigRoutes:
     def __init__(self, context: AdminContext, settings: HttpSettings) -> None:
         self._context, self._settings = context, settings
 
-    def endpoints(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]:
-        return (
-            ("GET", "/config", self.overview, "Models, caches and routes of the configuration files, without secrets"),
-            ("POST", "/config/fields", self.fields, "The fields of a model, cache or route: type, default, choices"),
-            ("POST", "/config/preview", self.preview, "What a change would write, and what is wrong with it"),
-            ("POST", "/config/apply", self.apply, "Write a change with a backup, and reload the configuration"),
-        )
+    def endpoints(self) -> Endpoints:
+        return {
+            "owner": (
+                (
+                    "GET",
+                    "/config",
+                    self.overview,
+                    "Models, caches and routes of the configuration files, without secrets",
+                ),
+                (
+                    "POST",
+                    "/config/fields",
+                    self.fields,
+                    "The fields of a model, cache or route: type, default, choices",
+                ),
+                ("POST", "/config/preview", self.preview, "What a change would write, and what is wrong with it"),
+                ("POST", "/config/apply", self.apply, "Write a change with a backup, and reload the configuration"),
+            ),
+        }
 
     async def overview(self) -> Response:
         return _json({**await self._editor().overview(), "editable": self._settings.edit_config})

@@ -121,6 +121,9 @@ class ChatList:
 
     async def _load(self) -> None:
         """Rows stay the same elements: a menu may be open on one, or a finger on it."""
+        if self._session.is_visitor:
+            show_notice(self._empty, "Chats of visitors are not stored.")
+            return
         try:
             found = await self._session.client.chats(self._search.value or "")
         except ModelyardError as error:
@@ -440,6 +443,8 @@ class ChatView:
         chat = self._session.chat
         chat.updated = time.time()
         chat.created = chat.created or chat.updated
+        if self._session.is_visitor:
+            return
 
         async def save() -> None:
             try:
@@ -467,7 +472,9 @@ class ChatView:
         self._messages.clear()
         with self._messages:
             if not chat.turns:
-                ui.label("Ask anything. The chat is stored on this server.").classes("muted empty")
+                ui.label(
+                    "Ask anything." + ("" if self._session.is_visitor else " The chat is stored on this server.")
+                ).classes("muted empty")
             for turn in chat.path():
                 if turn.role == "user":
                     UserTurnView(self, turn)

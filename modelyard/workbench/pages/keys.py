@@ -34,9 +34,14 @@ _LIMITS = {  # field: label, hint, whether it is a whole number
     "cost_budget": ("Cost budget", "By the prices of the models, in one period.", False),
 }
 _NO_KEYS = (
-    "This server has no keys: everyone on this machine may use it. The first key is an admin key; from then on every "
-    "request needs a key."
+    "This server has no keys: everyone on this machine may use it. The first key is an operator's or an owner's; from "
+    "then on every request needs a key."
 )
+_ROLES = {
+    "member": "Member: uses models",
+    "operator": "Operator: also manages models and keys, and reads logs",
+    "owner": "Owner: also changes the configuration",
+}
 _GROUPS = {"key": "Key", "model": "Model", "day": "Day"}
 _COUNTS = {
     "requests": "Requests",
@@ -86,8 +91,8 @@ class KeyPanel:
                 ui.label(key["name"]).classes("name")
                 self._state = StateBadge()
             with ui.element("div").classes("line"):
-                if key["admin"]:
-                    ui.label("admin").classes("tag")
+                if key["role"] != "member":
+                    ui.label(key["role"]).classes("tag")
                 ui.label("from the configuration" if key["source"] == "config" else "created here").classes("tag")
                 if key["hint"]:
                     ui.label(f"ends with {key['hint'].lstrip('…')}").classes("tag mono")
@@ -159,7 +164,8 @@ class KeyDialog:
             if key is None:
                 self._name = ui.input("Name").props("outlined dense autofocus").classes("w-full")
                 self._name.props["hint"] = "Logs, requests and usage call the key so."
-            self._admin = ui.checkbox("Admin: may load, change and inspect everything", value=bool(known.get("admin")))
+            self._role = ui.select(_ROLES, value=known.get("role", "member"), label="Role").props("outlined dense")
+            self._role.classes("w-full")
             self._models = ui.textarea("Models", value="\n".join(known.get("models", ())), placeholder="all")
             self._models.props("outlined dense autogrow stack-label rows=1").classes("w-full")
             self._models.props["hint"] = "One per line: names of models and caches, with * for any letters."
@@ -185,7 +191,7 @@ class KeyDialog:
     def _values(self) -> Json:
         limits = {name: limit_value(name, field.value) for name, field in self._limits.items()}
         return {
-            "admin": bool(self._admin.value),
+            "role": self._role.value,
             "models": [line.strip() for line in (self._models.value or "").splitlines() if line.strip()],
             **limits,
             "budget_period": self._period.value,
@@ -215,7 +221,8 @@ class KeyDialog:
         await self._session.perform(self._on_change())
 
     async def _show_secret(self, made: Json) -> None:
-        if made["admin"] and not self._session.client.key:  # the first key: from now on this page needs one, too
+        client = self._session.client
+        if made["admin"] and not client.key and not client.owner:  # the first key: from now on this page needs one, too
             await self._session.unlock(made["secret"])
         self._dialog.props("persistent")
         self._card.clear()

@@ -214,6 +214,14 @@ ARCHITECTURES: dict[str, Facts] = {
     },
 }
 
+# What llama.cpp runs and `TESTED` does not have: three sequences in micro-batches of 64 fail an assertion.
+UNTESTED: dict[str, Facts] = {
+    "plamo2": _SSM
+    | {"ssm.group_count": 0, "attention.key_length": HEAD, "attention.value_length": HEAD}
+    | _MIXED_HEADS,
+}
+_ALL = ARCHITECTURES | UNTESTED
+
 _CONVOLUTION = {"blk.1.ssm_conv1d.bias": (192,)}
 _INDEXER_TENSORS: dict[str, tuple[int, ...]] = {
     "indexer.k_norm.weight": (128,),
@@ -292,7 +300,7 @@ def metadata(name: str) -> dict[str, Value]:
         "logit_scale": 1.0,
         "rope.freq_base": 10000.0,
     }
-    own = {f"{name}.{key}": value for key, value in (usual | ARCHITECTURES[name]).items()}
+    own = {f"{name}.{key}": value for key, value in (usual | _ALL[name]).items()}
     if "bert" in name:
         vocabulary["tokenizer.ggml.token_type_count"] = 2
     extra = {f"xielu.{key}": 1.0 for key in ("alpha_n", "alpha_p", "beta", "eps")} if name == "apertus" else {}
@@ -324,7 +332,7 @@ def write_missing() -> None:
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder.with_suffix(".lock")):
-        missing = [name for name in ARCHITECTURES if not _path(name).is_file()]
+        missing = [name for name in _ALL if not _path(name).is_file()]
         if missing:
             for old in folder.parent.glob("architectures-*/"):
                 if old != folder:
@@ -468,7 +476,7 @@ def main(names: Iterable[str]) -> int:
     libllama.load().llama_backend_init()
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names or ARCHITECTURES:
+    for name in names or _ALL:
         print(name, file=sys.stderr)
         partial = _path(name).with_suffix(".partial")
         write_model(name, partial)

@@ -92,8 +92,10 @@ def test_only_a_tested_architecture_shares_the_process_of_the_gateway(tmp_path: 
     file = model("llama")
     other = tmp_path / "other.gguf"
     other.write_bytes(file.read_bytes().replace(b"llama", b"qllam"))
-    assert not llama_cpp.own_process({"path": str(file), "n_gpu_layers": 0})
-    assert llama_cpp.own_process({"path": str(other), "n_gpu_layers": 0})
+    options = llama_cpp.Options(path=str(file), n_gpu_layers=0)
+    assert not llama_cpp.own_process(options)
+    assert llama_cpp.own_process(options.model_copy(update={"path": str(other)}))
+    assert llama_cpp.own_process(options.model_copy(update={"draft_model_path": str(other)}))
     assert not is_tested("a later one")
 
 

@@ -137,6 +137,6 @@ async def test_truncating_a_loaded_file_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_mapped_model_gets_its_own_process() -> None:
-    assert own_process({"use_mmap": True, "n_gpu_layers": 0})
-    assert not own_process({"n_gpu_layers": 0})
+    assert own_process(Options(path=str(fetch()), use_mmap=True, n_gpu_layers=0))
+    assert not own_process(Options(path=str(fetch()), n_gpu_layers=0))
     assert not Options(path="x").use_mmap

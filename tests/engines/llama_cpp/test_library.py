@@ -24,7 +24,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_library_without_gpu_backend_does_not_see_gpus(library: Path) -> None:
-    assert not llama_cpp.own_process({})
+    assert not llama_cpp.own_process(llama_cpp.Options(path=str(model_file())))
     assert visible_memory(MACHINE) == AvailableMemory(1 << 34)
     spec = EngineSpec("m", llama_cpp.Options(path=str(model_file())), {"main": CacheInfo(512)})
     assert llama_cpp.estimate(spec, MACHINE).device == "cpu"
@@ -44,7 +44,7 @@ def test_a_library_with_a_gpu_backend_sees_gpus(library: Path, file: str) -> Non
 )
 def test_a_model_on_a_gpu_gets_its_own_process(library: Path, fields: dict[str, Any], own: bool) -> None:
     (library / "libggml-cuda.so").touch()
-    assert llama_cpp.own_process(fields) is own
+    assert llama_cpp.own_process(llama_cpp.Options(path=str(model_file()), **fields)) is own
 
 
 # --- fp16 arithmetic --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from modelyard.core.events import Usage
 from modelyard.server.app import ServerApp
 from tests.http.app_client import URL, load_all, make_app
-from tests.live_server import demo_config
+from tests.live_server import demo_config, owner_headers
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 BOSS = {"authorization": "Bearer boss-secret"}
@@ -214,16 +214,47 @@ async def test_only_an_admin_key_manages_keys(app: ServerApp, boss: httpx.AsyncC
         assert (await client.post("/v1/admin/keys", json={"name": "mine", "admin": True})).status_code == 403
 
 
+# --- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_role_is_given_by_those_who_have_it(app: ServerApp, boss: httpx.AsyncClient) -> None:
+    assert (await create(boss, name="second", admin=True))["role"] == "operator"
+    refused = await boss.post("/v1/admin/keys", json={"name": "me", "role": "owner"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "owner_required")
+    async with client_of(app, **owner_headers(app)) as owner:
+        made = await create(owner, name="me", role="owner")
+    assert (made["role"], made["admin"]) == ("owner", True)
+    for refused in (
+        await boss.delete(f"/v1/admin/keys/{made['id']}"),
+        await boss.patch(f"/v1/admin/keys/{made['id']}", json={"max_concurrent": 1}),
+    ):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "owner_required")
+    async with client_of(app, authorization=f"Bearer {made['secret']}") as me:
+        changed = await me.patch(f"/v1/admin/keys/{made['id']}", json={"max_concurrent": 2})
+        assert (changed.json()["role"], changed.json()["max_concurrent"]) == ("owner", 2)
+        assert (await me.get("/v1/admin/role")).json() == {"role": "owner"}
+        member = await me.patch(f"/v1/admin/keys/{made['id']}", json={"role": "member"})
+        assert (member.json()["role"], member.json()["admin"]) == ("member", False)
+
+
+async def test_admin_and_a_role_that_contradict_each_other_are_refused(boss: httpx.AsyncClient) -> None:
+    refused = await boss.post("/v1/admin/keys", json={"name": "x", "admin": True, "role": "member"})
+    assert (refused.status_code, "admin contradicts the role member" in refused.text) == (400, True)
+
+
 # --- the first key and the last one -----------------------------------------------------------------------------------
 
 
 async def test_a_server_without_keys_gets_an_admin_key_first(tmp_path: Path) -> None:
     app = make_app(config(tmp_path))
-    async with client_of(app) as client:
-        refused = await client.post("/v1/admin/keys", json={"name": "team"})
+    async with client_of(app) as anyone, client_of(app, **owner_headers(app)) as owner:
+        refused = await anyone.post("/v1/admin/keys", json={"name": "team", "admin": True})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "owner_required")
+        refused = await owner.post("/v1/admin/keys", json={"name": "team"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "first_key_not_admin")
-        made = await create(client, admin=True)
-        assert (await client.get("/v1/admin/models")).status_code == 401
+        made = await create(owner, admin=True)
+        assert (await anyone.get("/v1/admin/models")).status_code == 401
+        assert (await owner.get("/v1/admin/models")).status_code == 200
     async with client_of(app, authorization=f"Bearer {made['secret']}") as admin:
         other = await create(admin, name="other")
         for reply in (

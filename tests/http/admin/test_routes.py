@@ -38,7 +38,7 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, headers=server.owner) as client:
         yield client
 
 
@@ -310,6 +310,31 @@ def test_the_admin_api_needs_an_admin_key() -> None:
             assert client.get(f"/v1/admin/{path}", headers={"x-api-key": "sk-user"}).status_code == 403
         assert client.post("/v1/admin/models/demo/unload", headers={"x-api-key": "sk-user"}).status_code == 403
         assert client.get("/v1/admin/models", headers={"x-api-key": "sk-root"}).status_code == 200
+
+
+KEYS = [{"name": "ann", "key": "a-member"}, {"name": "ops", "key": "an-operator", "admin": True}]
+REFUSED = [  # the key, if there are any, and the roles that it lacks
+    (None, {"operator": "owner_required", "owner": "owner_required"}),
+    ("a-member", {"local": "admin_key_required", "operator": "admin_key_required", "owner": "owner_required"}),
+    ("an-operator", {"owner": "owner_required"}),
+]
+
+
+@pytest.mark.parametrize(("key", "lacks"), REFUSED, ids=["without keys", "member", "operator"])
+async def test_every_endpoint_refuses_those_without_its_role(key: str | None, lacks: dict[str, str]) -> None:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with app_client({**demo_config(), "keys": KEYS if key else []}) as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        tried = [
+            (method, path, about["x-role"])
+            for path, methods in paths.items()
+            for method, about in methods.items()
+            if path.startswith("/v1/admin/") and lacks.get(about["x-role"])
+        ]
+        assert len(tried) >= 4
+        for method, path, role in tried:
+            reply = await client.request(method, path, headers=headers, content=b"not even JSON")
+            assert (reply.status_code, reply.json()["error"]["code"]) == (403, lacks[role]), (method, path)
 
 
 def test_the_documentation_lists_every_endpoint(client: httpx.Client) -> None:
