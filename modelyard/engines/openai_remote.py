@@ -372,12 +372,11 @@ def _accepted_fields(request: Request, options: OpenAiRemoteOptions, api: Remote
             f"the upstream of this model takes JSON schemas, not a {request.constraint.kind} grammar",
             code="structured_unsupported",
         )
-    unknown_to_google = {
-        "parallel_tool_calls": None,
-        "user": None,
-        "tools": tuple([replace(tool, strict=None) for tool in request.tools]),
-    }
-    return {
+    changed: dict[str, Any] = {}
+    if api.kind == "gemini":  # it rejects a request with a field that it does not know
+        tools = tuple([replace(tool, strict=None) for tool in request.tools])
+        changed = {"parallel_tool_calls": None, "user": None, "tools": tools}
+    return changed | {
         "messages": tuple([_without_foreign_reasoning(message, options, api) for message in request.messages]),
         "sampling": Sampling(**{name: getattr(request.sampling, name) for name in api.sampling}),
         "stop": request.stop if api.has_stop else (),
@@ -391,7 +390,6 @@ def _accepted_fields(request: Request, options: OpenAiRemoteOptions, api: Remote
         "priority": None,
         "session": request.session if api.kind == "responses" else None,
         "metadata": None,
-        **(unknown_to_google if api.kind == "gemini" else {}),
     }
 
 

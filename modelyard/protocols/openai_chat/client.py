@@ -461,8 +461,10 @@ class ChatStreamReader(SseReader):
             if choice.index != 0 or self._stop is not None:
                 continue
             if (delta := choice.delta or choice.message) is not None:
-                tokens = choice.logprobs.content if choice.logprobs is not None else None
-                self._read_delta(delta, tuple(token.read() for token in tokens or ()))
+                logprobs = ()
+                if choice.logprobs is not None:
+                    logprobs = tuple(token.read() for token in choice.logprobs.content or ())
+                self._read_delta(delta, logprobs)
             if choice.finish_reason is not None:
                 self._close_all(choice.finish_reason, choice.stop_reason)
         if chunk.usage is not None:
