@@ -111,6 +111,12 @@ class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
         return any(isinstance(action, StartReader) for _, action in self._actions)
 
     @property
+    def call_markers(self) -> tuple[str, ...]:
+        """What begins a call and is never text."""
+        starting = (m for m, a in self._actions if isinstance(a, StartReader) and not a.bare)
+        return tuple(dict.fromkeys(starting))
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Everything that is never shown as visible text or reasoning."""
         acting = (m for m, action in self._actions if not (isinstance(action, StartReader) and action.bare))

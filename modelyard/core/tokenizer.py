@@ -16,15 +16,18 @@ class IdLogprob(Struct, frozen=True, gc=False):
 
 
 class Piece(Struct, frozen=True, gc=False):
-    """Detokenized text with its token, so that a marker counts only if it is the special token.
+    """Detokenized text with its token, so that a marker counts only if it is the token.
 
-    `text` may be empty: a token that ends in half a character passes its bytes on to the next piece.
+    A `special` token is a control token: it is not text, except inside of a call's arguments. An `added` token is text
+    unless the output format names it. `text` may be empty: a token that ends in half a character passes its bytes on
+    to the next piece.
     """
 
     text: str
     special: bool = False
     token: int = -1
     logprob: IdLogprob | None = None
+    added: bool = False
 
 
 class Detokenizer(Protocol):
@@ -59,7 +62,13 @@ class Tokenizer(Protocol):
 
     @property
     def specials(self) -> Mapping[str, int]:
-        """Control tokens by their text."""
+        """The tokens that no text may become: control tokens, and added ones that are spelled like a marker."""
+        ...
+
+    @property
+    def added(self) -> Mapping[str, int]:
+        """The tokens that a vocabulary lists beside its words, such as runs of spaces, and that are no control tokens.
+        Some are spelled like a marker and are `specials`, too."""
         ...
 
     @property

@@ -392,5 +392,5 @@ def _callable_tools(request: Request) -> list[Tool]:
 
 def _scanner_at_start(request: Request, pipeline: TextPipeline, prompt: str) -> Scanner:
     """A scanner at the point where the output begins: a grammar may have to close the reasoning first."""
-    tail, tokenizer = pipeline.renderer.tail(prompt), pipeline.tokenizer
-    return Scanner(pipeline.format_for(request), prefill=tail, new_id=str, specials=tokenizer.specials)
+    tail = pipeline.renderer.tail(prompt)
+    return Scanner(pipeline.format_for(request), prefill=tail, new_id=str, specials=pipeline.specials)

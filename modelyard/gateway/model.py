@@ -44,11 +44,11 @@ class TextPipeline(Struct, frozen=True):
     stop_ids: tuple[int, ...]
     tools_prompt_format: OutputFormat | None = None
     stop_strings: tuple[str, ...] = ()  # end-of-turn texts that are not tokens of the vocabulary
-    specials: frozenset[str] = frozenset()  # the tokenizer's control tokens, hashed once
+    specials: frozenset[str] = frozenset()  # the texts of all control and added tokens, hashed once
     rerank_template: str | None = None  # the file's prompt for a query and a document
 
     def __post_init__(self) -> None:
-        force_setattr(self, "specials", frozenset(self.tokenizer.specials))
+        force_setattr(self, "specials", frozenset((*self.tokenizer.specials, *self.tokenizer.added)))
 
     def format_for(self, request: Request) -> OutputFormat:
         return self.tools_prompt_format if self.tools_prompt_format is not None and request.tools else self.format
@@ -60,7 +60,7 @@ class TextPipeline(Struct, frozen=True):
         if tokens is None or tokens < 0 or request.prompts or not blocks:
             return None
         tail = self.renderer.tail(prompt)
-        begin = Scanner(self.format_for(request), prefill=tail, new_id=str, specials=self.tokenizer.specials)
+        begin = Scanner(self.format_for(request), prefill=tail, new_id=str, specials=self.specials)
         end = begin.reasoning_end
         opened = next((at for at, block in enumerate(blocks) if end in block.ends), None) if begin.is_thinking else None
         encode = self.tokenizer.encode

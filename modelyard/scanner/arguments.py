@@ -5,12 +5,13 @@ the first of null, number, boolean, object and list that it spells. If text is o
 A value that fits none of its types is passed on as a string: the tool can report the error better. Schemas also name
 types as programming languages do. These names count as the JSON types that they mean.
 
-**Ends.** Code that is written into a file may contain the closing tag. The tag ends the value only if the next
-parameter or the end of the call follows. A tag that is a token of the vocabulary always counts. The next parameter is
-any: models invent parameters, and the tool should get to refuse them. But one that the schema does not know or that was
-given before counts only after a closing tag of the value itself, not after one that closes a tag which the
-value quotes. So an example of a call goes into a file unchanged. A file that contains `</parameter>` and then
-`<parameter=x>` without an opening tag before is cut.
+**Ends.** Code that is written into a file may contain the tags of a call, as text or as tokens. The closing tag ends
+the value only if the next parameter or the end of the call follows. The next parameter is any: models invent
+parameters, and the tool should get to refuse them. But a tag that the value quotes is closed by a tag that it quotes:
+after one, only a parameter counts that the schema knows and that is not given yet, or an end of the call that ends the
+output. So an example of a call goes into a file unchanged. A file that contains `</parameter>` and then `<parameter=x>`
+without an opening tag before is cut. The end of the call alone ends the value only if nothing but another call follows.
+A value that the output leaves open is incomplete, and so is its call.
 
 **Repetition.** If a parameter is given twice, the last value counts. If the schema says that it is a list, the values
 are its items. A parameter whose call ends where its value should begin is not given at all.
@@ -29,7 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core.request import Tool
-from modelyard.scanner.lenient_json import JsonReader, repair_json, repair_literal
+from modelyard.scanner.lenient_json import JsonReader, escape_json, repair_json, repair_literal
 from modelyard.scanner.lexer import NAME_LIMIT, SURROGATES, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
 
@@ -51,18 +52,9 @@ _MAX_REFS = 32
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _TAG = re.compile(f"[<{SURROGATES}]")
 _IS_NAME = re.compile(r"[\w.-]+\Z")
-_SPACE_LIMIT = 512
 CONTAINER_OR_TEXT = ("object", "array", "string")  # for families that write only objects and lists as JSON
 ANY_TYPE = ("any",)  # the type that the value looks like, for families that write everything but text as JSON
 STRING_TYPES = ((), ("string",))  # the value is certainly text
-
-
-def escape_json(text: str) -> str:
-    """The text as a JSON string without its quotes. Half characters become the replacement character."""
-    try:
-        return msgspec.json.encode(text)[1:-1].decode()
-    except UnicodeEncodeError:
-        return escape_json(text.encode("utf-8", "replace").decode())
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
@@ -231,6 +223,7 @@ class ArgumentWriter:
             self._raw = []
 
     def write(self, chunk: str) -> None:
+        chunk = self._calls.spelled(chunk)
         if self._raw is None:
             self._calls.append(escape_json(chunk))
         else:
@@ -270,6 +263,12 @@ class ArgumentWriter:
 # --- values between tags ----------------------------------------------------------------------------------------------
 
 
+def parameter_name(raw: str) -> str:
+    """The name without quotes and without the attributes that may follow it."""
+    name = raw.strip()
+    return name[1:].partition(name[0])[0] if name[:1] in ("'", '"') else name.strip("\"'")
+
+
 class ParameterTags(Struct, frozen=True):
     """`opening` begins the name of a parameter, `named` ends it. `ends` close the call, `after` can follow the call."""
 
@@ -279,6 +278,8 @@ class ParameterTags(Struct, frozen=True):
     ends: tuple[str, ...]
     after: tuple[str, ...]
     on_lines: bool = True  # line breaks around a value belong to its tags
+    after_tags: str = ""  # what may follow any of these tags
+    name: Callable[[str], str] = parameter_name
 
 
 def read_parameters(
@@ -323,9 +324,7 @@ def read_value(
     if name and (yield from reader.is_missing()):
         return
     arguments.begin(name, types)
-    is_closed = yield from reader.read()
-    if not is_closed and buffer.truncated:
-        raise ParseError("cut off inside a value")
+    yield from reader.read()
     arguments.end()
 
 
@@ -335,24 +334,29 @@ class TagValueReader:
     def __init__(self, buffer: TextBuffer, tags: ParameterTags, arguments: ArgumentWriter) -> None:
         self._buffer, self._arguments, self._on_lines = buffer, arguments, tags.on_lines
         self._opening, self._named, self._closing = map(buffer.encoded, (tags.opening, tags.named, tags.closing))
-        self._ends = tuple(map(buffer.encoded, tags.ends))
-        self._after = (*map(buffer.encoded, tags.after), *buffer.turn_ends)
-        self._tokens_after = tuple(filter(self._is_token, self._after))
+        self._ends = (*map(buffer.encoded, tags.ends), *buffer.turn_ends)
+        self._after = tuple(map(buffer.encoded, tags.after))
+        self._after_tags, self._name_in = buffer.encoded(tags.after_tags), tags.name
+        self._skipped = (*self._ends, *filter(None, [self._after_tags]))
         self._newline = ""  # a held line break that belongs to the closing tag if one follows
         self._on_new_line = False
-        self._quoted = 0  # parameters that the value itself opens and has not closed yet
+        self._quoted = self._quoted_calls = 0  # parameters and calls that the value itself opens and has not closed yet
 
     def is_missing(self) -> Incremental[bool]:
         """Whether the call ends before the value begins."""
         offset = yield from self._skip_space(0)
-        found = yield from self._buffer.match((*self._ends, *self._after), offset)
-        if found is None or not (yield from self._is_call_end(offset + len(found))):
+        found = yield from self._buffer.match(self._ends, offset)
+        if found is None:
+            return False
+        after = yield from self._skip_space(offset + len(found))
+        is_over = self._buffer.ended and self._buffer.pos + after >= len(self._buffer.text)
+        if not is_over and not (yield from self._buffer.match((*self._ends, *self._after), after)):
             return False
         self._buffer.skip(offset)
         return True
 
-    def read(self) -> Incremental[bool]:
-        """True: closed by its tag or by what follows. False: the output ended inside it."""
+    def read(self) -> Incremental[None]:
+        """Up to its closing tag, or to what follows it."""
         buffer = self._buffer
         if self._on_lines and (yield from buffer.peek()) == "\n":
             buffer.skip(1)
@@ -360,12 +364,11 @@ class TagValueReader:
             found = _TAG.search(buffer.text, buffer.pos)
             self._write(buffer.take_to(found.start() if found else len(buffer.text)))
             if (yield from buffer.peek()) == "":
-                return False
+                raise ParseError("a value without an end")
             if found and (yield from self._is_closed()):
-                return True
+                return
             if found:
-                char = buffer.skip(1)
-                self._write("" if char in buffer.token_codes else char)
+                self._write(buffer.skip(1))
 
     def _write(self, text: str) -> None:
         if not text:
@@ -378,27 +381,26 @@ class TagValueReader:
         if text:
             self._arguments.write(text)
 
-    def _is_token(self, tag: str) -> bool:
-        """Whether the tag contains a token, which no text can spell."""
-        return not self._buffer.token_codes.isdisjoint(tag)
-
     def _is_closed(self) -> Incremental[bool]:
         """Whether the tag that comes next ends the value."""
         buffer = self._buffer
-        tag = yield from buffer.match((self._closing, self._opening, *self._ends, *self._tokens_after))
+        tag = yield from buffer.match((self._closing, self._opening, *self._ends, *self._after))
         if tag is None:
             return False
         if tag == self._closing:
-            if self._is_token(tag) or (yield from self._is_end(len(tag))):
+            if (yield from self._is_end(len(tag))):
                 buffer.skip(len(tag))
                 return True
             self._quoted = max(0, self._quoted - 1)
-            return False
-        if self._is_token(tag):
-            return True
-        if tag == self._opening:
+        elif tag == self._opening:
             return (yield from self._is_next_parameter())
-        return (yield from self._is_call_end(len(tag)))
+        elif tag in self._after:
+            self._quoted_calls += 1
+        elif (yield from self._is_call_end()):
+            return True
+        else:
+            self._quoted_calls = max(0, self._quoted_calls - 1)
+        return False
 
     def _is_next_parameter(self) -> Incremental[bool]:
         """Whether the closing tag before this opening tag was forgotten.
@@ -415,36 +417,25 @@ class TagValueReader:
 
     def _is_end(self, offset: int) -> Incremental[bool]:
         """Whether what follows the closing tag can follow a value."""
+        buffer = self._buffer
         offset = yield from self._skip_space(offset)
-        if self._is_output_end(offset):
-            return True
-        found = yield from self._buffer.match((self._opening, *self._ends, *self._after), offset)
-        if found != self._opening:
-            return found is not None
-        name = yield from self._name(offset)
-        return name is not None and (not self._quoted or self._arguments.expects(name))
+        found = yield from buffer.match((self._opening, *self._ends, *self._after), offset)
+        if found is None:
+            return buffer.ended and buffer.pos + offset >= len(buffer.text)
+        if found == self._opening:
+            name = yield from self._name(offset)
+            return name is not None and (not self._quoted or self._arguments.expects(name))
+        return not self._quoted or (yield from buffer.is_output_end(offset, self._skipped, may_repeat=False))
 
-    def _is_call_end(self, offset: int) -> Incremental[bool]:
+    def _is_call_end(self) -> Incremental[bool]:
         """Whether the end of the call, without the end of the value, is followed only by what can follow a call."""
-        offset = yield from self._skip_space(offset)
-        if self._is_output_end(offset):
-            return True
-        return (yield from self._buffer.match((*self._after, *self._ends), offset)) is not None
-
-    def _is_output_end(self, offset: int) -> bool:
-        return self._buffer.ended and self._buffer.pos + offset >= len(self._buffer.text)
+        may_repeat = not self._quoted_calls
+        return (yield from self._buffer.is_output_end(0, self._skipped, self._after, may_repeat=may_repeat))
 
     def _skip_space(self, offset: int) -> Incremental[int]:
-        buffer = self._buffer
-        while offset < _SPACE_LIMIT:
-            if buffer.pos + offset < len(buffer.text):
-                if not buffer.text[buffer.pos + offset].isspace():
-                    break
-                offset += 1
-            elif buffer.ended:
-                break
-            else:
-                yield
+        offset = yield from self._buffer.skip_space_ahead(offset)
+        if self._after_tags and (yield from self._buffer.match((self._after_tags,), offset)):
+            offset = yield from self._buffer.skip_space_ahead(offset + len(self._after_tags))
         return offset
 
     def _name(self, offset: int) -> Incremental[str | None]:
@@ -453,14 +444,8 @@ class TagValueReader:
         while True:
             end = buffer.text.find(self._named, buffer.pos + start, buffer.pos + start + NAME_LIMIT)
             if end >= 0:
-                name = parameter_name(buffer.text[buffer.pos + start : end])
+                name = self._name_in(buffer.text[buffer.pos + start : end])
                 return name if _IS_NAME.match(name) or self._arguments.expects(name) else None
             if buffer.ended or len(buffer.text) - buffer.pos - start >= NAME_LIMIT:
                 return None
             yield
-
-
-def parameter_name(raw: str) -> str:
-    """The name without quotes and without the attributes that may follow it."""
-    name = raw.strip()
-    return name[1:].partition(name[0])[0] if name[:1] in ("'", '"') else name.strip("\"'")

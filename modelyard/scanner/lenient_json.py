@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+import msgspec
+
+from modelyard.scanner.lexer import FOREIGN, SURROGATES, Incremental, ParseError, TextBuffer
 
 _MAX_DEPTH = 256  # deeper than any arguments; the next parser would refuse more
 _PLAIN = {q: re.compile(rf'[^"\\\x00-\x1f{SURROGATES}{q}]*') for q in "\"'"}
 _LITERAL = re.compile(rf"[^\s,:\[\]{{}}\"'<{SURROGATES}]*")
-_COMMAS = re.compile(r"[\s,]*")
+_COMMAS = re.compile(rf"[\s,{FOREIGN}]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\Z")
 _LOOSE_NUMBER = re.compile(r"\+?(-?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?\Z")
 _BARE_KEY = re.compile(r"[A-Za-z_$][\w$-]*\Z")
@@ -29,13 +31,23 @@ _CUT_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{0,3}|\\u[dD][89abAB][0-9a-fA-F]{2}(\\(
 _REPLACEMENT = "\\ufffd"
 
 
-class JsonReader:
-    """Reads one value and emits it as valid JSON."""
+def escape_json(text: str) -> str:
+    """The text as a JSON string without its quotes. Half characters become the replacement character."""
+    try:
+        return msgspec.json.encode(text)[1:-1].decode()
+    except UnicodeEncodeError:
+        return escape_json(text.encode("utf-8", "replace").decode())
 
-    def __init__(self, buffer: TextBuffer, emit: Callable[[str], None]) -> None:
-        self._buffer, self._emit = buffer, emit
+
+class JsonReader:
+    """Reads one value and emits it as valid JSON. `is_whole`: the input is the whole value, and its end closes all
+    brackets. Otherwise a value that the output leaves open is a ParseError."""
+
+    def __init__(self, buffer: TextBuffer, emit: Callable[[str], None], *, is_whole: bool = False) -> None:
+        self._buffer, self._emit, self._is_whole = buffer, emit, is_whole
         self._stack: list[str] = []
         self._is_first = True  # the next member is the first of its container
+        self._quoted = 0  # calls that a string opens and has not closed yet
 
     def read(self) -> Incremental[None]:
         try:
@@ -51,7 +63,7 @@ class JsonReader:
             raise
 
     def _value(self) -> Incremental[None]:
-        self._emit((yield from self._buffer.skip_space()))
+        self._emit(self._buffer.without_foreign((yield from self._buffer.skip_space())))
         char = yield from self._buffer.peek()
         if char in ("{", "[") and len(self._stack) < _MAX_DEPTH:
             self._buffer.skip(1)
@@ -72,7 +84,7 @@ class JsonReader:
 
     def _next_member(self) -> Incremental[bool]:
         """Move to the next member of the open container. False: there is none, and the container is closed."""
-        gap = yield from self._buffer.read_run(_COMMAS)
+        gap = self._buffer.without_foreign((yield from self._buffer.read_run(_COMMAS)))
         char = yield from self._buffer.peek()
         commas = gap.count(",")
         if char in "]}" or char == "<" or char in self._buffer.token_codes:
@@ -89,8 +101,8 @@ class JsonReader:
         opener = self._stack.pop()
         if char == _CLOSER[opener]:
             self._buffer.skip(1)
-        elif not char and self._buffer.truncated:
-            raise ParseError("cut off inside a container")
+        elif not char and not self._is_whole:
+            raise ParseError("the output ends inside a container")
         elif char and char in "]}" and not any(_CLOSER[o] == char for o in self._stack):
             raise ParseError(f"{char} closes nothing")
         # Otherwise the closing bracket is missing: this one closes an outer container.
@@ -105,7 +117,7 @@ class JsonReader:
             self._emit(quote_key((yield from self._literal())))
 
     def colon(self) -> Incremental[None]:
-        space = yield from self._buffer.skip_space()
+        space = self._buffer.without_foreign((yield from self._buffer.skip_space()))
         if (yield from self._buffer.peek()) != ":":
             raise ParseError("a key without a colon")
         self._emit(space + self._buffer.skip(1))
@@ -127,11 +139,25 @@ class JsonReader:
                 return
             if char == "\\":
                 yield from self._escape()
-            elif not char or char in buffer.token_codes:
+            elif not char:
                 raise ParseError("a string without an end")
-            elif char in _PLAIN or char < " " or "\ud800" <= char <= "\udfff":
+            elif char in _PLAIN or char < " ":
                 buffer.skip(1)
                 emit(_escaped(char))
+            elif "\ud800" <= char <= "\udfff":
+                emit(escape_json((yield from self._quoted_token())))
+
+    def _quoted_token(self) -> Incremental[str]:
+        """The text of the token that comes next, unless it ends the call: then the string has no end."""
+        buffer = self._buffer
+        tag = yield from buffer.peek()
+        if tag in buffer.openings:
+            self._quoted += 1
+        elif self._quoted:
+            self._quoted -= tag in buffer.closing
+        elif (yield from buffer.is_call_end()):
+            raise ParseError("a string without an end")
+        return buffer.spelled(buffer.skip(1))
 
     def _is_closing_quote(self) -> Incremental[bool]:
         """The quote of the string comes next. In JSON it always ends the string."""
@@ -190,8 +216,6 @@ def _escaped(char: str) -> str:
     """A character that must be escaped in a JSON string."""
     if char in _PLAIN:
         return '\\"' if char == '"' else char
-    if char >= "\ud800":
-        return _REPLACEMENT
     return _CONTROLS.get(char) or f"\\u{ord(char):04x}"
 
 
@@ -219,7 +243,7 @@ def repair_json(text: str) -> str | None:
     buffer.push(text)
     buffer.ended = True
     try:
-        for _ in JsonReader(buffer, out.append).read():
+        for _ in JsonReader(buffer, out.append, is_whole=True).read():
             pass
     except ParseError:
         return None

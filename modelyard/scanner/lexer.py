@@ -1,8 +1,8 @@
 """The raw text as readers see it: where markers are, and how much of its end must be held back.
 
-A marker that is a special token of the vocabulary is encoded as ONE lone surrogate. Detokenized text never contains
-one, so a marker that the model quotes in ordinary tokens is not misread. A marker without such a token is matched as
-text.
+A marker that is a token of the vocabulary is encoded as ONE lone surrogate. Detokenized text never contains one, so a
+marker that the model quotes in ordinary tokens is not misread. A marker without such a token is matched as text. Inside
+of a call every other control token has a surrogate, too: in an argument it is text, elsewhere it is not shown.
 
 `MarkerFilter` removes markers that the model did not write: dropping one marker can join its neighbours to another.
 `<|inner_` `<|tools_prefix|>` `prefix|>` is text around a marker, but a client that joins its deltas would read
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -151,7 +151,11 @@ Incremental = Generator[None, None, T]  # yields when it needs more input
 SURROGATES = "\ud800-\udfff"
 NAME_LIMIT = 128  # characters of a function or parameter name
 _FIRST_CODE = 0xDC00
-_SPACE = re.compile(r"\s*")
+FOREIGN = "\ud800-\udbff"  # control tokens that are no markers of the family
+_FIRST_FOREIGN, _MAX_FOREIGN = 0xD800, 0x400
+_ANY_CODE, _ANY_FOREIGN = re.compile(f"[{SURROGATES}]"), re.compile(f"[{FOREIGN}]")
+_SPACE = re.compile(rf"[\s{FOREIGN}]*")
+_SPACE_LIMIT = 512
 _HEADER = re.compile(rf"[^<\n{SURROGATES}]*")
 _ELEMENT = re.compile(r"<([^\s=<>/]+)[^<>]*=\Z")  # the name in a marker that is the beginning of a tag
 _WHOLE_TAG = re.compile(r"</?[\w:]+>\Z")
@@ -199,17 +203,35 @@ class TextBuffer:
     """
 
     __slots__ = (
-        *("codes", "dropped", "ended", "pos", "recorded", "text", "token_codes", "truncated"),
-        *("turn_ends", "uncommitted"),
+        *(
+            "_encoded",
+            "_foreign",
+            "_spellings",
+            "closing",
+            "codes",
+            "dropped",
+            "ended",
+            "openings",
+            "pos",
+            "recorded",
+            "text",
+        ),
+        *("token_codes", "truncated", "turn_ends", "uncommitted"),
     )
 
     def __init__(
         self,
         codes: dict[str, str],
-        token_codes: frozenset[str] = frozenset(),
+        spellings: Mapping[int, str] | None = None,
         turn_ends: tuple[str, ...] = (),
+        openings: tuple[str, ...] = (),
     ) -> None:
-        self.codes, self.token_codes, self.turn_ends = codes, token_codes, turn_ends
+        self.codes, self.turn_ends, self.openings = codes, turn_ends, openings
+        self._spellings = spellings or {}
+        self.token_codes = frozenset(map(chr, self._spellings))
+        self._foreign: dict[str, str] = {}
+        self._encoded: dict[str, str] = {}
+        self.closing: tuple[str, ...] = turn_ends  # what ends the open call
         self.text = ""
         self.pos = 0
         self.dropped = 0  # the number of characters before `text`
@@ -231,8 +253,67 @@ class TextBuffer:
         self.uncommitted = []
 
     def encoded(self, marker: str) -> str:
-        """How this marker is spelled in `text`."""
-        return self.codes.get(marker, marker)
+        """How this marker, or a text that contains one, is spelled in `text`."""
+        found = self.codes.get(marker) or self._encoded.get(marker)
+        if found is None:
+            found = marker
+            for code, text in self._spellings.items():
+                found = found.replace(text, chr(code))
+            self._encoded[marker] = found
+        return found
+
+    def foreign_code(self, token: str) -> str:
+        """How a control token that is no marker of the family is spelled in `text`."""
+        if token not in self._foreign and len(self._foreign) < _MAX_FOREIGN:
+            code = _FIRST_FOREIGN + len(self._foreign)
+            self._foreign[token], self._spellings = chr(code), {**self._spellings, code: token}
+        return self._foreign.get(token, "")
+
+    def spelled(self, text: str) -> str:
+        """A part of `text` as an argument contains it: with the texts of all tokens."""
+        return text if text.isascii() or not _ANY_CODE.search(text) else text.translate(self._spellings)
+
+    def without_foreign(self, text: str) -> str:
+        return _ANY_FOREIGN.sub("", text) if self._foreign else text
+
+    def begin_call(self, closing: tuple[str, ...]) -> None:
+        self.closing = (*map(self.encoded, closing), *self.turn_ends)
+
+    def is_call_end(self, offset: int = 0) -> Incremental[bool]:
+        """Whether a marker comes next that ends the call, and after it only the end of the output or the next call.
+        Any other marker inside of an argument is text."""
+        if not self.closing or not (yield from self.match(self.closing, offset)):
+            return False
+        return (yield from self.is_output_end(offset))
+
+    def is_output_end(
+        self, offset: int, ends: tuple[str, ...] = (), openings: tuple[str, ...] = (), *, may_repeat: bool = True
+    ) -> Incremental[bool]:
+        """Whether only markers that end a call come before the end of the output or, if it `may_repeat`, the next call.
+        `ends` and `openings` are those of the call's tags."""
+        openings = (*openings, *self.openings)
+        options = _longest((*ends, *self.closing, *openings))
+        while True:
+            offset = yield from self.skip_space_ahead(offset)
+            if self.ended and self.pos + offset >= len(self.text):
+                return True
+            found = (yield from self.match(options, offset)) if options else None
+            if found is None or found in openings:
+                return found is not None and may_repeat
+            offset, may_repeat = offset + len(found), may_repeat and found not in self.turn_ends
+
+    def skip_space_ahead(self, offset: int) -> Incremental[int]:
+        """Where the white space at `offset` ends. Nothing is taken."""
+        while offset < _SPACE_LIMIT:
+            if self.pos + offset < len(self.text):
+                if not self.text[self.pos + offset].isspace():
+                    break
+                offset += 1
+            elif self.ended:
+                break
+            else:
+                yield
+        return offset
 
     def take_to(self, end: int) -> str:
         chunk = self.text[self.pos : end]
@@ -401,14 +482,16 @@ class MarkerTable:
         self._opening = re.compile(rf"<({names})(?=[\s=/>])[^<>\n]*(?<!/)>" if names else r"(?!)")
         self.turn_ends = tuple(self.codes[m] for m in form.stop_tokens if m in self.codes)
         self.turn_end_codes = frozenset(self.turn_ends)
-        self.token_codes = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
+        self.spelled = {ord(code): m for m, code in self.codes.items() if len(code) == 1 and code >= "\udc00"}
+        # In a message of its own every call begins like any other message, which a text may quote.
+        self.call_openings = () if form.has_messages else tuple(self.codes[m] for m in form.call_markers)
         self._finder = TextFinder(spelled)
         self.find, self.partial_start = self._finder.find, self._finder.partial_start
         self._longest_first = sorted(self.codes, key=len, reverse=True)
         self._all_spellings = frozenset((*known, *self.codes.values()))
-        self._any_spelling = _any_text(self._all_spellings)
+        self._any_spelling = _any_text(self._all_spellings, f"[{FOREIGN}]")
         self._shown_never = frozenset((*never_shown, *(self.codes[m] for m in never_shown)))
-        self._any_shown_never = _any_text(self._shown_never)
+        self._any_shown_never = _any_text(self._shown_never, f"[{FOREIGN}]")
         as_text = [m for m in never_shown if self.codes[m] == m]
         as_token = [m for m in known if m not in as_text]
         self.spellings = MarkerSpellings(as_text, as_token)
@@ -565,9 +648,15 @@ def _codes(known: Sequence[str], specials: frozenset[str]) -> dict[str, str]:
     return {m: token.sub(lambda found: tokens[found.group()], m) for m in known}
 
 
-def _any_text(texts: Iterable[str]) -> re.Pattern[str]:
+def _any_text(texts: Iterable[str], more: str = "") -> re.Pattern[str]:
     longest_first = sorted(set(texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    return re.compile("|".join([*map(re.escape, longest_first), *filter(None, [more])]) or r"(?!)")
+
+
+@lru_cache(maxsize=256)
+def _longest(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Without those that another one begins with."""
+    return tuple(t for t in dict.fromkeys(texts) if not any(o != t and o.startswith(t) for o in texts))
 
 
 @lru_cache(maxsize=256)

@@ -442,6 +442,9 @@ class CallBuilder:
     def is_open(self) -> bool:
         return self._name is not None
 
+    def spelled(self, text: str) -> str:
+        return self._buffer.spelled(text)
+
     @property
     def is_done(self) -> bool:
         """No further call is wanted, although the reader may be in the middle of several."""
@@ -567,7 +570,7 @@ class CallBuilder:
 
     def abort(self) -> bool:
         """The open call cannot be completed. True: part of it was sent and has ended as an incomplete call."""
-        cut_off = self._buffer.ended and self._buffer.truncated and self.is_open and self.is_offered
+        cut_off = self._buffer.ended and self.is_open and self.is_offered and (self._buffer.truncated or self._held)
         if cut_off and not (self.is_done or self._is_sent or self.is_drafting):
             if self.is_custom:
                 self._held = [cut_input("".join(self._held))]

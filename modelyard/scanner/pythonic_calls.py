@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from modelyard.scanner.arguments import ArgumentWriter, escape_json
-from modelyard.scanner.lenient_json import SET, JsonReader, quote_key, repair_literal
+from modelyard.scanner.arguments import ArgumentWriter
+from modelyard.scanner.lenient_json import SET, JsonReader, escape_json, quote_key, repair_literal
 from modelyard.scanner.lexer import INSIDE_BRACKET, SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
 from modelyard.scanner.output import CallBuilder
 
@@ -161,7 +161,7 @@ class PythonLiteralReader(JsonReader):
 
     def _open(self, bracket: str) -> Incremental[None]:
         """A dictionary begins like a set. What follows the first member decides."""
-        space = yield from self._buffer.skip_space()
+        space = self._buffer.without_foreign((yield from self._buffer.skip_space()))
         char = yield from self._buffer.peek()
         if bracket == "[" or char in ("", "{", "[", "}", ","):
             yield from super()._open(bracket)
@@ -175,7 +175,7 @@ class PythonLiteralReader(JsonReader):
             first = "".join(parts)
         else:
             first = yield from self._literal()
-        after = yield from self._buffer.skip_space()
+        after = self._buffer.without_foreign((yield from self._buffer.skip_space()))
         if (yield from self._buffer.peek()) == ":":
             self._emit(f"{bracket}{space}{first if is_string else quote_key(first)}{after}")
             yield from self.colon()
@@ -210,10 +210,10 @@ class PythonLiteralReader(JsonReader):
                 self._emit(text)
             elif char == "\\":
                 yield from self._escape()
-            elif not char or char in buffer.token_codes:
+            elif not char:
                 raise ParseError("a string without an end")
             else:
-                self._emit(escape_json(buffer.skip(1)))
+                self._emit(escape_json((yield from self._quoted_token())))
         buffer.skip(3)
         self._emit('"')
 

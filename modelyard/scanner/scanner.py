@@ -19,7 +19,8 @@ _PREFILL_LIMIT = 4096  # characters, if no marker tells where the assistant turn
 
 
 class Scanner:
-    """`tools` are the offered ones (None: every name is a call). `specials` are the special tokens of the vocabulary.
+    """`tools` are the offered ones (None: every name is a call). `specials` are the control and added tokens of the
+    vocabulary.
 
     `prefill` is the tail of the prompt, from the beginning of the turn that the model continues. `token_text` is needed
     only if pieces carry log probabilities.
@@ -49,7 +50,7 @@ class Scanner:
     ) -> None:
         self._format = format
         self._table = table = marker_table(format, frozenset(specials))  # a frozenset keeps its hash: pass one
-        self._buffer = TextBuffer(table.codes, table.token_codes, table.turn_ends)
+        self._buffer = TextBuffer(table.codes, table.spelled, table.turn_ends, table.call_openings)
         self._blocks = BlockWriter()
         self._visible = VisibleOutput(
             self._blocks,
@@ -167,10 +168,11 @@ class Scanner:
 
     def _step(self, piece: Piece) -> None:
         buffer, visible = self._buffer, self._visible
-        # Special tokens that are not markers of this family are never shown.
-        text = self._table.codes.get(piece.text, "") if piece.special else piece.text
-        if piece.special and not text and buffer.is_empty:
-            visible.mark_gap()
+        text = piece.text
+        if piece.special or piece.added:
+            text = self._table.codes.get(text) or self._encode_foreign(piece)
+            if not text and buffer.is_empty:
+                visible.mark_gap()
         buffer.push(text)
         if self._calls.expects_evidence:
             self._calls.feed_evidence(text)
@@ -180,6 +182,12 @@ class Scanner:
         self._advance()
         if self._reader is None and self._region.kind == "thinking":
             self.reasoning_tokens += 1
+
+    def _encode_foreign(self, piece: Piece) -> str:
+        """A token that is no marker of the family. A control token is text only inside of an argument."""
+        if piece.added:
+            return piece.text
+        return self._buffer.foreign_code(piece.text) if self._reader is not None else ""
 
     def _advance(self) -> None:
         while not self.is_done and (self._scan() if self._reader is None else self._run_reader()):
@@ -210,7 +218,7 @@ class Scanner:
             visible.recall(self._region.kind, buffer.text[buffer.pos : prompt_end])
             buffer.pos = prompt_end
         if end > buffer.pos:
-            start, text = buffer.dropped + buffer.pos, buffer.text[buffer.pos : end]
+            start, text = buffer.dropped + buffer.pos, buffer.without_foreign(buffer.text[buffer.pos : end])
             buffer.pos = end
             if self._calls.drafts:
                 if text.isspace():
@@ -251,6 +259,7 @@ class Scanner:
         elif isinstance(action, StartReader):
             self._buffer.uncommitted = [from_model if action.bare else marker]
             self._reader_start = action
+            self._buffer.begin_call(action.closing)
             self._calls_before, self._drafts_before = self._calls.count, len(self._calls.drafts)
             is_quoting = self._region.kind == "thinking" and not self._format.has_messages
             self._calls.is_drafting = is_quoting and not self._format.calls_in_reasoning

@@ -77,6 +77,27 @@ def sentencepiece(spelling: str, byte_fallback: bool) -> bytes:
     return spelling.replace("▁", " ").encode()
 
 
+# Families also write their markup with tokens that are not flagged as control tokens, such as <tool_call>. HTML tags
+# and runs of spaces, which some vocabularies add, are text: no HTML tag name has an underscore, a bar or a colon.
+_MARKUP = re.compile(
+    r"<\|.+>|<.+\|>|<｜.+｜>|\[/?[A-Z][A-Z_]+\]|</?(?:think|thinking|reasoning)>|</?[A-Za-z]+(?:[_:][A-Za-z]+)+>"
+)
+
+
+class AddedTokens:
+    """The tokens that a vocabulary lists beside its words: `control` tokens (llama.cpp's CONTROL, Hugging Face's
+    `special`), and `added` ones (USER_DEFINED), which are text unless the model's output format names them."""
+
+    def __init__(self, control: Mapping[str, int], added: Mapping[str, int]) -> None:
+        self.added = added
+        self.specials = {**control, **{text: id for text, id in added.items() if _MARKUP.fullmatch(text)}}
+        self.texts = {id: text for text, id in self.specials.items()}
+        self._control_ids, self._added_ids = frozenset(control.values()), frozenset(added.values())
+
+    def piece(self, text: str, token: int) -> Piece:
+        return Piece(text, token in self._control_ids, token, added=token in self._added_ids)
+
+
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _UNKNOWN = "\ufffd"
 
@@ -87,26 +108,22 @@ class TokenTable:
     Shared by all streams of a model. Thread-safe: a race only computes the same entry twice.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], specials: Mapping[int, str]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], tokens: AddedTokens) -> None:
         self.whole: dict[int, Piece] = {}  # tokens of whole characters
         self.broken: dict[int, bytes] = {}  # tokens with incomplete characters
-        self.specials = specials
-        self._bytes = token_bytes
+        self._tokens, self._bytes = tokens, token_bytes
 
     def learn(self, token: int) -> Piece | None:
         """The token's piece, or None if its bytes are incomplete without their neighbours."""
         if token in self.broken:
             return None
-        if token in self.specials:
-            piece = Piece(self.specials[token], True, token)
-            return self.whole.setdefault(token, piece)
         data = self._bytes(token)
         try:
             text = data.decode()
         except UnicodeDecodeError:
             self.broken[token] = data
             return None
-        return self.whole.setdefault(token, Piece(text, False, token))
+        return self.whole.setdefault(token, self._tokens.piece(text, token))
 
 
 class TableDetokenizer:
@@ -130,7 +147,7 @@ class TableDetokenizer:
 
     def _feed_one(self, token: int, out: list[Piece]) -> None:
         piece = self._whole.get(token) or self._table.learn(token)
-        if piece is not None and piece.special:
+        if piece is not None and (piece.special or piece.added):
             out += self.finish()
         elif piece is None or self._pending:
             data = self._table.broken[token] if piece is None else piece.text.encode()
@@ -154,9 +171,8 @@ class PrefixDetokenizer:
     _WINDOW = 32
     _MAX_HELD = 4  # bytes of the longest character; what is incomplete after that stays so
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], specials: Mapping[int, str]) -> None:
-        self._decode = decode
-        self._specials = specials
+    def __init__(self, decode: Callable[[Sequence[int]], str], tokens: AddedTokens) -> None:
+        self._decode, self._tokens = decode, tokens
         self._ids: list[int] = []
         self._shown = ""
         self._held = 0
@@ -164,9 +180,9 @@ class PrefixDetokenizer:
     def feed(self, ids: Sequence[int], logprobs: Sequence[IdLogprob] | None = None) -> list[Piece]:
         out: list[Piece] = []
         for token in ids:
-            if token in self._specials:
+            if token in self._tokens.texts:
                 out += self.finish()
-                out.append(Piece(self._specials[token], True, token))
+                out.append(self._tokens.piece(self._tokens.texts[token], token))
             else:
                 out.append(Piece(self._next(token), False, token))
         return out if logprobs is None else with_logprobs(out, logprobs)
@@ -198,4 +214,4 @@ class PrefixDetokenizer:
 def with_logprobs(pieces: Sequence[Piece], logprobs: Sequence[IdLogprob]) -> list[Piece]:
     """Add each token's logprob to its piece; pieces without a token have none."""
     rest = iter(logprobs)
-    return [p if p.token < 0 else Piece(p.text, p.special, p.token, next(rest, None)) for p in pieces]
+    return [p if p.token < 0 else Piece(p.text, p.special, p.token, next(rest, None), p.added) for p in pieces]

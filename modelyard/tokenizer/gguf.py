@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from modelyard import libllama
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Detokenizer, FimTokens
 from modelyard.tokenizer import slices
-from modelyard.tokenizer.detokenize import TableDetokenizer, TokenTable
-from modelyard.tokenizer.shield import well_formed
+from modelyard.tokenizer.detokenize import AddedTokens, TableDetokenizer, TokenTable
+from modelyard.tokenizer.shield import spelling_pattern, well_formed
 
 _CONTROL, _USER_DEFINED, _UNUSED = 1 << 3, 1 << 4, 1 << 1
 _STRIPPING = 1 << 7 | 1 << 8 | 1 << 9  # strips white space or needs a word boundary: not an exact cut
@@ -69,8 +70,14 @@ class GgufTokenizer:
         self._vocab, self.size = self._owner.handle, self._owner.size
         attributes = {id: lib.llama_vocab_get_attr(self._vocab, id) for id in range(self.size)}
         marked = {id: a for id, a in attributes.items() if a & (_CONTROL | _USER_DEFINED) and not a & _UNUSED}
-        texts = {id: self._owner.piece(id) for id in marked}
-        self.specials = {raw.decode("utf-8", "replace"): id for id, raw in texts.items() if raw}
+        texts = {text: id for id in marked if (text := self._text(id))}
+        tokens = AddedTokens(
+            {text: id for text, id in texts.items() if marked[id] & _CONTROL},
+            {text: id for text, id in texts.items() if not marked[id] & _CONTROL},
+        )
+        self._tokens, self.specials, self.added = tokens, tokens.specials, tokens.added
+        spelled = self.specials.keys() & self.added.keys()
+        self._spelled, self._spelled_ids = spelling_pattern(spelled), frozenset(self.added[text] for text in spelled)
         self.cuts = frozenset(
             text for text, id in self.specials.items() if marked[id] & _CONTROL and not marked[id] & _STRIPPING
         )
@@ -80,7 +87,7 @@ class GgufTokenizer:
         self.bos_token = self._text(first)
         self.begins_prompts = self.bos is not None  # also those of templates, as in llama-server
         self.eos_token = self._text(lib.llama_vocab_eos(self._vocab))
-        self._table = TokenTable(self._owner.token_bytes, {id: text for text, id in self.specials.items()})
+        self._table = TokenTable(self._owner.token_bytes, tokens)
 
     @cached_property
     def spans_words(self) -> bool:
@@ -135,7 +142,13 @@ class GgufTokenizer:
         return self._encode(text, parse_special=True)
 
     def encode_plain(self, text: str) -> list[int]:
-        return self._encode(text, parse_special=False)
+        """llama.cpp finds USER_DEFINED tokens in every text. Those that are `specials` are cut after their first
+        character."""
+        ids = self._encode(text, parse_special=False)
+        if self._spelled is None or self._spelled_ids.isdisjoint(ids):
+            return ids
+        cuts = [0, *(found.start() + 1 for found in self._spelled.finditer(text)), len(text)]
+        return [id for start, end in pairwise(cuts) for id in self._encode(text[start:end], parse_special=False)]
 
     encode_plain_inside = encode_plain
 
@@ -149,8 +162,7 @@ class GgufTokenizer:
         return ids[:count]
 
     def decode(self, ids: Sequence[int], *, specials: bool = True) -> str:
-        known = set(self.specials.values())
-        raw = b"".join(self.token_bytes(id) for id in ids if specials or id not in known)
+        raw = b"".join(self.token_bytes(id) for id in ids if specials or id not in self._tokens.texts)
         return raw.decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:

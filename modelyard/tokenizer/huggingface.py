@@ -17,7 +17,6 @@ Which tokens begin and end a text is in the files beside tokenizer.json.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from tokenizers.models import BPE
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Detokenizer, FimTokens
 from modelyard.tokenizer import detokenize, slices
-from modelyard.tokenizer.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
+from modelyard.tokenizer.detokenize import AddedTokens, PrefixDetokenizer, TableDetokenizer, TokenTable
 from modelyard.tokenizer.shield import TokenSpellings, spelling_pattern, well_formed
 from modelyard.tokenizer.word_cache import WordCache, ascii_pattern, breaks_at_spaces
 
@@ -230,11 +229,6 @@ class PlainEncoder:
         return self.encode(text[:middle], start=start) + self.encode(text[middle:], start=False)
 
 
-# Model families add markers such as <tool_call> without flagging them special; they are control tokens all the same.
-# HTML tags and runs of spaces, which some vocabularies add, are not: no HTML tag name has an underscore or a colon.
-_MARKER = re.compile(
-    r"<\|.+\|>|<｜.+｜>|\[/?[A-Z][A-Z_]+\]|</?(?:think|thinking|reasoning)>|</?[A-Za-z]+(?:[_:][A-Za-z]+)+>"
-)
 _TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -317,18 +311,21 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self._added = {token.id: token for token in file.added_tokens}
         self.size = max([tokenizer.get_vocab_size(), *(id + 1 for id in self._added)])
-        self.specials = {token.content: token.id for token in file.added_tokens if _is_control(token)}
+        tokens = AddedTokens(
+            {token.content: token.id for token in file.added_tokens if token.special},
+            {token.content: token.id for token in file.added_tokens if not token.special},
+        )
+        self._tokens, self.specials, self.added = tokens, tokens.specials, tokens.added
         self.cuts = exact_split_points(file).intersection(self.specials)
         self.bos_token, self.eos_token = special.bos_token, special.eos_token
         self.bos = self._bos(special)
         self.eos = self._eos(special)
-        self._control_texts = {id: text for text, id in self.specials.items()}
         self._plain = PlainEncoder(tokenizer, self.specials, file.model.unk_token)
         self._family = detokenize.family_of(file.decoder)
         # Neither these functions nor what holds them refers to `self`: a vocabulary that is no longer used is freed at
         # once, not when the garbage collector finds it.
-        self._token_bytes = TokenBytes(tokenizer, frozenset(self._added), self._control_texts, file.decoder)
-        self._table = TokenTable(self._token_bytes, self._control_texts)
+        self._token_bytes = TokenBytes(tokenizer, frozenset(self._added), tokens.texts, file.decoder)
+        self._table = TokenTable(self._token_bytes, tokens)
         self._encode_all = partial(encode_all, tokenizer)
         pattern = ascii_pattern(file)
         spellings = TokenSpellings(token.content for token in file.added_tokens)
@@ -428,7 +425,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int], *, specials: bool = True) -> str:
         if not specials:
-            ids = [id for id in ids if id not in self._control_texts]
+            ids = [id for id in ids if id not in self._tokens.texts]
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
@@ -437,9 +434,5 @@ class HuggingFaceTokenizer:
 
     def detokenizer(self) -> Detokenizer:
         if self._family == "other":
-            return PrefixDetokenizer(self.decode, self._control_texts)
+            return PrefixDetokenizer(self.decode, self._tokens)
         return TableDetokenizer(self._table)
-
-
-def _is_control(token: AddedToken) -> bool:
-    return token.special or _MARKER.fullmatch(token.content) is not None

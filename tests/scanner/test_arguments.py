@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from modelyard.core.request import Tool
-from modelyard.scanner.arguments import escape_json, parameter_name, schema_types, to_json
+from modelyard.scanner.arguments import parameter_name, schema_types, to_json
 from modelyard.scanner.formats import load
+from modelyard.scanner.lenient_json import escape_json
 from tests.scanner.helpers import calls_of, scan, text_of
 from tests.scanner.writers import WRITERS
 

@@ -20,7 +20,7 @@ from modelyard.core.request import Tool
 from modelyard.core.tokenizer import Piece
 from modelyard.scanner.formats import load, names
 from modelyard.scanner.lexer import marker_table
-from tests.scanner.helpers import ScannedBlock, calls_of, marker_tokens, scan, text_of
+from tests.scanner.helpers import ScannedBlock, calls_of, marker_tokens, pieces, scan, text_of
 from tests.scanner.writers import TURN_WRITERS, WRITERS, Arguments, Unwritable
 
 Written = list[tuple[Tool, Arguments]]
@@ -28,6 +28,7 @@ Written = list[tuple[Tool, Arguments]]
 every_format = pytest.mark.parametrize("format", names())
 
 _SEARCH = Tool("search", parameters={"properties": {"query": {"type": "string"}, "limit": {"type": "integer"}}})
+_NOW = Tool("now", parameters={"type": "object", "properties": {}})
 _ARGUMENTS = {"query": "Paris", "limit": 3, "tags": ["a", "b"], "options": {"k": "v"}}
 
 
@@ -104,6 +105,39 @@ def test_a_complete_turn_is_read_as_it_was_written(reasoning: str, text: str, wr
             thinks = any(region.kind == "thinking" for region in load(format).regions.values())
             assert text_of(blocks, "thinking") == (reasoning if thinks else ""), format
             assert text_of(blocks) == text, format
+
+
+_WRITE = Tool("write", parameters={"properties": {"path": {"type": "string"}, "content": {"type": "string"}}})
+_OTHER_TOKENS = ("<|im_end|>", "</s>", "<|other|>")  # control tokens that most families do not know
+
+
+def _values_with_markers(format: str) -> Iterable[str]:
+    """Every marker of the family at the start, in the middle and at the end of a text, and calls of the family."""
+    form = load(format)
+    for marker in dict.fromkeys((*form.markers, *form.inner_markers, *_OTHER_TOKENS)):
+        yield from (f"a {marker} b", marker, f"{marker} b", f"a {marker}", f"a{marker}b\n{marker}\nc")
+    calls = [WRITERS[format]("", "", [call]) for call in ((_NOW, {}), (_WRITE, {"path": "x", "content": "y"}))]
+    yield from (f"see {calls[0]} there", f"see {calls[1]} there", calls[1], "\n".join(calls))
+
+
+@pytest.mark.parametrize("as_tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("format", WRITERS)
+def test_an_argument_keeps_the_markup_of_the_family_and_all_control_tokens(format: str, as_tokens: bool) -> None:
+    form = load(format)
+    known = (*marker_tokens(form), *_OTHER_TOKENS, *(m for m in form.inner_markers if not m.endswith("=")))
+    tokens = sorted(set(known), key=len, reverse=True) if as_tokens else []
+    for value in _values_with_markers(format):
+        written: Written = [(_WRITE, {"path": "p", "content": value}), (_NOW, {})]
+        try:
+            raw = WRITERS[format]("", "So.", written)
+        except Unwritable:
+            continue
+        given = pieces(raw, tokens)
+        blocks = scan(given, format, tools=[_WRITE, _NOW], specials=tokens)
+        assert [(n, json.loads(a)) for n, a in calls_of(blocks)] == [(tool.name, a) for tool, a in written], value
+        assert text_of(blocks).strip() == ("So." if "So." in raw else ""), value
+        single = [one for p in given for one in ([p] if p.special else map(Piece, p.text))]
+        assert scan(single, format, tools=[_WRITE, _NOW], specials=tokens) == blocks, value
 
 
 # --- junk -------------------------------------------------------------------------------------------------------------
@@ -220,7 +254,6 @@ def test_a_marker_that_the_prompt_began_is_not_completed_visibly(format: str) ->
 
 # --- broken calls -----------------------------------------------------------------------------------------------------
 
-_NOW = Tool("now", parameters={"type": "object", "properties": {}})
 _OF_XML = "<![CDATA["  # not only of a family
 
 
@@ -278,14 +311,12 @@ def test_no_piece_of_a_marker_is_shown_where_a_limit_cuts_the_output(format: str
     """With tools and without. A bare marker is text until it is a call."""
     form = load(format)
     raw = WRITERS[format]("Hm.", "So.", [(_SEARCH, {"query": "Paris", "limit": 3}), (_NOW, {})]) + " end."
-    pieces = tuple(
-        {m[:size] for m in (*form.markers, *form.inner_markers) if m != _OF_XML for size in range(2, len(m))}
-    )
+    begun = tuple({m[:size] for m in (*form.markers, *form.inner_markers) if m != _OF_XML for size in range(2, len(m))})
     for cut in range(1 + len(raw) % 7, len(raw), 7):
         for tools in ([_SEARCH, _NOW], None):
             blocks = scan([raw[:cut]], format, tools=tools, truncated=True)
             shown = [block.text for block in blocks[-1:] if block.kind != "tool_call"]
-            assert not any(text.endswith(pieces) for text in shown), raw[:cut]
+            assert not any(text.endswith(begun) for text in shown), raw[:cut]
             assert scan(list(raw[:cut]), format, tools=tools, truncated=True) == blocks, raw[:cut]
 
 

@@ -12,7 +12,17 @@ from modelyard.core.request import Tool
 from modelyard.core.tokenizer import IdLogprob, Piece
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import load, names
-from tests.scanner.helpers import TOOLS, ScannedBlock, blocks_of, calls_of, delta_texts, marker_tokens, scan, text_of
+from tests.scanner.helpers import (
+    TOOLS,
+    ScannedBlock,
+    blocks_of,
+    calls_of,
+    delta_texts,
+    marker_tokens,
+    pieces,
+    scan,
+    text_of,
+)
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
 TOKENS = {"<think>": 1, "</think>": 2, "<tool_call>": 3, "</tool_call>": 4, "<|im_end|>": 5, "<|pad|>": 6}
@@ -121,11 +131,18 @@ def test_special_tokens_are_never_shown() -> None:
     assert text_of(scan(chunks, "plain", specials=TOKENS)) == "ab"
 
 
-def test_a_marker_token_ends_a_broken_string() -> None:
+@pytest.mark.parametrize("after", ["", "\n", "\n<tool_call>"])
+def test_the_end_of_a_call_ends_a_broken_string(after: str) -> None:
     chunks = [Piece("<tool_call>", True), Piece('{"name": "get_weather", "arguments": {"city": "Par')]
-    blocks = scan([*chunks, Piece("</tool_call>", True), Piece("ok")], "hermes", specials=TOKENS)
+    blocks = scan([*chunks, Piece("</tool_call>", True), *pieces(after, TOKENS)], "hermes", specials=TOKENS)
     assert calls_of(blocks, complete=False) == [("get_weather", '{"city": "Par')]
-    assert text_of(blocks) == "ok"
+    assert text_of(blocks) == ""
+
+
+def test_a_marker_inside_a_string_is_text_if_the_call_goes_on() -> None:
+    chunks = [Piece("<tool_call>", True), Piece('{"name": "get_weather", "arguments": {"city": "Par')]
+    blocks = scan([*chunks, Piece("</tool_call>", True), Piece('is"}}')], "hermes", specials=TOKENS)
+    assert calls_of(blocks) == [("get_weather", '{"city": "Par</tool_call>is"}')]
 
 
 def test_hidden_reasoning_is_parsed_and_counted() -> None:

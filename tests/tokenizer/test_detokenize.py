@@ -70,8 +70,8 @@ def test_a_control_token_flushes_and_is_separate() -> None:
 def test_a_quoted_marker_is_not_special() -> None:
     pieces = BYTES.detokenizer().feed(BYTES.encode_plain("<tool_call>"))
     assert "".join(p.text for p in pieces) == "<tool_call>"
-    assert not any(p.special for p in pieces)
-    assert [p.special for p in BYTES.detokenizer().feed(BYTES.encode("<tool_call>"))] == [True]
+    assert not any(p.special or p.added for p in pieces)
+    assert [(p.special, p.added) for p in BYTES.detokenizer().feed(BYTES.encode("<tool_call>"))] == [(False, True)]
 
 
 def test_logprobs_stay_with_their_tokens() -> None:
@@ -131,5 +131,5 @@ def test_a_character_that_a_limit_has_cut_is_dropped() -> None:
     def decode(ids: Sequence[int]) -> str:
         return b"".join([b"caf", b"s \xc3"][id] for id in ids).decode("utf-8", "replace")
 
-    prefix = detokenize.PrefixDetokenizer(decode, {})
+    prefix = detokenize.PrefixDetokenizer(decode, detokenize.AddedTokens({}, {}))
     assert "".join(piece.text for piece in prefix.feed([0, 1]) + prefix.finish(truncated=True)) == "cafs "

@@ -26,8 +26,8 @@ import sys
 from collections.abc import Callable
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
-from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, escape_json, to_json
-from modelyard.scanner.lenient_json import JsonReader, repair_literal
+from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, to_json
+from modelyard.scanner.lenient_json import JsonReader, escape_json, repair_literal
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
 from modelyard.scanner.output import CallBuilder
 
@@ -39,6 +39,8 @@ _QUOTED_END = re.compile('["\n]')
 _KEY_END = re.compile(rf"[:,{{}}\[\]\n<{SURROGATES}]")
 _BARE_END = re.compile(rf"[,{{}}\[\]<{SURROGATES}]")
 _KEY_LIMIT = 256
+_AFTER_TEXT = re.compile(r"[,:\]}]|\Z|[\w.-]+:")  # the comma before the next key may be missing
+_NEXT_KEY = 32  # characters, at most, of that key
 _TEXT_LIMIT = 4096  # characters of a text without its first quote
 _MAX_DEPTH = 64
 _BEFORE_TEXT = (":", ",", "[", "{")
@@ -119,7 +121,7 @@ class _ArgumentsReader:
         self._emit("]")
 
     def _is_end(self, bracket: str) -> Incremental[bool]:
-        """Move to the next member. True: there is none. At the end of the output all brackets may be missing."""
+        """Move to the next member. True: there is none. Before the closing token all brackets may be missing."""
         buffer = self._buffer
         while True:
             yield from buffer.skip_space()
@@ -129,10 +131,10 @@ class _ArgumentsReader:
             elif char == bracket:
                 buffer.skip(1)
                 return True
-            elif not char and buffer.truncated:
-                raise ParseError("cut off inside a call")
+            elif not char:
+                raise ParseError("the output ends inside a call")
             else:
-                return not char or (yield from buffer.match((self._closing,))) is not None
+                return (yield from buffer.match((self._closing,))) is not None
 
     def _key(self) -> Incremental[str]:
         buffer = self._buffer
@@ -203,20 +205,30 @@ class _ArgumentsReader:
 
     def _word(self) -> Incremental[str]:
         word = yield from self._buffer.read_until(_BARE_END, sys.maxsize, may_end=True)
-        if self._buffer.is_empty and self._buffer.truncated:
-            raise ParseError("cut off inside a value")
+        if self._buffer.is_empty:
+            raise ParseError("the output ends inside a value")
         return word
 
     def _text(self, emit: Callable[[str], None]) -> Incremental[None]:
-        """From quote to quote, as it arrives."""
+        """From quote to quote, as it arrives. Inside, a quote is not followed by what follows a text."""
         buffer = self._buffer
         buffer.skip(len(self._quote))
         ends = (self._quote, self._closing) if self._closing in buffer.token_codes else (self._quote,)
-        end = yield from buffer.read_verbatim(ends, emit)
-        if end == self._quote:
-            buffer.skip(len(end))
-        elif end or buffer.truncated:
-            raise ParseError("a text without an end")
+        while end := (yield from buffer.read_verbatim(ends, lambda text: emit(buffer.spelled(text)))):
+            if end != self._quote:
+                if (yield from buffer.is_call_end()):
+                    break
+            elif (yield from self._is_text_end(len(end))):
+                buffer.skip(len(end))
+                return
+            emit(buffer.spelled(buffer.skip(len(end))))
+        raise ParseError("a text without an end")
+
+    def _is_text_end(self, offset: int) -> Incremental[bool]:
+        offset = yield from self._buffer.skip_space_ahead(offset)
+        if (yield from self._buffer.match((self._closing,), offset)):
+            return True
+        return _AFTER_TEXT.match((yield from self._buffer.lookahead(offset + _NEXT_KEY)), offset) is not None
 
 
 def _is_literal(word: str) -> bool:

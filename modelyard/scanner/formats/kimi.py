@@ -29,7 +29,7 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
-from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter
+from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, read_value
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lenient_json import JsonReader
@@ -93,6 +93,16 @@ _CLOSING_NAMES = (*_REGION_CLOSED, "argument")
 _KNOWN_TAG = re.compile(r'\s*(?:think|response|message|tools|call|argument|json)(?:\s+\w+="[^"]*")*')
 _CUT_TAG = re.compile(r'(?:\s+\w*(?:=(?:"[^"]*)?)?)?\Z')
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+_K3_TAGS = ParameterTags(
+    f"{_OPEN}argument",
+    _SEP,
+    f"{_CLOSE}argument",
+    ends=(f"{_CLOSE}call", f"{_CLOSE}tools", f"{_CLOSE}message"),
+    after=(f"{_OPEN}call", f"{_OPEN}tools"),
+    on_lines=False,
+    after_tags=_SEP,
+    name=lambda header: dict(_ATTRIBUTE.findall(header)).get("key", ""),
+)
 
 
 class _Tag:
@@ -176,20 +186,8 @@ def _read_argument(buffer: TextBuffer, arguments: ArgumentWriter, tag: _Tag | No
         types = ("string",) if "string" in allowed else allowed
     else:
         types = tuple(one for one in allowed if one != "string") or allowed or ANY_TYPE
-    close = buffer.encoded(_CLOSE)
-    closing = f"{close}argument"
-    # Where its own closing tag is missing, the end of the call ends the value.
-    ends = (closing, f"{close}call", f"{close}tools", buffer.encoded(_END))
-    if (yield from buffer.match(ends[1:])):
-        return  # there is no value
-    arguments.begin(key, types)
-    end = yield from buffer.read_verbatim(ends, arguments.write)
-    if not end and buffer.truncated:
-        raise ParseError("cut off inside an argument")
-    if end == closing:
-        buffer.skip(len(end))
-        yield from buffer.skip_if(_SEP)
-    arguments.end()
+    yield from read_value(buffer, _K3_TAGS, arguments, key, types)
+    yield from buffer.skip_if(_SEP)
 
 
 _K3_MARKERS: dict[str, SwitchRegion | StartReader] = {

@@ -59,23 +59,16 @@ def _read_param(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[No
     if not is_empty and (yield from TagValueReader(buffer, _TAGS, arguments).is_missing()):
         return
     arguments.begin(name, arguments.types_of(name) or ANY_TYPE)
-    if not is_empty and not (yield from _read_value(buffer, arguments)) and buffer.truncated:
-        raise ParseError("cut off inside a parameter")
+    if not is_empty and (yield from buffer.skip_if(_CDATA)):
+        yield from _read_cdata(buffer, arguments)
+        yield from buffer.skip_space()
+        yield from buffer.skip_if(_PARAM_END)
+    elif not is_empty:
+        yield from TagValueReader(buffer, _TAGS, arguments).read()
     arguments.end()
 
 
-def _read_value(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[bool]:
-    """False: the output ended before the value."""
-    if not (yield from buffer.skip_if(_CDATA)):
-        return (yield from TagValueReader(buffer, _TAGS, arguments).read())
-    if not (yield from _read_cdata(buffer, arguments)):
-        return False
-    yield from buffer.skip_space()
-    yield from buffer.skip_if(_PARAM_END)
-    return True
-
-
-def _read_cdata(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[bool]:
+def _read_cdata(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[None]:
     """Up to `]]>`. The text may contain `]]>`, too: it is the end only if the element ends there."""
     while (yield from buffer.peek()):
         found = _BRACKET.search(buffer.text, buffer.pos)
@@ -84,11 +77,10 @@ def _read_cdata(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[bo
             follows = yield from buffer.match((buffer.encoded(_PARAM_END),), len(_CDATA_END))
             if follows or (buffer.ended and len(buffer.text) - buffer.pos == len(_CDATA_END)):
                 buffer.skip(len(_CDATA_END))
-                return True
+                return
         if found:
-            char = buffer.skip(1)
-            arguments.write("" if char in buffer.token_codes else char)
-    return False
+            arguments.write(buffer.skip(1))
+    raise ParseError("a value without an end")
 
 
 FORMATS = (

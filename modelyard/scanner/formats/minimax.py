@@ -48,11 +48,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.arguments import ANY_TYPE, escape_json, join_items, resolve_ref, schema_types, to_json
+from modelyard.scanner.arguments import ANY_TYPE, join_items, resolve_ref, schema_types, to_json
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.grammar import CallGrammar, TaggedBody
 from modelyard.scanner.json_calls import json_arguments, json_calls
+from modelyard.scanner.lenient_json import escape_json
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
 
@@ -98,6 +99,7 @@ _NAME_END = re.compile(rf"[>\n<\]{SURROGATES}]")
 _TAG_END = re.compile(rf"[><\]{SURROGATES}]")
 _MAX_DEPTH = 64
 _SPACE_LIMIT = 16
+_OUTSIDE_ARGUMENTS = 2  # only the block and the call are open
 _EMPTY = {"object": "{}", "array": "[]"}
 
 
@@ -149,6 +151,9 @@ class _ElementReader:
         self._buffer, self._emit, self._schema = buffer, emit, schema
         self._namespace = buffer.encoded(_NAMESPACE)
         self._special = re.compile(f"[{re.escape(self._namespace[0])}{SURROGATES}]")
+        self._begins = tuple(buffer.encoded(tag)[0] for tag in (_BLOCK, _INVOKE))
+        self._ends = tuple(code for tag in (_BLOCK_END, _INVOKE_END) if (code := buffer.encoded(tag)[0]) != "<")
+        self._quoted = 0  # elements that a text opens and has not closed yet
         self.is_repeated = False  # two members of an object have the same name
         self._open = ["tool_call", "invoke"]
         self._closed: str | None = None  # the name in a closing tag that was read, but is that of an outer element
@@ -232,7 +237,7 @@ class _ElementReader:
         types = schema_types(schema, self._schema)
         space = yield from self._buffer.skip_space()
         if not (yield from self._buffer.match((self._namespace,))) or not (yield from self._is_opening()):
-            yield from self._leaf(space, types)
+            yield from self._leaf(self._buffer.spelled(space), types)
         elif (yield from self._after_namespace(len("<item>"))) == "<item>" and (
             "array" in types or "object" not in types  # otherwise it is a member with that name
         ):
@@ -268,8 +273,7 @@ class _ElementReader:
             found = yield from buffer.match((self._namespace,))
             if found and (yield from self._is_closing()):
                 return None
-            char = buffer.skip(len(found or char))
-            return "" if char in buffer.token_codes else char
+            return buffer.spelled(buffer.skip(len(found or char)))
         special = self._special.search(buffer.text, buffer.pos)
         return buffer.take_to(special.start() if special else len(buffer.text))
 
@@ -287,8 +291,15 @@ class _ElementReader:
         return (yield from self._buffer.lookahead(size + count))[size:]
 
     def _is_closing(self) -> Incremental[bool]:
+        """Whether the tag after the namespace ends the text. One that the text opens is closed by one in the text."""
         after = yield from self._after_namespace(2)
-        return after == "</" or after[:1] in self._buffer.token_codes
+        is_closing = after == "</" or after[:1] in self._ends
+        if after[:1] in ("<", *self._begins) and not is_closing:
+            self._quoted += 1
+        elif is_closing and self._quoted:
+            self._quoted -= 1
+            return False
+        return is_closing
 
     def _is_opening(self) -> Incremental[bool]:
         """Whether an opening tag comes next. Only tags may come here."""
@@ -302,8 +313,9 @@ class _ElementReader:
         return after[:1] == "<" and after != "</"
 
     def _end_output(self) -> None:
-        """No tag comes next. That is valid only if the model ended its output."""
-        if not (self._buffer.ended and self._buffer.is_empty) or self._buffer.truncated:
+        """No tag comes next. That is valid only between two arguments, if the model ended its output."""
+        is_over = self._buffer.ended and self._buffer.is_empty and not self._buffer.truncated
+        if not is_over or len(self._open) > _OUTSIDE_ARGUMENTS:
             raise ParseError("expected an element or the end of one")
         self._closed = self._open[0]
 
