@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any
 
 from modelyard.core.events import Event
@@ -184,7 +184,7 @@ def _ends_of_value(format: str) -> tuple[str, ...]:
     return () if after[0] in "\"'" else tuple(m for m in markers if after.startswith(m) or m.startswith(after))
 
 
-def quote_in_arguments(tokens: VocabularyTokens, format: str, *more: str) -> Result:
+def quote_in_arguments(tokens: VocabularyTokens, format: str, *more: str, ways: Sequence[str] = ("a {} c",)) -> Result:
     """Each marker, a whole call, and `more` inside a value: spelled in ordinary tokens, and as the tokens themselves.
     Models write both."""
     result = Result()
@@ -192,21 +192,19 @@ def quote_in_arguments(tokens: VocabularyTokens, format: str, *more: str) -> Res
         return result
     form, ends = load(format), _ends_of_value(format)
     call = (write_call(format, "b") or "").strip()
-    for quoted in dict.fromkeys((*form.markers, *form.inner_markers, call, *more)):
-        value = f"a {quoted} c"
+    quotations = dict.fromkeys((*form.markers, *form.inner_markers, call, *more))
+    for quoted, way in product(quotations, ways):
+        value = way.format(quoted)
         raw = write_call(format, value)
-        if raw is None or any(end in quoted for end in ends):
+        if raw is None or (quoted != call and any(end in quoted for end in ends)):  # a call has each end with its start
             result.left_out["an argument that contains its own end"] += 1
             continue
         turn = Turn(tokens, form, raw, spelled(raw, value))
         for pieces in filter(None, (turn.pieces_plain(result), turn.pieces_marked(result, quoted))):
-            result.checked += 1
-            written = [piece.text for piece in pieces if piece.special or piece.added]
-            result.wrong += [
-                (format, quoted, cut, written, blocks)
-                for cut in CUTS
-                if not is_call(blocks := tokens.scan(form, pieces, cut), value)
-            ]
+            cut, result.checked = CUTS[result.checked % len(CUTS)], result.checked + 1
+            if not is_call(blocks := tokens.scan(form, pieces, cut), value):
+                written = [piece.text for piece in pieces if piece.special or piece.added]
+                result.wrong.append((format, value, cut, written, blocks))
     return result
 
 
@@ -225,10 +223,7 @@ def quote_in_prose(tokens: VocabularyTokens, format: str) -> Result:
         for kind in ("text", "thinking") if thinks(form) else ("text",):
             raw = write_turn(format, text, "So.", []) if kind == "thinking" else write_turn(format, "", text, [])
             pieces = Turn(tokens, form, raw, text).pieces_plain(result)
-            result.checked += bool(pieces)
-            result.wrong += [
-                (format, kind, marker, cut, blocks)
-                for cut in CUTS
-                if pieces and text_of(blocks := tokens.scan(form, pieces, cut), kind) != text
-            ]
+            cut, result.checked = CUTS[result.checked % len(CUTS)], result.checked + bool(pieces)
+            if pieces and text_of(blocks := tokens.scan(form, pieces, cut), kind) != text:
+                result.wrong.append((format, kind, marker, cut, blocks))
     return result
