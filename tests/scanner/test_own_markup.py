@@ -38,7 +38,7 @@ def _vocabulary(format: str, kind: str) -> VocabularyTokens:
 
 def _results(format: str) -> dict[str, Result]:
     prose = {f"prose, {kind}": quote_in_prose(_vocabulary(format, kind), format) for kind in KINDS[:2]}
-    ways = ("a {} c", "{}.,c", "a,.{0}{0}")
+    ways = ("{}.,c", "a,.{0}{0}")
     arguments = {
         f"arguments, {kind}": quote_in_arguments(_vocabulary(format, kind), format, *OTHERS[:3], ways=ways)
         for kind in KINDS

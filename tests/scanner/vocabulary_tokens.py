@@ -31,7 +31,7 @@ _WRITE_FILE = next(tool for tool in TOOLS if tool.name == "write_file")
 class VocabularyTokens:
     def __init__(self, tokenizer: GgufTokenizer | HuggingFaceTokenizer) -> None:
         self.tokenizer = tokenizer
-        self._plain: dict[str, list[int]] = {}
+        self._known: dict[tuple[str, Callable[[str], list[int]]], list[int]] = {}
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -51,10 +51,8 @@ class VocabularyTokens:
         return self._inside(text, self.tokenizer.encode)
 
     def encode_plain(self, text: str) -> list[int]:
-        """As it stands inside of a text, without control tokens. Many formats write a value in the same way."""
-        if text not in self._plain:
-            self._plain[text] = self._inside(text, self.tokenizer.encode_plain)
-        return self._plain[text]
+        """As it stands inside of a text, without control tokens."""
+        return self._inside(text, self.tokenizer.encode_plain)
 
     def encode_marked(self, text: str, markers: Iterable[str]) -> list[int]:
         """These markers are tokens if the vocabulary has them. Everything else is ordinary text."""
@@ -68,7 +66,12 @@ class VocabularyTokens:
         ]
 
     def _inside(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Without the tokens of the filler, and of a space before it."""
+        """Without the tokens of the filler, and of a space before it. Many formats write a value in the same way."""
+        if (text, encode) not in self._known:
+            self._known[text, encode] = self._without_filler(text, encode)
+        return self._known[text, encode]
+
+    def _without_filler(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         for filler in _FILLERS if text else ():
             ids, before = encode(filler + text), b""
             for at, id in enumerate(ids):
@@ -135,6 +138,10 @@ class Turn:
 
     def pieces_plain(self, result: Result) -> list[Piece]:
         return self.pieces(self._tokens.encode_plain(self._payload), result)
+
+    def pieces_spelled(self, result: Result) -> list[Piece]:
+        """With every token that the payload spells."""
+        return self.pieces(self._tokens.encode(self._payload), result)
 
     def pieces_marked(self, result: Result, *more: str) -> list[Piece]:
         return self.pieces(self._tokens.encode_marked(self._payload, (*self._markers, *more)), result)
