@@ -135,7 +135,7 @@ def stop(
     address = find_url(url)
     if the_server:
         server = run_or_exit(_find_server, address)
-        run_or_exit(stop_server, server, _STOP_S)
+        run_or_exit(lambda: stop_server(server, _STOP_S, force=force))
         out.print(f"the server at {address} has ended")
         return
     with ServerClient(address, key, timeout_s=None) as client:

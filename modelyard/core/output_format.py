@@ -76,6 +76,7 @@ class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
     name: str
     regions: dict[str, Region]
     start_region: str = "text"
+    start_reader: Reader | None = None  # reads what may come before the first marker
     hidden_markers: tuple[str, ...] = ()  # dropped in every region
     inner_markers: tuple[str, ...] = ()  # markers only inside a call: visible text may contain them
     stop_tokens: tuple[str, ...] = ()  # texts of the tokens that end a turn

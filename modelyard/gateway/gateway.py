@@ -21,7 +21,7 @@ import math
 import secrets
 import time
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -173,6 +173,7 @@ class Gateway:
         self.history = history or History(_HISTORY_REQUESTS)
         self.capabilities = CapabilityCache()
         self.stored, self.files, self.mcp = stored, files, mcp
+        self.draining = False  # the server is ending: it lets requests finish and takes no new ones
         self._diagnostics = CacheDiagnostics()
         self._replay = replay or ReplayMemory()
         self._dedup = RequestDeduplicator()
@@ -671,6 +672,12 @@ class Gateway:
             return names
         targets = {name: self.router.resolve(name, endpoint) for name in names}
         return [name for name, at in targets.items() if may_use(allowed, at.model, at.cache, at.route)]
+
+    def visible_models(self, allowed: tuple[str, ...]) -> Collection[str]:
+        """The models that a key with these `allowed` may know of."""
+        if not allowed:
+            return self.leases.status().keys()
+        return {self.router.resolve(name, "").model for name in self.names(allowed, "")}
 
     def model_for(self, name: str, caller: Caller) -> tuple[Target, Model]:
         return self._resolve(name, caller)[:2]

@@ -66,6 +66,9 @@ class Authenticator:
             self._check_host(context.headers.get("host", ""))
         if (origin := context.headers.get("origin")) is not None:
             self._check_origin(origin, context.headers.get("host", ""), is_workbench(context.path))
+        if context.headers.get("sec-fetch-site") == "cross-site" and is_workbench(context.path):
+            message = "the workbench is not opened by other web pages: type its address, or use a bookmark"
+            raise Forbidden(message, code="cross_site")  # each page takes memory, also one in a foreign <img>
         self._identify(context)
 
     def _check_host(self, header: str) -> None:

@@ -89,13 +89,14 @@ def ping_on_half_close(scope: Scope, ping: Callable[[], None]) -> Callable[[], o
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PROBE_S, _MAX_PROBE_S = 0.01, 5.0
 _MAX_UNPAUSED = 16  # requests that wait for the replies to those before them
+MIN_BODY_BYTES = 32 * 1024  # that come within `receive_timeout_s`, or the end: about 1 KiB/s is enough for any upload
 _MAX_UNREAD_S = 20.0  # for which the rest of a refused body is read
 
 _ERROR_HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """`receive_timeout_s` limits the time for all headers together, and each silence in the body that follows.
+    """`receive_timeout_s` limits the time for all headers together, and for each MIN_BODY_BYTES of the body.
     `stall_s` limits the time in which a client reads nothing of what it is sent."""
 
     max_header_bytes = 64 * 1024
@@ -115,6 +116,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._header_bytes, self._in_headers, self._in_body = 0, True, True
         self._message_ended = False  # a message ended in the data that is being parsed
         self._body_advanced = False  # headers or a part of a body ended in it
+        self._body_bytes = 0  # since the timer was started
+        self._fault = "Invalid HTTP request received."
         self._refusal: bytes | None = None  # the last thing that is sent; input is ignored from here on
         self._receive_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -161,19 +164,21 @@ class LimitedConnection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            self.send_400_response(self._fault)
             return
         if not self._in_headers and not self._in_body:
             self._stop_timer()
         elif self._message_ended or self._body_advanced:  # how much of the data belongs to what follows is unknown
             self._header_bytes = 0
-            self._start_timer()
+            if self._message_ended or self._body_bytes >= MIN_BODY_BYTES:
+                self._body_bytes = 0
+                self._start_timer()
         elif (size := self._header_bytes + len(data)) > self.max_header_bytes:
             message = f"the request headers are larger than {self.max_header_bytes} bytes (http.max_header_bytes)"
             self._refuse(431, TooLarge(message, code="headers_too_large"))
         else:
             self._header_bytes = size
-            if self._receive_timer is None or not self._in_headers:
+            if self._receive_timer is None:
                 self._start_timer()
 
     def _parse(self, data: bytes) -> None:
@@ -225,6 +230,9 @@ class LimitedConnection(HttpToolsProtocol):
         self._header_bytes, self._in_headers, self._in_body = 0, True, True
 
     def on_headers_complete(self) -> None:
+        if fault := self._head_fault():
+            self._fault = fault
+            raise httptools.HttpParserError(fault)
         if self.parser.should_upgrade():
             return  # `_parse` decides
         scope: Any = self.scope
@@ -232,7 +240,7 @@ class LimitedConnection(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         scope["headers"] = self.headers.copy()  # a trailer is no header (RFC 9110, 6.5.1)
-        self._in_headers, self._body_advanced = False, True
+        self._in_headers, self._body_advanced, self._body_bytes = False, True, MIN_BODY_BYTES
         if self.pipeline:
             self._earlier.append(before)
             if len(self.pipeline) <= _MAX_UNPAUSED:  # uvicorn pauses reading, and a disconnect would go unnoticed
@@ -240,8 +248,21 @@ class LimitedConnection(HttpToolsProtocol):
         if scope["http_version"] != "1.1":
             _end_body_with_connection(self.cycle)
 
+    def _head_fault(self) -> str | None:
+        """What other servers and proxies may read differently than this one does."""
+        names = [name for name, _ in self.headers]
+        hosts = names.count(b"host")
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            return "a request has exactly one Host header"
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            return "the only Transfer-Encoding that is read here is chunked"
+        is_listed = b"te" in names and any(b"chunked" in value.lower() for name, value in self.headers if name == b"te")
+        return "TE does not list chunked (RFC 9110, 10.1.4)" if is_listed else None
+
     def on_body(self, body: bytes) -> None:
         self._body_advanced = True
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from modelyard import __version__
+from modelyard.core.errors import Forbidden
 from modelyard.core.pool import ModelStatus
 from modelyard.gateway.gateway import Gateway
 from modelyard.http.request_context import RequestContext
@@ -51,7 +52,8 @@ class HealthEndpoints:
         }
         context = RequestContext.of(request.scope)
         if context.key or context.admin:  # anonymous clients do not see which models run
-            body["models"] = {name: _row(model, context.admin) for name, model in models.items()}
+            visible = self._gateway.visible_models(context.allowed)
+            body["models"] = {name: _row(model, context.admin) for name, model in models.items() if name in visible}
         return _json(body, 503 if status == "unhealthy" else 200)
 
     async def live(self, _request: HttpRequest) -> Response:
@@ -62,6 +64,8 @@ class HealthEndpoints:
         leases, waiting = self._gateway.leases, self._without_tokenizer()
         usable = [m for name, m in leases.status().items() if name not in waiting]
         ready = leases.is_connected and any(m.state == "ready" or m.loads_on_request for m in usable)
+        if self._gateway.draining:
+            return _json({"status": "draining"}, 503)
         return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     def _without_tokenizer(self) -> set[str]:
@@ -70,7 +74,9 @@ class HealthEndpoints:
         models = self._gateway.models
         return {name for name, m in models.items() if m.kind == "text" and m.define is None and m.text is None}
 
-    async def metrics(self, _request: HttpRequest) -> Response:
+    async def metrics(self, request: HttpRequest) -> Response:
+        if RequestContext.of(request.scope).allowed:
+            raise Forbidden("metrics name every model and key, and this key may use only some models")
         return Response(await self._scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def root(self, request: HttpRequest) -> Response:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from modelyard.core.errors import ModelyardError, NotFound, TooLarge
+from modelyard.core.errors import ModelyardError, NotFound, TooLarge, Unavailable
 from modelyard.http.auth import GOOGLE_KEY, Authenticator, is_workbench
 from modelyard.http.errors import as_modelyard_error, write_error
-from modelyard.http.request_context import CONTEXT_KEY, GEMINI_METHODS, RequestContext, is_gemini, send_error
+from modelyard.http.request_context import (
+    CONTEXT_KEY,
+    GEMINI_METHODS,
+    SHUTTING_DOWN,
+    RequestContext,
+    is_gemini,
+    send_error,
+)
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.log import current_trace, log_event, log_request
+from modelyard.telemetry.masking import mask_keys
 from modelyard.telemetry.metrics import Metrics
 
 log = logging.getLogger("modelyard.http")
@@ -100,6 +108,7 @@ _WITH_ID = (
     "/v1/messages/batches/",
 )
 _DEBUG_ONLY = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
+_READING = ("GET", "HEAD", "OPTIONS")  # answered while the server drains
 _POLLED = "/v1/admin/"  # open pages read it every second
 
 
@@ -119,6 +128,7 @@ class RequestMiddleware:
         self._app, self._inference, self._authenticator, self._metrics = app, inference, authenticator, metrics
         self._workbench = workbench
         self.sockets: dict[str, ASGIApp] = {}  # path → the app of its WebSockets
+        self.is_draining: Callable[[], bool] = lambda: False
         self._max_header_bytes = settings.max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,6 +147,8 @@ class RequestMiddleware:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context)
+            if method not in _READING and self.is_draining():
+                raise _shutting_down()
             if method == "POST" and (handler := self._inference.get(path)) is not None:
                 await handler(scope, receive, send)
             elif self._workbench is not None and is_workbench(path):
@@ -167,10 +179,13 @@ class RequestMiddleware:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context)
+            if self.is_draining():
+                raise _shutting_down()
             if app is None:
                 raise NotFound(f"there is no WebSocket at {scope['path'][:256]}", code="path_not_found")
         except ModelyardError as error:
-            log_event(log, logging.WARNING, "websocket refused", path=scope["path"], why=error.message)
+            path, why = mask_keys(scope["path"]), mask_keys(error.message)
+            log_event(log, logging.WARNING, "websocket refused", path=path, why=why)
             await _refuse_socket(scope, send, context, error)
             return
         await app(scope, receive, send)
@@ -178,6 +193,8 @@ class RequestMiddleware:
     def _account(self, context: RequestContext, method: str, seconds: float) -> None:
         path = context.path
         route = path if path in _ROUTES else _pattern(path)
+        if route != path:
+            path = mask_keys(path)
         self._metrics.http_request(route, method, context.status, seconds)
         if context.error:
             self._metrics.request_failed(context.error)
@@ -225,6 +242,10 @@ def _read_headers(scope: Scope) -> tuple[dict[str, str], int]:
         size += len(name) + len(value)
         headers[name.decode("latin-1")] = value.decode("latin-1")
     return headers, size
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the server is shutting down: try again when it runs again", retry_after=5, code=SHUTTING_DOWN)
 
 
 def _too_large(limit: int) -> TooLarge:

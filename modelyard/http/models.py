@@ -1,4 +1,5 @@
-"""GET /v1/models in the shape of each protocol: `anthropic-version` selects Anthropic's, and /v1beta Google's."""
+"""GET /v1/models in the shape of each protocol: `anthropic-version` selects Anthropic's, /v1beta Google's, and the name
+of Mistral's SDKs theirs."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class ModelEndpoints:
                 before_id=query.get("before_id"),
             )
             return _json(page)
-        return _json(openai_chat.write_models(cards))
+        return _json(openai_chat.write_models(cards, for_mistral=_is_mistral(request)))
 
     async def one(self, request: HttpRequest) -> Response:
         """Any name that a request may use: a model, an alias, or a name that matches a route."""
@@ -53,7 +54,9 @@ class ModelEndpoints:
         card = self.card(name, context)
         if is_gemini(request.url.path, request.headers):
             return _json(gemini.write_model(card))
-        return _json(anthropic_messages.write_model(card) if _is_anthropic(request) else openai_chat.write_model(card))
+        if _is_anthropic(request):
+            return _json(anthropic_messages.write_model(card))
+        return _json(openai_chat.write_model(card, for_mistral=_is_mistral(request)))
 
     def answering(self, context: RequestContext) -> list[ModelCard]:
         """The models that can answer this caller."""
@@ -113,6 +116,10 @@ def _answers(status: ModelStatus) -> bool:
 
 def _is_anthropic(request: HttpRequest) -> bool:
     return "anthropic-version" in request.headers
+
+
+def _is_mistral(request: HttpRequest) -> bool:
+    return request.headers.get("user-agent", "").startswith("mistral-client-")
 
 
 def _limit(text: str | None) -> int:

@@ -113,10 +113,11 @@ class OllamaEndpoints:
         rows = await asyncio.to_thread(lambda: [self._row(name, model) for name, model in shown.items()])
         return _json(wire.write_tags(rows))
 
-    async def ps(self, _request: HttpRequest) -> Response:
+    async def ps(self, request: HttpRequest) -> Response:
         await _refresh(self._pool)
         loaded = [] if self._pool is None else self._pool.snapshot().models.values()
-        ready = [one for one in loaded if one.state in ("ready", "draining")]
+        visible = self._gateway.visible_models(RequestContext.of(request.scope).allowed)
+        ready = [one for one in loaded if one.state in ("ready", "draining") and one.name in visible]
         rows = await asyncio.to_thread(lambda: [self._row(one.name, one.name, one) for one in ready])
         return _json(wire.write_ps(rows))
 

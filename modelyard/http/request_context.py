@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from modelyard.gateway.gateway import EventSource
 
 ADMIN_PATH = "/v1/admin"
+SHUTTING_DOWN = "shutting_down"
 TIMEOUT_HEADER = "x-modelyard-timeout"
 _MAX_TIMEOUT_S = 7 * 86400
 CONTEXT_KEY = "modelyard.context"  # in the scope: its RequestContext
@@ -180,8 +181,8 @@ async def send_error(send: Send, context: RequestContext, error: WireError) -> N
     headers = context.response_headers(error.content_type.encode())
     headers += [(k.encode(), v.encode()) for k, v in error.headers.items() if k not in ("x-request-id", "request-id")]
     headers.append((b"content-length", str(len(error.body)).encode()))
-    if error.status == 413:
-        headers.append((b"connection", b"close"))  # do not read the rest of the body
+    if error.status == 413 or context.error == SHUTTING_DOWN:  # do not read the rest of the body, nor another request
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": error.body})
 

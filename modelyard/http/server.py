@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import uvicorn
 from msgspec import Struct
@@ -48,6 +49,7 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 # Longer than clients keep an idle connection (httpx and the SDKs: 5 s). If the server closed it first, a request that
 # is being sent on it would be lost.
 _KEEP_ALIVE_S = 75
+_POLL_S = 0.05  # while requests finish before the end
 _EXPOSED_HEADERS = (
     "x-request-id",
     "request-id",
@@ -89,6 +91,7 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     metrics = context.gateway.metrics
     served = WithAdminApp(app, context.admin, settings)
     middleware = RequestMiddleware(served, handlers, settings, authenticator, metrics, context.workbench)
+    middleware.is_draining = lambda: context.gateway.draining
     if context.gateway.stored is not None:
         middleware.sockets["/v1/responses"] = ResponsesSocket(middleware, context.gateway.stored, settings)
     return _with_cors(middleware, settings)
@@ -223,25 +226,51 @@ def _with_cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:
     )
 
 
-async def _no_cleanup() -> None:
-    pass
+class Stoppable(Protocol):
+    """What answers the requests."""
+
+    async def drain(self) -> None:
+        """Refuse new requests from here on."""
+        ...
+
+    def is_busy(self) -> bool: ...
+    async def stop(self) -> None:
+        """End the requests that still run."""
+        ...
 
 
 class Server(uvicorn.Server):
-    """uvicorn that ends its requests before it waits for them, and exits with status 0 after a signal."""
+    """uvicorn that lets its requests finish, ends those that take too long, and exits with status 0 after a signal.
 
-    def __init__(self, config: uvicorn.Config, before_shutdown: Callable[[], Awaitable[None]]) -> None:
+    While it drains it still accepts connections: a client reads 503 with the reason, and a probe that it is not ready.
+    """
+
+    def __init__(self, config: uvicorn.Config, answering: Stoppable | None, drain_s: float) -> None:
         super().__init__(config)
-        self._before_shutdown = before_shutdown
+        self._answering, self._drain_s, self._signals = answering, drain_s, 0
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if (answering := self._answering) is None:
+            await super().shutdown(sockets)
+            return
+        await answering.drain()
+        await self._wait_while_busy(answering)
         # Concurrently: the handlers write their last events to connections that uvicorn keeps open for them.
-        await asyncio.gather(super().shutdown(sockets), self._before_shutdown())
+        await asyncio.gather(super().shutdown(sockets), answering.stop())
+
+    async def _wait_while_busy(self, answering: Stoppable) -> None:
+        deadline = time.monotonic() + self._drain_s
+        if answering.is_busy() and self._drain_s:
+            message = "requests still run: they have %g s to finish; a second signal ends them now"
+            logging.getLogger("modelyard").info(message, self._drain_s)
+        while answering.is_busy() and self._signals < 2 and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn would raise the signal again at the end, and the exit status would report a crash."""
         del frame
-        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self._signals += 1
+        self.force_exit = self.force_exit or (self._signals > 2 and sig == signal.SIGINT)
         self.should_exit = True
 
 
@@ -254,10 +283,8 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-def make_server(
-    app: ASGIApp, settings: HttpSettings, before_shutdown: Callable[[], Awaitable[None]] = _no_cleanup
-) -> Server:
-    """uvicorn without its access log (the middleware has one), with bounded headers and a quick shutdown."""
+def make_server(app: ASGIApp, settings: HttpSettings, answering: Stoppable | None = None) -> Server:
+    """uvicorn without its access log (the middleware has one), with bounded headers and a bounded shutdown."""
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -277,4 +304,4 @@ def make_server(
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )
-    return Server(config, before_shutdown)
+    return Server(config, answering, settings.drain_s)

@@ -57,6 +57,13 @@ class HttpSettings(BaseModel):
         description="A client that reads nothing of its reply for so many seconds is disconnected, so that it holds "
         "no slot and no memory.",
     )
+    drain_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=3600,
+        description="After SIGTERM running requests have so many seconds to finish, while new ones get 503; a second "
+        "signal ends them at once.",
+    )
     workers: int = Field(default=1, ge=1, le=256, description="Gateway processes on the one port.")
     docs: bool = Field(default=True, description="Serve the interactive API documentation at /docs.")
     workbench: bool = Field(

@@ -89,6 +89,7 @@ class JsonEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope)
         capture = self._captures.start(context.trace) if self._captures is not None else None
+        self._gateway.metrics.active += 1
         try:
             body = await read_body(receive, context, self._settings)
             if capture is not None:
@@ -112,6 +113,7 @@ class JsonEndpoint:
                 capture.response(reply)
             await send_json(send, context, 200, reply)
         finally:
+            self._gateway.metrics.active -= 1
             if capture is not None:
                 capture.close()
 

@@ -1,8 +1,10 @@
 """`serve --workers N`: N children that run the same command on one port. A dead child is replaced, none is orphaned.
 
 start ─→ alive ─→ exit ─→ wait (0.5 s, doubled while it exits early, at most 10 s) ─→ start …
-                   └─ every child has exited early three times in a row: give up, exit code 1
-SIGTERM or SIGINT ─→ SIGTERM to all ─→ grace ─→ SIGKILL.  A second signal skips the grace.
+            │      └─ every child has exited early three times in a row: give up, exit code 1
+            └─ the hub has heard nothing of it for 15 s (stopped, or its event loop stands still) ─→ SIGKILL ─→ exit
+SIGTERM or SIGINT ─→ SIGTERM to the workers, then to the helpers ─→ grace ─→ SIGKILL.  A second signal is passed on, and
+shortens the grace to 5 s; a third one skips it.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ _log = logging.getLogger(__name__)
 INDEX_VARIABLE = "MODELYARD_WORKER_INDEX"
 SOCKET_VARIABLE = "MODELYARD_WORKER_SOCKET"
 _START_FAILED = 127
+_LOOKS = 3  # at the messages of a worker, within the longest silence
 
 
 class SupervisorHub(Protocol):
-    """The meeting point of the children: each gets the socket `path`."""
+    """The meeting point of the children: each gets the socket `path`. `heard` are the ids of the processes that have
+    sent something there, with how often."""
 
     path: str
 
+    @property
+    def heard(self) -> Mapping[int, int]: ...
     async def open(self) -> None: ...
     async def close(self) -> None: ...
 
@@ -44,6 +50,8 @@ class RestartPolicy(Struct, frozen=True):
     max_delay: float = 10.0
     min_uptime: float = 10.0
     grace: float = 30.0
+    short_grace: float = 5.0
+    max_silence: float = 15.0
     max_early_exits: int = 3
 
 
@@ -54,6 +62,17 @@ class SupervisedChild:
         self.index, self.argv, self.name = index, die_with_parent(list(argv)), name
         self.process: Process | None = None
         self.early_exits = 0
+        self._heard: tuple[int, int] | None = None  # process id and number of messages at the last look
+        self._silent_looks = 0
+
+    def silent_looks(self, heard: Mapping[int, int]) -> int:
+        """How many looks in a row have found no new message of the process; 0 until its first one. In looks, not
+        seconds: a supervisor that was stopped itself must not count that time."""
+        pid = self.process.pid if self.process is not None and self.process.returncode is None else 0
+        found = (pid, heard[pid]) if pid in heard else None
+        self._silent_looks = self._silent_looks + 1 if found is not None and found == self._heard else 0
+        self._heard = found
+        return self._silent_looks
 
     def record_exit(self, uptime: float, policy: RestartPolicy) -> None:
         self.early_exits = self.early_exits + 1 if uptime < policy.min_uptime else 0
@@ -81,30 +100,34 @@ class Supervisor:
         environment: Mapping[str, str],
         policy: RestartPolicy,
         extra: Sequence[list[str]] = (),
+        heard: Mapping[int, int] = {},
     ) -> None:
-        self._environment, self._policy, self._workers = environment, policy, workers
+        self._environment, self._policy, self._workers, self._heard = environment, policy, workers, heard
         self.children = [SupervisedChild(index, argv) for index in range(workers)]
         self.children += [SupervisedChild(workers + n, other, "helper process") for n, other in enumerate(extra)]
         self._stopping = asyncio.Event()
-        self._killing = asyncio.Event()
+        self._hurrying, self._killing = asyncio.Event(), asyncio.Event()
         self._gave_up = False
 
     async def run(self) -> int:
         with self._signal_handlers():
             tasks = [asyncio.create_task(self._keep_alive(child)) for child in self.children]
+            watching = asyncio.create_task(self._watch())
             try:
                 await self._stopping.wait()
                 stopped_in_time = await self._stop_all(tasks)
             finally:
                 self._stopping.set()
+                watching.cancel()
                 for child in self.children:
                     child.signal(signal.SIGKILL)
                 await asyncio.gather(*tasks)
         return 0 if stopped_in_time and not self._gave_up else 1
 
     def stop(self) -> None:
-        """The first call stops gracefully, the second kills."""
-        (self._killing if self._stopping.is_set() else self._stopping).set()
+        """The first call lets requests finish, the second ends them, the third kills."""
+        steps = (self._stopping, self._hurrying, self._killing)
+        next((step for step in steps if not step.is_set()), self._killing).set()
 
     @contextlib.contextmanager
     def _signal_handlers(self) -> Iterator[None]:
@@ -116,6 +139,15 @@ class Supervisor:
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+    async def _watch(self) -> None:
+        """Replace a worker that is alive and silent: the kernel still gives it connections, which would hang."""
+        while True:
+            await asyncio.sleep(self._policy.max_silence / _LOOKS)
+            for child in self.children[: self._workers]:
+                if child.silent_looks(self._heard) >= _LOOKS:
+                    _log.error("%s %d is silent: replacing it", child.name, child.index)
+                    child.signal(signal.SIGKILL)
 
     async def _keep_alive(self, child: SupervisedChild) -> None:
         while not self._stopping.is_set():
@@ -147,18 +179,31 @@ class Supervisor:
         return await child.process.wait()
 
     async def _stop_all(self, tasks: list[asyncio.Task[None]]) -> bool:
-        """Returns whether every child exited within the grace period."""
-        for child in self.children:
-            child.signal(signal.SIGTERM)
+        """Returns whether every child exited within the grace period. The helpers are last: the requests that the
+        workers finish need them."""
+        workers, helpers = slice(0, self._workers), slice(self._workers, None)
+        in_time = await self._stop_some(self.children[workers], tasks[workers])
+        return await self._stop_some(self.children[helpers], tasks[helpers]) and in_time
+
+    async def _stop_some(self, children: list[SupervisedChild], tasks: list[asyncio.Task[None]]) -> bool:
+        if not tasks:
+            return True
         # asyncio.wait, unlike gather, does not cancel the tasks when it is cancelled itself.
-        all_ended: asyncio.Task[Any] = asyncio.create_task(asyncio.wait(tasks))
-        killing: asyncio.Task[Any] = asyncio.create_task(self._killing.wait())
-        try:
-            await asyncio.wait({all_ended, killing}, timeout=self._policy.grace, return_when=asyncio.FIRST_COMPLETED)
-            return all_ended.done()
-        finally:
-            all_ended.cancel()
-            killing.cancel()
+        ended: asyncio.Task[Any] = asyncio.create_task(asyncio.wait(tasks))
+        for signalled, grace in ((self._hurrying, self._policy.grace), (self._killing, self._policy.short_grace)):
+            for child in children:
+                child.signal(signal.SIGTERM)
+            sooner: asyncio.Task[Any] = asyncio.create_task(signalled.wait())
+            try:
+                await asyncio.wait({ended, sooner}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                sooner.cancel()
+            if ended.done():
+                return True
+        ended.cancel()
+        for child in children:
+            child.signal(signal.SIGKILL)
+        return False
 
 
 async def run_supervised(
@@ -171,6 +216,6 @@ async def run_supervised(
     """Run until a signal comes or every worker keeps failing; returns the exit code. `argv` is a worker's command."""
     await hub.open()
     try:
-        return await Supervisor(argv, workers, {SOCKET_VARIABLE: hub.path}, policy, extra).run()
+        return await Supervisor(argv, workers, {SOCKET_VARIABLE: hub.path}, policy, extra, hub.heard).run()
     finally:
         await hub.close()

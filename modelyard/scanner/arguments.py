@@ -223,7 +223,8 @@ class ArgumentWriter:
             self._raw = []
 
     def write(self, chunk: str) -> None:
-        chunk = self._calls.spelled(chunk)
+        if not chunk.isascii():
+            chunk = self._calls.spelled(chunk)
         if self._raw is None:
             self._calls.append(escape_json(chunk))
         else:
@@ -238,6 +239,11 @@ class ArgumentWriter:
         else:
             self._calls.append(to_json("".join(self._raw), self._types))
 
+    def leave_open(self, buffer: TextBuffer) -> None:
+        """The output ends inside of a value. Its words are not lost, unless a limit may have cut the last one."""
+        if self._raw and not buffer.truncated:
+            self._calls.append("".join(self._raw))
+
     def flush(self) -> None:
         """Pass on the list that was held back."""
         if self._is_held:
@@ -249,6 +255,13 @@ class ArgumentWriter:
     def finish(self) -> None:
         self.flush()
         self._calls.finish("}" if self.given else "{}")
+
+    def finish_at_end(self, buffer: TextBuffer) -> None:
+        """The output ends before the call does: complete if the model ended it and nothing required is missing."""
+        required = self._schema.get("required") or ()
+        if buffer.truncated or not self.given.issuperset(required):
+            raise ParseError("the output ends inside a call")
+        self.finish()
 
     def read_json(self, buffer: TextBuffer) -> Incremental[None]:
         """All arguments as one JSON object."""
@@ -297,8 +310,10 @@ def read_parameters(
             if found == opening:
                 buffer.skip(len(opening))
                 yield from read_one(buffer, arguments)
-            elif found or ((yield from buffer.peek()) == "" and not buffer.truncated):
+            elif found:
                 arguments.finish()
+            elif (yield from buffer.peek()) == "":
+                arguments.finish_at_end(buffer)
             else:
                 raise ParseError("expected a parameter or the end of the call")
     except ParseError:
@@ -339,7 +354,6 @@ class TagValueReader:
         self._after_tags, self._name_in = buffer.encoded(tags.after_tags), tags.name
         self._skipped = (*self._ends, *filter(None, [self._after_tags]))
         self._newline = ""  # a held line break that belongs to the closing tag if one follows
-        self._on_new_line = False
         self._quoted = self._quoted_calls = 0  # parameters and calls that the value itself opens and has not closed yet
 
     def is_missing(self) -> Incremental[bool]:
@@ -364,6 +378,7 @@ class TagValueReader:
             found = _TAG.search(buffer.text, buffer.pos)
             self._write(buffer.take_to(found.start() if found else len(buffer.text)))
             if (yield from buffer.peek()) == "":
+                self._arguments.leave_open(buffer)
                 raise ParseError("a value without an end")
             if found and (yield from self._is_closed()):
                 return
@@ -373,10 +388,9 @@ class TagValueReader:
     def _write(self, text: str) -> None:
         if not text:
             return
-        self._on_new_line = text.endswith("\n")
         if self._on_lines:
             text = self._newline + text
-            self._newline = "\n" if self._on_new_line else ""
+            self._newline = "\n" if text.endswith("\n") else ""
             text = text.removesuffix("\n")
         if text:
             self._arguments.write(text)
@@ -405,12 +419,12 @@ class TagValueReader:
     def _is_next_parameter(self) -> Incremental[bool]:
         """Whether the closing tag before this opening tag was forgotten.
 
-        It was if the schema knows the name. Without known names it was if the tag begins a line. Otherwise the tag is
-        text.
+        It was if the schema knows the name. Without known names it was unless the tag is part of a call that the value
+        quotes. Otherwise the tag is text.
         """
-        name = yield from self._name(0)
-        is_known = name in self._arguments.properties or self._on_new_line
-        if name is not None and is_known and self._arguments.expects(name):
+        name, arguments = (yield from self._name(0)), self._arguments
+        is_next = name in arguments.properties or not (arguments.properties or self._quoted_calls)
+        if name is not None and is_next and name not in arguments.given:
             return True
         self._quoted += name is not None
         return False

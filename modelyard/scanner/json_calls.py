@@ -60,7 +60,7 @@ class JsonCallReader:
     def __init__(self, buffer: TextBuffer, calls: CallBuilder) -> None:
         self._buffer, self._calls = buffer, calls
         self._arguments_first: str | None = None  # arguments that came before the name
-        self._is_finished = False
+        self._is_finished = self._is_closed = False
 
     def read(self) -> Incremental[None]:
         self._buffer.skip(1)
@@ -75,9 +75,9 @@ class JsonCallReader:
         self._buffer.commit()  # the closing bracket belongs to the call
 
     def _finish_without_arguments(self) -> None:
-        buffer = self._buffer
-        if not self._calls.is_open or (buffer.ended and buffer.truncated and self._arguments_first is None):
-            raise ParseError("the object names no call")
+        is_over = self._buffer.ended and self._buffer.is_empty and not self._is_closed
+        if not self._calls.is_open or (is_over and self._arguments_first is None):
+            raise ParseError("the object names no call, or the output ends inside of it")
         self._calls.finish(self._arguments_first or "{}")
 
     def _members(self) -> Incremental[None]:
@@ -88,6 +88,7 @@ class JsonCallReader:
                 self._buffer.skip(1)
             elif char == "}":
                 self._buffer.skip(1)
+                self._is_closed = True
                 return
             elif char in "<{[]" or char in self._buffer.token_codes:
                 return  # the closing bracket is missing

@@ -496,15 +496,16 @@ class MarkerTable:
         as_token = [m for m in known if m not in as_text]
         self.spellings = MarkerSpellings(as_text, as_token)
         inside = [m for m in form.inner_markers if m not in specials]
+        self.quotable = frozenset(self.codes[m] for m in known).difference(form.bare_markers, self.turn_ends)
         self._can_be_cut = Automaton((*as_text, *inside))
         newline = frozenset("\n" if form.trims_newlines else "")
         self._first_chars = frozenset(s[0] for s in spelled) | self.spellings.first | newline
         self.any_first_char = any_char(self._first_chars)
 
-    def without_cut_marker(self, text: str) -> str:
+    def without_cut_marker(self, text: str, at_least: int = 1) -> str:
         """The end of an output that a limit cut off, without the beginning of a marker there. A marker that is a token
-        cannot be cut, and a single character may be anything."""
-        while (begun := self._can_be_cut.begun(text, 0)) > 1:
+        cannot be cut, and a single character may be anything: more than `at_least` characters are a beginning."""
+        while (begun := self._can_be_cut.begun(text, 0)) > at_least:
             text = text[:-begun]
         return text
 
@@ -575,8 +576,9 @@ def stray_tags(form: OutputFormat, specials: frozenset[str]) -> dict[str, StartR
     if specials.issuperset(starting):
         return {}
     readers = [m for m, action in starting.items() if not action.bare]
+    is_quoted = form.has_messages  # calls are in messages of their own
     found = {
-        m: StartReader(partial(_skip_marker, is_tag=bool(_WHOLE_TAG.match(m))), bare=True)
+        m: StartReader(partial(_skip_marker, is_tag=not is_quoted and bool(_WHOLE_TAG.match(m))), bare=True)
         for m in form.inner_markers
         if not m.startswith(tuple(readers))
     }
@@ -587,25 +589,27 @@ def stray_tags(form: OutputFormat, specials: frozenset[str]) -> dict[str, StartR
         name, closing = element[1], f"</{element[1]}>"
         if any(f"<{name}".startswith(reader) for reader in readers):
             continue
-        found[f"<{name}"] = StartReader(partial(_skip_opening, is_whole=False, is_marker=False), bare=True)
+        skip = partial(_skip_opening, is_quoted=is_quoted)
+        found[f"<{name}"] = StartReader(partial(skip, is_whole=False, is_marker=False), bare=True)
         if marker not in acting:
             is_marker = marker in form.hidden_markers
-            found[marker] = StartReader(partial(_skip_opening, is_whole=True, is_marker=is_marker), bare=not is_marker)
-        if closing in form.inner_markers:
+            found[marker] = StartReader(partial(skip, is_whole=True, is_marker=is_marker), bare=not is_marker)
+        if closing in form.inner_markers and not is_quoted:
             found[closing] = StartReader(partial(_skip_closing, name=name), bare=True)
     return found
 
 
 def _skip_opening(
-    buffer: TextBuffer, calls: CallBuilder, *, is_whole: bool, is_marker: bool
+    buffer: TextBuffer, calls: CallBuilder, *, is_whole: bool, is_marker: bool, is_quoted: bool
 ) -> Incremental[str | None]:
-    """After the beginning of a tag. `is_whole`: the name that it gives comes next. `is_marker`: it is never text."""
+    """After the beginning of a tag. `is_whole`: the name that it gives comes next. `is_marker`: it is never text.
+    `is_quoted`: it is text, except behind a broken call."""
     rest = yield from buffer.read_until(_TAG_END, may_end=True)
     is_closed = yield from buffer.skip_if(">")
     if not is_whole and (rest[:1] not in ("", "=", "/") and not rest[:1].isspace()):
         raise ParseError("another element")
     found = _ATTRIBUTE.match(rest)
-    is_call = is_marker or calls.is_broken or calls.knows(found[1] if found else "")
+    is_call = is_marker or calls.is_broken or (not is_quoted and calls.knows(found[1] if found else ""))
     is_cut = buffer.is_empty and " " not in rest  # the output ends inside the tag
     if is_whole and not is_closed and buffer.uncommitted:
         del buffer.uncommitted[0]  # the beginning of a tag alone quotes nothing

@@ -284,6 +284,16 @@ class VisibleOutput:
         is_begun = kind in self._filters and not self._filters[kind].is_idle
         self.flowing = kind if self._blocks.kind == kind and not is_held and not is_begun else None
 
+    def quote(self, kind: VisibleKind, text: str) -> None:
+        """Show a text as it is, although it spells a marker. The opening quote comes before it."""
+        self.show(kind, "")
+        if kind in self._filters and (rest := self._filters[kind].flush()):
+            self._write(kind, rest)
+        if self.stop_string is None and not (kind == "thinking" and not self._show_thinking):
+            self.seen += len(text)
+            self._write(kind, text)
+            self.mark_gap()
+
     def _hold_newlines(self, kind: VisibleKind, text: str) -> str:
         body = text.rstrip()
         if not body:
@@ -401,6 +411,9 @@ class VisibleOutput:
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
 
+_CALL_BEGUN = re.compile(r"[\w.:=/\"'`{\[(,-]*")  # a name, perhaps inside of JSON or a code block
+_JSON_BEGUN = re.compile(r"[{\[(]")
+_AROUND_BRACKETS = re.compile(r"(?<=[:,{\[`])\s+|\s+(?=[{\[\"`])")
 _EVIDENCE_LIMIT = 64  # the arguments of a call begin within this many characters
 
 
@@ -458,6 +471,10 @@ class CallBuilder:
     def is_offered(self) -> bool:
         """The open call is one of an offered tool. Without a list of tools every name is."""
         return self._tools is None or self.tool is not None
+
+    @property
+    def needs_arguments(self) -> bool:
+        return self.tool is not None and bool(self.tool.parameters.get("required"))
 
     @property
     def is_first(self) -> bool:
@@ -563,15 +580,33 @@ class CallBuilder:
         elif len(self._after_unknown) > _EVIDENCE_LIMIT:
             self._unknown = None
 
-    def show_text(self, text: str) -> None:
-        """Show a block of visible text, such as a message to an unknown recipient."""
+    def show_message(self, kind: VisibleKind, text: str) -> None:
+        """Show a block of text or reasoning, such as a message to an unknown recipient, in place of the open call."""
         self._visible.end_block()
-        self._visible.show("text", self._remove_tags(text))
+        self._visible.show(kind, self._remove_tags(text))
+        if self.is_open:
+            self._reset()
 
-    def abort(self) -> bool:
-        """The open call cannot be completed. True: part of it was sent and has ended as an incomplete call."""
-        cut_off = self._buffer.ended and self.is_open and self.is_offered and (self._buffer.truncated or self._held)
-        if cut_off and not (self.is_done or self._is_sent or self.is_drafting):
+    def is_cut(self, text: str) -> bool:
+        """Whether the output ended inside of a call, whose raw `text` so far is not prose: its arguments or its name
+        have begun."""
+        if self.is_open and self.is_offered and (self._held or self._is_sent):
+            return True
+        word = _AROUND_BRACKETS.sub("", self._remove_tags(text)).strip()
+        if self.is_open and self.is_offered:
+            return _CALL_BEGUN.fullmatch(word.replace("\n", "")) is not None
+        if _JSON_BEGUN.search(word):  # up to its name
+            return _CALL_BEGUN.fullmatch(word) is not None and word.count('"') < 4
+        if self._tools is None:  # any word can be a name; after a call it is one
+            return not word or (self.count > 0 and word.isidentifier())
+        name = word.removeprefix("functions.")
+        return any(known.startswith(name) for known in ("functions.", *self._tools))
+
+    def abort(self, is_cut: bool) -> bool:
+        """The open call cannot be completed. True: part of it was sent and has ended as an incomplete call. `is_cut`:
+        the output ended inside of it."""
+        is_begun = is_cut or (self._buffer.ended and (self._buffer.truncated or bool(self._held)))
+        if is_begun and self.is_open and self.is_offered and not (self.is_done or self._is_sent or self.is_drafting):
             if self.is_custom:
                 self._held = [cut_input("".join(self._held))]
             self._send()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -35,24 +35,45 @@ class ParsedOutput(Struct, frozen=True):
 
 
 def parse(
-    chunks: Iterable[str], *, format: OutputFormat | str, tools: Sequence[Tool] | None = None, prefill: str = ""
+    chunks: Iterable[str | Piece | tuple[str, bool]],
+    *,
+    format: OutputFormat | str,
+    tools: Sequence[Tool] | None = None,
+    prefill: str = "",
+    specials: Collection[str] = (),
 ) -> ParsedOutput:
-    """Parse an output. Every marker counts as its token, and without `tools` every name is a call.
+    """Parse an output, given as text or as tokens. Without `tools` every name is a call.
 
+    In text every marker counts. A token is a `Piece`, or a pair of its text and its special flag. What is a token
+    somewhere counts only as that token: ordinary tokens that spell it quote it. `specials` names more such tokens.
     Without a `prefill`, a closing tag that comes before every other marker tells what the prompt opened.
     """
     form = load(format) if isinstance(format, str) else format
-    texts = [chunks] if isinstance(chunks, str) else list(chunks)
-    prefill = prefill or _infer_prefill(form, "".join(texts))
+    pieces = [_as_piece(chunk) for chunk in ([chunks] if isinstance(chunks, str) else chunks)]
+    tokens = frozenset((*specials, *(piece.text for piece in pieces if piece.special or piece.added)))
+    prefill = prefill or _infer_prefill(form, "".join(piece.text for piece in pieces))
     ids = count()
-    scanner = Scanner(form, tools=tools, prefill=prefill, new_id=lambda: f"call_{next(ids)}", tool_stream=False)
+    scanner = Scanner(
+        form,
+        tools=tools,
+        prefill=prefill,
+        new_id=lambda: f"call_{next(ids)}",
+        tool_stream=False,
+        specials=tokens,
+    )
     builder = ReplyBuilder()
     builder.feed([Started("", "", 0)])
-    for text in texts:
-        builder.feed(scanner.feed([Piece(text)]))
+    for piece in pieces:
+        builder.feed(scanner.feed([piece]))
     builder.feed([*scanner.finish(), Finished("end", Usage())])
     reply = builder.reply()
     return ParsedOutput(reply.thinking, reply.text, tuple(ParsedCall(c.name, c.arguments) for c in reply.calls))
+
+
+def _as_piece(chunk: str | Piece | tuple[str, bool]) -> Piece:
+    if isinstance(chunk, str):
+        return Piece(chunk)
+    return Piece(*chunk) if isinstance(chunk, tuple) else chunk
 
 
 def _infer_prefill(form: OutputFormat, text: str) -> str:

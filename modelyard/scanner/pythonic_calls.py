@@ -115,8 +115,8 @@ class _ArgumentsReader:
                 yield from self._argument(char)
         if char == ")":
             buffer.skip(1)
-        elif buffer.truncated and not char:
-            raise ParseError("cut off inside a call")
+        elif not char:
+            raise ParseError("the output ends inside a call")
         self._calls.finish("}" if self._count else "{}")
 
     def _argument(self, char: str) -> Incremental[None]:

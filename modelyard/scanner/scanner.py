@@ -6,15 +6,18 @@ back, and no more than that. The events do not depend on how the text is cut int
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Generator, Sequence
 
 from modelyard.core.events import Event
-from modelyard.core.output_format import OutputFormat, StartReader, SwitchRegion
+from modelyard.core.output_format import OutputFormat, Reader, StartReader, SwitchRegion
 from modelyard.core.request import Tool
 from modelyard.core.tokenizer import Piece
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, UnknownTool, marker_table
 from modelyard.scanner.output import BlockWriter, CallBuilder, LogprobTracker, TokenText, VisibleOutput, cut_end
 
+_QUOTE = re.compile(r"(?:(?<=[\s(\[{=:>*])|(?<![^\n]))[`\"'“«]\Z")  # a quotation begins behind a space or bracket
+_CLOSING_QUOTES = {"`": "`", '"': '"', "'": "'", "“": "”", "«": "»"}
 _PREFILL_LIMIT = 4096  # characters, if no marker tells where the assistant turn begins
 
 
@@ -31,6 +34,7 @@ class Scanner:
     _broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
     _calls_before = _drafts_before = 0  # how many there were when the reader started
     _prompt_end = 0  # the position in the input where the prompt ends: text before it is not repeated
+    _text_before = _last_text = ""  # the last two pieces of the visible text
     _passes_text = True  # no marker is open or begun: text without a `_first_char` is shown at once
     reasoning_tokens = 0
 
@@ -73,6 +77,8 @@ class Scanner:
         self._enter(format.start_region)
         if prefill:
             self._read_prefill(prefill)
+        if format.start_reader is not None and self._reader is None and self._buffer.is_empty:
+            self._start_reader(format.start_reader, [])
         self._first_char = table.any_first_char
         if stop:
             self.set_stop_strings(stop)
@@ -127,13 +133,16 @@ class Scanner:
 
     def _pass(self, pieces: Sequence[Piece]) -> bool:
         """Show all pieces at once if none of them needs a closer look. False: nothing was done."""
+        if not self._passes_text:
+            return False
         text = ""
         for piece in pieces:
             if piece.special or piece.logprob is not None:
                 return False
             text += piece.text
-        if not self._passes_text or self._first_char.search(text):
+        if self._first_char.search(text):
             return False
+        self._text_before, self._last_text = self._last_text, text
         kind = self._region.kind
         if self._visible.flowing == kind:
             self._blocks.parts.append(text)
@@ -150,7 +159,8 @@ class Scanner:
             self._decide_rest(truncated)
         self._blocks.close()
         events = self._blocks.take_events()
-        is_cut = truncated and len(events) > 1  # else only the end of a block, without text
+        # Else only the end of a block, without text. After a call, the beginning of a marker is that of another one.
+        is_cut = (truncated or self.has_complete_call) and len(events) > 1
         return cut_end(events, open_block, self._table.without_cut_marker) if is_cut else events
 
     def _decide_rest(self, truncated: bool) -> None:
@@ -204,6 +214,12 @@ class Scanner:
             self._show_to(len(buffer.text) if buffer.ended else self._table.partial_start(buffer))
             return False
         self._show_to(found.start())
+        if found.group() in self._table.quotable and (quote := self._opened_quote()) is not None:
+            if found.end() == len(buffer.text) and not buffer.ended:
+                return False  # what follows decides
+            if buffer.text.startswith(quote, found.end()):
+                self._quote(found.group())
+                return True
         if self._visible.stop_string is None:
             from_model = found.group()[max(0, self._prompt_end - buffer.dropped - found.start()) :]
             buffer.pos = found.end()
@@ -227,7 +243,22 @@ class Scanner:
                 self._show_drafts()
             if visible.logprobs:
                 visible.logprobs.show(start, buffer.dropped + end, visible.seen)
+            self._text_before, self._last_text = self._last_text, text
             visible.show(self._region.kind, text)
+
+    def _opened_quote(self) -> str | None:
+        """What would close the quotation that the text before this position has just opened."""
+        found = _QUOTE.search((self._text_before + self._last_text)[-2:])
+        return _CLOSING_QUOTES[found.group()] if found else None
+
+    def _quote(self, marker: str) -> None:
+        """A marker between quotes, such as `<tool_call>` in Markdown, is text."""
+        buffer = self._buffer
+        buffer.pos += len(marker)
+        self._skip_logprobs()
+        if not self._calls.drafts:
+            self._text_before, self._last_text = self._last_text, marker
+            self._visible.quote(self._region.kind, buffer.spelled(marker))
 
     def _show_drafts(self) -> None:
         """Reasoning goes on after calls: it only quotes them."""
@@ -254,17 +285,18 @@ class Scanner:
             self._visible.end_block()
             self._enter(action.region)
             if action.reader is not None:
-                self._buffer.uncommitted, self._reader_start = [], None
-                self._reader = action.reader(self._buffer, self._calls)
+                self._start_reader(action.reader, [])
         elif isinstance(action, StartReader):
-            self._buffer.uncommitted = [from_model if action.bare else marker]
-            self._reader_start = action
             self._buffer.begin_call(action.closing)
             self._calls_before, self._drafts_before = self._calls.count, len(self._calls.drafts)
             is_quoting = self._region.kind == "thinking" and not self._format.has_messages
             self._calls.is_drafting = is_quoting and not self._format.calls_in_reasoning
             self._buffer.recorded = [marker] if self._calls.is_drafting else None
-            self._reader = action.reader(self._buffer, self._calls)
+            self._start_reader(action.reader, [from_model if action.bare else marker], action)
+
+    def _start_reader(self, reader: Reader, uncommitted: list[str], start: StartReader | None = None) -> None:
+        self._buffer.uncommitted, self._reader_start, self._passes_text = uncommitted, start, False
+        self._reader = reader(self._buffer, self._calls)
 
     def _enter(self, region: str) -> None:
         self._region = self._format.regions[region]
@@ -303,9 +335,16 @@ class Scanner:
         Otherwise it ends at the first character that could not be read, and the rest becomes text, except for markers.
         (A word that a limit cut off is not text. It belongs to the call.)
         """
-        buffer = self._buffer
+        buffer, start = self._buffer, self._reader_start
         text, is_call = "".join(buffer.uncommitted or ()), self._calls.is_open and self._calls.is_offered
-        was_sent, start = self._calls.abort(), self._reader_start
+        rest = buffer.text[buffer.pos :]
+        is_cut = buffer.ended and not self._table.without_cut_marker(rest, 0).strip()
+        is_cut = is_cut and start is not None and not start.bare and self._calls.is_cut(text)
+        was_sent = self._calls.abort(is_cut)
+        if is_cut:  # what is left of the call is not text
+            buffer.pos = len(buffer.text)
+            if not was_sent:
+                self._visible.end_block()
         if self._calls.drafts:  # the calls before this one
             follows = text.strip() != ""  # reasoning goes on after them
             if len(self._calls.drafts) > self._drafts_before or not follows:
@@ -317,7 +356,7 @@ class Scanner:
         self._reader, buffer.uncommitted = None, None
         if start and (is_call or not start.bare):
             self._calls.is_broken, self._broken_ends = True, tuple(map(buffer.encoded, start.closing))
-        if not (was_sent and buffer.truncated and buffer.is_empty):
+        if not (is_cut or (was_sent and buffer.truncated and buffer.is_empty)):
             self._show_uncommitted(text)
         if isinstance(error, UnknownTool):
             self._calls.expect_evidence(error, buffer.text[buffer.pos :])

@@ -80,6 +80,14 @@ class ServerApp(Struct):
     objects: ClientObjects
     app: ASGIApp
 
+    async def drain(self) -> None:
+        """Batches are put back: another process goes on with them, or this one after its restart."""
+        self.gateway.draining = True
+        await self.objects.batches.close()
+
+    def is_busy(self) -> bool:
+        return self.gateway.metrics.active > 0 or bool(self.gateway.running())
+
     async def stop(self) -> None:
         await _stop(self.gateway, self.scheduler, self.objects)
 

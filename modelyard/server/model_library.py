@@ -30,7 +30,7 @@ from modelyard.library.model_files import LibraryEntry
 from modelyard.library.models import ModelSource, RepositoryOffer
 from modelyard.library.progress import OnBytes, ProgressReporter
 from modelyard.protocols.ollama.models import NewModel
-from modelyard.router.settings import DecodingSettings, ModelSettings
+from modelyard.router.settings import ModelSettings
 from modelyard.server.admin_service import AdminService
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,8 @@ def _title(reference: HubReference, quant: str | None) -> str:
 # --- the library ------------------------------------------------------------------------------------------------------
 
 _RELOAD_POLL_S, _RELOAD_TIMEOUT_S = 0.05, 30.0
-_OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}
+_OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict", "n_ctx": "num_ctx"}
+_OUTSIDE_PARAMETERS = {"system_prompt": "system", "chat_template": "template"}
 _ADAPTER = "adapter"  # the name of a created model's only adapter
 
 
@@ -318,19 +319,19 @@ def _reason(name: str) -> str:
 
 def _settings(before: Mapping[str, Any], model: NewModel) -> dict[str, Any]:
     """Its section of the configuration, with what it keeps of the model that it is made from."""
-    settings, sampling = dict(before), dict(model.sampling)
+    given: dict[str, Any] = {"system_prompt": model.system, "chat_template": model.template, "n_ctx": model.window}
+    given = {name: value for name, value in given.items() if value is not None}
+    if model.sampling:
+        given["decoding"] = dict(model.sampling)
     try:
-        DecodingSettings.model_validate(sampling)
+        ModelSettings.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else "parameters"
-        raise InvalidRequest(
-            f"parameters.{_OLLAMA_NAMES.get(name, name)}: {first['msg']}", param=f"parameters.{name}"
-        ) from None
-    if sampling:
-        settings["decoding"] = before.get("decoding", {}) | sampling
-    given = {"system_prompt": model.system, "chat_template": model.template, "n_ctx": model.window}
-    return settings | {name: value for name, value in given.items() if value is not None}
+        name = str(next((part for part in first["loc"] if part != "decoding"), "parameters"))
+        shown = _OUTSIDE_PARAMETERS.get(name) or f"parameters.{_OLLAMA_NAMES.get(name, name)}"
+        raise InvalidRequest(f"{shown}: {first['msg']}", param=shown) from None
+    decoding = before.get("decoding", {}) | given.get("decoding", {})
+    return {**before, **given} | ({"decoding": decoding} if decoding else {})
 
 
 def _parameters(settings: ModelSettings) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,6 +26,9 @@ from modelyard.library.cache_dir import cache_dir, run_dir
 from modelyard.processes.parent_death import die_with_parent
 from modelyard.server.client import is_local
 
+if TYPE_CHECKING:
+    from modelyard.http.settings import HttpSettings
+
 TEMPORARY_VARIABLE = "MODELYARD_TEMPORARY_SERVER"
 _PATTERN = "server-*.json"
 _WILDCARD = ("0.0.0.0", "::", "")
@@ -32,7 +36,7 @@ _WILDCARD = ("0.0.0.0", "::", "")
 
 class RunningServer(Struct, frozen=True, kw_only=True):
     """`created` is the start time of the process: with it, a process that reuses the id is not mistaken for it. A
-    `temporary` server ends with the command that started it."""
+    `temporary` server ends with the command that started it. `drain_s` is how long it lets its requests finish."""
 
     pid: int
     created: float
@@ -40,6 +44,7 @@ class RunningServer(Struct, frozen=True, kw_only=True):
     port: int
     tls: bool = False
     temporary: bool = False
+    drain_s: float = 0.0
 
     @property
     def url(self) -> str:
@@ -61,11 +66,19 @@ def server_url(host: str, port: int, tls: bool = False) -> str:
 
 
 @contextmanager
-def announced(host: str, port: int, *, tls: bool = False, env: Mapping[str, str] = os.environ) -> Iterator[None]:
+def announced(http: HttpSettings, port: int, *, env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """This process is a server until the block ends. A folder that cannot be written to is no reason not to serve."""
     created = psutil.Process().create_time()
     temporary = bool(env.get(TEMPORARY_VARIABLE))
-    server = RunningServer(pid=os.getpid(), created=created, host=host, port=port, tls=tls, temporary=temporary)
+    server = RunningServer(
+        pid=os.getpid(),
+        created=created,
+        host=http.host,
+        port=port,
+        tls=http.ssl_certfile is not None,
+        temporary=temporary,
+        drain_s=http.drain_s,
+    )
     file: Path | None = None
     with contextlib.suppress(OSError, ModelyardError):
         file = run_dir(env) / f"server-{server.pid}.json"
@@ -97,13 +110,15 @@ def running_servers(env: Mapping[str, str] = os.environ) -> list[RunningServer]:
     return found
 
 
-def stop_server(server: RunningServer, timeout_s: float) -> None:
-    """Ask the process to end and wait. It finishes its requests first, so that this may take a while."""
-    process = server.process
+def stop_server(server: RunningServer, timeout_s: float, *, force: bool = False) -> None:
+    """Ask the process to end and wait. It finishes its requests first, unless `force`."""
+    process, timeout_s = server.process, timeout_s + server.drain_s
     if process is None:
         return
     try:
         process.terminate()
+        if force:  # the second signal; two SIGTERM could become one
+            process.send_signal(signal.SIGINT)
         process.wait(timeout_s)
     except psutil.NoSuchProcess:
         return

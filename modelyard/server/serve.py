@@ -28,7 +28,7 @@ from modelyard.http.auth import check_bind
 from modelyard.library import default_model, models
 from modelyard.library.progress import ProgressReporter
 from modelyard.processes.ports import listen, reserve_port
-from modelyard.processes.supervisor import INDEX_VARIABLE, run_supervised
+from modelyard.processes.supervisor import INDEX_VARIABLE, RestartPolicy, run_supervised
 from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import compose, key_limits, make_accounts
 from modelyard.server.config_watcher import on_hangup, watch, watch_library
@@ -104,16 +104,11 @@ async def _serve_one(config: Config, load: ConfigLoader, path: Path | None, sche
     if pool is not None:
         pool.on_config_change, pool.on_new_engine = built.admin.follow, built.admin.fetch_tokenizer
         built.admin.fetch_tokenizers()
-    server = front.make_server(built.app, config.http, built.stop)
+    server = front.make_server(built.app, config.http, built)
     # A single process does not share its port: with SO_REUSEPORT a second server would take half of the requests.
     is_alone = INDEX_VARIABLE not in os.environ
     listener = listen(config.http.host, config.http.port, shared=not is_alone)
-    http = config.http
-    note = (
-        announced(http.host, listener.getsockname()[1], tls=http.ssl_certfile is not None)
-        if is_alone
-        else nullcontext()
-    )
+    note = announced(config.http, listener.getsockname()[1]) if is_alone else nullcontext()
     with note, on_hangup(built.admin.reload):
         watching = [asyncio.create_task(watch(watched_files(path), built.admin.reload))] if config.watch else []
         if config.library and pool is None:  # a scheduler in another process tells us
@@ -178,8 +173,9 @@ def _serve_supervised(
                 "MODELYARD_STORE__BACKEND": "sqlite",
                 "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
             }
-        with announced(config.http.host, port, tls=config.http.ssl_certfile is not None):
-            return asyncio.run(run_supervised(argv, config.http.workers, MetricsHub(), extra=beside))
+        policy = RestartPolicy(grace=config.http.drain_s + RestartPolicy().grace)
+        with announced(config.http, port):
+            return asyncio.run(run_supervised(argv, config.http.workers, MetricsHub(), policy, beside))
 
 
 def _file(path: Path | None) -> list[str]:

@@ -23,6 +23,7 @@ _SECRET_NAME = re.compile(
     r"(^|[_-])(api)?(key|token|secret|password|auth|authorization|cookie|credential|signature)($|[_-])", re.IGNORECASE
 )
 _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=~-]{20,}")
+_KEY = re.compile(r"\bmy-[\w-]{43}(?![\w-])|\b(?:sk|gsk|hf|xai|AIza)[-_]?[\w-]{20,}")  # ours, and well-known ones
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
 _BESIDE_FOLDERS = frozenset({"v1"})  # first parts of our own paths
 _PATH_END = r"""[^\s'"`,;:()<>\[\]{}|]*"""
@@ -77,6 +78,11 @@ add_secrets = _secrets.add
 mask_secrets = _secrets.text
 mask_secret_bytes = _secrets.bytes
 mask_secret_values = _secrets.values
+
+
+def mask_keys(path: str) -> str:
+    """Also what only looks like a key: created keys are known by their hashes alone, and others are not ours."""
+    return _KEY.sub(MASK, mask_secrets(path))
 
 
 def is_secret_name(name: str) -> bool:

@@ -1,13 +1,15 @@
 """`/metrics` of several gateway processes: the parent's `MetricsHub` and each child's `MetricsPeer`.
 
 The hub and its peers talk over a unix socket: frames of four length bytes and MessagePack. A killed child cannot
-report any more, so each child pushes its counters every two seconds; when its connection ends, the hub keeps them.
+report any more, so each child pushes its counters every two seconds; when its connection ends, the hub keeps them. The
+pushes are also how the supervisor knows that a child still works.
 Everything the hub has handed out once it keeps, so that no total decreases, even after kill -9.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Coroutine
@@ -38,10 +40,11 @@ _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes on Linux, 104 on macOS
 
 
 class SnapshotPush(Struct, frozen=True, tag=True):
-    """A child's snapshot. `reply_to` is the id of a `SnapshotRequest`; 0 for a periodic push."""
+    """A child's snapshot. `reply_to` is the id of a `SnapshotRequest`; 0 for a periodic push. `pid` is the child's."""
 
     snapshot: bytes
     reply_to: int = 0
+    pid: int = 0
 
 
 class CollectRequest(Struct, frozen=True, tag=True):
@@ -122,10 +125,12 @@ class _Child:
 
 
 class MetricsHub:
-    """`path` is, after `open()`, a unix socket in a folder that only this user can enter."""
+    """`path` is, after `open()`, a unix socket in a folder that only this user can enter. `heard` counts the messages
+    of each connected child, by its process id."""
 
     def __init__(self, deadline_s: float = 1.0) -> None:
         self.path = ""
+        self.heard: dict[int, int] = {}
         self._folder: Path | None = None
         self._deadline = deadline_s
         self._ids = count(1)
@@ -161,19 +166,21 @@ class MetricsHub:
         return [*(child.snapshot for child in self._children), encode_snapshot(self._exited)]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        child = _Child(MessageStream(reader, writer, hub_decoder))
+        child, pid = _Child(MessageStream(reader, writer, hub_decoder)), 0
         self._children.add(child)
         self._track(asyncio.current_task())
         try:
             while (message := await child.stream.receive()) is not None:
                 if isinstance(message, SnapshotPush):
-                    child.snapshot = message.snapshot
+                    child.snapshot, pid = message.snapshot, message.pid
+                    self.heard[pid] = self.heard.get(pid, 0) + 1
                     child.resolve(message.reply_to)
                 else:
                     # Not in this task: it must receive the child's own reply to the `SnapshotRequest`.
                     self._track(asyncio.create_task(self._reply(child, message)))
         finally:
             self._children.discard(child)
+            self.heard.pop(pid, None)
             self._exited = sum_snapshots([self._exited, without_gauges(decode_snapshot(child.snapshot))])
             for id in list(child.pending):
                 child.resolve(id)
@@ -227,7 +234,7 @@ class MetricsPeer:
     async def close(self) -> None:
         """Push a last time, so that an orderly exit loses no count, and disconnect."""
         if self._stream is not None:
-            self._stream.send(SnapshotPush(self._metrics.snapshot()))
+            self._push_now(self._stream)
             await self._stream.close()
         for task in list(self._tasks):
             task.cancel()
@@ -267,11 +274,14 @@ class MetricsPeer:
 
     async def _push(self, stream: MessageStream[SnapshotRequest | CollectReply], reply_to: int) -> None:
         await self._metrics.measure_system()
-        stream.send(SnapshotPush(self._metrics.snapshot(), reply_to))
+        self._push_now(stream, reply_to)
+
+    def _push_now(self, stream: MessageStream[SnapshotRequest | CollectReply], reply_to: int = 0) -> None:
+        stream.send(SnapshotPush(self._metrics.snapshot(), reply_to, os.getpid()))
 
     async def _push_periodically(self, stream: MessageStream[SnapshotRequest | CollectReply]) -> None:
         while not self.lost.is_set():
-            stream.send(SnapshotPush(self._metrics.snapshot()))
+            self._push_now(stream)
             await asyncio.sleep(self._push_every)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

@@ -285,7 +285,10 @@ class TokenBytes:
         control_texts: Mapping[int, str],
         decoder: dict[str, Any] | None,
     ) -> None:
-        self._tokenizer, self._added, self._control_texts = tokenizer, added, control_texts
+        self._tokenizer, self._control_texts = tokenizer, control_texts
+        # An added token that is also a word of the model is spelled like one: some vocabularies add "Ċ", a line break.
+        texts = {id: tokenizer.id_to_token(id) or "" for id in added}
+        self._added = frozenset(id for id, text in texts.items() if tokenizer.model.token_to_id(text) != id)
         self._family = detokenize.family_of(decoder)
         self._byte_fallback = any(p["type"] == "ByteFallback" for p in detokenize.decoder_parts(decoder))
 
@@ -426,6 +429,8 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int], *, specials: bool = True) -> str:
         if not specials:
             ids = [id for id in ids if id not in self._tokens.texts]
+        if self._family == "byte_level":  # the library's decoder does not read added tokens such as "ö"
+            return b"".join(map(self._token_bytes, ids)).decode("utf-8", "replace")
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:

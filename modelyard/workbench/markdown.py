@@ -30,6 +30,7 @@ _MAX_FORMULA = 2000  # characters; a longer formula is shown as it was written
 _MAX_HIGHLIGHTED = 50_000  # characters of one code block
 _MAX_NESTING = 20  # of quotes and lists
 _MAX_BLOCK = 6000  # characters of a paragraph, list or table: parsing a hostile one takes quadratic time
+_MAX_LINES = 4000  # that are split at once: each may be a block, and takes 0.1 ms
 
 _MATHML_TAGS = {
     *("math", "mrow", "mi", "mn", "mo", "ms", "mspace", "mtext", "mfrac", "msqrt", "mroot", "mstyle", "mpadded"),
@@ -79,9 +80,10 @@ def sanitize(markup: str) -> str:
 
 def split_blocks(text: str) -> list[str]:
     """The paragraphs, lists, tables and code blocks of a text, which can be rendered one by one. All but the last one
-    are complete: more text does not change them."""
+    are complete: more text does not change them. Beyond so many lines, everything belongs to the last one."""
     lines = text.split("\n")
-    starts = [token.map[0] for token in _splitter().parse(text) if token.level == 0 and token.map]
+    tokens = _splitter().parse("\n".join(lines[:_MAX_LINES]))
+    starts = [token.map[0] for token in tokens if token.level == 0 and token.map]
     starts = sorted({0, *starts})
     return ["\n".join(lines[start:end]) for start, end in zip(starts, [*starts[1:], len(lines)], strict=True)]
 

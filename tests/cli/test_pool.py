@@ -19,6 +19,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from modelyard.cli import app, console, pool
+from modelyard.http.settings import HttpSettings
 from modelyard.server.running_servers import RunningServer, announced, running_servers
 from tests import cli_process
 from tests.live_server import LiveServer, demo_config, live_server
@@ -67,7 +68,7 @@ def test_the_address_comes_from_the_configuration_even_if_it_has_mistakes(tmp_pa
 
 
 def test_another_server_of_this_user_is_named():
-    with announced("127.0.0.1", 4321):
+    with announced(HttpSettings(), 4321):
         assert "one runs at http://127.0.0.1:4321: --url" in invoke("status", "--url", NOWHERE).stderr
 
 
@@ -76,7 +77,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypat
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "file" / "cache"))
     shown = invoke("status", "--url", NOWHERE)
     assert (shown.exit_code, shown.stderr.count("\n")) == (1, 1)
-    with announced("127.0.0.1", 4321):
+    with announced(HttpSettings(), 4321):
         assert running_servers() == []
 
 
@@ -236,7 +237,7 @@ def _keep_sending(url: str) -> Any:
 
 def test_the_note_of_a_dead_process_or_of_another_with_its_id_is_dropped(tmp_path: Path):
     folder = tmp_path / "cache" / "run"
-    with announced("0.0.0.0", 5):
+    with announced(HttpSettings(host="0.0.0.0"), 5):
         (own,) = running_servers()
         assert own.url == "http://127.0.0.1:5"
     reused = RunningServer(pid=os.getpid(), created=1.0, host="127.0.0.1", port=6)

@@ -17,6 +17,7 @@ from modelyard.cli import app, console
 from modelyard.cli import run as run_module
 from modelyard.cli.run import served_model
 from modelyard.core.errors import NotFound
+from modelyard.http.settings import HttpSettings
 from modelyard.library.model_files import LibraryEntry
 from modelyard.server.running_servers import TEMPORARY_VARIABLE, announced
 from tests.cli.terminal import Terminal
@@ -174,7 +175,7 @@ def test_a_conversation_does_not_rely_on_the_server_of_another_one(tmp_path: Pat
         monkeypatch.setattr(run_module, "find_url", lambda url: running.url)
         port = int(running.url.rpartition(":")[2])
         env = {**os.environ, TEMPORARY_VARIABLE: "1"}
-        with announced("127.0.0.1", port, env=env):
+        with announced(HttpSettings(), port, env=env):
             with served_model("demo", None, None, None) as (address, _):
                 assert address == running.url
             with pytest.raises(NotFound), served_model("demo", None, None, None, lasting=True):

@@ -18,6 +18,9 @@ from tests.e2e.helpers import wait_until
 from tests.telemetry.prometheus_text import sample_values
 
 CONFIG = """
+[http]
+drain_s = 0
+
 [models.demo]
 backend = "fake"
 script = [

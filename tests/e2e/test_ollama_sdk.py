@@ -266,6 +266,28 @@ def test_what_cannot_be_changed_is_said(librarian: ollama.Client) -> None:
         assert raised.value.status_code == status
 
 
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"num_ctx": -5}, "num_ctx"),
+        ({"num_ctx": "many"}, "num_ctx"),
+        ({"num_predict": "many"}, "num_predict"),
+        ({"num_predict": -7}, "num_predict"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"repeat_penalty": -1}, "repeat_penalty"),
+        ({"stop": [5]}, "stop"),
+    ],
+)
+def test_a_model_is_not_created_with_values_that_the_configuration_refuses(
+    librarian: ollama.Client, tmp_path: Path, parameters: dict[str, Any], named: str
+) -> None:
+    digest = librarian.create_blob(write_model(tmp_path / "tiny.gguf"))
+    with pytest.raises(ollama.ResponseError, match=rf"parameters\.{named}: ") as raised:
+        librarian.create("unusable", files={"tiny.gguf": digest}, parameters=parameters)
+    assert raised.value.status_code == 400
+    assert "unusable:latest" not in {model.model for model in librarian.list().models}
+
+
 def test_a_damaged_upload_is_refused(library_server: LiveServer) -> None:
     reply = httpx.post(f"{library_server.url}/api/blobs/sha256:{'0' * 64}", content=b"other")
     assert reply.status_code == 400

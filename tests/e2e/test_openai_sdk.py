@@ -79,6 +79,18 @@ def test_chat_stream_helper(sdk: OpenAI) -> None:
     assert final.choices[0].finish_reason == "tool_calls"
 
 
+def test_the_stream_helper_collects_a_call_of_a_custom_tool(sdk: OpenAI) -> None:
+    """A delta has no other type than `function` in OpenAI's document: the helper fails on the type `custom`."""
+    tools: Any = [{"type": "custom", "custom": {"name": "get_weather"}}]
+    with sdk.chat.completions.stream(model=MODEL, messages=user("one tool"), tools=tools) as stream:
+        chunks = [event.chunk for event in stream if event.type == "chunk"]
+        (call,) = stream.get_final_completion().to_dict()["choices"][0]["message"]["tool_calls"]  # type: ignore[index]
+    whole: Any = sdk.chat.completions.create(model=MODEL, messages=user("one tool"), tools=tools)
+    assert call["custom"] == whole.choices[0].message.tool_calls[0].custom.to_dict()
+    assert call["custom"]["name"] == "get_weather"
+    assert {delta.type for c in chunks for delta in c.choices[0].delta.tool_calls or ()} == {None}
+
+
 def test_parse_completion(sdk: OpenAI) -> None:
     reply = sdk.chat.completions.parse(model=MODEL, messages=user("Rome, please"), response_format=City)
     assert isinstance(reply.choices[0].message.parsed, City)

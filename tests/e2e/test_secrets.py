@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+import websockets
+from websockets.sync.client import connect
 
 from modelyard.telemetry.log import JsonFormatter, TextFormatter
 from tests.e2e.protocols import PROTOCOLS
@@ -115,3 +117,28 @@ def test_errors_name_files_without_their_folders_except_for_administrators(tmp_p
         assert str(tmp_path) not in httpx.get(f"{server.url}/health", headers=client_key).text
         load = httpx.post(f"{server.url}/v1/admin/models/demo/load", headers=ADMIN)
         assert str(tmp_path / "hidden folder") in load.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "client-key-0123456789",  # of the configuration
+        "my-" + "aB3_-" * 8 + "xyz",  # as created keys are, of which only a hash is kept
+        "sk-ant-api03-0123456789abcdef",
+        "AIzaSyA0123456789abcdefghijklmnopqrstu",
+        "hf_0123456789abcdefABCDEF",
+    ],
+)
+def test_a_key_in_a_path_is_not_logged(secret: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with live_server({**demo_config(), "keys": KEYS}) as server:
+        httpx.get(f"{server.url}/v1/{secret}/models", headers=ADMIN)
+        httpx.get(f"{server.url}/v1/models/my-model-with-a-name-that-is-long-enough-to-be-a-key-2", headers=ADMIN)
+        with pytest.raises(websockets.InvalidStatus):
+            connect(f"{server.url.replace('http', 'ws')}/v1/{secret}", additional_headers=ADMIN)
+    ours = (record for record in caplog.records if record.name.startswith("modelyard"))
+    logged = "\n".join(JsonFormatter().format(record) for record in ours)
+    assert secret not in logged
+    assert "/v1/***/models" in logged
+    assert "websocket refused" in logged
+    assert "/v1/models/my-model-with-a-name-that-is-long-enough-to-be-a-key-2" in logged

@@ -159,6 +159,16 @@ def test_no_header_overrides_what_a_key_may_do(
     assert (context.caller().allow_remote, context.caller().forbid_remote) == (allowed, forbidden)
 
 
+def test_a_page_of_another_site_opens_no_workbench() -> None:
+    """Each page takes memory: foreign images would use up those of the owner."""
+    for site in ("same-origin", "same-site", "none"):
+        assert admit(make_context("/workbench", sec_fetch_site=site))
+    for path in ("/workbench", "/workbench/chat"):
+        refused = rejection(make_context(path, sec_fetch_site="cross-site"))
+        assert (type(refused), refused.code) == (Forbidden, "cross_site")
+    assert admit(make_context("/health", sec_fetch_site="cross-site"))
+
+
 def test_a_workbench_that_is_switched_off_is_no_open_path() -> None:
     assert admit(make_context("/workbench"))
     assert isinstance(rejection(make_context("/workbench"), workbench=False), Unauthenticated)

@@ -121,6 +121,46 @@ def test_invalid_http_is_refused_in_json(server: LiveServer, data: bytes) -> Non
     assert is_alive(server)
 
 
+HEALTH = b"GET /health/live HTTP/1.1\r\n"
+CHUNKED = b"Host: localhost\r\nTransfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (HEALTH + b"\r\n", "Host"),
+        (HEALTH + b"Host: localhost\r\nHost: localhost\r\n\r\n", "Host"),
+        (HEALTH.replace(b"1.1", b"1.0") + b"Host: localhost\r\nhost: evil\r\n\r\n", "Host"),
+        (HEALTH + b"Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: a\r\n\r\n", "Host"),
+        (POST + CHUNKED.replace(b"chunked", b"gzip, chunked") + b"\r\n0\r\n\r\n", "Transfer-Encoding"),
+        (POST + CHUNKED + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "Invalid HTTP"),
+        (POST + CHUNKED + b"TE: gzip, chunked\r\n\r\n0\r\n\r\n", "TE"),
+    ],
+)
+def test_a_head_that_others_may_read_differently_is_refused(server: LiveServer, data: bytes, named: str) -> None:
+    data = data.replace(POST, POST.partition(b"\r\n")[0] + b"\r\n")
+    with connect(server) as connection:
+        connection.sendall(data + HEALTH + b"Host: localhost\r\n\r\n")
+        status, headers, body = read_reply(connection)
+        assert connection.recv(1) == b"", "nothing behind it is answered"
+    assert (status, headers["connection"]) == (400, "close")
+    assert named in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEALTH.replace(b"1.1", b"1.0") + b"\r\n",
+        HEALTH + b"Host: localhost\r\nConnection: close\r\nTE: trailers\r\n\r\n",
+        HEALTH + b"Host: localhost\r\nConnection: close\r\nTransfer-Encoding: Chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_a_head_with_one_reading_is_answered(server: LiveServer, data: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(data)
+        assert read_reply(connection)[0] == 200
+
+
 def test_one_connection_serves_many_requests(server: LiveServer) -> None:
     with httpx.Client(base_url=server.url) as client:
         for _ in range(3):
@@ -240,14 +280,30 @@ def test_headers_that_trickle_in_have_a_total_time_limit(fake_connection: FakeCo
     assert transport.closed
 
 
-def test_a_slow_body_is_accepted_but_a_silent_one_is_not(fake_connection: FakeConnection) -> None:
+def test_a_slow_body_is_accepted_but_a_silent_one_is_not(
+    fake_connection: FakeConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modelyard.http.connection.MIN_BODY_BYTES", 100)  # nobody reads it here
     connection, transport, clock = fake_connection
-    connection.data_received(POST + b"Content-Length: 100\r\n\r\n")
+    connection.data_received(POST + b"Content-Length: 10000\r\n\r\n")
     for _ in range(50):
         clock.advance(29)
-        connection.data_received(b"a")
+        connection.data_received(b"a" * 100)
     assert not transport.closed
     clock.advance(30)
+    assert transport.closed
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 100000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
+def test_a_body_that_trickles_in_ends_like_headers_that_do(fake_connection: FakeConnection, head: bytes) -> None:
+    connection, transport, clock = fake_connection
+    piece = b"1\r\na\r\n" if b"chunked" in head else b"a"
+    connection.data_received(POST + head + piece)
+    for _ in range(29):
+        clock.advance(1)
+        connection.data_received(piece)
+    assert not transport.closed
+    clock.advance(1)
     assert transport.closed
 
 

@@ -100,3 +100,26 @@ async def test_health_supports_head_requests() -> None:
         for path in ("/", "/health", "/health/live", "/health/ready"):
             reply = await client.head(path)
             assert (reply.status_code, reply.content) == (200, b"")
+
+
+async def test_a_key_for_some_models_sees_no_other_names() -> None:
+    config = demo_config()
+    config["models"]["hidden"] = config["models"]["demo"] | {"aliases": ["also-hidden"]}
+    config["routes"] = []
+    config["keys"] = [
+        {"name": "some", "key": "some-secret-0123456789", "models": ["demo"]},
+        {"name": "all", "key": "every-secret-0123456789"},
+    ]
+
+    async def seen(path: str, key: str) -> tuple[int, str]:
+        reply = await client.get(path, headers={"x-api-key": f"{key}-secret-0123456789"})
+        return reply.status_code, reply.text
+
+    async with app_client(config, loaded=True) as client:
+        for path in ("/health", "/api/ps", "/api/tags", "/v1/models", "/metrics", "/api/v0/models", "/v1beta/models"):
+            status, text = await seen(path, "some")
+            assert "hidden" not in text
+            assert ("demo" in text) is (status == 200)
+            status, text = await seen(path, "every")
+            assert (status, "hidden" in text) == (200, True), path
+        assert (await seen("/metrics", "some"))[0] == 403

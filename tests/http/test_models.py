@@ -146,3 +146,15 @@ async def test_a_card_has_the_window_of_the_routed_cache() -> None:
     async with app_client(made, loaded=True) as client:
         assert (await client.get("/v1/models/demo")).json()["context_length"] == 2048
         assert [card["context_length"] for card in (await client.get("/v1/models")).json()["data"]] == [2048]
+
+
+async def test_the_sdks_of_mistral_get_a_type_and_an_object_of_capabilities() -> None:
+    """Their list of models refuses cards without both."""
+    async with app_client(config(), loaded=True) as client:
+        headers = {"user-agent": "mistral-client-python/3.7.0"}
+        (big, *_, small) = (await client.get("/v1/models", headers=headers)).json()["data"]
+        assert (big["type"], big["max_context_length"], small["max_context_length"]) == ("base", 4096, 512)
+        assert (big["capabilities"]["completion_chat"], big["capabilities"]["function_calling"]) == (True, True)
+        assert set(big["capabilities"].values()) == {True, False}
+        assert (await client.get("/v1/models/small", headers=headers)).json() == small
+        assert "type" not in (await client.get("/v1/models/small")).json()

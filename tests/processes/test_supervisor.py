@@ -19,12 +19,21 @@ CHILD = """
 import os, signal, socket, sys
 if sys.argv[2] == "ignore_sigterm":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[2] == "second":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 report = socket.socket(socket.AF_UNIX)
 report.connect(sys.argv[1])
 facts = (os.environ["MODELYARD_WORKER_INDEX"], str(os.getpid()), os.environ["MODELYARD_WORKER_SOCKET"])
 report.sendall((" ".join(facts) + "\\n").encode())
 if sys.argv[2] == "exit_at_once":
     sys.exit(3)
+if sys.argv[2] == "second":
+    signal.sigwait({signal.SIGTERM})
+    again = socket.socket(socket.AF_UNIX)
+    again.connect(sys.argv[1])
+    again.sendall((" ".join(facts) + "\\n").encode())
+    signal.sigwait({signal.SIGTERM})
+    sys.exit(0)
 while True:
     signal.pause()
 """
@@ -89,6 +98,7 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.path = ""
+        self.heard: dict[int, int] = {}
         self.closed = False
 
     async def open(self) -> None:
@@ -153,7 +163,7 @@ async def test_a_signal_stops_every_child_gracefully(tmp_path: Path, number: int
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
-    short_grace = RestartPolicy(first_delay=0.001, min_uptime=600.0, grace=0.01)
+    short_grace = RestartPolicy(first_delay=0.001, min_uptime=600.0, grace=0.01, short_grace=0.01)
     async with (
         collect_reports(tmp_path) as reports,
         _supervised(reports, 1, "ignore_sigterm", short_grace) as supervisor,
@@ -164,8 +174,28 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(tmp
         await child.wait_dead()
 
 
-async def test_a_second_signal_skips_the_grace_period(tmp_path: Path) -> None:
-    long_grace = RestartPolicy(first_delay=0.001, min_uptime=600.0, grace=3600.0)
+async def test_a_second_signal_is_passed_on_and_a_third_kills(tmp_path: Path) -> None:
+    long_grace = RestartPolicy(first_delay=0.001, min_uptime=600.0, grace=3600.0, short_grace=3600.0)
+    async with collect_reports(tmp_path) as reports, _supervised(reports, 1, "second", long_grace) as supervisor:
+        child = await reports.next()
+        _signal_self(signal.SIGTERM)
+        assert (await reports.next()).pid == child.pid, "it has seen the first signal"
+        _signal_self(signal.SIGINT)
+        assert await supervisor.code() == 0
+    async with (
+        collect_reports(tmp_path) as reports,
+        _supervised(reports, 1, "ignore_sigterm", long_grace) as supervisor,
+    ):
+        child = await reports.next()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            _signal_self(number)
+            await asyncio.sleep(0)
+        assert await supervisor.code() == 1
+        await child.wait_dead()
+
+
+async def test_a_second_signal_shortens_the_grace_period(tmp_path: Path) -> None:
+    long_grace = RestartPolicy(first_delay=0.001, min_uptime=600.0, grace=3600.0, short_grace=0.01)
     async with (
         collect_reports(tmp_path) as reports,
         _supervised(reports, 1, "ignore_sigterm", long_grace) as supervisor,
@@ -195,7 +225,7 @@ _PARENT = """
 import asyncio, sys
 from modelyard.processes.supervisor import run_supervised
 class FakeHub:
-    path = "/the/hub"
+    path, heard = "/the/hub", {}
     async def open(self): ...
     async def close(self): ...
 asyncio.run(run_supervised(sys.argv[1:], 2, FakeHub()))
@@ -210,6 +240,26 @@ async def test_no_child_survives_a_killed_supervisor(tmp_path: Path) -> None:
         await parent.wait()
         for child in children:
             await child.wait_dead()
+
+
+async def test_a_child_that_falls_silent_is_replaced_and_others_are_not(tmp_path: Path) -> None:
+    watchful = RestartPolicy(first_delay=0.001, min_uptime=600.0, grace=60.0, max_silence=0.05, max_early_exits=99)
+    hub = FakeHub()
+    async with collect_reports(tmp_path) as reports:
+        running = asyncio.create_task(run_supervised(reports.argv(), 3, hub, watchful))
+        children = {child.index: child for child in [await reports.next() for _ in range(3)]}
+        silent, lively, mute = (children[index].pid for index in range(3))  # the last has never sent anything
+        hub.heard |= {silent: 1, lively: 1}
+        replacement = asyncio.create_task(reports.next())
+        while not replacement.done():
+            hub.heard[lively] += 1
+            await asyncio.sleep(0)
+        assert (await replacement).index == 0
+        await children[0].wait_dead()
+        os.kill(lively, 0)
+        os.kill(mute, 0)
+        running.cancel()
+        await asyncio.wait({running})
 
 
 def test_the_restart_delay_doubles_with_early_exits_and_resets_after_a_long_run() -> None:

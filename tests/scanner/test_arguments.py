@@ -295,6 +295,8 @@ def test_a_parameter_or_call_without_a_name_shows_only_words(format: str) -> Non
     form = load(format)
     for name in ("place", "search"):
         raw = _written(format, place="Roma").replace(name, "")
+        if form.has_messages:  # its header keeps the name, else it is no message to a tool
+            raw = raw.replace("to=<", "to=search<")
         for tools in (None, [_PLACES]):
             blocks = scan([raw], format, tools=tools)
             assert calls_of(blocks) == []

@@ -15,7 +15,7 @@ from modelyard.cli import app
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Tool
 from modelyard.plugins import UnknownPlugin
-from modelyard.scanner import ParsedCall, ParsedOutput, parse
+from modelyard.scanner import ParsedCall, ParsedOutput, Piece, parse
 from modelyard.scanner.formats import load, names
 from modelyard.scanner.parse_output import read_tools
 
@@ -28,6 +28,29 @@ def test_parse_returns_reasoning_content_and_calls() -> None:
 
 def test_parse_accepts_chunks_of_any_size_and_a_format() -> None:
     assert parse(RAW, format=load("hermes")) == parse(list(RAW), format="hermes") == parse([RAW], format="hermes")
+
+
+def test_parse_reads_tokens_with_their_special_flags() -> None:
+    """A marker that is a token counts only as that token, and as text inside an argument."""
+    body = '{"name": "f", "arguments": {"x": "'
+    tokens = [("Write ", False), ("<tool", False), ("_call>", False), (".", False), ("<tool_call>", True)]
+    tokens += [(body, False), ("</think>", True), ("<|pad|>", True), ('"}}', False), ("</tool_call>", True)]
+    expected = ParsedOutput("", "Write <tool_call>.", (ParsedCall("f", '{"x": "</think><|pad|>"}'),))
+    assert parse(tokens, format="hermes") == expected
+    assert parse([Piece(text, special) for text, special in tokens], format="hermes") == expected
+    quoted = [Piece("<tool_call>"), Piece("{}")]
+    assert parse(quoted, format="hermes", specials=["<tool_call>"]).content == "<tool_call>{}"
+
+
+def test_an_added_token_is_text_unless_the_format_names_it() -> None:
+    pieces = [
+        Piece("a"),
+        Piece("\n\n", added=True),
+        Piece("<h1>", added=True),
+        Piece("<think>", added=True),
+        Piece("b"),
+    ]
+    assert parse(pieces, format="hermes") == ParsedOutput("b", "a\n\n<h1>", ())
 
 
 def test_parse_reads_only_calls_of_the_given_tools() -> None:

@@ -188,9 +188,11 @@ def test_junk_reads_the_same_in_all_chunks_and_no_marker_is_shown(format: str) -
 
 
 def _assert_no_marker(blocks: list[ScannedBlock], markers: Iterable[str]) -> None:
-    """Neither in a block nor in all blocks of a kind together, as clients join them."""
+    """Neither in a block nor in all blocks of a kind together, as clients join them. Between quotes it is text."""
+    markers = tuple(markers)
+    quoted = re.compile(rf"""(["'`])(?:{"|".join(map(re.escape, markers)) or "(?!)"})(?=\1)""")
     for kind in ("text", "thinking"):
-        shown = text_of(blocks, kind)
+        shown = quoted.sub("", text_of(blocks, kind))
         assert not [marker for marker in markers if marker in shown], shown
 
 
@@ -285,7 +287,9 @@ def test_no_tag_of_a_broken_call_is_shown_whatever_its_markers(format: str) -> N
         raw = f"{_broken_calls(rng, form, turn)} end."
         options: dict[str, Any] = {"tools": rng.choice([None, [_SEARCH, _NOW]]), "truncated": rng.random() < 0.3}
         blocks = scan([raw], format, **options)
-        _assert_no_marker(blocks, [m for m in (*form.markers, *form.inner_markers) if m != _OF_XML])
+        # Where calls have messages of their own, their tags are text in all other messages.
+        inner = () if form.has_messages else form.inner_markers
+        _assert_no_marker(blocks, [m for m in (*form.markers, *inner) if m != _OF_XML])
         assert scan(list(raw), format, **options) == blocks, raw
 
 
@@ -318,6 +322,45 @@ def test_no_piece_of_a_marker_is_shown_where_a_limit_cuts_the_output(format: str
             shown = [block.text for block in blocks[-1:] if block.kind != "tool_call"]
             assert not any(text.endswith(begun) for text in shown), raw[:cut]
             assert scan(list(raw[:cut]), format, tools=tools, truncated=True) == blocks, raw[:cut]
+
+
+@every_format
+def test_a_marker_between_quotes_is_text(format: str) -> None:
+    form = load(format)
+    tokens = marker_tokens(form)
+    ends = {*form.stop_tokens, *form.bare_markers}
+    inner = (m for m in form.inner_markers if not m.startswith(form.call_markers))
+    for marker in (m for m in (*form.markers, *inner) if m not in ends and not m.endswith("=")):
+        for text in (f"Use `{marker}` here.", f'The tag "{marker}".', f"(«{marker}»)"):
+            for cut, known in (([Piece(text)], []), (pieces(text, tokens), tokens), (list(map(Piece, text)), [])):
+                blocks = scan(cut, format, specials=known)
+                assert [block.text for block in blocks] == [text], marker
+
+
+# The first word of a call may be another than its name: an id, a kind, a comma, a role, the rest of a tag.
+_OTHER_FIRST_WORDS = {
+    *("harmony", "solar_open", "step3", "deepseek_v32", "deepseek_v4", "dots", "minimax_m2", "minimax_m3"),
+    *("functiongemma", "kimi_k2", "deepseek_r1", "deepseek_v3", "lfm2", "minicpm5", "mistral"),
+}
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_what_is_left_of_a_call_is_not_text_wherever_the_model_ends(format: str) -> None:
+    """After a complete call, streamed or not. Only the arguments that it has begun are sent, as an incomplete call."""
+    form = load(format)
+    search = Tool("search", parameters={**_SEARCH.parameters, "required": ["query", "limit"]})
+    written: Written = [(_NOW, {}), (search, {"query": "Paris", "limit": 3})]
+    raw, alone = WRITERS[format]("", "", written), WRITERS[format]("", "", written[:1])
+    start = next(at for at, (one, other) in enumerate(zip(raw, alone + "\0", strict=False)) if one != other)
+    if any(not m.startswith("<") for m in form.bare_markers):
+        return  # without a marker the words of a call are text until it is one
+    for cut in range(start, len(raw)):
+        for stream in (True, False):
+            blocks = scan([raw[:cut]], format, tools=[search, _NOW], tool_stream=stream)
+            if format not in _OTHER_FIRST_WORDS:  # a single character may be anything
+                assert len(text_of(blocks).strip()) <= 1, raw[start:cut]
+            found = [(name, json.loads(arguments)) for name, arguments in calls_of(blocks)]
+            assert found == [(tool.name, given) for tool, given in written[: len(found)]], raw[start:cut]
 
 
 # --- calls inside reasoning -------------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ from tests import cli_process
 from tests.live_server import demo_config, live_server
 
 HANG = """
+[http]
+drain_s = 0
+
 [models.demo]
 backend = "fake"
 script = [{ steps = [{ text = "so far" }, { hang = true }] }]

@@ -114,3 +114,15 @@ def test_highlighted_code_has_colours_in_both_themes() -> None:
     assert ".markdown .code .k {" in css
     assert ".body--dark .markdown .code .k {" in css
     assert "background" not in css
+
+
+def test_a_text_of_very_many_paragraphs_is_rendered_only_at_its_beginning() -> None:
+    """Each takes a tenth of a millisecond, and an element of the page."""
+    text = "*a*\n\n" * 25_000
+    blocks = split_blocks(text)
+    assert len(blocks) <= 2_000
+    assert "\n".join(blocks) == text
+    assert to_html(blocks[0]) == "<p><em>a</em></p>\n"
+    assert to_html(blocks[-1]).startswith('<p class="text">*a*')
+    code = "```\n" + "x = 1\n" * 10_000 + "```"
+    assert split_blocks("before\n\n" + code) == ["before\n", code]

@@ -45,6 +45,7 @@ from modelyard.http.errors import EXCEPTION_HANDLERS, error_response
 from modelyard.http.openapi import describe, page_routes
 from modelyard.http.request_context import RequestContext, read_body
 from modelyard.http.settings import HttpSettings
+from modelyard.protocols.common.json import encode
 from modelyard.telemetry.log import recent_records
 from modelyard.telemetry.masking import mask_secret_values
 
@@ -402,7 +403,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 def _encode(value: Any) -> bytes:
     """Texts of engines and upstreams may quote secrets, and a difference of files may show them beside the change."""
-    return msgspec.json.encode(mask_secret_values(msgspec.to_builtins(value)))
+    return encode(mask_secret_values(msgspec.to_builtins(value)))
 
 
 # --- the pool's changes as server-sent events ------------------------------------------------------------------------

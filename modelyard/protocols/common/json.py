@@ -16,13 +16,23 @@ JsonObject = dict[str, Any]
 _PATH = re.compile(r" - at `(?:key` in `)?(?P<path>[^`]+)`$")
 _TOO_LONG = re.compile(r"Expected `(?P<type>\w+)` of length <= (?P<limit>\d+)")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
-_encoder = msgspec.json.Encoder()
+# Line breaks of `str.splitlines` that JSON allows in a string. The SDKs of Ollama and Google split streams
+# with it. The others are control characters, which are always escaped.
+_LINE_BREAKS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029")
+_encode = msgspec.json.Encoder().encode
 
-encode = _encoder.encode
+
+def encode(value: Any) -> bytes:
+    """JSON on one line, whatever the client takes for the end of a line."""
+    data = _encode(value)
+    if not data.isascii() and (b"\xe2\x80" in data or b"\xc2\x85" in data):
+        for char, escaped in _LINE_BREAKS:
+            data = data.replace(char, escaped)
+    return data
 
 
 def dumps(value: Any) -> str:
-    return _encoder.encode(value).decode()
+    return _encode(value).decode()
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:

@@ -6,6 +6,7 @@ A stream is server-sent events, or the elements of one JSON array.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ FINISH_REASONS: Mapping[StopReason, str] = {
     "window": "MAX_TOKENS",
     "content_filter": "SAFETY",
 }
+_BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
 
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
@@ -78,8 +80,9 @@ def hides_thoughts(request: Request) -> bool:
 
 
 def write_signature(part: Thinking) -> str:
-    """Base64, as the SDKs expect. A foreign signature, from an upstream, is base64 already."""
-    return part.signature or base64.b64encode(pack_reasoning(part.text).encode()).decode()
+    """Base64: Google's SDKs refuse the whole reply otherwise. Most upstreams' signatures are base64 already."""
+    signature = part.signature or pack_reasoning(part.text)
+    return signature if _BASE64.fullmatch(signature) else base64.b64encode(signature.encode()).decode()
 
 
 def write_part(part: Text | ToolCall) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import EmbeddingRequest
 from modelyard.protocols.common.extensions import check_positive, present
-from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.json import decode, dumps, encode
 from modelyard.protocols.common.openai_fields import require_model
 from modelyard.protocols.common.vectors import shortened
 from modelyard.protocols.ollama.fields import KeepAlive, nanoseconds, read_keep_alive, write_time
@@ -182,7 +182,7 @@ def write_show(shown: OllamaDescription) -> bytes:
 def _parameters(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for name, value in values.items():
         for one in value if isinstance(value, list | tuple) else (value,):
-            yield name, encode(one).decode() if isinstance(one, str) else str(one)
+            yield name, dumps(one) if isinstance(one, str) else str(one)
 
 
 def _modelfile(shown: OllamaDescription, parameters: Iterable[tuple[str, str]]) -> str:
@@ -297,11 +297,9 @@ def read_create(body: bytes) -> tuple[NewModel, bool]:
             "send either from, a model that exists, or files with one uploaded GGUF file", param="from"
         )
     given = parsed.parameters or {}
-    limit = given.get("num_predict")
     sampling = {ours: given[name] for name, ours in _PARAMETERS.items() if name in given}
-    if not isinstance(limit, int) or limit < 1:
-        sampling.pop("max_tokens", None)
-    window = given.get("num_ctx")
+    if given.get("num_predict") in (-1, -2):  # no limit
+        del sampling["max_tokens"]
     model = NewModel(
         name=require_model(parsed.model or parsed.name),
         base=parsed.from_ or "",
@@ -310,7 +308,7 @@ def read_create(body: bytes) -> tuple[NewModel, bool]:
         system=parsed.system,
         template=parsed.template or None,
         sampling=sampling,
-        window=window if isinstance(window, int) and window > 0 else None,
+        window=given.get("num_ctx"),
         ignored=tuple(str(name)[:100] for name in given if name not in _PARAMETERS and name != "num_ctx"),
     )
     return model, parsed.stream is not False

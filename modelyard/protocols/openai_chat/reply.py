@@ -132,16 +132,33 @@ def _write_logprob(token: TokenLogprob) -> dict[str, Any]:
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
-def write_models(cards: Iterable[ModelCard]) -> bytes:
-    return encode({"object": "list", "data": [_model(card) for card in cards]})
+def write_models(cards: Iterable[ModelCard], *, for_mistral: bool = False) -> bytes:
+    return encode({"object": "list", "data": [_model(card, for_mistral) for card in cards]})
 
 
-def write_model(card: ModelCard) -> bytes:
-    return encode(_model(card))
+def write_model(card: ModelCard, *, for_mistral: bool = False) -> bytes:
+    return encode(_model(card, for_mistral))
 
 
-def _model(card: ModelCard) -> dict[str, Any]:
-    """OpenAI's fields, plus the context length, the state and what the model can do."""
+# Mistral's word for what a model can do → ours
+_MISTRAL = {
+    "completion_chat": "completion",
+    "completion_fim": "insert",
+    "function_calling": "tools",
+    "reasoning": "thinking",
+    "vision": "vision",
+}
+
+
+def _model(card: ModelCard, for_mistral: bool) -> dict[str, Any]:
+    """OpenAI's fields, plus the context length, the state and what the model can do. Mistral's SDKs require a type, and
+    an object of what it can do."""
+    mistral: dict[str, Any] = {}
+    if for_mistral:
+        able = {theirs: ours in card.capabilities for theirs, ours in _MISTRAL.items()}
+        mistral = {"type": "base", "capabilities": able} | (
+            {"max_context_length": card.context} if card.context else {}
+        )
     return {
         "id": card.id,
         "object": "model",
@@ -155,6 +172,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
         "aliases": card.aliases,
         "modalities": card.modalities,
         "capabilities": card.capabilities,
+        **mistral,
     }
 
 
@@ -291,7 +309,9 @@ class ChatStreamWriter:
         state.calls += 1
         state.delta_start = state.start + f'{{"tool_calls":[{{"index":{index},"{kind}":{{"{field}":'.encode()
         state.delta_end = b"}}]}" + _NO_LOGPROBS + self._chunk_end
-        call = {"index": index, "id": event.call_id, "type": kind, kind: {"name": event.name, field: ""}}
+        # OpenAI's specification has no other type in a delta, and its SDK fails on one: `custom` itself tells.
+        typed = {} if event.custom else {"type": kind}
+        call = {"index": index, "id": event.call_id, **typed, kind: {"name": event.name, field: ""}}
         opening = self._chunk(state.start, encode({"tool_calls": [call]}))
         state.arguments, state.held = [], [opening] if event.custom else None
         return b"" if event.custom else opening

@@ -48,12 +48,10 @@ _NOT_STORED = {
     "code": "not_stored",
     "message": "the response could not be stored: previous_response_id cannot continue it, send the conversation again",
 }
-# Fields with the same value in nearly every response: there is one tier, no truncation and nothing of OpenAI's own
-# services.
-_CONSTANT = (
-    {"background": False, "service_tier": "default", "truncation": "disabled"}
-    | dict.fromkeys(("access_programs", "conversation", "image", "moderation", "prompt"))
-    | dict.fromkeys(("prompt_cache_diagnostics", "prompt_cache_options", "tool_usage"))
+# Fields with the same value in nearly every response: there is one tier and no truncation. Fields of OpenAI's own
+# services are left out: its specification allows null in none of them.
+_CONSTANT = {"background": False, "service_tier": "default", "truncation": "disabled"} | dict.fromkeys(
+    ("conversation", "moderation", "prompt")
 )
 _CONSTANT_FIELDS = b"," + encode(_CONSTANT)[1:]
 _CUT_REASONS: Mapping[StopReason, str] = {
@@ -132,11 +130,12 @@ def _echo(request: Request) -> JsonObject:
     """The fields of the request. A sampling field that is set nowhere has the default of the engines."""
     sampling, reasoning, repeated = request.sampling, request.reasoning, request.repeated or {}
     written = write_text_format(request.constraint)
-    text_format: JsonObject = {
-        "format": written | {"strict": bool(written["strict"])} if "strict" in written else written
-    }
+    if "strict" in written:  # Open Responses requires all fields, OpenAI's specification allows no null
+        written |= {"strict": bool(written["strict"]), "description": written["description"] or ""}
+    text_format: JsonObject = {"format": written}
     if verbosity := repeated.get("verbosity"):
         text_format["verbosity"] = verbosity
+    user = {} if request.user is None else {"user": request.user}  # it may be absent, not null
     return {
         "instructions": split_instructions(request)[0],
         "max_output_tokens": request.max_tokens,
@@ -156,7 +155,7 @@ def _echo(request: Request) -> JsonObject:
         "tools": write_tools(mcp.public_tools(request.tools)),
         "top_logprobs": request.logprobs or 0,
         "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
-        "user": request.user,
+        **user,
     }
 
 
@@ -539,8 +538,8 @@ class _ItemWriter:
         elif self._start.kind == "thinking":
             yield "response.reasoning_text.done", position | {"text": text}
         elif complete:
-            field = "input" if self._start.custom else "arguments"
-            yield f"response.{self._arguments}.done", self._position() | {field: text}
+            done = {"input": text} if self._start.custom else {"name": self._start.name, "arguments": text}
+            yield f"response.{self._arguments}.done", self._position() | done
         elif self._start.custom:
             return  # clients run a custom call that is «done» whatever its status, and cut free text looks complete
         if self._start.kind != "tool_call":

@@ -126,7 +126,8 @@ def _has_no_arguments(buffer: TextBuffer, calls: CallBuilder) -> Incremental[boo
     yield from _skip_fence(buffer)  # the code block may be empty
     if (yield from buffer.is_next(_CALL_END, _END, _CALL)):
         return True
-    return (yield from buffer.peek()) == "" and not buffer.truncated and calls.tool is not None
+    may_end = not buffer.truncated and calls.tool is not None and not calls.needs_arguments
+    return (yield from buffer.peek()) == "" and may_end
 
 
 _READERS = {

@@ -168,13 +168,18 @@ def _read_tagged_call(buffer: TextBuffer, calls: CallBuilder, tag: _Tag) -> Incr
     yield from buffer.skip_space()
     while (yield from buffer.skip_if(_OPEN)):
         inner = yield from _read_tag(buffer)
+        if inner is None:
+            buffer.commit()  # the output ends inside of the tag
         if inner and inner.name == "json":
             return (yield from json_arguments(buffer, calls))
         yield from _read_argument(buffer, arguments, inner)
         yield from buffer.skip_space()
-    if not (yield from buffer.is_next(_CLOSE, _END)) and (not buffer.is_empty or buffer.truncated):
+    if (yield from buffer.is_next(_CLOSE, _END)):
+        arguments.finish()
+    elif buffer.is_empty:
+        arguments.finish_at_end(buffer)
+    else:
         raise ParseError("expected an argument or the end of the call")
-    arguments.finish()
 
 
 def _read_argument(buffer: TextBuffer, arguments: ArgumentWriter, tag: _Tag | None) -> Incremental[None]:

@@ -30,7 +30,7 @@ _FUNCTION, _FUNCTION_END, _PARAM, _PARAM_END = "<function name=", "</function>",
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _TAGS = ParameterTags(_PARAM, ">", _PARAM_END, (_FUNCTION_END,), (_FUNCTION,))
 _NAME_END = re.compile(rf"[>\n<{SURROGATES}]")
-_BRACKET = re.compile(rf"[\]{SURROGATES}]")
+_BRACKET = re.compile(rf"[\]<{SURROGATES}]")
 
 
 def _read_function(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
@@ -59,7 +59,9 @@ def _read_param(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[No
     if not is_empty and (yield from TagValueReader(buffer, _TAGS, arguments).is_missing()):
         return
     arguments.begin(name, arguments.types_of(name) or ANY_TYPE)
-    if not is_empty and (yield from buffer.skip_if(_CDATA)):
+    offset = yield from buffer.skip_space_ahead(0)
+    if not is_empty and (opening := (yield from buffer.match((buffer.encoded(_CDATA),), offset))):
+        buffer.skip(offset + len(opening))
         yield from _read_cdata(buffer, arguments)
         yield from buffer.skip_space()
         yield from buffer.skip_if(_PARAM_END)
@@ -69,17 +71,23 @@ def _read_param(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[No
 
 
 def _read_cdata(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[None]:
-    """Up to `]]>`. The text may contain `]]>`, too: it is the end only if the element ends there."""
+    """Up to `]]>`. The text may contain `]]>`, too: it is the end only if the element ends there. Where it is missing,
+    the end of the output ends the text."""
+    ends, tags = (buffer.encoded(_PARAM_END), buffer.encoded(_FUNCTION_END)), tuple(map(buffer.encoded, (_PARAM,)))
     while (yield from buffer.peek()):
         found = _BRACKET.search(buffer.text, buffer.pos)
         arguments.write(buffer.take_to(found.start() if found else len(buffer.text)))
         if found and (yield from buffer.match((_CDATA_END,))):
-            follows = yield from buffer.match((buffer.encoded(_PARAM_END),), len(_CDATA_END))
-            if follows or (buffer.ended and len(buffer.text) - buffer.pos == len(_CDATA_END)):
+            after = yield from buffer.skip_space_ahead(len(_CDATA_END))
+            is_over = buffer.ended and buffer.pos + after >= len(buffer.text)
+            if is_over or (yield from buffer.match((*ends, *tags), after)):
                 buffer.skip(len(_CDATA_END))
                 return
+        elif found and (yield from buffer.match(ends)) and (yield from buffer.is_output_end(0, ends, may_repeat=False)):
+            return
         if found:
             arguments.write(buffer.skip(1))
+    arguments.leave_open(buffer)
     raise ParseError("a value without an end")
 
 

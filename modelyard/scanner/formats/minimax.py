@@ -154,6 +154,7 @@ class _ElementReader:
         self._begins = tuple(buffer.encoded(tag)[0] for tag in (_BLOCK, _INVOKE))
         self._ends = tuple(code for tag in (_BLOCK_END, _INVOKE_END) if (code := buffer.encoded(tag)[0]) != "<")
         self._quoted = 0  # elements that a text opens and has not closed yet
+        self._given: set[str] = set()  # arguments
         self.is_repeated = False  # two members of an object have the same name
         self._open = ["tool_call", "invoke"]
         self._closed: str | None = None  # the name in a closing tag that was read, but is that of an outer element
@@ -177,6 +178,8 @@ class _ElementReader:
                 raise ParseError("an element without a name")
             self.is_repeated = self.is_repeated or name in given
             given.add(name)
+            if len(self._open) == _OUTSIDE_ARGUMENTS:
+                self._given.add(name)
             self._emit(f'{before}"{escape_json(name.removesuffix("/").rstrip())}": ')
             name = yield from self._member(name, _member_schema(schema, self._schema, name))
             before, is_next = ", ", bool(name) or (yield from self._is_opening())
@@ -315,7 +318,10 @@ class _ElementReader:
     def _end_output(self) -> None:
         """No tag comes next. That is valid only between two arguments, if the model ended its output."""
         is_over = self._buffer.ended and self._buffer.is_empty and not self._buffer.truncated
-        if not is_over or len(self._open) > _OUTSIDE_ARGUMENTS:
+        is_complete = len(self._open) == _OUTSIDE_ARGUMENTS and self._given.issuperset(
+            self._schema.get("required") or ()
+        )
+        if not (is_over and is_complete):
             raise ParseError("expected an element or the end of one")
         self._closed = self._open[0]
 

@@ -33,7 +33,7 @@ def _read_calls(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | Non
         return (yield from json_calls(buffer, calls))
     name = yield from _read_word(buffer)
     if (yield from _is_json(buffer)) and (yield from buffer.peek()) == "[":
-        calls.show_text(name)
+        calls.show_message("text", name)
         return (yield from json_calls(buffer, calls))
     if (yield from buffer.skip_if(_ID)):
         yield from _read_word(buffer)
@@ -44,7 +44,8 @@ def _read_calls(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | Non
         yield from json_arguments(buffer, calls)
         return None
     calls.start(function_name(name))
-    is_over = (yield from buffer.is_next(_CALLS, _END)) or (buffer.is_empty and not buffer.truncated)
+    may_end = not (buffer.truncated or calls.needs_arguments)
+    is_over = (yield from buffer.is_next(_CALLS, _END)) or (buffer.is_empty and may_end)
     if not calls.is_offered or not is_over:
         raise ParseError("a name without arguments")
     calls.finish("{}")

@@ -77,7 +77,7 @@ def _read_tool_message(buffer: TextBuffer, calls: CallBuilder, recipient: str) -
         words: list[str] = []
         end = yield from buffer.read_verbatim(ends, words.append)
         if "".join(words).strip():
-            calls.show_text("".join(words))
+            calls.show_message("text", "".join(words))
             buffer.commit()
         if end not in readers:
             return
@@ -96,7 +96,7 @@ def _without_header(marker: str, call: StartReader) -> StartReader:
             raise ParseError("a quoted call")
         return (yield from call.reader(buffer, calls))
 
-    return StartReader(read, call.closing)
+    return StartReader(read, call.closing, bare=True)
 
 
 _MARKERS: dict[str, SwitchRegion | StartReader] = {
@@ -110,7 +110,8 @@ FORMATS = (
     OutputFormat(
         name="muse_glimmer",
         regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
-        hidden_markers=(_MESSAGE, _TAGS.parameters.opening, _TAGS.parameters.closing, *_TAGS.parameters.ends),
+        hidden_markers=(_MESSAGE,),
+        inner_markers=(*_TAGS.readers, _TAGS.parameters.opening, _TAGS.parameters.closing, *_TAGS.parameters.ends),
         has_messages=True,
         messages_of_reasoning=(
             ReasoningBlock(f"{_TO}self{_MESSAGE}", _ENDS, f"{_ENDS[0]}{_START}assistant {_TO}user{_MESSAGE}"),

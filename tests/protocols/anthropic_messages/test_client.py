@@ -167,7 +167,24 @@ def test_a_stream_split_anywhere_reads_back_equal(data: st.DataObject, events: l
 @settings(deadline=None, max_examples=50)
 @given(strategies.replies())
 def test_the_collected_stream_equals_the_reply(reply: Reply) -> None:
-    assert collect_reply(read(written(list(reply_events(reply))))) == read_reply(write_reply([reply], REQUEST))
+    """The arguments as values: line breaks in them are escaped in a whole reply."""
+
+    def with_values(found: Reply) -> Reply:
+        calls = [
+            replace(b, part=replace(b.part, arguments=_value(b.part.arguments))) if isinstance(b.part, ToolCall) else b
+            for b in found.blocks
+        ]
+        return replace(found, blocks=tuple(calls))
+
+    streamed = collect_reply(read(written(list(reply_events(reply)))))
+    assert with_values(streamed) == with_values(read_reply(write_reply([reply], REQUEST)))
+
+
+def _value(arguments: str) -> str:
+    try:
+        return msgspec.json.encode(msgspec.json.decode(arguments)).decode()
+    except msgspec.DecodeError:
+        return arguments
 
 
 def sse(*bodies: dict[str, Any], named: bool = True) -> bytes:
