@@ -280,7 +280,7 @@ _OF_LLAMA_CPP: dict[str, tuple[str, ...]] = {
     "starcoder": ("granite_20b_fc",),
 }
 GGUF = {
-    f"{name}.gguf": Vocabulary(f"{name}.gguf", name.partition("-")[0], _llama_cpp(name), formats)
+    f"{name}.gguf": Vocabulary(f"{name}.gguf", name.partition("-")[0].rstrip("0123456789"), _llama_cpp(name), formats)
     for name, formats in _OF_LLAMA_CPP.items()
 }
 

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from modelyard.scanner.formats import load, names
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.scanner.helpers import marker_tokens
+from tests.scanner.test_cases import CASES, _cuts_a_marker, _expected, _options, _quotations, _summary
 from tests.scanner.vocabulary_tokens import Result, VocabularyTokens, quote_in_arguments, quote_in_prose
 from tests.scanner.writers import WRITERS
 
@@ -57,3 +58,15 @@ def test_what_a_model_says_about_its_own_markup_is_kept(format: str) -> None:
         for result in results.values():
             left_out.update(result.left_out)
         assert results["arguments, control"].checked > len(markers), left_out
+
+
+@every_format
+def test_a_case_reads_the_same_if_markers_are_added_tokens(format: str) -> None:
+    """Qwen, GLM and others do not flag `<think>` and `<tool_call>` as control tokens."""
+    form, tokens = load(format), _vocabulary(format, "added")
+    for case in CASES[format]:
+        if _cuts_a_marker(case, tokens.texts.difference(OTHERS)):
+            continue
+        ids = tokens.encode_quoting(case["raw"], _quotations(format, case), form.markers)
+        found = _summary(tokens.scan(form, tokens.pieces(ids), "in groups", **_options(case)))
+        assert found == _expected(case), case["name"]

@@ -8,7 +8,6 @@ by token, in random groups, and at once.
 from __future__ import annotations
 
 import ctypes
-import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache, cached_property
@@ -24,7 +23,7 @@ from modelyard.scanner.formats import load, names
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.corpus import CORPUS
 from tests.scanner.helpers import text_of
-from tests.scanner.test_cases import CASES, Case, _cuts_a_marker, _expected, _options, _quotations, _summary
+from tests.scanner.test_cases import CASES, _cuts_a_marker, _expected, _options, _quotations, _summary
 from tests.scanner.vocabulary_tokens import (
     CUTS,
     Result,
@@ -305,7 +304,7 @@ def test_a_case_reads_the_same_in_the_tokens_of_its_family(opened: Opened) -> No
         form = load(format)
         markers = (*form.markers, *form.inner_markers)
         for at, case in enumerate(CASES[format]):
-            ids = _encode_case(opened, markers, case, _quotations(format, case))
+            ids = opened.encode_quoting(case["raw"], _quotations(format, case), markers)
             if _cuts_a_marker(case, opened.texts.intersection(markers)) or not opened.spells(ids, case["raw"]):
                 result.left_out["a case that the vocabulary cannot spell, or that cuts a token"] += 1
                 continue
@@ -314,15 +313,6 @@ def test_a_case_reads_the_same_in_the_tokens_of_its_family(opened: Opened) -> No
             if found != _expected(case):
                 result.wrong.append((format, case["name"], found, _expected(case)))
     _assert_right(("cases", result))
-
-
-def _encode_case(opened: Opened, markers: Sequence[str], case: Case, quotations: list[str]) -> list[int]:
-    parts = re.split(f"({'|'.join(map(re.escape, quotations))})", case["raw"]) if quotations else [case["raw"]]
-    return [
-        id
-        for at, part in enumerate(parts)
-        for id in (opened.encode_plain(part) if at % 2 else opened.encode_marked(part, markers))
-    ]
 
 
 def test_the_counts_are_those_of_a_gate() -> None:

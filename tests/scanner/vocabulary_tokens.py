@@ -8,7 +8,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import product, takewhile
 from typing import Any
 
@@ -64,6 +64,12 @@ class VocabularyTokens:
             if part
             for id in ([self.ids[part]] if at % 2 else self.encode_plain(part))
         ]
+
+    def encode_quoting(self, text: str, quotations: Sequence[str], markers: Iterable[str]) -> list[int]:
+        """Markers are tokens, except in the quotations."""
+        parts = re.split(f"({'|'.join(map(re.escape, quotations))})", text) if quotations else [text]
+        encode = (partial(self.encode_marked, markers=tuple(markers)), self.encode_plain)
+        return [id for at, part in enumerate(parts) for id in encode[at % 2](part)]
 
     def _inside(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Without the tokens of the filler, and of a space before it. Many formats write a value in the same way."""
