@@ -7,7 +7,7 @@ raw text: it yields when it needs more input and returns the name of the next re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
@@ -16,6 +16,8 @@ from modelyard.core.request import Constraint, Tool, ToolChoice
 
 # (TextBuffer, CallBuilder) → generator. Both types are in `scanner/`, which core does not import.
 Reader = Callable[..., Generator[None, None, str | None]]
+NamedCalls = Sequence[tuple[str, Mapping[str, Any]]]  # names and arguments
+Dumps = Callable[[Any], str]  # writes JSON
 
 
 class GrammarContext(Struct, frozen=True):
@@ -36,6 +38,12 @@ class Grammar(Protocol):
     def __call__(
         self, tools: Sequence[Tool], choice: ToolChoice, context: GrammarContext = ..., /
     ) -> Constraint | None: ...
+
+
+class CallWriter(Protocol):
+    """How a family writes calls. `specials`: the special tokens of the vocabulary, in which generations may differ."""
+
+    def write(self, calls: NamedCalls, dumps: Dumps, specials: Container[str] = ..., /) -> str: ...
 
 
 class SwitchRegion(Struct, frozen=True):
@@ -87,6 +95,7 @@ class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
     template_hints: tuple[tuple[str, ...], ...] = ()  # a chat template with all strings of one group has this format
     name_hints: tuple[str, ...] = ()  # parts of model names in lower case, used if no template decides
     grammar: Grammar | None = None
+    calls: CallWriter | None = None  # None: as `grammar` says, if it can write
     messages_of_reasoning: tuple[ReasoningBlock, ...] = ()  # where readers open the reasoning, not markers
 
     @property
@@ -116,6 +125,11 @@ class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
         """What begins a call and is never text."""
         starting = (m for m, a in self._actions if isinstance(a, StartReader) and not a.bare)
         return tuple(dict.fromkeys(starting))
+
+    @property
+    def writer(self) -> CallWriter | None:
+        grammar: Any = self.grammar
+        return self.calls or (grammar if hasattr(grammar, "write") else None)
 
     @property
     def markers(self) -> tuple[str, ...]:

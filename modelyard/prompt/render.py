@@ -38,8 +38,11 @@ from modelyard.prompt.template import (
     TemplateFailed,
     TemplateMessage,
     TemplateTooCostly,
+    WriteCalls,
+    calls_as_text,
+    hermes_calls,
+    results_as_text,
     tojson,
-    tools_as_text,
     used_tool,
     with_json,
 )
@@ -103,13 +106,13 @@ class ToolDefinitions:
         return f"[the tool {self._shield(name)} was found here]"
 
 
-def instructions(tools: Sequence[Frozen]) -> str:
-    """For templates without tool support: the tools as text, with the most common call syntax."""
+def instructions(tools: Sequence[Frozen], write: WriteCalls = hermes_calls) -> str:
+    """For templates without tool support: the tools as text, and how to call one."""
     listed = "\n".join(tojson(tool) for tool in tools)
     return (
         f"You can call these tools. Each line defines one as JSON:\n<tools>\n{listed}\n</tools>\n"
-        "To call a tool, write its name and arguments as one JSON object between these tags, and nothing after them:\n"
-        '<tool_call>\n{"name": "the tool", "arguments": {"parameter": "value"}}\n</tool_call>'
+        "To call a tool, write its name and arguments exactly like this, and nothing after it:\n"
+        f"{write([('tool_name', {'parameter': 'value'})], tojson)}"
     )
 
 
@@ -273,6 +276,7 @@ class Renderer:
     `tools_template` is the variant that some models have for requests with tools. `tools_prompt` selects when tools are
     described as text: if the template does not support them (auto), always or never. With `marks_media` images and
     audio are marked and `parts` splits the prompt; with an `image_placeholder` they are written like that.
+    `write_calls` is how calls are written that the template cannot write.
     """
 
     def __init__(
@@ -287,17 +291,18 @@ class Renderer:
         cache_bytes: int = 32 << 20,
         marks_media: bool = False,
         image_placeholder: str | None = None,
+        write_calls: WriteCalls = hermes_calls,
     ) -> None:
         self.tokenizer = tokenizer
-        self._plain = AdaptedTemplate(template)
-        self._with_tools = AdaptedTemplate(tools_template) if tools_template is not None else self._plain
-        knows_tools = self._with_tools.template.mentions("tools")
+        self._write_calls = write_calls
+        self._plain = AdaptedTemplate(template, write_calls)
+        self._with_tools = AdaptedTemplate(tools_template, write_calls) if tools_template is not None else self._plain
         self._keep_reasoning = {
             adapted.template: _keep_reasoning(adapted.template) for adapted in (self._plain, self._with_tools)
         }
         self.template_source = template.source
-        self._always_as_text = tools_prompt == "always"
-        self.describes_tools = self._always_as_text or (tools_prompt == "auto" and not knows_tools)
+        self._always_as_text, self._never_as_text = tools_prompt == "always", tools_prompt == "never"
+        self.describes_tools = self._always_as_text or not (self._never_as_text or self._with_tools.shows_tools)
         self._thinking, self._kwargs = thinking_default, dict(template_kwargs or {})
         self.thinking_modes = _thinking_modes(self._plain)
         self.translates = template.mentions(SOURCE)
@@ -352,12 +357,23 @@ class Renderer:
         if self.translates:
             return self._translation(translated(request))
         tools = self._tools.offered(request.tools) if request.tools else []
-        adapted = self._with_tools if tools else self._plain
         entries = self._converter.convert(request)
         if self._always_as_text:
-            entries = tools_as_text(entries)
-        if tools and self.describes_tools:
-            entries, tools = [{"role": "system", "content": instructions(tools)}, *entries], []
+            entries = results_as_text(calls_as_text(entries, self._write_calls))
+        try:
+            return self._conversation(request, entries, tools, self.describes_tools)
+        except TemplateFailed:  # some fail on definitions that lack a description, or have an unusual type
+            if not tools or self.describes_tools or self._never_as_text:
+                raise
+            return self._conversation(request, entries, tools, True)
+
+    def _conversation(
+        self, request: Request, entries: list[TemplateMessage], tools: list[Frozen], as_text: bool
+    ) -> str:
+        adapted = self._with_tools if tools and not as_text else self._plain
+        if tools and as_text:
+            told = instructions(tools, self._write_calls)
+            entries, tools = [{"role": "system", "content": told}, *entries], []
         variables = self._variables(request, adapted.template, tools)
         if entries and (last := entries[-1])["role"] == "assistant":
             if _is_continued(request, last):
@@ -453,8 +469,7 @@ class Renderer:
 
     def _find_separator(self) -> str:
         """The white space that the template writes between a reply's text and its first call."""
-        probe = used_tool("call_0123456789")
-        probe[1] = probe[1] | {"content": "probe text"}
+        probe = used_tool("probe text")
         variables = {"tools": None, "add_generation_prompt": True}
         try:
             rest = self._with_tools.render(probe, variables).partition("probe text")[2]

@@ -19,8 +19,10 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
+from itertools import product
 from types import GeneratorType, TracebackType
 from typing import Any
 
@@ -32,6 +34,7 @@ from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from modelyard.core.errors import InvalidRequest
+from modelyard.core.output_format import Dumps, NamedCalls
 from modelyard.prompt import template_budget
 from modelyard.prompt.template_budget import (
     BUILDING_METHODS,
@@ -294,7 +297,7 @@ class ChatTemplate:
             raise TemplateFailed("the chat template calls itself without end") from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             where = self._line(error.__traceback__)
-            raise TemplateFailed(f"the chat template failed{where}: {error}") from error
+            raise TemplateFailed(f"the chat template failed{where}: {_in_plain_words(error)}") from error
 
     def _with_functions(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """FireFunction's template takes the tools as text, and the date as a variable."""
@@ -309,6 +312,23 @@ class ChatTemplate:
                 found = f" in line {self._template.get_corresponding_lineno(trace.tb_lineno)}"
             trace = trace.tb_next
         return found
+
+
+_INTERNAL = re.compile(  # classes, and the functions of filters and methods
+    r"\b(?:jinja2|modelyard)\.(?:\w+\.)*(\w+)|\b(Frozen|FrozenList|NoneType|Undefined)\b"
+    r"|[\w.<>]+\(\)(?= (?:got|missing|takes)\b)"
+)
+_PLAIN = {"Frozen": "dict", "FrozenList": "list", "LoopContext": "loop", "NoneType": "none"}
+
+
+def _in_plain_words(error: Exception) -> str:
+    """Messages of Python and Jinja name classes that no user knows."""
+
+    def plain(found: re.Match[str]) -> str:
+        name = found[1] or found[2] or "a filter or method"
+        return _PLAIN.get(name, name.lower())
+
+    return _INTERNAL.sub(plain, f"there is no {error}" if isinstance(error, KeyError) else str(error))
 
 
 @lru_cache(maxsize=16)  # it takes 40 ms, models share templates, and a reload needs those of all models again
@@ -361,13 +381,15 @@ def developer_as_system(entries: list[TemplateMessage]) -> list[TemplateMessage]
 
 def short_call_ids(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     """Some templates require nine letters and digits."""
-    return [_with_short_ids(entry) if "tool_call_id" in entry or "tool_calls" in entry else entry for entry in entries]
+    return [_with_ids(entry, _short) for entry in entries]
 
 
-def _with_short_ids(entry: TemplateMessage) -> TemplateMessage:
+def _with_ids(entry: TemplateMessage, change: Callable[[str], str]) -> TemplateMessage:
     if "tool_call_id" in entry:
-        return entry | {"tool_call_id": _short(entry["tool_call_id"])}
-    return entry | {"tool_calls": [call | {"id": _short(call["id"])} for call in entry["tool_calls"]]}
+        return entry | {"tool_call_id": change(entry["tool_call_id"])}
+    if "tool_calls" in entry:
+        return entry | {"tool_calls": [call | {"id": change(call["id"])} for call in entry["tool_calls"]]}
+    return entry
 
 
 def _short(id: str) -> str:
@@ -382,7 +404,9 @@ def one_system_first(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     head: list[TemplateMessage] = []
     for entry in entries[:start]:
         head = [_joined(head[0], entry)] if head else [entry]
-    return head + [_reminder(entry) if entry["role"] in _SYSTEM else entry for entry in entries[start:]]
+    return head + [
+        _as_user(entry, "system-reminder") if entry["role"] in _SYSTEM else entry for entry in entries[start:]
+    ]
 
 
 _SYSTEM = ("system", "developer")
@@ -392,8 +416,8 @@ def _first_after_system(entries: Sequence[TemplateMessage]) -> int:
     return next((at for at, entry in enumerate(entries) if entry["role"] not in _SYSTEM), len(entries))
 
 
-def _reminder(entry: TemplateMessage) -> TemplateMessage:
-    return {"role": "user", "content": f"<system-reminder>\n{_text(entry['content'])}\n</system-reminder>"}
+def _as_user(entry: TemplateMessage, tag: str) -> TemplateMessage:
+    return _message("user", f"<{tag}>\n{_text(entry['content'])}\n</{tag}>")
 
 
 def user_opens(entries: list[TemplateMessage]) -> list[TemplateMessage]:
@@ -413,18 +437,55 @@ def one_message_a_turn(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     return out
 
 
-def tools_as_text(entries: list[TemplateMessage]) -> list[TemplateMessage]:
-    return [
-        _tool_message_as_text(entry) if entry["role"] == "tool" or "tool_calls" in entry else entry for entry in entries
-    ]
+def named_call_ids(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    """Kimi's ids contain the names: its templates write nothing else."""
+    calls = [call for entry in entries for call in entry.get("tool_calls", ())]
+    ids = {call["id"]: f"functions.{call['function']['name']}:{at}" for at, call in enumerate(calls)}
+    return [_with_ids(entry, lambda id: ids.get(id, id)) for entry in entries]
 
 
-def _tool_message_as_text(entry: TemplateMessage) -> TemplateMessage:
-    if entry["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{_text(entry['content'])}\n</tool_response>"}
-    calls = "\n".join(f"<tool_call>\n{tojson(call['function'])}\n</tool_call>" for call in entry["tool_calls"])
+def one_part_a_message(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    """Some templates drop the text beside calls, or write only the first call. Each result follows its call."""
+    out: list[TemplateMessage] = []
+    for entry in entries:
+        if "tool_calls" in entry:
+            out += [_message("assistant", entry["content"])] if entry["content"] else []
+            first, *more = entry["tool_calls"]
+            out.append(entry | {"content": "", "tool_calls": [first]})
+            out += [_message("assistant", "") | {"tool_calls": [call]} for call in more]
+        else:
+            later = range(len(out), 0, -1) if entry["role"] == "tool" else ()
+            calls = (at for at in later if entry["tool_call_id"] in _call_ids(out[at - 1]))
+            out.insert(next(calls, len(out)), entry)
+    return out
+
+
+def _call_ids(entry: TemplateMessage) -> list[str]:
+    return [call["id"] for call in entry.get("tool_calls", ())]
+
+
+WriteCalls = Callable[[NamedCalls, Dumps], str]
+
+
+def hermes_calls(calls: NamedCalls, dumps: Dumps) -> str:
+    """The most common way to write calls: for models whose own is not known."""
+    objects = (dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+
+
+def calls_as_text(entries: list[TemplateMessage], write: WriteCalls = hermes_calls) -> list[TemplateMessage]:
+    return [_call_as_text(entry, write) if "tool_calls" in entry else entry for entry in entries]
+
+
+def _call_as_text(entry: TemplateMessage, write: WriteCalls) -> TemplateMessage:
+    functions = [call["function"] for call in entry["tool_calls"]]
+    calls = write([(function["name"], function["arguments"]) for function in functions], tojson)
     content = f"{entry['content']}\n{calls}" if entry["content"] else calls
     return {key: value for key, value in entry.items() if key != "tool_calls"} | {"content": content}
+
+
+def results_as_text(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    return [_as_user(entry, "tool_response") if entry["role"] == "tool" else entry for entry in entries]
 
 
 def system_in_first_user(entries: list[TemplateMessage]) -> list[TemplateMessage]:
@@ -446,26 +507,17 @@ def with_types(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     ]
 
 
+_OF_CALLS: tuple[Step, ...] = (named_call_ids, one_part_a_message, calls_as_text, results_as_text)
+_OF_TURNS: tuple[Step, ...] = (one_system_first, user_opens, system_in_first_user, one_message_a_turn)
 # The order in which enabled steps apply; later steps rely on earlier ones.
-STEPS: tuple[Step, ...] = (
-    developer_as_system,
-    short_call_ids,
-    tools_as_text,
-    one_system_first,
-    user_opens,
-    system_in_first_user,
-    one_message_a_turn,
-)
-# The order in which steps are added for a history that still fails; tools go last, because they cost the model most.
-FALLBACK_ORDER: tuple[Step, ...] = (
-    developer_as_system,
-    short_call_ids,
-    one_system_first,
-    user_opens,
-    one_message_a_turn,
-    tools_as_text,
-    system_in_first_user,
-)
+STEPS: tuple[Step, ...] = (developer_as_system, short_call_ids, *_OF_CALLS, *_OF_TURNS)
+# Added last, because they cost the model most, to a history that still fails.
+_LAST: tuple[Step, ...] = (calls_as_text, results_as_text, system_in_first_user)
+FALLBACK_ORDER = (*(step for step in STEPS if step not in (*_LAST, *_OF_CALLS)), *_LAST)
+
+
+def _ordered(*steps: Step) -> tuple[Step, ...]:
+    return tuple(step for step in STEPS if step in steps)
 
 
 def _joined(first: TemplateMessage, second: TemplateMessage) -> TemplateMessage:
@@ -505,25 +557,21 @@ def _message(role: str, content: str) -> TemplateMessage:
     return {"role": role, "content": content}
 
 
-def used_tool(call_id: str) -> list[TemplateMessage]:
-    function = {"name": "probename", "arguments": {"probekey": "probevalue"}}
-    call = {"id": call_id, "type": "function", "function": function}
-    return [
-        _message("user", "probe one"),
-        _message("assistant", "") | {"tool_calls": [call]},
-        _message("tool", "probe result") | {"name": "probename", "tool_call_id": call_id},
-        _message("assistant", "probe two"),
-        _message("user", "probe three"),
-    ]
+def used_tool(text: str = "", calls: int = 1) -> list[TemplateMessage]:
+    """A conversation with one message of text and calls."""
+    asked, answered = _message("assistant", text) | {"tool_calls": []}, []
+    for at, id in enumerate(["call_0123456789", "call_9876543210"][:calls]):
+        function = {"name": "probename", "arguments": {"probekey": f"probevalue{at}"}}
+        asked["tool_calls"].append({"id": id, "type": "function", "function": function})
+        answered.append(_message("tool", f"probe result{at}") | {"name": "probename", "tool_call_id": id})
+    return [_ONE, asked, *answered, _TWO, _THREE]
 
 
-_TOOL = {
-    "type": "function",
-    "function": {"name": "probename", "description": "probe", "parameters": {"type": "object", "properties": {}}},
-}
+_PARAMETERS = {"type": "object", "properties": {"probekey": {"type": "string", "description": "probe"}}, "required": []}
+_TOOL = {"type": "function", "function": {"name": "probetool", "description": "probe", "parameters": _PARAMETERS}}
 _ONE, _TWO, _THREE = _message("user", "probe one"), _message("assistant", "probe two"), _message("user", "probe three")
 _UNKNOWN_ROLE = "probepilot"
-_CALLED = ("probe one", "probename", "probevalue", "probe result", "probe two", "probe three")
+_CALLED = ("probe one", "probename", "probevalue0", "probe result0", "probe two", "probe three")
 
 # step → conversations that render completely if the step is not needed: (messages, texts in order)
 _PROBES: Mapping[Step, tuple[tuple[list[TemplateMessage], tuple[str, ...]], ...]] = {
@@ -531,8 +579,7 @@ _PROBES: Mapping[Step, tuple[tuple[list[TemplateMessage], tuple[str, ...]], ...]
         ([_message("developer", "probe rule"), _ONE], ("probe rule", "probe one")),
         ([_ONE, _TWO, _message("developer", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),
     ),
-    tools_as_text: ((used_tool("abcdef123"), _CALLED),),
-    short_call_ids: ((used_tool("call_0123456789"), _CALLED),),
+    short_call_ids: ((used_tool(), _CALLED),),
     one_system_first: (
         (
             [_message("system", "probe rule"), _message("system", "probe more"), _ONE],
@@ -552,25 +599,70 @@ _PROBES: Mapping[Step, tuple[tuple[list[TemplateMessage], tuple[str, ...]], ...]
 }
 
 
-class AdaptedTemplate:
-    """A template that accepts every history. `repr` shows the steps it needs."""
+# What may be done to calls and results, the least first.
+_TREATMENTS: tuple[tuple[Step, ...], ...] = ((), (named_call_ids,), (one_part_a_message,), _LAST[:1], _LAST[:2])
 
-    def __init__(self, template: ChatTemplate) -> None:
+
+def _beside_system(entries: list[TemplateMessage], _: Any) -> list[TemplateMessage]:
+    """Some templates write the tools after the system prompt, and only if there is one."""
+    return entries if _first_after_system(entries) else [_message("system", ""), *entries]
+
+
+def _in_system(entries: list[TemplateMessage], tools: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Some read them from the system message, as JSON."""
+    head, *rest = _beside_system(entries, tools)
+    return [head | {"tools": tojson([tool["function"] for tool in tools])}, *rest]
+
+
+_REASONING = ("reasoning_content", "reasoning", "thinking", "thought")  # what templates call it
+
+
+class AdaptedTemplate:
+    """A template that accepts every history. `write` is how calls are written that it cannot write. `repr` shows the
+    steps that it needs."""
+
+    def __init__(self, template: ChatTemplate, write: WriteCalls = hermes_calls) -> None:
         self.template = template
-        self._needs_types = False
-        if not self._accepts([_ONE], ("probe one",)):
-            self._needs_types = True
-            self._needs_types = self._accepts([_ONE], ("probe one",))
-        self.steps = tuple(step for step in STEPS if self._needs(step))
-        missing = [step for step in FALLBACK_ORDER if step not in self.steps]
-        added = (missing[:count] for count in range(len(missing) + 1))
-        self._attempts = [tuple(step for step in STEPS if step in (*self.steps, *more)) for more in added]
+        self._write = write
+        self._offer: Callable[..., list[TemplateMessage]] | None = None
+        self._no_tools: list[Any] | None
+        self._reasoning = next(filter(template.mentions, _REASONING), _REASONING[0])
+        # Some templates take no strings, and some no None: they need an empty list if there are no tools.
+        for self._needs_types, self._no_tools in ((False, None), (False, []), (True, None), (True, []), (False, None)):
+            if self._accepts([_ONE], ("probe one",)):
+                break
+        self.shows_tools = False
+        for self._offer in (None, _beside_system, _in_system, None) if template.mentions("tools") else ():
+            if self._accepts([_ONE], ("probetool",), offered=True):
+                self.shows_tools = True
+                break
+        self._steps: dict[tuple[bool, bool, bool], tuple[Step, ...]] = {}
+        for offered in (False, True)[: 1 + self.shows_tools]:
+            always = [step for step in _PROBES if self._needs(step, offered)]
+            for text, parallel in product((False, True), repeat=2):
+                self._steps[offered, text, parallel] = self._with_calls(always, offered, text, parallel)
+        self.steps = self._steps[False, False, False]
+        if self.shows_tools:  # some only after the last question
+            self.shows_tools = self._accepts(used_tool()[:3], ("probetool",), self._steps[True, False, False], True)
+        # Some put the system prompt into the last message, if that is a question.
+        asked, answered = ([_message("system", "probe rule"), *rest] for rest in ([_ONE], [_ONE, _TWO]))
+        self._drops_system = self._accepts(asked, ("probe rule",)) and not self._accepts(answered, ("probe rule",))
 
     def __repr__(self) -> str:
         return f"<AdaptedTemplate [{', '.join(step.__name__ for step in self.steps)}]>"
 
-    def _needs(self, step: Step) -> bool:
-        if not all(self._accepts(*probe) for probe in _PROBES[step]):
+    def _with_calls(self, always: list[Step], offered: bool, text: bool, parallel: bool) -> tuple[Step, ...]:
+        """The steps for conversations with or without tools, text beside calls, and parallel calls."""
+        probe = used_tool("probe text" if text else "", 1 + parallel)
+        others = ("probe text",) * text + ("probevalue1", "probe result1") * parallel
+        for more in _TREATMENTS:
+            steps = _ordered(*always, *more)
+            if all(self._accepts(probe, texts, steps, offered) for texts in (_CALLED, *((one,) for one in others))):
+                break
+        return steps
+
+    def _needs(self, step: Step, offered: bool) -> bool:
+        if not all(self._accepts(*probe, offered=offered) for probe in _PROBES[step]):
             return True
         return step is developer_as_system and self._copies_role("developer")
 
@@ -578,19 +670,16 @@ class AdaptedTemplate:
         """Whether the template writes the name of this role as it would write any word: the model was not trained on
         it."""
         try:
-            known, unknown = (
-                self.template.render({"messages": [_message(name, "probe rule"), _ONE], "add_generation_prompt": True})
-                for name in (role, _UNKNOWN_ROLE)
-            )
+            known, unknown = (self._render([_message(name, "probe rule"), _ONE], {}) for name in (role, _UNKNOWN_ROLE))
         except TemplateFailed:
             return False
         return role in known and known.replace(role, _UNKNOWN_ROLE) == unknown
 
-    def _accepts(self, entries: list[TemplateMessage], texts: Sequence[str]) -> bool:
-        used = [_TOOL] if any(entry["role"] == "tool" for entry in entries) else None
-        shown = with_types(entries) if self._needs_types else entries
+    def _accepts(
+        self, entries: list[TemplateMessage], texts: Sequence[str], steps: Sequence[Step] = (), offered: bool = False
+    ) -> bool:
         try:
-            text = self.template.render({"messages": shown, "tools": used, "add_generation_prompt": True})
+            text = self._render(entries, {"tools": [_TOOL] if offered else None, "add_generation_prompt": True}, steps)
         except TemplateFailed:
             return False
         at = 0
@@ -600,16 +689,29 @@ class AdaptedTemplate:
             at += len(wanted)
         return True
 
+    def _render(self, entries: list[TemplateMessage], variables: Mapping[str, Any], steps: Sequence[Step] = ()) -> str:
+        for step in steps:
+            entries = calls_as_text(entries, self._write) if step is calls_as_text else step(entries)
+        if (tools := variables.get("tools")) and self._offer is not None:
+            entries = self._offer(entries, tools)
+        if self._needs_types:
+            entries = with_types(entries)
+        if self._reasoning != _REASONING[0]:
+            entries = [{self._reasoning if k == _REASONING[0] else k: v for k, v in e.items()} for e in entries]
+        return self.template.render({**variables, "tools": tools or self._no_tools, "messages": entries})
+
     def render(self, entries: list[TemplateMessage], variables: Mapping[str, Any]) -> str:
-        failures: list[TemplateFailed] = []
-        for steps in self._attempts:
-            adapted = entries
-            for step in steps:
-                adapted = step(adapted)
-            if self._needs_types:
-                adapted = with_types(adapted)
-            try:
-                return self.template.render({**variables, "messages": adapted})
-            except TemplateFailed as error:
-                failures.append(error)
-        raise failures[0]  # it describes the conversation as it was sent
+        calling = [entry for entry in entries if "tool_calls" in entry]
+        has_text, is_parallel = any(e["content"] for e in calling), any(len(e["tool_calls"]) > 1 for e in calling)
+        needed = self._steps[bool(variables.get("tools")) and self.shows_tools, has_text, is_parallel]
+        if self._drops_system and entries and entries[-1]["role"] != "user":
+            needed = _ordered(*needed, system_in_first_user)
+        try:
+            return self._render(entries, variables, needed)
+        except TemplateFailed as error:
+            first = error  # it describes the conversation as it was sent
+        for step in FALLBACK_ORDER:
+            needed = _ordered(*needed, step)
+            with suppress(TemplateFailed):
+                return self._render(entries, variables, needed)
+        raise first

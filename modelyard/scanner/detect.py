@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.core.output_format import OutputFormat, Region, StartReader
 from modelyard.scanner.formats import load, names
-from modelyard.scanner.lexer import Incremental, TextBuffer
-from modelyard.scanner.output import CallBuilder
 
 _FALLBACK = "plain"
 
@@ -54,31 +51,11 @@ def _by_name(formats: list[OutputFormat], name: str) -> DetectedFormat | None:
 
 @lru_cache(maxsize=256)
 def with_hermes_calls(form: OutputFormat) -> OutputFormat:
-    """The format of a model that the system prompt teaches to call as `hermes` does. Its own markers still count."""
+    """The format of a model without calls of its own, which the system prompt teaches to call as `hermes` does."""
     hermes = load("hermes")
     if form is hermes:
         return form
     added = {m: action for m, action in hermes.regions["text"].markers.items() if isinstance(action, StartReader)}
-    regions = {name: Region(region.kind, _merge(added, region.markers)) for name, region in form.regions.items()}
+    regions = {name: Region(region.kind, {**region.markers, **added}) for name, region in form.regions.items()}
     hidden = (*form.hidden_markers, *(closing for action in added.values() for closing in action.closing))
     return replace(form, regions=regions, hidden_markers=hidden, trims_newlines=True, grammar=hermes.grammar)
-
-
-def _merge(
-    added: Mapping[str, StartReader], markers: Mapping[str, SwitchRegion | StartReader]
-) -> dict[str, SwitchRegion | StartReader]:
-    return {**markers, **{marker: _either(action, markers.get(marker)) for marker, action in added.items()}}
-
-
-def _either(added: StartReader, own: SwitchRegion | StartReader | None) -> StartReader:
-    """The taught calls are JSON. A family that uses the same marker for something else still does."""
-    if not isinstance(own, StartReader):
-        return added
-    other = own.reader
-
-    def read(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
-        yield from buffer.skip_space()
-        reader = added.reader if (yield from buffer.peek()) in ("{", "[") else other
-        return (yield from reader(buffer, calls))
-
-    return StartReader(read, (*own.closing, *added.closing))

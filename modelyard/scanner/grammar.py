@@ -1,21 +1,22 @@
 """Grammars for constrained calls, in llguidance's dialect of Lark: the call syntax of a family as data.
 
-`CallGrammar` is the text around the body of a call. `JsonBody` and `TaggedBody` are the two ways in which families
-write names and arguments. Texts that are tokens of the vocabulary are written as token ids: strings in a grammar
-never match special tokens.
+`CallSyntax` is the text around the body of a call. `JsonBody`, `TaggedBody` and `PythonBody` are the ways in which
+families write names and arguments. Calls can be constrained to a `CallGrammar`. Texts that are tokens of the vocabulary
+are written as token ids: strings in a grammar never match special tokens.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.output_format import GrammarContext
+from modelyard.core.output_format import Dumps, GrammarContext, NamedCalls
 from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner.arguments import schema_types
 from modelyard.scanner.custom_grammar import escape_regex, input_pattern
@@ -24,6 +25,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _DEFINITIONS = ("$defs", "definitions")
 _JSON_LEXEMES = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[:,] ', re.DOTALL)
+_JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", NoneType: "null"}
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
@@ -88,20 +90,35 @@ def after_reasoning(
     return replace(constraint, kind="lark", text=text, schema=json.dumps(schema, ensure_ascii=False))
 
 
-class CallGrammar(Struct, frozen=True, kw_only=True):
+class CallSyntax(Struct, frozen=True):
     """`begin opening body closing between opening body closing … end`. All but the body is fixed text of the family.
+
+    Unless a grammar is made of it, `opening` may contain {name} and {number}: which call it is, from 1.
+    """
+
+    body: Any  # JsonBody, TaggedBody, PythonBody or another with their `write`; that of a grammar is called, too
+    begin: str = ""
+    end: str = ""
+    opening: str = ""
+    closing: str = ""
+    between: str = "\n"
+
+    def write(self, calls: NamedCalls, dumps: Dumps, _specials: Container[str] = ()) -> str:
+        written: list[str] = []
+        for number, (name, arguments) in enumerate(calls, 1):
+            opening = self.opening.replace("{number}", str(number)).replace("{name}", name)
+            written.append(opening + self.body.write(name, arguments, dumps, number) + self.closing)
+        return self.begin + self.between.join(written) + self.end
+
+
+class CallGrammar(CallSyntax, frozen=True, kw_only=True):
+    """A syntax to which calls can be constrained.
 
     `trigger` is the prefix of the beginning after which only a call can follow. Without one, optional calls stay
     unconstrained. `reasoning` is what opens and closes reasoning before a call. `before_text` comes before a text that
     matches a schema.
     """
 
-    body: Callable[[LarkBuilder, Tool], str]
-    begin: str = ""
-    opening: str = ""
-    closing: str = ""
-    between: str = "\n"
-    end: str = ""
     trigger: str = ""
     reasoning: tuple[str, str] = ("<think>", "</think>")
     before_text: str = ""
@@ -156,6 +173,10 @@ class JsonBody(Struct, frozen=True):
     between: str
     after: str = ""
 
+    def write(self, name: str, arguments: Mapping[str, Any], dumps: Dumps, number: int) -> str:
+        shown = dumps(name)[1:-1] if self.before.endswith('"') else name
+        return f"{self.before}{shown}{self.between.replace('{at}', str(number - 1))}{dumps(arguments)}{self.after}"
+
     def __call__(self, lark: LarkBuilder, tool: Tool) -> str:
         name = tool.name if not self.before.endswith('"') else json.dumps(tool.name, ensure_ascii=False)[1:-1]
         if self.before.startswith("{"):  # the same lexemes as %json: a response schema may be the alternative
@@ -166,18 +187,33 @@ class JsonBody(Struct, frozen=True):
 
 
 class TaggedBody(Struct, frozen=True):
-    """Every parameter between tags, in the order of the schema: text unchanged, other values as JSON."""
+    """Every parameter between tags, in the order of the schema: text unchanged, other values as JSON.
+
+    Unless a grammar is made of it, `parameter` may contain the {type} of a value, or whether it {is_text}.
+    """
 
     function: str  # the text around the name, with {} in its place
     parameter: str
     closing: str  # of a parameter
+    end: str = ""
+
+    def write(self, name: str, arguments: Mapping[str, Any], dumps: Dumps, _: int) -> str:
+        written = (self._write(key, value, dumps) for key, value in arguments.items())
+        return self.function.replace("{}", name) + "".join(written) + self.end
+
+    def _write(self, key: str, value: Any, dumps: Dumps) -> str:
+        is_text = isinstance(value, str)
+        tag = self.parameter.replace("{type}", _JSON_TYPES.get(type(value), "object")).replace(
+            "{is_text}", dumps(is_text)
+        )
+        return tag.replace("{}", key) + (value if is_text else dumps(value)) + self.closing.replace("{}", key)
 
     def __call__(self, lark: LarkBuilder, tool: Tool) -> str:
         function = self._tag(lark, self.function, tool.name)
         if (pattern := input_pattern(tool).pattern) is not None:
             tag = self.closing.rstrip("\n")
             value = f"{lark.matching(pattern, tag)} {lark.literal(self.closing.removeprefix(tag))}"
-            return f"{function} {self._tag(lark, self.parameter, 'input')} {value}"
+            return f"{function} {self._tag(lark, self.parameter, 'input')} {value} {lark.literal(self.end)}"
         schema = arguments_schema(tool)
         required = schema.get("required") or ()
         parameters = [
@@ -185,7 +221,7 @@ class TaggedBody(Struct, frozen=True):
             + ("" if name in required else "?")
             for name, one in (schema.get("properties") or {}).items()
         ]
-        return " ".join([function, *parameters])
+        return " ".join([function, *parameters, lark.literal(self.end)])
 
     def _tag(self, lark: LarkBuilder, tag: str, name: str) -> str:
         before, _, after = tag.partition("{}")
@@ -200,6 +236,28 @@ class TaggedBody(Struct, frozen=True):
             tag = self.closing.rstrip("\n")  # it ends the text by itself
             return f"{lark.until(tag)} {lark.literal(self.closing.removeprefix(tag))}"
         return f"{lark.json({**{k: root[k] for k in _DEFINITIONS if k in root}, **schema})} {closing}"
+
+
+class PythonBody(Struct, frozen=True):
+    """A call with keyword arguments. Texts, lists and objects are written as JSON."""
+
+    def write(self, name: str, arguments: Mapping[str, Any], dumps: Dumps, _: int) -> str:
+        written = (dumps(v) if isinstance(v, str | list | dict) else repr(v) for v in arguments.values())
+        return f"{name}({', '.join(f'{key}={value}' for key, value in zip(arguments, written, strict=True))})"
+
+
+OBJECT = JsonBody('{"name": "', '", "arguments": ', "}")
+
+
+def listed(opening: str = "", closing: str = "", body: JsonBody | PythonBody = OBJECT) -> CallSyntax:
+    """Calls in a list."""
+    return CallSyntax(body, f"{opening}[", f"]{closing}", between=", ")
+
+
+def invoke(prefix: str = "", attribute: str = "") -> TaggedBody:
+    """`<invoke name=…>` with one `<parameter name=…>` per value."""
+    tag = f'<{prefix}parameter name="{{}}"{attribute}>'
+    return TaggedBody(f'<{prefix}invoke name="{{}}">\n', tag, f"</{prefix}parameter>\n", f"</{prefix}invoke>")
 
 
 def _allowed_texts(schema: Any) -> list[str]:

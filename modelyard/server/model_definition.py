@@ -22,7 +22,7 @@ from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling,
 from modelyard.gateway.model import THINKING_MODES, UNKNOWN_ENGINE, Model, TextPipeline
 from modelyard.prompt.media import image_placeholder
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.template import ChatTemplate
+from modelyard.prompt.template import ChatTemplate, hermes_calls
 from modelyard.prompt.template_source import TemplateSource, builtin, find_template
 from modelyard.prompt.translation import SOURCE
 from modelyard.router.router import ModelEntry, with_default_sampling
@@ -175,6 +175,7 @@ def _text_pipeline(
     source = _template(entry, settings, tokenizer, fallback, where)
     detected = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
     format = load_format(detected.format)
+    writer, specials = format.writer, tokenizer.specials
     stops = {tokenizer.specials[text] for text in (*format.stop_tokens, *source.stops) if text in tokenizer.specials}
     stop_strings = tuple(text for text in source.stops if text not in tokenizer.specials)
     renderer = Renderer(
@@ -185,14 +186,16 @@ def _text_pipeline(
         tools_prompt=settings.tools_prompt,
         marks_media=getattr(module, "MARKS_MEDIA", False),
         image_placeholder=_own_image_placeholder(tokenizer, source),
+        write_calls=hermes_calls if writer is None else lambda calls, dumps: writer.write(calls, dumps, specials),
     )
+    taught = "the hermes format" if writer is None else "its own format"
     notes += [
         ("tokenizer", f"{where}, {tokenizer.size} tokens"),
         ("template", f"from {source.origin}"),
         ("format", f"{format.name}: {detected.why}"),
-        ("tools", "described as text, calls in the hermes format" if renderer.describes_tools else "by the template"),
+        ("tools", f"described as text, calls in {taught}" if renderer.describes_tools else "by the template"),
     ]
-    tools_format = with_hermes_calls(format) if renderer.describes_tools else None
+    tools_format = with_hermes_calls(format) if renderer.describes_tools and writer is None else None
     return TextPipeline(
         renderer,
         tokenizer,

@@ -147,8 +147,19 @@ class GgufTokenizer:
         ids = self._encode(text, parse_special=False)
         if self._spelled is None or self._spelled_ids.isdisjoint(ids):
             return ids
-        cuts = [0, *(found.start() + 1 for found in self._spelled.finditer(text)), len(text)]
-        return [id for start, end in pairwise(cuts) for id in self._encode(text[start:end], parse_special=False)]
+        cuts = [*(found.start() + 1 for found in self._spelled.finditer(text)), len(text)]
+        ids = self._encode(text[: cuts[0]], parse_special=False)
+        return ids + [id for start, end in pairwise(cuts) for id in self._encode_rest(text[start:end])]
+
+    def _encode_rest(self, text: str) -> list[int]:
+        """A text that continues another one. Some vocabularies would begin it with a space, so it is encoded after a
+        line break, which is dropped."""
+        ids, raw = self._encode(f"\n{text}", parse_special=False), b""
+        for at, id in enumerate(ids):
+            raw += self.token_bytes(id)
+            if raw.endswith(b"\n"):
+                return ids[at + 1 :]
+        return self._encode(text, parse_special=False)
 
     encode_plain_inside = encode_plain
 

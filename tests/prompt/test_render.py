@@ -22,7 +22,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.prompt.render import MessageConverter, Renderer, ToolDefinitions, definition, instructions
-from modelyard.prompt.template import ChatTemplate
+from modelyard.prompt.template import ChatTemplate, TemplateFailed
 from modelyard.prompt.template_source import builtin
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, SpecialTokens
 from modelyard.tokenizer.shield import SENTINEL, Shield, unshield
@@ -182,13 +182,35 @@ def test_calls_in_the_history_match_the_described_tools() -> None:
 
 
 def test_a_separate_tools_template_counts_as_tool_support() -> None:
-    assert not echo("plain", tools_template=ChatTemplate("{{ tools | length }} tools")).describes_tools
+    assert not echo("plain", tools_template=ChatTemplate("{{ tools[0].function.name }}")).describes_tools
 
 
 def test_a_tools_template_is_used_only_with_tools() -> None:
-    renderer = echo("plain", tools_template=ChatTemplate("{{ tools | length }} tools"))
+    renderer = echo("plain", tools_template=ChatTemplate("{{ tools[0].function.name }}"))
     assert renderer.text(make_request(make_message("user", "x"))) == "plain"
-    assert renderer.text(make_request(make_message("user", "x"), tools=(TOOL,))) == "1 tools"
+    assert renderer.text(make_request(make_message("user", "x"), tools=(TOOL,))) == "read_file"
+
+
+def test_tools_that_a_template_cannot_write_are_described() -> None:
+    """Some fail on a parameter without a description."""
+    picky = (
+        """{% for t in tools or [] %}{% for p in t.function.parameters.properties.values() -%}
+    {{ t.function.name + p.description }}{% endfor %}{% endfor %}"""
+        + NAIVE
+    )
+    asked = make_request(make_message("user", "x"), tools=(TOOL,))
+    renderer = echo(picky)
+    assert not renderer.describes_tools
+    assert "<tool_call>" in renderer.text(asked)
+    with pytest.raises(TemplateFailed):
+        echo(picky, tools_prompt="never").text(asked)
+
+
+def test_described_tools_are_called_in_the_models_own_format() -> None:
+    renderer = echo(NAIVE, write_calls=lambda calls, dumps: f"CALL {calls[0][0]} {dumps(calls[0][1])}")
+    text = renderer.text(make_request(make_message("user", "x"), make_message("assistant", call()), tools=(TOOL,)))
+    assert 'CALL tool_name {"parameter": "value"}\n' in text
+    assert 'assistant:CALL read_file {"path": "a.txt"}' in text
 
 
 def test_images_are_parts_if_the_template_supports_them_and_text_otherwise() -> None:

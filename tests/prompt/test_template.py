@@ -112,6 +112,28 @@ def test_a_failure_names_its_line() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ tool.nope.x }}", "'dict object' has no attribute 'nope'"),
+        ("{{ 'a' + tool }}", 'can only concatenate str (not "dict") to str'),
+        ("{{ 'a' + none }}", 'can only concatenate str (not "none") to str'),
+        ("{{ missing | tojson }}", "Object of type undefined is not JSON serializable"),
+        ("{{ none | length }}", "object of type 'none' has no len()"),
+        ("{% for a in [1] %}{{ loop.nope.x }}{% endfor %}", "'loop object' has no attribute 'nope'"),
+        ("{{ namespace(a=1).nope.x }}", "'namespace object' has no attribute 'nope'"),
+        ("{{ tool | tojson(nope=1) }}", "a filter or method got an unexpected keyword argument 'nope'"),
+        ("{{ 'a'.replace('b') }}", "a filter or method missing 1 required positional argument: 'new'"),
+        ("{{ {}.pop('nope') }}", "there is no 'nope'"),
+        ("{% set x = [] %}{% set _ = x.append([1]) %}{{ x[0].nope.y }}", "'list object' has no attribute 'nope'"),
+    ],
+)
+def test_a_failure_names_no_internal_class_or_function(source: str, reason: str) -> None:
+    with pytest.raises(TemplateFailed) as caught:
+        render(source, tool=Frozen(name="x"))
+    assert str(caught.value) == f"the chat template failed in line 1: {reason}"
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "{{ ''.__class__.__mro__ }}",
@@ -224,8 +246,9 @@ def steps(source: str) -> list[str]:
 def test_requirements_of_a_template_are_detected_by_probing() -> None:
     assert steps(NINE) == ["developer_as_system", "short_call_ids"]
     assert steps(builtin("generic")) == []
-    assert steps(DROPS) == ["developer_as_system", "short_call_ids", "tools_as_text", "one_system_first"]
-    assert set(steps(STRICT)) >= {"tools_as_text", "system_in_first_user", "one_message_a_turn", "user_opens"}
+    as_text = ["calls_as_text", "results_as_text"]
+    assert steps(DROPS) == ["developer_as_system", "short_call_ids", *as_text, "one_system_first"]
+    assert set(steps(STRICT)) >= {*as_text, "system_in_first_user", "one_message_a_turn", "user_opens"}
 
 
 KNOWS_DEVELOPER = """{%- for m in messages -%}
@@ -335,3 +358,130 @@ def test_a_template_that_reads_only_typed_parts_gets_them_and_keeps_every_role()
     entries = [{"role": "system", "content": "rule"}, {"role": "user", "content": "hi"}]
     assert adapted.render(entries, {}) == "<system>: rule</><user>: hi</>"
     assert adapted.render([{"role": "user", "content": ""}], {}) == "<user>: </>"
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "find", "description": "d", "parameters": {"type": "object"}}}]
+NEEDS_TOOLS = """{%- for t in tools %}[{{ t.function.name }}]{% endfor -%}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}
+{%- endfor %}{% endfor -%}"""
+
+
+def called(content: str = "", *, ids: tuple[str, ...] = ("call_1",), **more: Any) -> dict[str, Any]:
+    calls = [{"id": id, "type": "function", "function": {"name": "find", "arguments": {"place": id}}} for id in ids]
+    return entry("assistant", content, tool_calls=calls, **more)
+
+
+def result(id: str = "call_1", content: str = "found") -> dict[str, Any]:
+    return entry("tool", content, tool_call_id=id, name="find")
+
+
+def adapt(source: str, **options: Any) -> AdaptedTemplate:
+    return AdaptedTemplate(ChatTemplate(source), **options)
+
+
+def test_a_template_that_needs_tools_is_probed_with_and_without_them() -> None:
+    adapted = adapt(NEEDS_TOOLS)
+    entries = [entry("system", "rule"), entry("user", "hi")]
+    assert adapted.render(entries, {"tools": TOOLS}) == "[find]<system>rule<user>hi"
+    assert adapted.render(entries, {"tools": None}) == "<system>rule<user>hi"
+
+
+def test_steps_may_differ_with_and_without_tools() -> None:
+    """Some templates write calls only if tools are offered."""
+    source = NEEDS_TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [] if tools else [])")
+    entries = [entry("user", "hi"), called(), result()]
+    assert '{"name": "find", "arguments": {"place": "call_1"}}<tool>' in adapt(source).render(entries, {"tools": TOOLS})
+    assert "<tool_call>" in adapt(source).render(entries, {"tools": None})
+
+
+def test_tools_that_are_written_after_a_system_prompt_get_one() -> None:
+    source = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+    {%- if m.role == 'system' and tools %}[{{ tools[0].function.name }}]{% endif %}{% endfor -%}"""
+    adapted = adapt(source)
+    assert adapted.shows_tools
+    assert adapted.render([entry("user", "hi")], {"tools": TOOLS}) == "<system>[find]<user>hi"
+    assert adapted.render([entry("system", "rule"), entry("user", "hi")], {"tools": TOOLS}).startswith(
+        "<system>rule[find]"
+    )
+    assert adapted.render([entry("user", "hi")], {"tools": None}) == "<user>hi"
+
+
+def test_tools_are_put_into_the_system_message_for_templates_that_look_there() -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '|' + m['tools'] + '|' if m['tools'] }}{% endfor %}"
+    )
+    text = adapt(source).render([entry("user", "hi")], {"tools": TOOLS})
+    assert text == f"<system>|{json.dumps([TOOLS[0]['function']])}|<user>hi"
+
+
+def test_a_template_that_names_tools_without_showing_them_does_not_support_them() -> None:
+    assert not adapt("{% set tools = [] %}" + NEEDS_TOOLS).shows_tools
+    assert not adapt("{% if messages[-1].role == 'user' %}{{ tools }}{% endif %}" + ROLES).shows_tools
+    assert adapt(NEEDS_TOOLS).shows_tools
+
+
+ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def own_calls(calls: Any, dumps: Any) -> str:
+    return "".join(f"[[{name} {dumps(arguments)}]]" for name, arguments in calls)
+
+
+def test_calls_that_a_template_cannot_write_are_in_the_models_own_format_and_results_keep_their_role() -> None:
+    entries = [entry("user", "hi"), called("Look:"), result()]
+    expected = '<user>hi<assistant>Look:\n[[find {"place": "call_1"}]]<tool>found'
+    assert adapt(ROLES, write=own_calls).render(entries, {}) == expected
+
+
+def test_results_are_text_only_for_templates_without_their_role() -> None:
+    entries = [entry("user", "hi"), called(), result()]
+    text = adapt(DROPS, write=own_calls).render(entries, {})
+    assert '<bot>[[find {"place": "call_1"}]]</bot><user><tool_response>\nfound\n</tool_response></user>' in text
+
+
+def test_arguments_are_written_verbatim_in_a_models_own_format() -> None:
+    message = called()
+    message["tool_calls"][0]["function"]["arguments"] = with_json({"a": 1}, '{"a":1}')
+    assert adapt(ROLES, write=own_calls).render([entry("user", "hi"), message], {}).endswith('[[find {"a":1}]]')
+
+
+FIRST_CALL = """{%- for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}
+{%- else %}{{ m.content }}{% endif %}{% endfor -%}"""
+
+
+def test_text_and_calls_are_messages_of_their_own_for_templates_that_write_only_the_first_call() -> None:
+    find = '<assistant>{"name": "find", "arguments": {"place": "%s"}}'
+    entries = [entry("user", "hi"), called("Look.", ids=("a", "b")), result("a", "A"), result("b", "B")]
+    expected = f"<user>hi<assistant>Look.{find % 'a'}<tool>A{find % 'b'}<tool>B"
+    assert adapt(FIRST_CALL).render(entries, {}) == expected
+    assert adapt(FIRST_CALL).render([entry("user", "hi"), called(), result()], {}) == (
+        f"<user>hi{find % 'call_1'}<tool>found"
+    )
+
+
+def test_ids_contain_the_names_for_templates_that_write_nothing_else() -> None:
+    source = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] -%}
+    [{{ c.id }} {{ c.function.arguments | tojson }}]{% endfor %}{{ m.tool_call_id }}{% endfor -%}"""
+    entries = [entry("user", "hi"), called(ids=("a", "b")), result("b")]
+    calls = '[functions.find:0 {"place": "a"}][functions.find:1 {"place": "b"}]'
+    assert adapt(source).render(entries, {}) == f"<user>hi<assistant>{calls}<tool>foundfunctions.find:1"
+
+
+def test_a_system_prompt_that_belongs_to_a_last_question_is_not_lost_without_one() -> None:
+    source = """{%- set ns = namespace(system='') -%}{%- for m in messages -%}
+    {%- if m.role == 'system' %}{% set ns.system = m.content %}{% else -%}
+    <{{ m.role }}>{{ ns.system ~ ': ' if loop.last and m.role == 'user' and ns.system }}{{ m.content }}
+    {%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor -%}"""
+    asked = [entry("system", "rule"), entry("user", "one"), entry("assistant", "two"), entry("user", "three")]
+    assert adapt(source).render(asked, {}) == "<user>one<assistant>two<user>rule: three"
+    answered = [entry("system", "rule"), entry("user", "one"), called(), result()]
+    assert adapt(source).render(answered, {}).startswith("<user>rule\n\none<assistant>")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking", "thought"])
+def test_reasoning_has_the_name_that_the_template_reads(name: str) -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.NAME }}{{ m.content }}{% endfor %}".replace("NAME", name)
+    entries = [entry("user", "hi"), entry("assistant", "so", reasoning_content="hm, ")]
+    assert adapt(source).render(entries, {}) == "<user>hi<assistant>hm, so"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tomllib
-from typing import Any
+from pathlib import Path
 
 import pytest
 
+from modelyard.core.request import Tool
 from modelyard.plugins import UnknownPlugin
+from modelyard.prompt.template import hermes_calls, tojson
 from modelyard.scanner.detect import DetectedFormat, detect, with_hermes_calls
 from modelyard.scanner.formats import load, names
-from tests.scanner import record_templates
+from tests.public_templates import public_templates
 from tests.scanner.helpers import ScannedBlock, scan
 
 QWEN3 = "{%- if tools %}<tool_call>{{ x }}</tool_call>{% endif %}<think>\n"
@@ -58,22 +60,28 @@ def test_an_unknown_setting_lists_the_known_ones() -> None:
         detect("hermez", "", "")
 
 
-# --- the templates that llama.cpp is tested with ----------------------------------------------------------------------
+# --- public templates -------------------------------------------------------------------------------------------------
 
-TEMPLATES: dict[str, dict[str, Any]] = tomllib.loads(record_templates.TABLE.read_text())
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_format_of_every_template_of_llama_cpp_is_detected(name: str) -> None:
-    template = "\n".join(TEMPLATES[name]["markers"])
-    assert detect(None, template, "").format == TEMPLATES[name]["format"]
+FORMATS: dict[str, list[str]] = tomllib.loads((Path(__file__).parent / "templates.toml").read_text("utf-8"))
+TEMPLATES = {name: format for format, listed in FORMATS.items() for name in listed}
 
 
-def test_the_templates_of_llama_cpp_are_recorded_by_what_they_contain() -> None:
-    assert len(TEMPLATES) >= 70
-    for recorded in TEMPLATES.values():
-        template = "\n".join(recorded["markers"])
-        assert set(record_templates.markers(template)) >= set(recorded["markers"])
+def test_every_public_template_is_listed() -> None:
+    assert sorted(public_templates()) == sorted(TEMPLATES)
+    assert len(TEMPLATES) >= 380
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_format_of_every_public_template_is_detected(format: str) -> None:
+    found = {name: detect(None, public_templates()[name], "").format for name in FORMATS[format]}
+    assert {name: other for name, other in found.items() if other != format} == {}
+
+
+def test_a_template_that_asks_for_json_in_the_turns_of_llama_4_is_read() -> None:
+    template = public_templates()["vllm/tool_chat_template_llama4_json"]
+    call = '{"name": "now", "parameters": {"zone": "UTC"}}'
+    blocks = scan([f"{call}; {call}<|eot|>"], detect(None, template, "").format, tools=[Tool("now")])
+    assert blocks == [ScannedBlock("tool_call", '{"zone": "UTC"}', "now")] * 2
 
 
 # --- the calls of Hermes in other formats -----------------------------------------------------------------------------
@@ -81,8 +89,8 @@ def test_the_templates_of_llama_cpp_are_recorded_by_what_they_contain() -> None:
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-def test_every_format_can_read_the_calls_of_hermes() -> None:
-    for name in names():
+def test_every_format_without_calls_can_read_those_of_hermes() -> None:
+    for name in (name for name in names() if load(name).writer is None):
         blocks = scan([f"I look.\n{CALL}\nDone."], with_hermes_calls(load(name)))
         assert [block.name for block in blocks if block.kind == "tool_call"] == ["now"], name
         assert not any("tool_call" in block.text for block in blocks), name
@@ -97,11 +105,13 @@ def test_a_format_with_hermes_calls_keeps_its_own_markers() -> None:
     assert scan(["<text>a\n\n</text>"], with_hermes_calls(load("plain"))) == [ScannedBlock("text", "a\n\n")]
 
 
-def test_a_marker_with_two_meanings_is_read_in_both() -> None:
-    own = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
-    assert scan([own, CALL], with_hermes_calls(load("qwen3_coder"))) == [ScannedBlock("tool_call", "{}", "now")] * 2
-
-
 def test_a_format_with_hermes_calls_is_built_once() -> None:
     assert with_hermes_calls(load("hermes")) is load("hermes")
     assert with_hermes_calls(load("plain")) is with_hermes_calls(load("plain"))
+
+
+def test_calls_are_taught_as_hermes_writes_them() -> None:
+    writer = load("hermes").writer
+    calls = [("now", {"zone": "é", "at": [1, None]}), ("later", {})]
+    assert writer is not None
+    assert hermes_calls(calls, tojson) == writer.write(calls, tojson)

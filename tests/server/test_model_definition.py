@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from modelyard.config.library_models import LibraryModel
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError
 from modelyard.core.errors import Unavailable
-from modelyard.core.request import Message, Request, Sampling, Text, Tool
+from modelyard.core.request import Message, Request, Sampling, Text, Tool, ToolCall, ToolResult
 from modelyard.engines.llama_cpp.selftest import write_tiny_model
 from modelyard.gateway.model import capability_names, effective_capabilities
 from modelyard.library.default_model import fetch
@@ -20,6 +21,7 @@ from modelyard.library.model_files import LibraryEntry
 from modelyard.server import model_definition
 from modelyard.server.model_definition import ModelDefinition, define_later, define_model
 from modelyard.tokenizer.gguf import GgufTokenizer
+from tests.public_templates import public_templates
 
 
 def defined(**settings: Any) -> ModelDefinition:
@@ -183,12 +185,54 @@ def test_a_named_format_rewords_no_template_of_the_file_unless_forced() -> None:
 
 
 def test_a_files_own_variant_for_tools_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {None: "plain {{ messages[0].content }}", "tool_use": "variant {{ tools | length }}"}
+    own = {None: "plain {{ messages[0].content }}", "tool_use": "variant {{ tools[0].function.name }}"}
     monkeypatch.setattr(GgufTokenizer, "named_template", lambda _, name: own.get(name))
     renderer = defined(backend="llama_cpp", path=str(fetch())).model.pipeline.renderer
     asked = Request(model="demo", messages=(Message("user", (Text("Hi"),)),))
     assert renderer.text(asked) == "plain Hi"
-    assert renderer.text(replace(asked, tools=(Tool("now"),))) == "variant 1"
+    assert renderer.text(replace(asked, tools=(Tool("now"),))) == "variant now"
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("llama.cpp/LFM2-8B-A1B", '<|tool_call_start|>[now(zone="UTC")]<|tool_call_end|>'),
+        ("llama.cpp/LFM2.5-Instruct", '<|tool_call_start|>[now(zone="UTC")]<|tool_call_end|>'),
+        (
+            "llama.cpp/ibm-granite-granite-3.3-2B-Instruct",
+            '<|tool_call|>[{"name": "now", "arguments": {"zone": "UTC"}}]',
+        ),
+    ],
+)
+def test_calls_that_a_template_cannot_write_are_in_the_models_own_format(template: str, written: str) -> None:
+    made = defined(backend="llama_cpp", path=str(fetch()), chat_template=public_templates()[template])
+    messages = (
+        Message("user", (Text("Hi"),)),
+        Message("assistant", (ToolCall("call_1", "now", '{"zone": "UTC"}'),)),
+        Message("tool", (ToolResult("call_1", (Text("noon"),)),)),
+    )
+    text = made.model.pipeline.renderer.text(Request(model="demo", messages=messages, tools=(Tool("now"),)))
+    assert written in text
+    assert "<tool_call>" not in text
+    assert re.search(r"tool(?:<\|end_of_role\|>|\n(?:<\|tool_response_start\|>)?)noon", text), "results keep their role"
+    assert dict(made.notes)["tools"] == "by the template"
+
+
+def test_described_tools_are_called_in_the_format_of_the_model_if_it_has_one() -> None:
+    asked = Request(model="demo", messages=(Message("user", (Text("Hi"),)),), tools=(Tool("now"),))
+    shown = {}
+    for template in ("trl/cohere2", "trl/llama3"):
+        made = defined(backend="llama_cpp", path=str(fetch()), chat_template=public_templates()[template])
+        pipeline = made.model.pipeline
+        shown[template] = dict(made.notes)["tools"], pipeline.renderer.text(asked), pipeline.tools_prompt_format
+    note, text, format = shown["trl/cohere2"]
+    assert note == "described as text, calls in its own format"
+    assert '<|START_ACTION|>[{"tool_name": "tool_name", "parameters": {"parameter": "value"}}]<|END_ACTION|>' in text
+    assert format is None
+    note, text, format = shown["trl/llama3"]
+    assert note == "described as text, calls in the hermes format"
+    assert "<tool_call>" in text
+    assert format is not None
 
 
 def test_the_name_of_a_format_in_place_of_a_template_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import JsonBody, listed
 from modelyard.scanner.json_calls import JsonCallReader
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -60,5 +61,6 @@ FORMATS = (
         turn_starts=("<|assistant_start|>",),
         template_hints=((_CALLS, _CALLS_END),),
         name_hints=("apertus",),
+        calls=listed(_CALLS, _CALLS_END, JsonBody('{"', '": ', "}")),
     ),
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.formats._common import at_reply_start
+from modelyard.scanner.grammar import listed
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -53,5 +54,6 @@ FORMATS = (
         turn_starts=("<|assistant|>", "<|begin_assistant|>"),
         template_hints=((_BEGIN,), (_BEGIN, "<tool_calls>")),
         name_hints=("apriel",),
+        calls=listed("<tool_calls>", _CALLS_END[0]),
     ),
 )

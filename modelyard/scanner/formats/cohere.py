@@ -28,6 +28,7 @@ import re
 from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.scanner.grammar import JsonBody, listed
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -90,6 +91,7 @@ _COMMAND = OutputFormat(
         ("<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>"),
     ),
     name_hints=("command-r", "command-a", "c4ai-command"),
+    calls=listed("<|START_ACTION|>", "<|END_ACTION|>", JsonBody('{"tool_name": "', '", "parameters": ', "}")),
 )
 
 _COMMAND4 = replace(

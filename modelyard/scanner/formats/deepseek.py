@@ -58,7 +58,7 @@ from msgspec.structs import replace
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.formats._invoke import InvokeTags
-from modelyard.scanner.grammar import CallGrammar, JsonBody
+from modelyard.scanner.grammar import CallGrammar, CallSyntax, JsonBody, invoke
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -141,8 +141,9 @@ _V3 = OutputFormat(
     hidden_markers=(_SEPARATOR, _CALL_END, _END, *_OUTPUTS, _TURN_END, *_ROLES),
     stop_tokens=(_TURN_END,),
     turn_starts=("<｜Assistant｜>", *_OUTPUTS[2:]),
-    template_hints=((_BEGIN, _SEPARATOR, "```json"),),
+    template_hints=((_BEGIN,), (_BEGIN, _SEPARATOR, "```json")),
     name_hints=("deepseek-v3", "deepseek_v3", "deepseek-chat"),
+    calls=CallSyntax(JsonBody(f"function{_SEPARATOR}", "\n```json\n", "\n```"), _BEGIN, _END, _CALL, _CALL_END),
 )
 
 _V31 = replace(
@@ -150,15 +151,8 @@ _V31 = replace(
     name="deepseek_v31",
     template_hints=((_BEGIN, _SEPARATOR),),
     name_hints=("deepseek-v3.1", "deepseek-v31", "deepseek_v31"),
-    grammar=CallGrammar(
-        body=JsonBody("", _SEPARATOR),
-        begin=_BEGIN,
-        opening=_CALL,
-        closing=_CALL_END,
-        between="",
-        end=_END,
-        trigger=_BEGIN,
-    ),
+    calls=None,
+    grammar=CallGrammar(JsonBody("", _SEPARATOR), _BEGIN, _END, _CALL, _CALL_END, "", trigger=_BEGIN),
 )
 
 _R1_REGIONS = regions(_READERS | dict.fromkeys(_MISSPELLED, _READERS[_BEGIN]), closes_alone=True)
@@ -205,6 +199,12 @@ _DSML_READERS = {
     f"</{_DSML}": StartReader(_skip_tag),
 }
 
+
+def _dsml_calls(block: str) -> CallSyntax:
+    body = invoke(_DSML, ' string="{is_text}"')
+    return CallSyntax(body, f"<{_DSML}{block}>\n", f"</{_DSML}{block}>", "", "\n", "")
+
+
 _V32 = OutputFormat(
     name="deepseek_v32",
     regions=regions(_DSML_READERS, closes_alone=True),
@@ -214,6 +214,7 @@ _V32 = OutputFormat(
     turn_starts=("<｜Assistant｜>", "</function_results>"),
     template_hints=((_DSML, "function_calls>"),),
     name_hints=("deepseek-v3.2", "deepseek-v32", "deepseek_v32"),
+    calls=_dsml_calls("function_calls"),
 )
 
 _V4 = replace(
@@ -221,6 +222,7 @@ _V4 = replace(
     name="deepseek_v4",
     template_hints=((_DSML, "tool_calls>"),),
     name_hints=("deepseek-v4", "deepseek_v4"),
+    calls=_dsml_calls("tool_calls"),
 )
 
 FORMATS = (_R1, _V3, _V31, _V32, _V4)

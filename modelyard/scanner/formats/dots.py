@@ -16,6 +16,7 @@ from __future__ import annotations
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.formats._invoke import InvokeTags
+from modelyard.scanner.grammar import CallSyntax, invoke
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -45,5 +46,6 @@ FORMATS = (
         turn_starts=("<|response|>",),
         template_hints=((_BLOCK,), (_BLOCK, "<invoke name=")),
         name_hints=("dots.llm", "dots-llm", "dots-3", "dots3", "dots1"),
+        calls=CallSyntax(invoke(), f"{_BLOCK}\n", f"\n{_BLOCK_END}"),
     ),
 )

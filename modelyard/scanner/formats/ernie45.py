@@ -22,6 +22,7 @@ The template of the thinking models opens the reasoning in the prompt.
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.scanner.formats.qwen import HERMES
 from modelyard.scanner.json_calls import json_calls
 
 _MARKERS: dict[str, SwitchRegion | StartReader] = {
@@ -50,5 +51,6 @@ FORMATS = (
         turn_starts=("<|im_start|>assistant", "Assistant:"),
         template_hints=(("<tool_call>", "<response>"), ("<|begin_of_sentence|>", "Assistant:")),
         name_hints=("ernie-4.5", "ernie4.5", "ernie45", "ernie"),
+        calls=HERMES.writer,
     ),
 )

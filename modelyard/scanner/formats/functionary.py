@@ -18,6 +18,7 @@ import re
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.formats.llama import INTERPRETERS, read_code
+from modelyard.scanner.grammar import CallSyntax, JsonBody
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
 from modelyard.scanner.output import CallBuilder
@@ -58,5 +59,6 @@ FORMATS = (
         turn_starts=("<|start_header_id|>assistant<|end_header_id|>",),
         template_hints=((">>>all", ">>>${recipient}"), (">>>all", "<|start_header_id|>")),
         name_hints=("functionary-small-v3.2", "functionary-medium-v3.2", "functionary-v3.2"),
+        calls=CallSyntax(JsonBody(_RECIPIENT, "\n"), between=""),
     ),
 )

@@ -23,10 +23,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
+from msgspec import Struct
+
+from modelyard.core.output_format import Dumps, OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, to_json
+from modelyard.scanner.grammar import CallSyntax
 from modelyard.scanner.lenient_json import JsonReader, escape_json, repair_literal
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
 from modelyard.scanner.output import CallBuilder
@@ -258,6 +262,21 @@ _READERS = {
     **dict.fromkeys((_CALL, "<call>"), StartReader(_READER.read_bare, (_TOOL_CALL_END,), bare=True)),
 }
 
+
+class _Body(Struct, frozen=True):
+    quote: str
+
+    def write(self, name: str, arguments: Mapping[str, Any], dumps: Dumps, _: int = 0) -> str:
+        return f"{_CALL}{name}{{{','.join(f'{key}:{self._value(one, dumps)}' for key, one in arguments.items())}}}"
+
+    def _value(self, value: Any, dumps: Dumps) -> str:
+        if isinstance(value, dict):
+            return self.write("", {self._value(key, dumps): one for key, one in value.items()}, dumps)[len(_CALL) :]
+        if isinstance(value, list):
+            return f"[{','.join(self._value(one, dumps) for one in value)}]"
+        return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else dumps(value)
+
+
 _GEMMA4 = OutputFormat(
     name="gemma4",
     regions={
@@ -279,6 +298,7 @@ _GEMMA4 = OutputFormat(
     turn_starts=("<|turn>model", "<tool_response|>"),
     template_hints=((_TOOL_CALL, _QUOTE), (_CHANNEL, "<|turn>")),
     name_hints=("gemma-4", "gemma4"),
+    calls=CallSyntax(_Body(_QUOTE), "", "", _TOOL_CALL, _TOOL_CALL_END, ""),
 )
 
 # --- FunctionGemma ----------------------------------------------------------------------------------------------------
@@ -302,6 +322,7 @@ _FUNCTION_GEMMA = OutputFormat(
     turn_starts=("<start_of_turn>model", "<end_function_response>"),
     template_hints=((_FUNCTION_CALL, _ESCAPE),),
     name_hints=("functiongemma",),
+    calls=CallSyntax(_Body(_ESCAPE), "", "", _FUNCTION_CALL, _FUNCTION_CALL_END, ""),
 )
 
 FORMATS = (_FUNCTION_GEMMA, _GEMMA4)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import OBJECT, CallSyntax
 from modelyard.scanner.json_calls import json_calls
 
 _SEP, _ROLE, _CALL = "<|message_sep|>", "<|role_sep|>", "<|function_call|>"
@@ -32,5 +33,6 @@ FORMATS = (
         turn_starts=("assistant<|role_sep|>",),
         template_hints=((_SEP, _ROLE), (_SEP, _ROLE, _CALL)),
         name_hints=("gigachat",),
+        calls=CallSyntax(OBJECT, opening=f"{_SEPS[0]}function call{_ROLES[0]}", between=""),
     ),
 )

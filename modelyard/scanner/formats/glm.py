@@ -120,9 +120,11 @@ _GLM45 = OutputFormat(
     template_hints=((_KEY, _VALUE),),
     name_hints=("glm-4.5", "glm-4.6", "glm4.5", "glm4.6"),
     grammar=CallGrammar(
-        body=TaggedBody("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
-        opening=_CALL,
-        closing=_CALL_END,
+        TaggedBody("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
+        "",
+        "",
+        _CALL,
+        _CALL_END,
         trigger=_CALL,
     ),
 )
@@ -133,10 +135,12 @@ _GLM47 = replace(
     template_hints=(("{function-name}" + _KEY, _VALUE),),
     name_hints=("glm-4.7", "glm4.7", "glm-5", "glm5"),
     grammar=CallGrammar(
-        body=TaggedBody("{}", "<arg_key>{}</arg_key><arg_value>", "</arg_value>"),
-        opening=_CALL,
-        closing=_CALL_END,
-        between="",
+        TaggedBody("{}", "<arg_key>{}</arg_key><arg_value>", "</arg_value>"),
+        "",
+        "",
+        _CALL,
+        _CALL_END,
+        "",
         trigger=_CALL,
     ),
 )
@@ -154,6 +158,7 @@ def _relative(
         turn_starts=(turn_start,),
         template_hints=((hint, _KEY, _VALUE),),
         name_hints=name_hints,
+        calls=(_GLM45 if name == "ling3" else _GLM47).writer,
     )
 
 

@@ -35,6 +35,8 @@ from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.formats._common import at_reply_start, regions
+from modelyard.scanner.formats.qwen import HERMES
+from modelyard.scanner.grammar import OBJECT, CallSyntax, listed
 from modelyard.scanner.json_calls import bare_list, json_calls, marked_list
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -78,6 +80,7 @@ _GRANITE3 = OutputFormat(
     turn_starts=("<|end_of_role|>",),
     template_hints=(("<|start_of_role|>",), ("<|start_of_role|>", "<|tool_call|>")),
     name_hints=("granite",),
+    calls=listed("<|tool_call|>"),
 )
 
 _GRANITE4 = replace(
@@ -86,6 +89,7 @@ _GRANITE4 = replace(
     regions=regions({"<tool_call>": StartReader(json_calls, ("</tool_call>",))}),
     template_hints=(("<|start_of_role|>", "<tool_call>"),),
     name_hints=("granite-4", "granite4", "granite-h"),
+    calls=HERMES.writer,
 )
 
 _GRANITE_20B = OutputFormat(
@@ -96,6 +100,7 @@ _GRANITE_20B = OutputFormat(
     turn_starts=("ASSISTANT:",),
     template_hints=(("<function_call>",), ("<function_call>", "<|function_call_library|>")),
     name_hints=("granite-20b-functioncalling", "granite-20b-fc"),
+    calls=CallSyntax(OBJECT, opening="<function_call> "),
 )
 
 FORMATS = (_GRANITE3, _GRANITE4, _GRANITE_20B)

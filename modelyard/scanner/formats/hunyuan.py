@@ -36,6 +36,7 @@ from msgspec.structs import replace
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, has_value, read_parameters, read_value
 from modelyard.scanner.formats._common import at_reply_start, function_name, regions
+from modelyard.scanner.grammar import CallSyntax, TaggedBody, listed
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -57,6 +58,8 @@ class _TagSet:
         ends = (self._call_end, self._block_end)
         self._parameters = ParameterTags(key, self._key_end, value_end, ends, (self._call,), on_lines=False)
         self.readers = {block: StartReader(self._read_block, ends), self._call: StartReader(self._read_call, ends)}
+        body = TaggedBody(f"{{}}{self._separator}\n", f"{key}{{}}{self._key_end}\n{self._value}", f"{value_end}\n")
+        self.calls = CallSyntax(body, f"{block}\n", self._block_end, self._call, f"{self._call_end}\n", "")
         self.hidden_markers = (*ends, self._separator, key, self._key_end, self._value, value_end)
 
     def _read_block(self, buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
@@ -106,9 +109,10 @@ _HY3 = OutputFormat(
     turn_starts=_TURN_STARTS,
     template_hints=(("<tool_sep{}>", "hy_Assistant"), ("<tool_sep>", "<arg_key>")),
     name_hints=("hy3", "hy-3", "hy_v3"),
+    calls=_TAG_SETS[1].calls,
 )
 
-_HUNYUAN = replace(_HY3, name="hunyuan", template_hints=(), name_hints=("hunyuan",))
+_HUNYUAN = replace(_HY3, name="hunyuan", template_hints=(), name_hints=("hunyuan",), calls=_TAG_SETS[0].calls)
 
 _A13B_MARKERS: dict[str, SwitchRegion | StartReader] = {
     "<tool_calls>": StartReader(json_calls, ("</tool_calls>",)),
@@ -134,8 +138,9 @@ _A13B = OutputFormat(
     hidden_markers=("</tool_calls>", "<|eos|>", "<|startoftext|>", "<|extra_0|>", "<|extra_4|>"),
     stop_tokens=("<|eos|>", "<|endoftext|>"),
     turn_starts=("<|extra_0|>",),
-    template_hints=(("<tool_calls>", "<|extra_0|>"), ("<|extra_0|>", "<|extra_4|>")),
+    template_hints=(("<tool_calls>[{", '"func_name1", "arguments":', "<|extra_0|>"), ("<|extra_0|>", "<|extra_4|>")),
     name_hints=("hunyuan-a13b", "hunyuan_a13b"),
+    calls=listed("<tool_calls>", "</tool_calls>"),
 )
 
 FORMATS = (_HUNYUAN, _A13B, _HY3)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
+from modelyard.scanner.grammar import CallSyntax, JsonBody
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -49,5 +50,8 @@ FORMATS = (
         turn_starts=(_END, _STOP),
         template_hints=((_MODEL,), (_MODEL, _END)),
         name_hints=("inkling",),
+        calls=CallSyntax(
+            JsonBody('{"name": "', '", "args": ', "}"), opening=f"{_MODEL}{{name}}{_JSON}", closing=_END, between=""
+        ),
     ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import CallSyntax, JsonBody
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -32,5 +33,8 @@ FORMATS = (
         turn_starts=("<|im_start|>assistant",),
         template_hints=(("<|action_start|>",),),
         name_hints=("internlm",),
+        calls=CallSyntax(
+            JsonBody('<|plugin|>\n{"name": "', '", "parameters": ', "}"), "", "", "<|action_start|>", "<|action_end|>"
+        ),
     ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import OBJECT, CallSyntax
 from modelyard.scanner.json_calls import json_calls
 
 FORMATS = (
@@ -21,5 +22,6 @@ FORMATS = (
         turn_starts=("<|assistant|>",),
         template_hints=(("<tool_calls>", "<|bom|>"), ("<|bom|>", "<|eom|>")),
         name_hints=("jamba",),
+        calls=CallSyntax(OBJECT, "<tool_calls>[\n    ", "\n]</tool_calls>", between=",\n    "),
     ),
 )

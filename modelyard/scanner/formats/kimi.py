@@ -31,6 +31,7 @@ import re
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, read_value
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import CallSyntax, JsonBody, TaggedBody
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lenient_json import JsonReader
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
@@ -81,6 +82,7 @@ _K2 = OutputFormat(
     turn_starts=("<|im_middle|>",),
     template_hints=((_BEGIN, _ARGUMENTS),),
     name_hints=("kimi-k2", "kimi_k2"),
+    calls=CallSyntax(JsonBody("functions.", f":{{at}}{_ARGUMENTS}"), _SECTIONS[0], _SECTIONS[1], _BEGIN, _CALL_END, ""),
 )
 
 # --- K3 ---------------------------------------------------------------------------------------------------------------
@@ -217,6 +219,14 @@ _K3 = OutputFormat(
     turn_starts=(_END, '<|open|>message role="assistant"<|sep|>'),
     template_hints=((_OPEN, _CLOSE, _END),),
     name_hints=("kimi-k3", "kimi_k3"),
+    calls=CallSyntax(
+        TaggedBody("", f'{_OPEN}argument key="{{}}" type="{{type}}"{_SEP}', f"{_CLOSE}argument{_SEP}"),
+        begin=f"{_OPEN}tools{_SEP}",
+        end=f"{_CLOSE}tools{_SEP}",
+        opening=f'{_OPEN}call tool="{{name}}" index="{{number}}"{_SEP}',
+        closing=f"{_CLOSE}call{_SEP}",
+        between="",
+    ),
 )
 
 FORMATS = (_K2, _K3)

@@ -12,6 +12,7 @@ import re
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import PythonBody, listed
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -65,5 +66,6 @@ FORMATS = (
         turn_starts=("<|im_start|>assistant",),
         template_hints=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("List of tools: [",)),
         name_hints=("lfm2",),
+        calls=listed(_START, _END, PythonBody()),
     ),
 )

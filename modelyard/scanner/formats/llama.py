@@ -33,7 +33,7 @@ from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.arguments import ArgumentWriter
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.formats.qwen import FUNCTION, FUNCTION_END, FunctionTagReader
-from modelyard.scanner.grammar import CallGrammar, JsonBody
+from modelyard.scanner.grammar import CallGrammar, JsonBody, PythonBody, listed
 from modelyard.scanner.json_calls import JsonCallReader, OfferedJsonCallReader, json_calls
 from modelyard.scanner.lexer import INSIDE_BRACKET, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -156,12 +156,13 @@ def _read_between_tokens(buffer: TextBuffer, calls: CallBuilder) -> Incremental[
 
 _LLAMA4 = OutputFormat(
     name="llama4_pythonic",
-    regions=regions({_START: StartReader(_read_between_tokens, (_END,)), "[": _BARE_LIST}),
+    regions=regions({_START: StartReader(_read_between_tokens, (_END,)), "[": _BARE_LIST, "{": _LLAMA3_READERS["{"]}),
     hidden_markers=(_END, "</think>", "<|eot|>", "<|eom|>"),
     stop_tokens=("<|eot|>", "<|eom|>"),
     turn_starts=("<|header_start|>assistant<|header_end|>",),
     template_hints=(("<|header_start|>", "<|header_end|>"), (_START,)),
     name_hints=("llama-4", "llama4"),
+    calls=listed(_START, _END, PythonBody()),
 )
 
 _PYTHONIC = OutputFormat(
@@ -172,6 +173,7 @@ _PYTHONIC = OutputFormat(
     turn_starts=(_TURN_START,),
     template_hints=(("[func_name1(params_name1=params_value1",),),
     name_hints=("toolace", "pythonic"),
+    calls=listed(body=PythonBody()),
 )
 
 FORMATS = (_LLAMA3, _LLAMA4, _PYTHONIC)

@@ -27,6 +27,7 @@ from modelyard.scanner.arguments import (
     read_value,
 )
 from modelyard.scanner.formats._common import THINK, function_name, regions
+from modelyard.scanner.grammar import OBJECT, CallSyntax
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -73,5 +74,6 @@ FORMATS = (
         turn_starts=("ASSISTANT:", "<longcat_assistant>"),
         template_hints=((_CALL,),),
         name_hints=("longcat",),
+        calls=CallSyntax(OBJECT, opening=f"{_CALL}\n", closing=f"\n{_CALL_END}"),
     ),
 )

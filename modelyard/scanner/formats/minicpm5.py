@@ -12,8 +12,9 @@ A value with `<`, `&` or a line break is between `<![CDATA[` and `]]>`, where it
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from modelyard.core.output_format import OutputFormat, StartReader
+from modelyard.core.output_format import Dumps, OutputFormat, StartReader
 from modelyard.scanner.arguments import (
     ANY_TYPE,
     ArgumentWriter,
@@ -23,6 +24,7 @@ from modelyard.scanner.arguments import (
     read_parameters,
 )
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import CallSyntax, TaggedBody
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
 
@@ -91,6 +93,12 @@ def _read_cdata(buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[No
     raise ParseError("a value without an end")
 
 
+class _Body(TaggedBody, frozen=True):
+    def _write(self, key: str, value: Any, dumps: Dumps) -> str:
+        is_cdata = isinstance(value, str) and any(char in value for char in "<&\n")
+        return super()._write(key, f"{_CDATA}{value}{_CDATA_END}" if is_cdata else value, dumps)
+
+
 FORMATS = (
     OutputFormat(
         name="minicpm5",
@@ -101,5 +109,6 @@ FORMATS = (
         turn_starts=("<|im_start|>assistant",),
         template_hints=((_FUNCTION, _PARAM),),
         name_hints=("minicpm5", "minicpm-5"),
+        calls=CallSyntax(_Body(f'{_FUNCTION}"{{}}">', f'{_PARAM}"{{}}">', _PARAM_END), closing=_FUNCTION_END),
     ),
 )

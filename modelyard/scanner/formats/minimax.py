@@ -51,7 +51,7 @@ from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.arguments import ANY_TYPE, join_items, resolve_ref, schema_types, to_json
 from modelyard.scanner.formats._common import function_name, regions
 from modelyard.scanner.formats._invoke import InvokeTags
-from modelyard.scanner.grammar import CallGrammar, TaggedBody
+from modelyard.scanner.grammar import OBJECT, CallGrammar, CallSyntax, TaggedBody, invoke
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lenient_json import escape_json
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
@@ -67,6 +67,7 @@ _M1 = OutputFormat(
     turn_starts=("<beginning_of_sentence>ai name=assistant",),
     template_hints=(("<tool_calls>", "<beginning_of_sentence>"), ("<beginning_of_sentence>ai", "<end_of_sentence>")),
     name_hints=("minimax-m1", "minimax_m1", "minimax-text-01"),
+    calls=CallSyntax(OBJECT, "<tool_calls>\n", "\n</tool_calls>"),
 )
 
 _M2 = OutputFormat(
@@ -82,12 +83,7 @@ _M2 = OutputFormat(
     template_hints=(("<minimax:tool_call>", "<invoke name="),),
     name_hints=("minimax-m2", "minimax_m2"),
     grammar=CallGrammar(
-        body=TaggedBody('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n"),
-        begin="<minimax:tool_call>\n",
-        closing="</invoke>\n",
-        between="",
-        end="</minimax:tool_call>",
-        trigger="<minimax:tool_call>",
+        invoke(), "<minimax:tool_call>\n", "</minimax:tool_call>", "", "\n", "", trigger="<minimax:tool_call>"
     ),
 )
 
@@ -369,6 +365,9 @@ def _member_schema(schema: Any, root: Mapping[str, Any], name: str | None, depth
     return next((f for f in found if f is not None), default)
 
 
+_M3_ELEMENT = (f"{_NAMESPACE}<{{}}>", f"{_NAMESPACE}</{{}}>")
+_M3_BODY = TaggedBody(f'{_NAMESPACE}{_INVOKE}"{{}}">', *_M3_ELEMENT, f"{_NAMESPACE}{_INVOKE_END}")
+
 _M3 = OutputFormat(
     name="minimax_m3",
     regions=regions({_NAMESPACE: StartReader(_read_tags)}, tags=(("<mm:think>", "</mm:think>"),), closes_alone=True),
@@ -378,6 +377,7 @@ _M3 = OutputFormat(
     turn_starts=(_TURN_START,),
     template_hints=((_NAMESPACE,), (_NAMESPACE, "<mm:think>")),
     name_hints=("minimax-m3", "minimax_m3"),
+    calls=CallSyntax(_M3_BODY, f"{_NAMESPACE}{_BLOCK}\n", f"{_NAMESPACE}{_BLOCK_END}", closing="\n", between=""),
 )
 
 FORMATS = (_M1, _M2, _M3)

@@ -12,12 +12,12 @@ its name alone. A word before a list of calls is text. The first Magistral write
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from modelyard.core.output_format import GrammarContext, OutputFormat, StartReader
+from modelyard.core.output_format import Dumps, GrammarContext, NamedCalls, OutputFormat, StartReader
 from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner.formats._common import THINK, function_name, regions
-from modelyard.scanner.grammar import CallGrammar, JsonBody
+from modelyard.scanner.grammar import OBJECT, CallGrammar, JsonBody
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import NAME_LIMIT, SURROGATES, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -69,28 +69,20 @@ def _read_word(buffer: TextBuffer) -> Incremental[str]:
     return word
 
 
-_NAMED_CALLS = CallGrammar(
-    body=JsonBody("", _ARGS),
-    opening=_CALLS,
-    between="",
-    trigger=_CALLS,
-    reasoning=_TAGS[0],
-)
-_LISTED_CALLS = CallGrammar(
-    body=JsonBody('{"name": "', '", "arguments": ', "}"),
-    begin=f"{_CALLS}[",
-    between=", ",
-    end="]",
-    trigger=_CALLS,
-    reasoning=_TAGS[0],
-)
+_NAMED_CALLS = CallGrammar(JsonBody("", _ARGS), opening=_CALLS, between="", trigger=_CALLS, reasoning=_TAGS[0])
+_LISTED_CALLS = CallGrammar(OBJECT, f"{_CALLS}[", "]", between=", ", trigger=_CALLS, reasoning=_TAGS[0])
 
 
-def _grammar(
-    tools: Sequence[Tool], choice: ToolChoice, context: GrammarContext = GrammarContext()
-) -> Constraint | None:
+class _Calls:
     """The newer generations have a token before the arguments."""
-    return (_NAMED_CALLS if _ARGS in context.specials else _LISTED_CALLS)(tools, choice, context)
+
+    def __call__(
+        self, tools: Sequence[Tool], choice: ToolChoice, context: GrammarContext = GrammarContext()
+    ) -> Constraint | None:
+        return (_NAMED_CALLS if _ARGS in context.specials else _LISTED_CALLS)(tools, choice, context)
+
+    def write(self, calls: NamedCalls, dumps: Dumps, specials: Container[str] = ()) -> str:
+        return (_NAMED_CALLS if _ARGS in specials else _LISTED_CALLS).write(calls, dumps)
 
 
 FORMATS = (
@@ -102,6 +94,6 @@ FORMATS = (
         turn_starts=("[/INST]", "[/TOOL_RESULTS]", _END),
         template_hints=((_CALLS,), (_CALLS, "[AVAILABLE_TOOLS]"), ("[SYSTEM_PROMPT]", "[THINK]")),
         name_hints=("mistral", "ministral", "devstral", "magistral", "mixtral", "codestral"),
-        grammar=_grammar,
+        grammar=_Calls(),
     ),
 )

@@ -20,6 +20,7 @@ import re
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.arguments import ANY_TYPE
 from modelyard.scanner.formats._invoke import InvokeTags
+from modelyard.scanner.grammar import CallSyntax, invoke
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -30,6 +31,7 @@ _HEADER = re.compile(r"\s*(?:assistant)?\s*(?:to=([\w.:/-]*))?\s*")
 _HEADER_END = re.compile(rf"[<\n{SURROGATES}]")
 _TAG_END = re.compile(rf"[>\n<{SURROGATES}]")
 _HEADER_LIMIT = 256
+_OPENING = f"{_START}assistant {_TO}{{name}}{_MESSAGE}<atem:function_calls>\n"
 _REGIONS = {None: "text", "": "text", "user": "text", "self": "thinking"}
 
 
@@ -120,5 +122,6 @@ FORMATS = (
         turn_starts=_ENDS,
         template_hints=(("<atem:function_calls>",), ("<atem:function_calls>", "<|eom|>")),
         name_hints=("muse-glimmer", "muse_glimmer"),
+        calls=CallSyntax(invoke("atem:"), "", "", _OPENING, "\n</atem:function_calls>", _ENDS[0]),
     ),
 )

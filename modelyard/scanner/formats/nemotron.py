@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.formats.qwen import FUNCTION, PARAMETER, QWEN3_CODER
-from modelyard.scanner.grammar import CallGrammar, JsonBody
+from modelyard.scanner.grammar import OBJECT, CallGrammar
 from modelyard.scanner.json_calls import json_calls
 
 _CALLS, _CALLS_END = "<TOOLCALL>", "</TOOLCALL>"
@@ -33,13 +33,7 @@ _V2 = OutputFormat(
     turn_starts=("<SPECIAL_11>Assistant", "<|start_header_id|>assistant<|end_header_id|>"),
     template_hints=((_CALLS,), (_CALLS, "<AVAILABLE_TOOLS>")),
     name_hints=("nemotron-nano-v2", "nemotron-nano-9b-v2", "nemotron-nano-12b-v2", "llama-3.1-nemotron"),
-    grammar=CallGrammar(
-        body=JsonBody('{"name": "', '", "arguments": ', "}"),
-        begin=f"{_CALLS}[",
-        between=", ",
-        end=f"]{_CALLS_END}",
-        trigger=_CALLS,
-    ),
+    grammar=CallGrammar(OBJECT, f"{_CALLS}[", f"]{_CALLS_END}", between=", ", trigger=_CALLS),
 )
 
 _V3 = replace(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import CallSyntax, PythonBody
 from modelyard.scanner.pythonic_calls import pythonic_calls
 
 FORMATS = (
@@ -25,5 +26,6 @@ FORMATS = (
         turn_starts=("<|im_start|>assistant",),
         template_hints=(("<function_calls>", "<functions>"),),
         name_hints=("olmo-3", "olmo3"),
+        calls=CallSyntax(PythonBody(), "<function_calls>\n", "\n</function_calls>"),
     ),
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import listed
 from modelyard.scanner.json_calls import bare_list, json_calls, marked_list
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -45,6 +46,7 @@ _PHI4 = OutputFormat(
     turn_starts=("<|assistant|>",),
     template_hints=(("<|tool|>", "<|/tool|>"), ("functools[", "<|end|>")),
     name_hints=("phi-4-mini", "phi4-mini", "phi4mini", "phi-4-multimodal"),
+    calls=listed("functools"),
 )
 
 _FIREFUNCTION = OutputFormat(
@@ -57,6 +59,7 @@ _FIREFUNCTION = OutputFormat(
     turn_starts=("<|start_header_id|>assistant<|end_header_id|>",),
     template_hints=(("functools[", "<|start_header_id|>"),),
     name_hints=("firefunction",),
+    calls=_PHI4.calls,
 )
 
 FORMATS = (_FIREFUNCTION, _PHI4)

@@ -15,6 +15,7 @@ import re
 
 from modelyard.core.output_format import OutputFormat, ReasoningBlock, Region, StartReader, SwitchRegion
 from modelyard.scanner.formats._common import function_name
+from modelyard.scanner.grammar import CallSyntax, JsonBody
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
@@ -72,5 +73,8 @@ FORMATS = (
         turn_starts=_ENDS,
         template_hints=((_CALL, _ARGUMENTS), ("<|begin|>assistant", _THINK)),
         name_hints=("solar-open", "solar_open"),
+        calls=CallSyntax(
+            JsonBody(_NAME, _ARGUMENTS), f"{_BEGIN}assistant{_CALLS}", _ENDS[1], f"{_CALL}{{name}}", _CALL_END, ""
+        ),
     ),
 )

@@ -18,6 +18,7 @@ from __future__ import annotations
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
 from modelyard.scanner.formats._invoke import InvokeTags
+from modelyard.scanner.grammar import CallSyntax, invoke
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 from modelyard.scanner.output import CallBuilder
 
@@ -53,5 +54,8 @@ FORMATS = (
         turn_starts=("<|BOT|>assistant",),
         template_hints=(("steptml:invoke",), ("<｜tool_calls_begin｜>", "steptml:invoke")),
         name_hints=("step3", "step-3"),
+        calls=CallSyntax(
+            invoke("steptml:"), f"{_BLOCK}\n", f"\n{_BLOCK_END}", f"{_CALL}function{_SEPARATOR}", _CALL_END
+        ),
     ),
 )

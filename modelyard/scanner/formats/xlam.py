@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import regions
+from modelyard.scanner.grammar import listed
 from modelyard.scanner.json_calls import bare_fence, bare_list, bare_object, json_calls, marked_list
 
 FORMATS = (
@@ -33,5 +34,6 @@ FORMATS = (
         ),
         template_hints=(('[{"name": "tool_call_name", "arguments":',), ('[{"name": "func_name1", "arguments":',)),
         name_hints=("xlam",),
+        calls=listed(),
     ),
 )

@@ -51,15 +51,18 @@ def written(of: Reply, request: Request = REQUEST) -> dict[str, Any]:
     return body
 
 
+_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+
+
+def _readable_part(part: Any) -> Any:
+    if isinstance(part, Thinking):
+        return replace(part, signature=part.signature or pack_reasoning(part.text))
+    return replace(part, arguments=part.arguments.translate(_LINE_BREAKS)) if isinstance(part, ToolCall) else part
+
+
 def readable(reply: Reply) -> Reply:
-    """What reads back: no creation time, a signature on all thinking, no incomplete call."""
-    blocks = tuple(
-        replace(block, part=replace(block.part, signature=block.part.signature or pack_reasoning(block.part.text)))
-        if isinstance(block.part, Thinking)
-        else block
-        for block in reply.blocks
-        if block.complete
-    )
+    """What reads back: no creation time, a signature on all thinking, no incomplete call, escaped line breaks."""
+    blocks = tuple(replace(block, part=_readable_part(block.part)) for block in reply.blocks if block.complete)
     return Reply(replace(reply.started, created=0), blocks or (Block(Text("")),), reply.finished)
 
 
