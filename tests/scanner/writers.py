@@ -250,4 +250,4 @@ def write_turn(format: str, reasoning: str, text: str, calls: Calls) -> str:
         return _write_harmony_turn(reasoning, text) + given
     if format == "plain":
         return (f"<thinking>{reasoning}</thinking>" if reasoning else "") + text + given
-    return f"{_think(reasoning)}{text}" + (f"\n{given}" if given else "")
+    return (f"<think>\n{reasoning}\n</think>\n\n" if reasoning else "") + text + (f"\n{given}" if given else "")
