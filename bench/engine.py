@@ -32,10 +32,11 @@ if __name__ == "__main__":
 from bench import report
 from bench.prepared_load import RequestTarget, token_times
 from bench.prompts import NO_END, RandomPrompts, tokenizer_folder
+from bench.raw_http import HttpClient
 from bench.report import Comparison
 from bench.servers import BACKGROUND, LLAMA_SERVER, OURS, Server, llama_cpp_config, llama_server, modelyard_server
 from modelyard.benchmark.drawing import save
-from modelyard.benchmark.http_client import HttpClient, HttpResponse
+from modelyard.benchmark.http_client import HttpResponse
 from modelyard.benchmark.load import LoadGenerator, RoundLength, read_chat
 from modelyard.library import default_model
 

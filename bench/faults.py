@@ -48,8 +48,8 @@ from msgspec import Struct
 
 from modelyard.library import default_model
 from modelyard.library.cache_dir import cache_dir
-from modelyard.library.llama_server import fetch_binary
 from modelyard.processes.parent_death import die_with_parent
+from setup.llama_server import fetch_binary
 from tests.workers.ray_nodes import HEAD, ray_nodes
 
 PORTS = (21_081, 21_082)

@@ -27,9 +27,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from bench.raw_http import HttpClient
 from bench.servers import ROOT, modelyard_server
 from bench.vllm_direct import NO_END, PROMPT_TOKENS, WINDOW, prompt_ids, run_engine
-from modelyard.benchmark.http_client import HttpClient
 from modelyard.benchmark.statistics import ratio_interval
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.library import vllm_env

@@ -16,9 +16,11 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from modelyard.benchmark.http_client import HttpClient, HttpResponse
+from bench.raw_http import HttpClient
+from modelyard.benchmark.http_client import HttpResponse
 from modelyard.benchmark.load import LoadGenerator, Round, RoundLength, Sample, TokenTimer, base_url
 from modelyard.benchmark.workload import UserTurn
+from modelyard.core.errors import InvalidRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTER = "00000000"  # occurs once in the body of a prepared request and counts up: no two prompts are equal
@@ -32,6 +34,8 @@ class RequestTarget:
     """
 
     def __init__(self, url: str, body: str, *, key: str | None = None, limit_s: float = 60.0) -> None:
+        if urlsplit(url).scheme != "http":
+            raise InvalidRequest(f"{url!r} is not a URL such as http://127.0.0.1:8000")
         self.name, self._limit_s = url, limit_s
         self._is_stream = bool(msgspec.json.decode(body.encode()).get("stream"))
         self.client = HttpClient(url, key=key, keep_alive=True)

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.reuse_sessions import SESSIONS, AgentSession, write_files
+from bench.scripted_llama import scripted_answers
 from bench.servers import llama_server
 from modelyard.library import default_model
 from modelyard.library.cache_dir import cache_dir
@@ -114,9 +115,7 @@ def run(session: AgentSession, template: str, llama_server: bool) -> SessionResu
     with tempfile.TemporaryDirectory(prefix="modelyard-reuse-") as folder:
         bench = AgentBench(session.agent, Path(folder))
         write_files(bench.work)
-        script = Path(folder) / "replay.jsonl"
-        script.write_text("".join(json.dumps(rule) + "\n" for rule in session.rules(bench.work)))
-        with live_server(configuration(script, template)) as served:
+        with scripted_answers(session.rules(bench.work)), live_server(configuration(template)) as served:
             bench.connect(served)
             _drive(bench, session)
             records = sorted(served.app.gateway.history.recent(1000), key=lambda one: one.at)
@@ -153,14 +152,13 @@ def _session_id(done: AgentResult) -> str:
         return ""
 
 
-def configuration(script: Path, template: str) -> dict[str, Any]:
+def configuration(template: str) -> dict[str, Any]:
     real = {
         "backend": "llama_cpp",
         "path": str(shallow_model()),
         "n_threads": 1,
         "speculation": "off",
         "prompt_format": template,
-        "replay": str(script),
     }
     return {
         "models": {"real": real},

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from modelyard.library.cache_dir import cache_dir
-from modelyard.library.llama_server import fetch_binary
+from setup.llama_server import fetch_binary
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS, LLAMA_SERVER, LITELLM = "Modelyard", "llama-server", "LiteLLM"

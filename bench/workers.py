@@ -36,12 +36,10 @@ from modelyard.workers.definitions import FixedDefinitions, define
 from modelyard.workers.messages import (
     AddRequest,
     EngineOpened,
-    InferRequest,
-    TokenStep,
+    TextChunks,
     UpdateBatch,
     encode,
     open_engine_message,
-    pack_ids,
 )
 from modelyard.workers.process_engine import create_process_engine
 from modelyard.workers.remote_pool import RemotePool
@@ -294,9 +292,9 @@ async def throughput(streams: int, tokens: int, rounds: int) -> list[Row]:
 
 def sizes() -> list[Row]:
     ids = [30_000 + i for i in range(1024)]
-    request = AddRequest("0123456789abcdef", InferRequest(1, pack_ids(ids), Sampling(temperature=0.7)))
-    batch = len(encode(UpdateBatch([TokenStep(i, pack_ids([30_000])) for i in range(64)])))
-    one = len(encode(UpdateBatch([TokenStep(7, pack_ids([30_000]))])))
+    request = AddRequest("0123456789abcdef", 1, Prompt(parts=(TokenRun(ids),), sampling=Sampling(temperature=0.7)))
+    batch = len(encode(UpdateBatch([TextChunks(i, [Tokens([30_000])]) for i in range(64)])))
+    one = len(encode(UpdateBatch([TextChunks(7, [Tokens([30_000])])])))
     prompt_size = f"{len(encode(request)):,} bytes (as JSON ids {len(json.dumps(ids)):,})"
     return [
         ("a prompt of 1,024 tokens", prompt_size, "~4 KiB"),

@@ -80,6 +80,7 @@ LONGEST_FIRST = (
     "workbench/test_browser_config.py",
     "engines/llama_cpp/test_engine.py",
     "e2e/test_next_to_llama_server.py",
+    "e2e/test_gemma.py",
     "workbench/test_browser_chat.py",
     "engines/conformance/test_generation.py",
     "tune/test_optimize.py",

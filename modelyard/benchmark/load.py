@@ -450,11 +450,11 @@ class UrlTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        request = self._client.request("POST", self._path + _COMPLETIONS, msgspec.json.encode(body | self._extra))
-        return read_chat(await self._client.send(request, self.limit_s))
+        sent = msgspec.json.encode(body | self._extra)
+        return read_chat(await self._client.send("POST", self._path + _COMPLETIONS, sent, self.limit_s))
 
     async def _first_model(self) -> str:
-        reply = await self._client.send(self._client.request("GET", f"{self._path}/models"), self.limit_s)
+        reply = await self._client.send("GET", f"{self._path}/models", b"", self.limit_s)
         if reply.error is not None:
             raise Unavailable(f"{self.base} does not respond: {reply.error}")
         if reply.status != 200:

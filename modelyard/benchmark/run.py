@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -14,48 +14,8 @@ from modelyard.benchmark.results import BenchmarkResults, Plan, Step, TargetInfo
 from modelyard.benchmark.targets import TargetSpec
 
 
-class RunObserver(Protocol):
-    """Shows the progress of a run."""
-
-    def status(self, line: str) -> None: ...
-    def step_started(self, step: Step) -> None: ...
-    def sampled(self, sample: Sample) -> None: ...
-    def step_ended(self, step: Step) -> None: ...
-
-
-async def run(specs: Sequence[TargetSpec], results: BenchmarkResults, observer: RunObserver) -> None:
-    """The results hold what was measured also if this is cancelled."""
-    plan = results.plan
-    async with AsyncExitStack() as stack:
-        targets = [
-            await stack.enter_async_context(
-                spec.open(lambda line, name=spec.name: observer.status(f"{name}: {line}"))  # type: ignore[misc]
-            )
-            for spec in specs
-        ]
-        results.set_models([getattr(target, "model", "") for target in targets])
-        for step in plan.steps(len(targets)):
-            observer.step_started(step)
-            length = RoundLength(conversations=plan.warmup) if step.is_warmup else plan.round_length(step.streams)
-            generator = LoadGenerator(
-                targets[step.target],
-                plan.workload,
-                length,
-                streams=step.streams,
-                seed=plan.seed,
-                key=step.key,
-                on_sample=observer.sampled,
-            )
-            try:
-                results.add(step, await generator.run())
-            except BaseException:
-                results.add(step, generator.result(), complete=False)
-                raise
-            observer.step_ended(step)
-
-
 class ProgressBar:
-    """A `RunObserver` that draws a bar with the remaining time on a terminal, and nothing elsewhere."""
+    """The progress of a run: a bar with the remaining time on a terminal, and nothing elsewhere."""
 
     def __init__(self, plan: Plan, targets: Sequence[TargetInfo], console: Console) -> None:
         self._plan, self._targets = plan, tuple(targets)
@@ -88,3 +48,34 @@ class ProgressBar:
     def step_ended(self, step: Step) -> None:
         self._done += self._plan.size(step)  # a failed conversation has fewer responses than planned
         self._bar.update(self._task, completed=self._done)
+
+
+async def run(specs: Sequence[TargetSpec], results: BenchmarkResults, observer: ProgressBar) -> None:
+    """The results hold what was measured also if this is cancelled."""
+    plan = results.plan
+    async with AsyncExitStack() as stack:
+        targets = [
+            await stack.enter_async_context(
+                spec.open(lambda line, name=spec.name: observer.status(f"{name}: {line}"))  # type: ignore[misc]
+            )
+            for spec in specs
+        ]
+        results.set_models([getattr(target, "model", "") for target in targets])
+        for step in plan.steps(len(targets)):
+            observer.step_started(step)
+            length = RoundLength(conversations=plan.warmup) if step.is_warmup else plan.round_length(step.streams)
+            generator = LoadGenerator(
+                targets[step.target],
+                plan.workload,
+                length,
+                streams=step.streams,
+                seed=plan.seed,
+                key=step.key,
+                on_sample=observer.sampled,
+            )
+            try:
+                results.add(step, await generator.run())
+            except BaseException:
+                results.add(step, generator.result(), complete=False)
+                raise
+            observer.step_ended(step)

@@ -8,15 +8,15 @@ import random
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import httpx
 import msgspec
 from msgspec import Struct, field
 
+from modelyard.benchmark.http_client import HttpClient
 from modelyard.benchmark.load import ChatTarget, EngineTarget, LoadTarget, UrlTarget
 from modelyard.benchmark.results import BenchmarkResults, Plan, TargetInfo, parse_duration
 from modelyard.benchmark.workload import Workload, get_workload
@@ -179,16 +179,14 @@ async def _listening_url(child: ChildProcess) -> str:
 
 
 async def _wait_until_ready(child: ChildProcess, url: str, model: str, key: str | None) -> None:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(headers=headers, timeout=60, trust_env=False) as http:
+    async with aclosing(HttpClient(url, key=key)) as http:
         while True:
-            try:
-                reply = await http.get(f"{url}/v1/models/{quote(model)}")
-            except httpx.HTTPError as error:
-                raise Unavailable(f"the server does not respond: {error}") from None
-            if reply.status_code != 200:
-                raise openai_chat.read_error(reply.status_code, reply.headers, reply.content)
-            state = reply.json()["state"]
+            reply = await http.send("GET", f"/v1/models/{quote(model)}", b"", 60.0)
+            if reply.error is not None:
+                raise Unavailable(f"the server does not respond: {reply.error}")
+            if reply.status != 200:
+                raise openai_chat.read_error(reply.status, reply.headers, reply.body)
+            state = msgspec.json.decode(reply.body)["state"]
             if state == "failed":
                 raise Unavailable(f"the server could not load {model!r}: {child.log.tail(_LOG_LINES)}")
             if state not in ("loading", "starting"):

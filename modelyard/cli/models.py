@@ -123,7 +123,10 @@ def list_models(config: ConfigOption = None) -> None:
     for entry in run_or_exit(models.list_models):
         file, context = models.file_row(entry.path), ", ".join(contexts.get(entry.name, ()))
         if entry.name in loaded.config.library_models:
+            served = loaded.config.library_models[entry.name]
             engine, note = loaded.config.models[entry.name].backend or "", file.note
+            if served.task == "chat" and not served.is_chat:
+                note = "; ".join(filter(None, (note, "no chat template: bare prompts only")))
         else:
             engine, note = "not served", reasons.get(entry.name, "the configuration has its own use for the name")
             note = note if loaded.config.library else file.note

@@ -87,7 +87,7 @@ def model_summary(model: Json, now: float) -> Json:
         "processor": estimate.get("device", "").upper() or None,
         "context": contexts,
         "running": model["queue"]["running"],
-        "slots": model["queue"]["places"],
+        "slots": model["queue"]["slots"],
         "until": _until(model, now),
     }
 

@@ -46,6 +46,7 @@ from modelyard.library.model_files import (
 )
 from modelyard.library.variants import MemoryBudget
 from modelyard.prompt.render import mentions_thinking_switch
+from modelyard.prompt.template_source import find_template
 from modelyard.router.router import model_entry
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings
 from modelyard.telemetry import system
@@ -78,7 +79,7 @@ def machine_budget(*, of_llama_cpp: bool = True) -> MemoryBudget:
 # Reading the header of a GGUF file takes a tenth of a second or more, so it is stored, with the size and time of the
 # file by which a change is noticed.
 
-_FACTS = "facts-3.json"
+_FACTS = "facts-4.json"
 
 # names of llama.cpp (general.sampling.*) and of generation_config.json → ours
 _SAMPLING = {
@@ -105,10 +106,7 @@ class ModelFacts(Struct, frozen=True):
     shape: ModelShape
     sampling: dict[str, float] = field(default_factory=dict)
     switches_thinking: bool = False  # its template has a switch for thinking
-
-    @property
-    def is_chat(self) -> bool:
-        return self.shape.purpose.task == "chat"
+    has_template: bool = False
 
 
 def read_facts(path: Path) -> ModelFacts:
@@ -118,8 +116,9 @@ def read_facts(path: Path) -> ModelFacts:
     with path.open("rb") as file:
         metadata = gguf.read_first_metadata(file)
     shape = replace(read_model_shape(path), files=())
-    thinking = mentions_thinking_switch(str(metadata.get("tokenizer.chat_template", "")))
-    return ModelFacts(_stamp(path), shape, _sampling(metadata, "general.sampling."), thinking)
+    template = str(metadata.get("tokenizer.chat_template", ""))
+    thinking = mentions_thinking_switch(template)
+    return ModelFacts(_stamp(path), shape, _sampling(metadata, "general.sampling."), thinking, bool(template))
 
 
 def recommended_sampling(path: Path) -> dict[str, float]:
@@ -389,14 +388,23 @@ def _library_model(
     }
     decoding = facts.sampling | entry.settings.get("decoding", {})
     table |= entry.settings | ({"decoding": decoding} if decoding else {})
-    if not facts.is_chat:
+    if facts.shape.purpose.task != "chat":
         del table["n_ctx"], table["parallel"]  # it reads single texts, as long as the file says
         task = facts.shape.purpose.task
         return LibraryModel(entry, table, task, stamp=facts.stamp, task=task)
     plural = "s" if choice.parallel > 1 else ""
     reason = f"{choice.parallel} conversation{plural} of {choice.window} tokens: {choice.reason}"
-    thinking = facts.switches_thinking
-    return LibraryModel(entry, table, reason, is_chat=True, stamp=facts.stamp, switches_thinking=thinking)
+    thinking, talks = facts.switches_thinking, facts.has_template or _finds_template(entry)
+    return LibraryModel(entry, table, reason, is_chat=talks, stamp=facts.stamp, switches_thinking=thinking)
+
+
+def _finds_template(entry: LibraryEntry) -> bool:
+    """Whether a model has a template outside of its file: by its settings, its folder or its name."""
+    path, own = Path(entry.path), entry.settings
+    with suppress(InvalidRequest):  # a template that cannot be read: the definition reports it
+        found = find_template(folder=path if path.is_dir() else path.parent, name=entry.name)
+        return bool(found.missing is None or own.get("chat_template") or own.get("prompt_format"))
+    return True
 
 
 def entry_backend(entry: LibraryEntry) -> Table:

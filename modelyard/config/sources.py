@@ -256,11 +256,6 @@ def _found_file(path: Path, role: str, *, must_exist: bool) -> ConfigFile:
     return ConfigFile(path, role, "read")
 
 
-def find_files(path: Path | None, env: Mapping[str, str], cwd: Path) -> list[Path]:
-    """The files to read; later ones override earlier ones."""
-    return [file.path for file in config_files(path, env, cwd) if file.state == "read"]
-
-
 def ignored_note(file: ConfigFile) -> str:
     return f"{file.path} is ignored: {file.reason}. --config or {SETTINGS_VARIABLE} reads it in any case."
 

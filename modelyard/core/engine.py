@@ -76,7 +76,7 @@ class ReasoningBudget(Struct, frozen=True):
     opened: int | None = None
 
 
-class Prompt(Struct, frozen=True, kw_only=True, gc=False):
+class Prompt(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One generation for a TextEngine. It crosses processes, so it contains only values. `max_tokens` may be 0: then
     the prompt is only read."""
 
@@ -119,7 +119,7 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
 # --- output ---------------------------------------------------------------------------------------------------------
 
 
-class Accepted(Struct, frozen=True, tag=True, gc=False):
+class Accepted(Struct, frozen=True, tag="accepted", array_like=True, gc=False):
     """The engine has placed the prompt; prefill begins. `divergence` is the first token without cached KV. `elsewhere`:
     another sequence has this many of its tokens, which is more, but copying them would not pay."""
 
@@ -129,7 +129,7 @@ class Accepted(Struct, frozen=True, tag=True, gc=False):
     elsewhere: int = 0
 
 
-class Progress(Struct, frozen=True, tag=True, gc=False):
+class Progress(Struct, frozen=True, tag="progress", array_like=True, gc=False):
     """How much of the prompt is read. `logprobs`: of the prompt's tokens that follow those of the last report."""
 
     done: int
@@ -137,14 +137,14 @@ class Progress(Struct, frozen=True, tag=True, gc=False):
     logprobs: list[IdLogprob] | None = None
 
 
-class Tokens(Struct, frozen=True, tag=True, gc=False):
+class Tokens(Struct, frozen=True, tag="t", array_like=True, gc=False):
     """Without ids it is the token that ended the output, which has only a log probability."""
 
     ids: list[int]
     logprobs: list[IdLogprob] | None = None
 
 
-class End(Struct, frozen=True, tag=True):
+class End(Struct, frozen=True, tag="end", array_like=True):
     """The generation is over and its slot is free. `error` is set if and only if `reason` is "error"."""
 
     reason: Literal["stop", "length", "window", "cancelled", "error"]
@@ -188,7 +188,8 @@ class CacheInfo(Struct, frozen=True):
 
 class Capabilities(Struct, frozen=True):
     modalities: tuple[str, ...] = ("text",)
-    chat: bool = True  # it generates: conversations and bare prompts
+    generates: bool = True  # it continues texts
+    chat: bool = True  # and takes conversations: not without a chat template, which the model's definition knows
     multi_turn: bool = True
     tools: bool = True
     structured: bool = False

@@ -56,7 +56,7 @@ class ReplicaSnapshot(Struct, frozen=True, kw_only=True):
     running: int = 0
     since: float = 0.0  # unix time of the last state change
     progress: float = 0.0
-    phase: str = field(default="", name="doing")  # of a load
+    phase: str = ""  # of a load
     reason: str = ""
     pid: int | None = None  # of the engine's process, if it has one
 
@@ -67,12 +67,12 @@ class ModelSnapshot(Struct, frozen=True, kw_only=True):
     name: str
     state: ModelState
     reason: str = ""  # why it failed, was lost, or was unloaded
-    phase: str = field(default="", name="doing")  # of a load
+    phase: str = ""  # of a load
     progress: float = 0.0
     waiting: int = 0
     waiting_tokens: int = 0
     running: int = 0
-    slots: int = field(default=0, name="places")  # of all ready replicas
+    slots: int = 0  # of all ready replicas
     replicas: tuple[ReplicaSnapshot, ...] = ()
     replicas_wanted: int = 0
     replica_max: int = 1
@@ -132,7 +132,7 @@ class ModelStateChange(Struct, frozen=True, kw_only=True):
     model: str
     state: ModelState
     reason: str = ""
-    phase: str = field(default="", name="doing")  # of a load
+    phase: str = ""  # of a load
     progress: float = 0.0
     at: float = 0.0  # unix time
     missed: int = 0
@@ -194,7 +194,7 @@ ModelState = Literal["stopped", "loading", "ready", "draining", "failed"]
 # --- leases -----------------------------------------------------------------------------------------------------------
 
 
-class LeaseRequest(Struct, frozen=True, kw_only=True, gc=False):
+class LeaseRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """`weight` is the number of concurrent sequences (the client's `n`).
 
     `prompt` is used only for a model with several replicas: the one that has its prefix cached is preferred.
@@ -269,7 +269,7 @@ class ModelStatus(Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     reason: str = ""  # reason it failed or was lost
-    phase: str = field(default="", name="doing")  # of a load
+    phase: str = ""  # of a load
     progress: float = 0.0
     capabilities: Capabilities = Capabilities()
     loads_on_request: bool = False  # stopped; the next request loads it

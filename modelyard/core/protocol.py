@@ -1,8 +1,8 @@
-"""The client protocol interface: a module in `protocols/` implements both roles of one protocol, without I/O.
+"""The client protocol interface: a module in `protocols/` implements the roles of one protocol, without I/O.
 
-Server role: `read_request`, `write_reply`, `write_error`, `Writer`. Client role, used by ChatEngines that forward:
-`write_request`, `read_reply`, `read_error`, `Reader`. On what the protocol can express `read(write(x)) == x`; on
-everything `write(read(write(x))) == write(x)`.
+Server role: `read_request`, `write_reply`, `write_error`, `Writer`. Client role, only in protocols that a ChatEngine
+forwards to: `write_request`, `read_reply`, `read_error`, `Reader`. On what the protocol can express
+`read(write(x)) == x`; on everything `write(read(write(x))) == write(x)`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelCard(Struct, frozen=True):
     owned_by: str = "modelyard"
     aliases: tuple[str, ...] = ()
     modalities: tuple[str, ...] = ("text",)
-    capabilities: tuple[str, ...] = ("completion",)
+    capabilities: tuple[str, ...] = ("completion", "chat")
 
 
 class EventWriter(Protocol):

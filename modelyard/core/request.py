@@ -296,6 +296,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     encrypted_reasoning: bool = False  # return reasoning in a form that the client can send back
     echo: bool = False  # legacy completions: repeat the prompt in the reply
     infill: Infill | None = None  # each prompt is the text before a gap that the model fills
+    is_text: bool = False  # its messages are a text to continue, if the model has no chat template
     repeated: dict[str, Any] | None = None  # fields of the body that the reply repeats and nothing else reads
     reply_fields: tuple[str, ...] = ()  # the fields of the reply that the client wants; empty: all
     allow_remote: bool = False  # the client consents to remote engines; it counts on a server without keys

@@ -1,5 +1,5 @@
 """Another server with a Chat Completions, Responses or Anthropic Messages API. Requests leave this machine, with
-consent."""
+consent. Google and Ollama are reached through the Chat Completions that both offer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -52,14 +52,7 @@ from modelyard.engines.upstream import (
     reject_bare_prompts,
     rerank_documents,
 )
-from modelyard.protocols import (
-    anthropic_messages,
-    gemini,
-    ollama,
-    openai_chat,
-    openai_completions,
-    openai_responses,
-)
+from modelyard.protocols import anthropic_messages, openai_chat, openai_completions, openai_responses
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 
 ApiKind = Literal["chat_completions", "responses", "anthropic_messages", "gemini", "ollama"]
@@ -166,7 +159,7 @@ class OpenAiRemoteEngine:
     async def _check_models(self) -> None:
         """Raises if the list of models cannot be read. An upstream may serve models that it does not list."""
         address = self._open_upstream.address
-        status, reply = await self._open_upstream.request_json("GET", self._api.models_path)
+        status, reply = await self._open_upstream.request_json("GET", "/models")
         if status >= 400:
             error = self._api.protocol.read_error(status, {}, f"its list of models answered {status}".encode())
             raise map_auth_error(error, address)
@@ -176,7 +169,7 @@ class OpenAiRemoteEngine:
     def chat(self, request: Request) -> Generation[Event]:
         async def run(emit: Emit) -> None:
             body = chat_body(request, self._options, self._api)
-            path, protocol = self._api.chat_path(self._options.remote_model), self._api.protocol
+            path, protocol = self._api.path, self._api.protocol
             if request.prompts:
                 path, protocol = "/completions", cast(WireProtocol, openai_completions)
             await self._open_upstream.stream_chat(path, body, protocol, emit)
@@ -245,8 +238,7 @@ class RemoteApi(Struct, frozen=True, kw_only=True):
 
     kind: ApiKind
     protocol: WireProtocol
-    path: str  # with the model in braces, if it is part of it
-    models_path: str = "/models"
+    path: str
     count_path: str | None = None
     sampling: frozenset[str]
     has_prompts: bool = True  # it also has completions, embeddings and rankings, as servers with OpenAI's API do
@@ -255,12 +247,7 @@ class RemoteApi(Struct, frozen=True, kw_only=True):
     needs_max_tokens: bool = False
     reads_signed_reasoning: bool = False
 
-    def chat_path(self, model: str) -> str:
-        return self.path.replace("{model}", quote(model, safe=":/")) if "{model}" in self.path else self.path
-
     def auth_headers(self, key: str) -> dict[str, str]:
-        if self.kind == "gemini":
-            return {"x-goog-api-key": key} if key else {}
         if self.kind == "anthropic_messages":
             return {"anthropic-version": "2023-06-01"} | ({"x-api-key": key} if key else {})
         return {"authorization": f"Bearer {key}"} if key else {}
@@ -295,39 +282,36 @@ APIS: Mapping[ApiKind, RemoteApi] = {
     ),
     "gemini": RemoteApi(
         kind="gemini",
-        protocol=cast(WireProtocol, gemini),
-        path="/models/{model}:streamGenerateContent?alt=sse",
-        sampling=frozenset({"temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed"}),
+        protocol=cast(WireProtocol, openai_chat),
+        path="/chat/completions",
+        sampling=frozenset({"temperature", "top_p"}),  # it rejects a request with any other
         has_prompts=False,
+        has_logprobs=False,
         reads_signed_reasoning=True,
     ),
     "ollama": RemoteApi(
         kind="ollama",
-        protocol=cast(WireProtocol, ollama),
-        path="/api/chat",
-        models_path="/api/tags",
-        sampling=frozenset(
-            {"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty"}
-            | {"frequency_penalty", "seed", "mirostat", "mirostat_tau", "mirostat_eta"}
-        ),
-        has_prompts=False,
+        protocol=cast(WireProtocol, openai_chat),
+        path="/chat/completions",
+        sampling=frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"}),
     ),
 }
 
 
 def _model_names(reply: Any) -> set[str]:
     """The names in a list of models. Google's begin with `models/`, and Ollama's may end with a tag."""
-    models = (reply.get("data") or reply.get("models")) if isinstance(reply, dict) else reply
+    models = reply.get("data") if isinstance(reply, dict) else reply
     listed = [model for model in models if isinstance(model, dict)] if isinstance(models, list) else []
-    names = {str(model.get("id") or model.get("name")).removeprefix("models/") for model in listed}
+    names = {str(model.get("id")).removeprefix("models/") for model in listed}
     return names | {name.removesuffix(":latest") for name in names}
 
 
 def base_url(kind: ApiKind, url: str) -> str:
-    """Anthropic's and Google's clients get the address without a version, OpenAI clients with it; both are accepted."""
+    """Clients of OpenAI get the address with a version, others without it; both are accepted."""
     if kind == "gemini":
-        return url if url.endswith(("/v1beta", "/v1", "/v1alpha")) else f"{url}/v1beta"
-    return f"{url}/v1" if kind == "anthropic_messages" and not url.endswith("/v1") else url
+        versioned = url.endswith(("/v1beta", "/v1", "/v1alpha", "/openai"))
+        return (url if versioned else f"{url}/v1beta").removesuffix("/openai") + "/openai"
+    return f"{url}/v1" if kind in ("anthropic_messages", "ollama") and not url.endswith("/v1") else url
 
 
 def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -> bytes:
@@ -359,6 +343,8 @@ def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) ->
         fields["thinking"] = {"type": "enabled" if is_enabled else "disabled"}
     if request.prompts:
         return openai_completions.write_request(streamed)
+    if api.kind == "gemini":
+        return openai_chat.write_request(streamed, signed_calls=True)
     return append_fields(api.protocol.write_request(streamed), fields)
 
 
@@ -386,13 +372,17 @@ def _accepted_fields(request: Request, options: OpenAiRemoteOptions, api: Remote
             f"the upstream of this model takes JSON schemas, not a {request.constraint.kind} grammar",
             code="structured_unsupported",
         )
+    unknown_to_google = {
+        "parallel_tool_calls": None,
+        "user": None,
+        "tools": tuple([replace(tool, strict=None) for tool in request.tools]),
+    }
     return {
         "messages": tuple([_without_foreign_reasoning(message, options, api) for message in request.messages]),
         "sampling": Sampling(**{name: getattr(request.sampling, name) for name in api.sampling}),
         "stop": request.stop if api.has_stop else (),
         "logprobs": request.logprobs if api.has_logprobs else None,
-        # The official Chat API has an effort and nothing else.
-        "reasoning": Reasoning(effort=reasoning.effort) if api.kind == "chat_completions" else reasoning,
+        "reasoning": _written_reasoning(reasoning, api),
         "lora_adapter": None,
         "chat_template_kwargs": {},
         "add_generation_prompt": None,
@@ -401,7 +391,16 @@ def _accepted_fields(request: Request, options: OpenAiRemoteOptions, api: Remote
         "priority": None,
         "session": request.session if api.kind == "responses" else None,
         "metadata": None,
+        **(unknown_to_google if api.kind == "gemini" else {}),
     }
+
+
+def _written_reasoning(reasoning: Reasoning, api: RemoteApi) -> Reasoning:
+    """Chat Completions have an effort and nothing else; Google and Ollama take `none` for no thinking."""
+    if api.kind in ("responses", "anthropic_messages"):
+        return reasoning
+    is_off = reasoning.enabled is False and api.kind != "chat_completions"
+    return Reasoning(effort="none" if is_off else reasoning.effort)
 
 
 def _reasoning(request: Request, options: OpenAiRemoteOptions) -> Reasoning:
@@ -422,6 +421,8 @@ def _without_foreign_reasoning(message: Message, options: OpenAiRemoteOptions, a
         return api.reads_signed_reasoning and bool(part.signature) and unpack_reasoning(part.signature) is None
 
     parts = tuple(part for part in message.parts if not isinstance(part, Thinking) or is_accepted(part))
+    if api.kind == "gemini":  # it takes the signature and has no field for the text
+        parts = tuple(replace(part, text="") if isinstance(part, Thinking) else part for part in parts)
     return replace(message, parts=parts or (Text(""),))
 
 

@@ -79,7 +79,6 @@ from modelyard.core.events import (
     Usage,
 )
 from modelyard.core.limits import MAX_WARNINGS
-from modelyard.core.output_format import OutputFormat, Region
 from modelyard.core.pool import Lease, LeaseProvider, LeaseRequest, RequestSnapshot, Ticket
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, EmbeddingRequest, Infill, Message, Request, RerankRequest, Text
@@ -91,6 +90,7 @@ from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
 from modelyard.gateway.fallbacks import FallbackStream, prepare_first
 from modelyard.gateway.files import Files
 from modelyard.gateway.model import (
+    VERBATIM,
     CapabilityCache,
     Model,
     check_capabilities,
@@ -133,8 +133,6 @@ _INLINE_CHARS = 20_000  # of uncached text to tokenize
 _INLINE_MESSAGES = 300  # messages and tools to render
 _WARNING_CHARS = 500  # of a warning in the log
 _UNLIMITED = 1 << 40  # tokens
-# The answer to a bare prompt whose log probabilities are wanted: every token of it counts.
-VERBATIM = OutputFormat(name="verbatim", regions={"text": Region("text", {})}, trims_newlines=False)
 
 R = TypeVar("R", EmbeddingRequest, RerankRequest)
 Read = TypeVar("Read")
@@ -375,13 +373,15 @@ class Gateway:
     ) -> tuple[Request, Capabilities | None]:
         """The request as this model takes it, and the engine's capabilities (None: not loaded). Raise if it cannot."""
         capabilities = None if engine is None else engine.info.capabilities
+        effective = self.capabilities.effective(model, capabilities)
+        if effective.generates and not model.talks and not request.prompts:
+            request = _as_bare_prompt(request, model)
         if model.system_prompt is not None or model.lora_adapter is not None:
             request = _with_defaults(request, model)
         if not self._replay.is_empty:
             request = await self._replay.restore(request, caller.key)
         if request.tools or request.tool_choice.mode != "auto":
             request = _with_tool_choice(request)
-        effective = self.capabilities.effective(model, capabilities)
         media = media_kinds(request)
         if media:
             if self.files is not None:
@@ -415,7 +415,7 @@ class Gateway:
         and the prompt is text only, or its media are counted, too. A long prompt is given up once it exceeds the
         window."""
         if model.kind != "text":
-            is_unknown = model.text is None or bool(request.prompts)
+            is_unknown = model.text is None or model.text.renderer.missing is not None or bool(request.prompts)
             if is_unknown or (not counts_media and media_kinds(request)):
                 return ()
         renderer = model.pipeline.renderer
@@ -835,6 +835,15 @@ def _encode_raw(
         else (_checked_ids(p, model, "prompt"), tokenizer.decode(p))
         for p in request.prompts
     ]
+
+
+def _as_bare_prompt(request: Request, model: Model) -> Request:
+    """For a model without a chat template: a text to continue, as Ollama reads it. Raises for a conversation."""
+    parts = [part for message in request.messages for part in message.parts]
+    texts = [part.text for part in parts if isinstance(part, Text)]
+    if not request.is_text or len(texts) < len(parts) or request.messages[0].role == "system":
+        model.pipeline.renderer.require_template()
+    return msgspec.structs.replace(request, messages=(), prompts=("".join(texts),))
 
 
 def _with_defaults(request: Request, model: Model) -> Request:

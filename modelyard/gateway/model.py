@@ -13,7 +13,7 @@ from msgspec.structs import force_setattr
 
 from modelyard.core.engine import Capabilities, Media, ReasoningBounds, ReasoningBudget
 from modelyard.core.errors import ModelyardError, Unavailable, Unimplemented, Unsupported
-from modelyard.core.output_format import OutputFormat
+from modelyard.core.output_format import OutputFormat, Region
 from modelyard.core.request import (
     DEFAULT_SAMPLING,
     Audio,
@@ -29,6 +29,8 @@ from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.render import Renderer
 from modelyard.scanner.scanner import Scanner
 
+# The answer to a bare prompt whose log probabilities are wanted, or of a model without a chat template: all is text.
+VERBATIM = OutputFormat(name="verbatim", regions={"text": Region("text", {})}, trims_newlines=False)
 _ANY_BUDGET = 2**31 - 1  # tokens; a larger number does not fit into a message to an engine's process
 
 
@@ -100,6 +102,11 @@ class Model(Struct, frozen=True, kw_only=True):
         return own.over(self.configured_sampling)
 
     @property
+    def talks(self) -> bool:
+        """Whether it takes conversations. An engine that renders by itself does; others need a chat template."""
+        return self.kind == "chat" or self.text is None or self.text.renderer.missing is None
+
+    @property
     def pipeline(self) -> TextPipeline:
         """`text`, or the error that explains why there is none."""
         if self.fault is not None:
@@ -142,23 +149,27 @@ def effective_capabilities(model: Model, engine: Capabilities | None = None) -> 
     """The definition decides modalities, turns, thinking and infill; the engine decides everything that it computes."""
     engine = engine or model.capabilities or UNKNOWN_ENGINE
     fills_gaps = model.text is not None and model.text.tokenizer.fim is not None
+    chat = engine.generates and engine.chat and model.talks
     return msgspec.structs.replace(
         engine,
         modalities=tuple(modality for modality in model.modalities if modality in engine.modalities),
+        chat=chat,
         multi_turn=engine.multi_turn and not model.translates,
-        tools=engine.tools and not model.translates,
+        tools=engine.tools and chat and not model.translates,
         thinking_modes=engine.thinking_modes if model.text is None else model.text.renderer.thinking_modes,
         infill=fills_gaps or (model.text is None and engine.infill),
     )
 
 
 def capability_names(can: Capabilities) -> tuple[str, ...]:
-    """What a model can do, in the words that Ollama introduced and other servers took over."""
+    """What a model can do, in the words that Ollama introduced and other servers took over, and `chat`: a model without
+    a chat template only continues a text."""
     found = {
-        "completion": can.chat,
-        "embedding": can.embeddings and not can.chat,
+        "completion": can.generates,
+        "chat": can.chat,
+        "embedding": can.embeddings and not can.generates,
         "tools": can.chat and can.tools,
-        "insert": can.chat and can.infill,
+        "insert": can.generates and can.infill,
         "vision": "image" in can.modalities,
         "thinking": len(can.thinking_modes) > 1,
     }
@@ -180,7 +191,7 @@ class CapabilityCache:
 
 def check_capabilities(request: Request, can: Capabilities, name: str, *, media: Collection[str] = ()) -> None:
     """Raise Unsupported with the missing capability. `media` are the request's (`prompt/media.py`)."""
-    if not can.chat:
+    if not can.generates:
         raise no_chat(can, name)
     if request.infill is not None and not can.infill:
         reason = "has no tokens to fill a gap between two texts; send the prompt without a suffix, or use a code model"

@@ -100,7 +100,7 @@ def _row(model: ModelStatus, is_admin: bool) -> dict[str, Any]:
         reason = mask_secrets(model.reason)
         row["reason"] = reason if is_admin else hide_folders(reason)
     if model.state == "loading":
-        row |= {"progress": round(model.progress, 3), "doing": model.phase}
+        row |= {"progress": round(model.progress, 3), "phase": model.phase}
     return row
 
 

@@ -65,6 +65,8 @@ def _plan(agent: Agent, options: LaunchOptions, env: Mapping[str, str], target: 
     notes = list(plan.notes)
     if agent.tools and "tools" not in target.capabilities:
         notes.append(f"{target.model} cannot call tools, and {agent.title} does nothing without them.")
+    elif _CHATS.isdisjoint(target.capabilities):
+        notes.append(f"{target.model} has no chat template, so it refuses what {agent.title} sends.")
     if target.is_smaller_than(agent.window) or len(notes) > len(plan.notes):
         notes.append(f"A model that suits {agent.title}: {pull_command(target.url)}")
     return replace(plan, notes=tuple(notes))
@@ -187,7 +189,7 @@ class TargetServer(ServerClient):
             raise NotFound(f"{self.url} lists no models; fetch one: {pull_command(self.url)}")
         name = choose_model(cards, agent)
         if name is None:
-            what = "calls tools" if agent and agent.tools else "generates text"
+            what = "calls tools" if agent and agent.tools else "chats"
             title = f", which {agent.title} needs" if agent else ""
             raise NotFound(f"no model of {self.url} {what}{title}; fetch one: {pull_command(self.url)}")
         return name
@@ -204,13 +206,14 @@ _SUGGESTIONS = {
     0: "unsloth/Qwen3-4B-Instruct-2507-GGUF",
 }
 _USABLE = ("ready", "loading")
+_CHATS = {"chat", "tools"}  # either; a server of an earlier version does not report the first
 
 
 def choose_model(cards: Sequence[Mapping[str, Any]], agent: Agent | None) -> str | None:
     """The first model that does what the agent needs, rather one that is loaded. If none has the window that the agent
     needs, the one with the largest."""
-    needed = {"completion", "tools"} if agent is not None and agent.tools else {"completion"}
-    able = [card for card in cards if needed <= set(_capabilities(card))]
+    needed = {"tools"} if agent is not None and agent.tools else _CHATS
+    able = [card for card in cards if not needed.isdisjoint(_capabilities(card))]
     if not able:
         return None
     large = [card for card in able if agent is None or (card.get("context_length") or agent.window) >= agent.window]

@@ -135,13 +135,6 @@ def pull(
     return _fetch(found.hub, name, quant, progress or ProgressReporter(), budgets, fetched)
 
 
-def add_model(
-    source: str, *, name: str | None = None, quant: str | None = None, progress: ProgressReporter | None = None
-) -> LibraryEntry:
-    """`pull`, which also looks for a new version on the hub."""
-    return pull(source, name=name, quant=quant, progress=progress, update=True)
-
-
 def default_budget() -> MemoryBudget:
     """What one model may take of the RAM. The rest is for other programs."""
     return MemoryBudget(int(0.7 * psutil.virtual_memory().total))

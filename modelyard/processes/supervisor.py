@@ -2,7 +2,7 @@
 
 start ─→ alive ─→ exit ─→ wait (0.5 s, doubled while it exits early, at most 10 s) ─→ start …
             │      └─ every child has exited early three times in a row: give up, exit code 1
-            └─ the hub has heard nothing of it for 15 s (stopped, or its event loop stands still) ─→ SIGKILL ─→ exit
+            └─ it has written nothing for 15 s (stopped, or its event loop stands still) ─→ SIGKILL ─→ exit
 SIGTERM or SIGINT ─→ SIGTERM to the workers, then to the helpers ─→ grace ─→ SIGKILL.  A second signal is passed on, and
 shortens the grace to 5 s; a third one skips it.
 """
@@ -14,10 +14,12 @@ import contextlib
 import logging
 import os
 import signal
+import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -26,21 +28,10 @@ from modelyard.processes.parent_death import die_with_parent
 _log = logging.getLogger(__name__)
 
 INDEX_VARIABLE = "MODELYARD_WORKER_INDEX"
-SOCKET_VARIABLE = "MODELYARD_WORKER_SOCKET"
+FOLDER_VARIABLE = "MODELYARD_WORKER_FOLDER"  # where the processes meet
 _START_FAILED = 127
-_LOOKS = 3  # at the messages of a worker, within the longest silence
-
-
-class SupervisorHub(Protocol):
-    """The meeting point of the children: each gets the socket `path`. `heard` are the ids of the processes that have
-    sent something there, with how often."""
-
-    path: str
-
-    @property
-    def heard(self) -> Mapping[int, int]: ...
-    async def open(self) -> None: ...
-    async def close(self) -> None: ...
+_LOOKS = 3  # at the heartbeat of a worker, within the longest silence
+_MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes on Linux, 104 on macOS
 
 
 class RestartPolicy(Struct, frozen=True):
@@ -62,16 +53,17 @@ class SupervisedChild:
         self.index, self.argv, self.name = index, die_with_parent(list(argv)), name
         self.process: Process | None = None
         self.early_exits = 0
-        self._heard: tuple[int, int] | None = None  # process id and number of messages at the last look
+        self._heard: tuple[int, object] = (0, None)  # process id and heartbeat at the last look
+        self._is_heard = False
         self._silent_looks = 0
 
-    def silent_looks(self, heard: Mapping[int, int]) -> int:
-        """How many looks in a row have found no new message of the process; 0 until its first one. In looks, not
-        seconds: a supervisor that was stopped itself must not count that time."""
+    def silent_looks(self, heartbeat: object) -> int:
+        """How many looks in a row have found the same heartbeat; 0 until the process has changed it once. In looks,
+        not seconds: a supervisor that was stopped itself must not count that time."""
         pid = self.process.pid if self.process is not None and self.process.returncode is None else 0
-        found = (pid, heard[pid]) if pid in heard else None
-        self._silent_looks = self._silent_looks + 1 if found is not None and found == self._heard else 0
-        self._heard = found
+        before, self._heard = self._heard, (pid, heartbeat)
+        self._is_heard = pid == before[0] and (self._is_heard or heartbeat != before[1])
+        self._silent_looks = self._silent_looks + 1 if self._is_heard and self._heard == before else 0
         return self._silent_looks
 
     def record_exit(self, uptime: float, policy: RestartPolicy) -> None:
@@ -100,9 +92,9 @@ class Supervisor:
         environment: Mapping[str, str],
         policy: RestartPolicy,
         extra: Sequence[list[str]] = (),
-        heard: Mapping[int, int] = {},
+        heartbeat: Callable[[int], object] = lambda _: None,
     ) -> None:
-        self._environment, self._policy, self._workers, self._heard = environment, policy, workers, heard
+        self._environment, self._policy, self._workers, self._heartbeat = environment, policy, workers, heartbeat
         self.children = [SupervisedChild(index, argv) for index in range(workers)]
         self.children += [SupervisedChild(workers + n, other, "helper process") for n, other in enumerate(extra)]
         self._stopping = asyncio.Event()
@@ -145,7 +137,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(self._policy.max_silence / _LOOKS)
             for child in self.children[: self._workers]:
-                if child.silent_looks(self._heard) >= _LOOKS:
+                if child.silent_looks(self._heartbeat(child.index)) >= _LOOKS:
                     _log.error("%s %d is silent: replacing it", child.name, child.index)
                     child.signal(signal.SIGKILL)
 
@@ -209,13 +201,19 @@ class Supervisor:
 async def run_supervised(
     argv: list[str],
     workers: int,
-    hub: SupervisorHub,
+    folder: Path,
     policy: RestartPolicy = RestartPolicy(),
     extra: Sequence[list[str]] = (),
+    heartbeat: Callable[[int], object] = lambda _: None,
 ) -> int:
-    """Run until a signal comes or every worker keeps failing; returns the exit code. `argv` is a worker's command."""
-    await hub.open()
-    try:
-        return await Supervisor(argv, workers, {SOCKET_VARIABLE: hub.path}, policy, extra, hub.heard).run()
-    finally:
-        await hub.close()
+    """Run until a signal comes or every worker keeps failing; returns the exit code. `argv` is a worker's command,
+    `folder` is for their sockets and files. `heartbeat` of a worker's index changes as long as it works."""
+    return await Supervisor(argv, workers, {FOLDER_VARIABLE: str(folder)}, policy, extra, heartbeat).run()
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder that only this user can enter, with a path that is short enough for sockets in it."""
+    short = None if len(tempfile.gettempdir()) < _MAX_SOCKET_PATH - 40 else "/tmp"  # noqa: S108 - mkdtemp makes it private
+    with tempfile.TemporaryDirectory(prefix="modelyard-", dir=short) as made:
+        yield Path(made)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core.engine import Media, TokenRun
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import (
     Audio,
     Image,
@@ -276,7 +276,8 @@ class Renderer:
     `tools_template` is the variant that some models have for requests with tools. `tools_prompt` selects when tools are
     described as text: if the template does not support them (auto), always or never. With `marks_media` images and
     audio are marked and `parts` splits the prompt; with an `image_placeholder` they are written like that.
-    `write_calls` is how calls are written that the template cannot write.
+    `write_calls` is how calls are written that the template cannot write. `missing` says why the model has no template:
+    then `template` is empty, and only bare prompts are encoded.
     """
 
     def __init__(
@@ -292,8 +293,9 @@ class Renderer:
         marks_media: bool = False,
         image_placeholder: str | None = None,
         write_calls: WriteCalls = hermes_calls,
+        missing: str | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.missing = tokenizer, missing
         self._write_calls = write_calls
         self._plain = AdaptedTemplate(template, write_calls)
         self._with_tools = AdaptedTemplate(tools_template, write_calls) if tools_template is not None else self._plain
@@ -333,6 +335,10 @@ class Renderer:
     def template_text(self) -> str:
         return self._plain.template.source
 
+    def require_template(self) -> None:
+        if self.missing is not None:
+            raise Unsupported(self.missing, code="template_missing", param="model")
+
     def quick_text(self, request: Request) -> str | None:
         """`text` for a caller that cannot wait. None if the template takes long, now or in an earlier render: then call
         `text` in a thread."""
@@ -348,6 +354,7 @@ class Renderer:
 
     def text(self, request: Request) -> str:
         """The prompt with the shield's marks, for `tokens` and `fresh`. Use `unshield(text)` to show it."""
+        self.require_template()
         text = self._text(request)
         if self.marks_media and (media := sum(1 for _ in media_parts(request))):
             require_all_marks(text, media)

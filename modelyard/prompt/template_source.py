@@ -7,6 +7,8 @@
 5. the family, by the model's name
 6. the engine's own default (`fallback`), where it has one
 
+Without any, the model takes bare prompts only: `missing` is what a chat request is told.
+
 A model's own template has the wording that the model was trained on. A built-in one has the markers, the roles and the
 structure of its family in words of ours, so `prompt_format` comes before it only with `force_prompt_format`.
 """
@@ -63,6 +65,7 @@ class TemplateSource(NamedTuple):
     origin: str
     for_tools: str | None = None
     stops: tuple[str, ...] = ()
+    missing: str | None = None
 
 
 def find_template(
@@ -91,7 +94,7 @@ def find_template(
             return _built_in(family, f"the built-in {family}, because the name {name!r} contains {part!r}")
     if fallback:
         return _built_in(fallback, f"the engine's default, {fallback}")
-    raise _no_template(name, folder)
+    return TemplateSource("", "nowhere: chat requests are refused", missing=_how_to_get_one(name, folder))
 
 
 def engine_template(prompt_format: str, model: Path | None, *, force: bool) -> str | None:
@@ -200,12 +203,11 @@ def _read(path: Path) -> str:
         raise InvalidRequest(f"{path} cannot be read: {error}", code="template_broken") from error
 
 
-def _no_template(name: str, folder: Path | None) -> InvalidRequest:
+def _how_to_get_one(name: str, folder: Path | None) -> str:
     where = f" in {folder}" if folder is not None else ""
-    return InvalidRequest(
+    return (
         f"the model {name!r} has no chat template{where}. What to do: 1. find the source model it was made from; "
         "2. look for its chat_template.jinja, chat_template.json or the chat_template in its tokenizer_config.json; "
         "3. compare it with the model's documentation; 4. set chat_template to its text or path, or set prompt_format "
-        f"to one of {', '.join(formats())}",
-        code="template_missing",
+        f"to one of {', '.join(formats())}. Without one it takes bare prompts only (/v1/completions)"
     )

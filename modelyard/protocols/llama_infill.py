@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from modelyard.core import limits
 from modelyard.core.errors import Incomplete, InvalidRequest, Unsupported
 from modelyard.core.events import (
-    Block,
     BlockDelta,
     BlockEnd,
     BlockStart,
@@ -27,7 +26,7 @@ from modelyard.core.events import (
     Started,
     Usage,
 )
-from modelyard.core.request import Infill, Request, Text
+from modelyard.core.request import Infill, Request
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
     present,
@@ -175,13 +174,7 @@ def _read_finished(piece: UpstreamPiece) -> Finished:
 
 
 def read_reply(body: bytes) -> Reply:
-    try:
-        piece = _piece_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Incomplete(f"the upstream's reply cannot be read: {error}") from None
-    if piece.error:
-        raise read_error_field(piece.error)
-    return Reply(Started("", piece.model or "", 0), (Block(Text(piece.content)),), _read_finished(piece))
+    return InfillStreamReader().read_whole(body)
 
 
 class InfillStreamReader(SseReader):
@@ -203,7 +196,7 @@ class InfillStreamReader(SseReader):
             self._fail(read_error_field(piece.error))
             return
         if not self._started:
-            self._started = True
+            self._started = self._has_answer = True
             self._out += [Started("", piece.model or "", 0), BlockStart(0, "text")]
         if piece.content:
             self._out.append(BlockDelta(0, piece.content))

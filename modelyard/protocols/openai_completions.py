@@ -18,7 +18,6 @@ from msgspec import Struct
 from modelyard.core import limits
 from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError, Unsupported
 from modelyard.core.events import (
-    Block,
     BlockDelta,
     BlockEnd,
     BlockStart,
@@ -34,7 +33,7 @@ from modelyard.core.events import (
     TokenLogprob,
     Usage,
 )
-from modelyard.core.request import Infill, Request, Text
+from modelyard.core.request import Infill, Request
 from modelyard.protocols.common.extensions import (
     MAX_TEMPERATURE,
     check_positive,
@@ -399,30 +398,11 @@ class UpstreamTextChunk(Struct):
 
 
 _chunk_decoder = msgspec.json.Decoder(UpstreamTextChunk)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_reply(body: bytes) -> Reply:
-    """The first choice of an upstream's reply. An `error` field or an unreadable body raises."""
-    try:
-        parsed = _chunk_decoder.decode(body)
-    except _UNREADABLE as error:
-        raise Incomplete(f"the upstream's reply cannot be read: {error}") from None
-    if parsed.error:
-        raise read_error_field(parsed.error)
-    choice = next((c for c in parsed.choices or () if c.index == 0), None)
-    if choice is None:
-        raise Incomplete("the upstream's reply has no choice")
-    reason, stop = _read_finish(choice)
-    block = Block(Text(choice.text or ""), _read_logprobs(choice.logprobs))
-    started = msgspec.structs.replace(
-        _read_started(parsed), prompt_logprobs=read_upstream_prompt(choice.prompt_logprobs)
-    )
-    return Reply(started, (block,), Finished(reason, read_usage(parsed.usage), stop))
-
-
-def _read_started(chunk: UpstreamTextChunk) -> Started:
-    return Started((chunk.id or "").removeprefix("cmpl-"), chunk.model or "", int(chunk.created or 0))
+    """An `error` field or an unreadable body raises."""
+    return CompletionStreamReader().read_whole(body)
 
 
 def _read_finish(choice: UpstreamText) -> tuple[StopReason, str | None]:
@@ -483,7 +463,7 @@ class CompletionStreamReader(SseReader):
             return
         try:
             chunk = _chunk_decoder.decode(data)
-        except _UNREADABLE as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._fail(Incomplete(f"the upstream sent a chunk that cannot be read: {error}"))
             return
         if chunk.error:
@@ -494,7 +474,11 @@ class CompletionStreamReader(SseReader):
     def _read_chunk(self, chunk: UpstreamTextChunk) -> None:
         if not self._started:
             self._started = True
-            self._out += [_read_started(chunk), BlockStart(0, "text")]
+            id = (chunk.id or "").removeprefix("cmpl-")
+            found = next((choice.prompt_logprobs for choice in chunk.choices or () if choice.index == 0), None)
+            logprobs = read_upstream_prompt(found)
+            self._out.append(Started(id, chunk.model or "", int(chunk.created or 0), prompt_logprobs=logprobs))
+            self._out.append(BlockStart(0, "text"))
         if chunk.prompt_progress is not None:
             self._out.append(chunk.prompt_progress.event)
         if chunk.timings is not None and self._stop is None:
@@ -502,6 +486,7 @@ class CompletionStreamReader(SseReader):
         for choice in chunk.choices or ():
             if choice.index != 0 or self._stop is not None:
                 continue
+            self._has_answer = True
             logprobs = _read_logprobs(choice.logprobs)
             if choice.text or logprobs:
                 self._out.append(BlockDelta(0, choice.text or "", logprobs))

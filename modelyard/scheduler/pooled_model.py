@@ -39,6 +39,7 @@ from modelyard.scheduler.rate_limit import KeyRateLimiter
 from modelyard.scheduler.settings import SchedulerOptions
 
 if TYPE_CHECKING:
+    from modelyard.scheduler.replica_manager import ReplicaManager
     from modelyard.scheduler.scheduler import Scheduler
 
 
@@ -46,16 +47,6 @@ log = logging.getLogger(__name__)
 
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
-
-
-class ReplicaObserver(Protocol):
-    """Receives the results of slow work, always on the loop's thread."""
-
-    def on_ready(self, replica: Replica) -> None: ...
-    def on_load_failed(self, replica: Replica, error: ModelyardError) -> None: ...
-    def on_lost(self, replica: Replica, error: ModelyardError) -> None: ...
-    def on_closed(self, replica: Replica) -> None: ...
-    def on_progress(self, replica: Replica) -> None: ...
 
 
 class Replica:
@@ -67,7 +58,7 @@ class Replica:
         id: int,
         model: str,
         spec: ModelSpec,
-        observer: ReplicaObserver,
+        observer: ReplicaManager,
         *,
         load_timeout_s: float,
         meter: MemoryMeter | None = None,

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -42,7 +43,7 @@ from modelyard.http.auth import check_bind
 from modelyard.library.cache_dir import cache_dir
 from modelyard.mcp.servers import McpServers
 from modelyard.object_store import objects_path, open_object_store
-from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
+from modelyard.processes.supervisor import FOLDER_VARIABLE, INDEX_VARIABLE
 from modelyard.prompt.images import Images
 from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
@@ -56,12 +57,12 @@ from modelyard.store import open_store
 from modelyard.telemetry.history import History
 from modelyard.telemetry.masking import add_paths, add_secrets
 from modelyard.telemetry.metrics import Metrics
-from modelyard.telemetry.metrics_hub import MetricsPeer
 from modelyard.telemetry.request_capture import CombinedCaptureSink, DiskCaptureSink, MemoryCaptureSink
+from modelyard.telemetry.shared_metrics import SharedMetrics
 from modelyard.telemetry.system import SystemMonitor
 from modelyard.workbench.app import WorkbenchApp
 from modelyard.workbench.peer_proxy import host_socket_path, is_host_process, process_socket_path
-from modelyard.workers.remote_pool import RemoteObjectStore, RemotePool, RemoteStore
+from modelyard.workers.remote_pool import RemotePool, RemoteStore
 
 _LIMITS_APART = (
     "each gateway process counts the rate limits of this key by itself until the server is restarted: until then its "
@@ -135,9 +136,10 @@ def compose(
     )
     metrics.set_usage_source(lambda: accounts.ledger.series(accounts.currency))
     metrics.set_queue_source(lambda: {name: status.waiting for name, status in scheduler.status().items()})
-    if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one reports its metrics
+    index, folder = int(env.get(INDEX_VARIABLE, "0")), env.get(FOLDER_VARIABLE)
+    if index == 0:  # of several gateways on one pool, one reports its metrics
         metrics.set_pool_source(scheduler.metrics)
-    peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
+    shared_metrics = SharedMetrics(Path(folder), index, metrics) if folder else None
     service = AdminService(config, scheduler, gateway, load_config)
     accounts.on_change = lambda: scheduler.set_limits(key_limits(accounts.ring.keys))
     accounts.on_revoked = lambda key: gateway.end_requests(key, Cancelled("the API key was revoked"))
@@ -149,7 +151,9 @@ def compose(
         gateway,
         service,
         objects,
-        _build_http(config, accounts, scheduler, gateway, peer, service, store, objects, on_ready, env, load_config),
+        _build_http(
+            config, accounts, scheduler, gateway, shared_metrics, service, store, objects, on_ready, env, load_config
+        ),
     )
 
 
@@ -189,7 +193,7 @@ def _store(config: Config, scheduler: Scheduler | RemotePool) -> tuple[Store, bo
     """The store for data between requests, and whether other gateways share it."""
     in_memory = config.store.backend == "memory"
     if in_memory and isinstance(scheduler, RemotePool):
-        return RemoteStore(scheduler), True
+        return RemoteStore(scheduler, "responses"), True
     return open_store(config.store), not in_memory
 
 
@@ -213,7 +217,7 @@ def _client_objects(config: Config, scheduler: Scheduler | RemotePool) -> Client
     """In a file that the processes of this machine share; with a scheduler process, in that of its machine."""
     store: ObjectStore
     if isinstance(scheduler, RemotePool):
-        store = RemoteObjectStore(scheduler)
+        store = RemoteStore(scheduler, "objects")
     else:
         store = open_object_store(config.store, objects_path())
     owner, ttl_s = OwnerProcess(store), config.store.object_ttl_s
@@ -234,7 +238,7 @@ def _build_http(
     accounts: Accounts,
     scheduler: Scheduler | RemotePool,
     gateway: Gateway,
-    peer: MetricsPeer | None,
+    shared_metrics: SharedMetrics | None,
     service: AdminService,
     store: Store,
     objects: ClientObjects,
@@ -251,8 +255,8 @@ def _build_http(
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        if peer is not None:
-            await peer.open()
+        if shared_metrics is not None:
+            await shared_metrics.open()
         accounts.open()
         await workbench.listen(built)
         on_ready()
@@ -275,12 +279,12 @@ def _build_http(
         await downloads.close()
         await workbench.close()
         await peers.close()
-        if peer is not None:
-            await peer.close()
+        if shared_metrics is not None:
+            await shared_metrics.close()
         if disk_captures is not None:
             await asyncio.to_thread(disk_captures.close)
 
-    scrape: Callable[[], Awaitable[bytes]] = gateway.metrics.scrape if peer is None else peer.scrape
+    scrape: Callable[[], Awaitable[bytes]] = (shared_metrics or gateway.metrics).scrape
     memory_captures = MemoryCaptureSink(settings.history_bytes, enabled=settings.history_texts)
     captures = memory_captures if disk_captures is None else CombinedCaptureSink(disk_captures, memory_captures)
     peers = PeerGateways(process_socket_path())

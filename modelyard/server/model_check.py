@@ -27,7 +27,7 @@ from modelyard.config.sources import with_lines
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.core.units import format_size
-from modelyard.gateway.model import Model
+from modelyard.gateway.model import Model, effective_capabilities
 from modelyard.http.auth import is_loopback
 from modelyard.library import default_model
 from modelyard.prompt.template_source import builtin, find_template
@@ -116,6 +116,8 @@ def _model_faults(
     faults += _definition_faults(settings, model)
     if model is not None and (unused := _unused_format(settings, model)) is not None:
         yield ("prompt_format",), unused, "note"
+    if model is not None and model.text is not None and not model.talks and effective_capabilities(model).generates:
+        yield ("chat_template",), _sentence(f"{model.text.renderer.missing}"), "note"
     yield from ((path, _sentence(message), "error") for path, message in dict(reversed(faults)).items())
     if memory is not None:
         yield from _memory_faults(memory, spec.options, config.scheduler.memory_limits(), machine)

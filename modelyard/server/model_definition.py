@@ -19,7 +19,7 @@ from modelyard.config.settings import engine_options
 from modelyard.core.engine import Capabilities, Media
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling, Text
-from modelyard.gateway.model import THINKING_MODES, UNKNOWN_ENGINE, Model, TextPipeline
+from modelyard.gateway.model import THINKING_MODES, UNKNOWN_ENGINE, VERBATIM, Model, TextPipeline
 from modelyard.prompt.media import image_placeholder
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate, hermes_calls
@@ -90,7 +90,8 @@ def define_later(entry: ModelEntry, settings: ModelSettings, held: LibraryModel)
         return ModelDefinition(_model(entry, "text", fault=error))
     expected = replace(
         UNKNOWN_ENGINE,
-        chat=held.is_chat,
+        generates=held.task == "chat",
+        chat=held.is_chat or bool(settings.chat_template or settings.prompt_format),
         embeddings=held.task == "embedding",
         rerank=held.task == "reranking",
         thinking_modes=THINKING_MODES if held.switches_thinking else THINKING_MODES[:1],
@@ -102,7 +103,8 @@ def define_later(entry: ModelEntry, settings: ModelSettings, held: LibraryModel)
 
 def trial_fault(model: Model) -> ModelyardError | None:
     """Why the model's template cannot render one short message. A template may parse and still fail."""
-    if model.text is None or model.translates or (model.capabilities is not None and not model.capabilities.chat):
+    only_reads = model.capabilities is not None and not model.capabilities.generates
+    if model.text is None or model.translates or not model.talks or only_reads:
         return None
     try:
         model.text.renderer.text(Request(model=model.name, messages=(Message("user", (Text("Hi"),)),)))
@@ -170,11 +172,12 @@ def _text_pipeline(
 ) -> TextPipeline:
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
     tokenizer = _open_tokenizer(where)
-    generates = _capabilities(settings, module, options)
-    fallback = _fallback_template(module, tokenizer, generates is None or generates.chat)
-    source = _template(entry, settings, tokenizer, fallback, where)
-    detected = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
-    format = load_format(detected.format)
+    source = _template(entry, settings, tokenizer, getattr(module, "PROMPT_FORMAT", None), where)
+    if source.missing is not None and settings.format in (None, "auto"):
+        format, why = VERBATIM, "without a chat template, everything is text"
+    else:
+        detected = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
+        format, why = load_format(detected.format), detected.why
     writer, specials = format.writer, tokenizer.specials
     stops = {tokenizer.specials[text] for text in (*format.stop_tokens, *source.stops) if text in tokenizer.specials}
     stop_strings = tuple(text for text in source.stops if text not in tokenizer.specials)
@@ -187,14 +190,17 @@ def _text_pipeline(
         marks_media=getattr(module, "MARKS_MEDIA", False),
         image_placeholder=_own_image_placeholder(tokenizer, source),
         write_calls=hermes_calls if writer is None else lambda calls, dumps: writer.write(calls, dumps, specials),
+        missing=source.missing,
     )
     taught = "the hermes format" if writer is None else "its own format"
     notes += [
         ("tokenizer", f"{where}, {tokenizer.size} tokens"),
         ("template", f"from {source.origin}"),
-        ("format", f"{format.name}: {detected.why}"),
-        ("tools", f"described as text, calls in {taught}" if renderer.describes_tools else "by the template"),
+        ("format", f"{format.name}: {why}"),
     ]
+    if source.missing is None:
+        how = f"described as text, calls in {taught}" if renderer.describes_tools else "by the template"
+        notes.append(("tools", how))
     tools_format = with_hermes_calls(format) if renderer.describes_tools and writer is None else None
     return TextPipeline(
         renderer,
@@ -247,11 +253,6 @@ def _capabilities(settings: ModelSettings, module: Any, options: Any) -> Capabil
     except ModelyardError:
         return None
     return found
-
-
-def _fallback_template(module: Any, tokenizer: FileTokenizer, generates: bool) -> str | None:
-    """A model that only embeds or ranks needs no template, and one that fills gaps often has none."""
-    return getattr(module, "PROMPT_FORMAT", None) if generates and tokenizer.fim is None else "generic"
 
 
 def _compile(text: str, tokenizer: FileTokenizer) -> ChatTemplate:

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -28,14 +27,14 @@ from modelyard.http.auth import check_bind
 from modelyard.library import default_model, models
 from modelyard.library.progress import ProgressReporter
 from modelyard.processes.ports import listen, reserve_port
-from modelyard.processes.supervisor import INDEX_VARIABLE, RestartPolicy, run_supervised
+from modelyard.processes.supervisor import INDEX_VARIABLE, RestartPolicy, private_folder, run_supervised
 from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import compose, key_limits, make_accounts
 from modelyard.server.config_watcher import on_hangup, watch, watch_library
 from modelyard.server.engine_factory import prepare_engines
 from modelyard.server.running_servers import announced
 from modelyard.telemetry import log
-from modelyard.telemetry.metrics_hub import MetricsHub
+from modelyard.telemetry.shared_metrics import last_written
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import scheduler_address
 from modelyard.workers.worker_process import PARENT_VARIABLE
@@ -159,11 +158,11 @@ def _serve_supervised(
     port = held[0].getsockname()[1]
     if config.http.ollama_port is not None:
         held.append(reserve_port(config.http.host, config.http.ollama_port))
-    with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
+    with private_folder() as folder:
         argv = [sys.executable, "-m", "modelyard", "serve", *_arguments(path, http, port, debug)]
         beside: list[list[str]] = []
         if scheduler is None and needs_scheduler(config):
-            scheduler = f"ipc://{Path(folder) / 'scheduler'}"
+            scheduler = f"ipc://{folder / 'scheduler'}"
             beside.append([sys.executable, "-m", "modelyard", "scheduler", "--listen", scheduler, *_file(path)])
             os.environ[PARENT_VARIABLE] = str(os.getpid())
         if scheduler is not None:
@@ -171,11 +170,12 @@ def _serve_supervised(
         elif config.store.backend == "memory":  # a conversation may continue in another process
             os.environ |= {
                 "MODELYARD_STORE__BACKEND": "sqlite",
-                "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
+                "MODELYARD_STORE__PATH": str(folder / "store.sqlite"),
             }
         policy = RestartPolicy(grace=config.http.drain_s + RestartPolicy().grace)
+        heartbeat = partial(last_written, folder)
         with announced(config.http, port):
-            return asyncio.run(run_supervised(argv, config.http.workers, MetricsHub(), policy, beside))
+            return asyncio.run(run_supervised(argv, config.http.workers, folder, policy, beside, heartbeat))
 
 
 def _file(path: Path | None) -> list[str]:

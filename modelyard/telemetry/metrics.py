@@ -1,19 +1,18 @@
 """Prometheus metrics of this process: specifications, counting, snapshots, and the text format.
 
 Values live in plain dicts keyed by label values. A request touches about ten series; prometheus-client's own labelled
-metrics take 0.3 to 1.2 µs each under a lock, a dict entry takes 0.1 µs. The same dicts are sent to the other gateway
-processes as a `MetricsSnapshot`. All methods of `Metrics` must be called in the event loop's thread.
+metrics take 0.3 to 1.2 µs each under a lock, a dict entry takes 0.1 µs. With several gateway processes each writes the
+same dicts to a file (`shared_metrics`). All methods of `Metrics` must be called in the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Literal
 
-import msgspec
 from msgspec import Struct, field
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -46,7 +45,6 @@ ALSO_WITHOUT_PREFIX = frozenset(
         "process_start_time_seconds",
     }
 )
-OLD_NAMES = True  # for one release all others are exposed without the prefix, too
 
 
 class MetricSpec(Struct, frozen=True):
@@ -67,8 +65,7 @@ class MetricSpec(Struct, frozen=True):
     @property
     def names(self) -> tuple[str, ...]:
         """All names under which it is exposed."""
-        is_new = self.name == "build_info"
-        return (self.exposed, *((self.name,) if not is_new and (OLD_NAMES or self.name in ALSO_WITHOUT_PREFIX) else ()))
+        return (self.exposed, self.name) if self.name in ALSO_WITHOUT_PREFIX else (self.exposed,)
 
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -168,10 +165,6 @@ class MetricsSnapshot(Struct):
     histograms: dict[str, dict[Labels, HistogramData]] = field(default_factory=dict)
 
 
-encode_snapshot = msgspec.msgpack.Encoder().encode
-decode_snapshot = msgspec.msgpack.Decoder(MetricsSnapshot).decode
-
-
 def without_gauges(snapshot: MetricsSnapshot) -> MetricsSnapshot:
     """What remains valid after the process has exited: counters and histograms only grow, gauges are gone."""
     return MetricsSnapshot(counters=snapshot.counters, histograms=snapshot.histograms)
@@ -207,11 +200,6 @@ def _aggregate(total: Series, series: Series, aggregation: Aggregation) -> None:
 
 
 # --- text format ------------------------------------------------------------------------------------------------------
-
-
-def render_snapshots(snapshots: Sequence[bytes]) -> bytes:
-    """Several processes' encoded snapshots as the text of one process."""
-    return render_snapshot(sum_snapshots(decode_snapshot(data) for data in snapshots))
 
 
 def render_snapshot(snapshot: MetricsSnapshot) -> bytes:
@@ -410,12 +398,9 @@ class Metrics:
         return self.render()
 
     def render(self) -> bytes:
-        return render_snapshot(self._current())
+        return render_snapshot(self.snapshot())
 
-    def snapshot(self) -> bytes:
-        return encode_snapshot(self._current())
-
-    def _current(self) -> MetricsSnapshot:
+    def snapshot(self) -> MetricsSnapshot:
         """The counters, with the gauges brought up to date."""
         gauges, load = self._snapshot.gauges, self._load
         for name, histogram in _SUMMED.items():

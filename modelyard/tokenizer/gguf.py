@@ -1,10 +1,11 @@
-"""The tokenizer of a GGUF file, through llama.cpp: the same ids as the engine, without loading weights."""
+"""The tokenizer of a GGUF file, through llama.cpp: the same ids as the engine, without loading weights. Only texts for
+BERT's vocabularies are split here."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from modelyard.tokenizer.detokenize import AddedTokens, TableDetokenizer, TokenT
 from modelyard.tokenizer.shield import spelling_pattern, well_formed
 
 _CONTROL, _USER_DEFINED, _UNUSED = 1 << 3, 1 << 4, 1 << 1
+_WORD_PIECES = 3  # llama_vocab_type
 _STRIPPING = 1 << 7 | 1 << 8 | 1 << 9  # strips white space or needs a word boundary: not an exact cut
 
 
@@ -61,6 +63,27 @@ class GgufVocabulary:
         return buffer.raw[:count]
 
 
+class WordPieces:
+    """BERT's tokenizer. llama.cpp's own drops vowels of Korean and Indian scripts, lowers a vocabulary with capitals,
+    and splits words of more than 100 letters, which models know as unknown."""
+
+    def __init__(self, texts: Sequence[str], specials: Mapping[str, int]) -> None:
+        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+        # A file marks the beginnings of words, WordPiece what continues one.
+        words = [t[1:] if t[:1] == "▁" else t if t[:1] + t[-1:] == "[]" else f"##{t}" for t in texts]
+        lowers = all(word == word.lower() for word in words if word not in specials)
+        self._tokenizer = Tokenizer(models.WordPiece({word: id for id, word in enumerate(words)}))
+        self._tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowers)
+        self._tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        self._specials, self._spellings = specials, spelling_pattern(specials, group=True)
+
+    def encode(self, text: str, *, parse_special: bool) -> list[int]:
+        parts = self._spellings.split(text) if parse_special and self._spellings is not None else [text]
+        split = self._tokenizer.encode
+        return [id for at, part in enumerate(parts) for id in ([self._specials[part]] if at % 2 else split(part).ids)]
+
+
 class GgufTokenizer:
     """Tokenizing is thread-safe: it changes no state."""
 
@@ -88,12 +111,17 @@ class GgufTokenizer:
         self.begins_prompts = self.bos is not None  # also those of templates, as in llama-server
         self.eos_token = self._text(lib.llama_vocab_eos(self._vocab))
         self._table = TokenTable(self._owner.token_bytes, tokens)
+        is_bert = lib.llama_vocab_type(self._vocab) == _WORD_PIECES and "[UNK]" in self.specials
+        self._word_pieces = WordPieces(self._raw_texts(), self.specials) if is_bert else None
+
+    def _raw_texts(self) -> list[str]:
+        texts = (self._lib.llama_vocab_get_text(self._vocab, id) for id in range(self.size))
+        return [text.decode("utf-8", "replace") for text in texts]
 
     @cached_property
     def spans_words(self) -> bool:
         """See `slices.py`."""
-        texts = (self._lib.llama_vocab_get_text(self._vocab, id) for id in range(self.size))
-        return slices.spans_words(text.decode("utf-8", "replace") for text in texts)
+        return slices.spans_words(self._raw_texts())
 
     @cached_property
     def wrapping(self) -> tuple[list[int], list[int]]:
@@ -164,6 +192,8 @@ class GgufTokenizer:
     encode_plain_inside = encode_plain
 
     def _encode(self, text: str, *, parse_special: bool, add_special: bool = False) -> list[int]:
+        if self._word_pieces is not None and not add_special:
+            return self._word_pieces.encode(well_formed(text), parse_special=parse_special)
         raw = well_formed(text).encode()
         room = len(raw) + 8  # a token has at least one byte; some vocabularies prepend a space
         ids = (ctypes.c_int32 * room)()

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from math import ceil
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -32,6 +32,9 @@ from modelyard.tune.trial import (
     run_trial,
 )
 from modelyard.tune.tuned_model import TunedModel
+
+if TYPE_CHECKING:
+    from modelyard.tune.report import TerminalReport
 
 log = logging.getLogger(__name__)
 
@@ -130,21 +133,13 @@ class OptimizerPlan(Struct, frozen=True, kw_only=True):
     rules: SearchRules = SearchRules()
 
 
-class OptimizerObserver(Protocol):
-    """Shows the progress. `left_s` is the longest time that the rest may take."""
-
-    def trial_started(self, request: ScoreRequest, left_s: float) -> None: ...
-    def trial_ended(self, request: ScoreRequest, outcome: Outcome, best: Setting, *, replayed: bool) -> None: ...
-    def warning(self, text: str) -> None: ...
-
-
 class Optimizer:
     def __init__(
         self,
         model: TunedModel,
         plan: OptimizerPlan,
         history: TrialHistory,
-        observer: OptimizerObserver,
+        observer: TerminalReport,
         run_trial: RunTrial = run_trial,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

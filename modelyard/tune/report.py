@@ -229,7 +229,7 @@ _PHASES = {"baselines": "baseline", "stage": "trying", "pairs": "trying", "confi
 
 
 class TerminalReport:
-    """An `OptimizerObserver`: `err` gets the progress, `out` the result."""
+    """`err` gets the progress, `out` the result. `left_s` is the longest time that the rest may take."""
 
     def __init__(self, goal: Goal, current: Setting, budget_s: float, out: Console, err: Console) -> None:
         self._goal, self._current, self._budget, self._out, self._err = goal, current, budget_s, out, err

@@ -39,117 +39,22 @@ class ApiClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    # --- models -------------------------------------------------------------------------------------------------------
+    # --- the admin API ------------------------------------------------------------------------------------------------
 
-    async def models(self) -> list[Json]:
-        return await self._list("models")
+    async def get(self, *path: str, **query: Any) -> Json:
+        return await self.send("GET", *path, **query)
 
-    async def load(self, model: str, overrides: Mapping[str, Any]) -> None:
-        """Start a load and return. The model's record shows its progress and the reason of a failure."""
-        await self._post_model(model, "load", dict(overrides), {"wait": "false"})
-
-    async def unload(self, model: str) -> None:
-        await self._post_model(model, "unload", None, {"wait": "false", "force": "false"})
-
-    async def drain(self, model: str) -> None:
-        await self._post_model(model, "drain")
-
-    async def scale(self, model: str, replicas: int) -> None:
-        await self._post_model(model, "replicas", {"replicas": replicas}, {"wait": "false"})
-
-    async def estimate(self, model: str, overrides: Mapping[str, Any]) -> Json:
-        return await self._post_model(model, "estimate", dict(overrides))
-
-    # --- models of the hub --------------------------------------------------------------------------------------------
-
-    async def search_hub(self, text: str) -> list[Json]:
-        rows: list[Json] = (await self._admin("GET", "hub", query={"search": text}))["data"]
+    async def rows(self, *path: str, **query: Any) -> list[Json]:
+        rows: list[Json] = (await self.get(*path, **query))["data"]
         return rows
 
-    async def offer(self, repo: str) -> Json:
-        return await self._admin("GET", f"hub/{quote(repo)}")
+    async def post(self, *path: str, body: Any = None, **query: Any) -> Json:
+        return await self.send("POST", *path, body=body, **query)
 
-    async def downloads(self) -> list[Json]:
-        return await self._list("downloads")
-
-    async def start_download(self, source: str, quant: str | None = None) -> Json:
-        return await self._admin("POST", "downloads", {"source": source, "quant": quant})
-
-    async def cancel_download(self, id: str) -> None:
-        await self._admin("POST", f"downloads/{quote(id, safe='')}/cancel")
-
-    async def remove_model(self, model: str) -> None:
-        await self._admin("DELETE", f"library/{quote(model)}")
-
-    # --- configuration files ------------------------------------------------------------------------------------------
-
-    async def config(self) -> Json:
-        return await self._admin("GET", "config")
-
-    async def config_fields(self, section: str, name: str, values: Json) -> Json:
-        return await self._admin("POST", "config/fields", {"section": section, "name": name, "values": values})
-
-    async def preview_config(self, change: Json) -> Json:
-        return await self._admin("POST", "config/preview", change)
-
-    async def apply_config(self, change: Json) -> Json:
-        return await self._admin("POST", "config/apply", change)
-
-    # --- API keys -----------------------------------------------------------------------------------------------------
-
-    async def keys(self, *, revoked: bool = False) -> Json:
-        return await self._admin("GET", "keys", query={"revoked": str(revoked).lower()})
-
-    async def create_key(self, rules: Json) -> Json:
-        return await self._admin("POST", "keys", rules)
-
-    async def change_key(self, id: str, rules: Json) -> Json:
-        return await self._admin("PATCH", f"keys/{quote(id, safe='')}", rules)
-
-    async def revoke_key(self, id: str) -> Json:
-        return await self._admin("DELETE", f"keys/{quote(id, safe='')}")
-
-    async def usage(self, by: str) -> Json:
-        return await self._admin("GET", "usage", query={"by": by})
-
-    # --- state of the server ------------------------------------------------------------------------------------------
-
-    async def memory(self) -> Json:
-        return await self._admin("GET", "gpu-memory")
-
-    async def caches(self) -> list[Json]:
-        return await self._list("caches")
-
-    async def history(self) -> Json:
-        return await self._admin("GET", "history")
-
-    async def keep_texts(self, enabled: bool) -> None:
-        await self._admin("POST", "history", {"texts": enabled})
-
-    async def optimizer_runs(self) -> list[Json]:
-        return await self._list("tune")
-
-    async def route(self, model: str, endpoint: str) -> Json:
-        return await self._admin("GET", "route", query={"model": model, "endpoint": endpoint})
-
-    async def routes(self) -> list[Json]:
-        return await self._list("routes")
-
-    async def logs(self, limit: int, since: float, level: str, id: str = "") -> list[Json]:
-        query = {"limit": str(limit), "since": repr(since), "level": level, "id": id}
-        lines: list[Json] = (await self._admin("GET", "logs", query=query))["lines"]
-        return lines
+    async def send(self, method: str, *path: str, body: Any = None, **query: Any) -> Json:
+        return await self._send(method, "/v1/admin/" + "/".join(quote(part, safe="") for part in path), body, query)
 
     # --- requests -----------------------------------------------------------------------------------------------------
-
-    async def requests(self, limit: int, since: float) -> Json:
-        return await self._admin("GET", "requests", query={"limit": str(limit), "since": repr(since)})
-
-    async def request(self, id: str) -> Json:
-        return await self._admin("GET", f"requests/{quote(id, safe='')}")
-
-    async def cancel(self, id: str) -> None:
-        await self._admin("POST", f"requests/{quote(id, safe='')}/cancel")
 
     async def prompt_prefix(self, model: str, prompt: str, tokens: int) -> str:
         """The text of the first `tokens` tokens of the prompt."""
@@ -177,43 +82,30 @@ class ApiClient:
         """The tokens of a request, and the window that they go into, if it is known."""
         body = msgspec.json.decode(openai_chat.write_request(request))
         counted = await self._send("POST", "/v1/chat/completions/input_tokens", body)
-        route = await self.route(request.model, openai_chat.PATHS[0])
+        route = await self.get("route", model=request.model, endpoint=openai_chat.PATHS[0])
         return int(counted["input_tokens"]), route["window"]
 
     # --- chats --------------------------------------------------------------------------------------------------------
 
     async def chats(self, search: str = "") -> list[ChatSummary]:
-        rows = (await self._admin("GET", "chats", query={"search": search}))["data"]
-        return msgspec.convert(rows, list[ChatSummary])
+        return msgspec.convert(await self.rows("chats", search=search), list[ChatSummary])
 
     async def chat(self, id: str) -> Chat:
-        return msgspec.convert(await self._admin("GET", f"chats/{quote(id, safe='')}"), Chat)
+        return msgspec.convert(await self.get("chats", id), Chat)
 
     async def store_chat(self, chat: Chat) -> int:
         """Returns the revision of the stored version."""
-        return int((await self._admin("PUT", f"chats/{quote(chat.id, safe='')}", chat))["revision"])
+        return int((await self.send("PUT", "chats", chat.id, body=chat))["revision"])
 
     async def delete_chat(self, id: str) -> None:
-        await self._admin("DELETE", f"chats/{quote(id, safe='')}")
+        await self.send("DELETE", "chats", id)
 
     # --- HTTP ---------------------------------------------------------------------------------------------------------
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
-    async def _list(self, path: str) -> list[Json]:
-        rows: list[Json] = (await self._admin("GET", path))["data"]
-        return rows
-
-    async def _post_model(
-        self, model: str, action: str, body: Any = None, query: Mapping[str, str] | None = None
-    ) -> Json:
-        return await self._admin("POST", f"models/{quote(model)}/{action}", body, query)
-
-    async def _admin(self, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None) -> Json:
-        return await self._send(method, f"/v1/admin/{path}", body, query)
-
-    async def _send(self, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None) -> Json:
+    async def _send(self, method: str, path: str, body: Any = None, query: Mapping[str, Any] | None = None) -> Json:
         with self._translated_errors():
             content = None if body is None else msgspec.json.encode(body)
             headers = {**self._headers(), "content-type": "application/json"}

@@ -124,7 +124,6 @@ def _pages(session: PageSession) -> dict[str, Callable[..., None]]:
         "/": lambda: models.page(session),
         "/chat": lambda model="": chat.page(session, model),
         "/chat/{id}": lambda id: chat.page(session, id=id),
-        "/playground": lambda model="": chat.page(session, model),  # its former name
         "/requests": lambda: requests.page(session),
         "/requests/{id}": lambda id: requests.detail_page(session, id),
         "/memory": lambda: memory.page(session),
@@ -249,7 +248,7 @@ def _handle_table_clicks(session: PageSession) -> None:
     async def clicked(event: Any) -> None:
         id = str(event.args["id"])
         if event.args["act"]:
-            await session.perform(session.client.cancel(id), "Cancelled")
+            await session.perform(session.client.post("requests", id, "cancel"), "Cancelled")
         else:
             ui.navigate.to(f"/requests/{id}")
 

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from modelyard.core.errors import Unavailable
-from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
+from modelyard.processes.supervisor import FOLDER_VARIABLE, INDEX_VARIABLE
 
 _SOCKET_NAME = "workbench"
 _TIMEOUT_S = 60.0  # a poll waits up to a third of this for news
@@ -30,14 +30,13 @@ _HOP_HEADERS = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"
 
 
 def host_socket_path(env: Mapping[str, str] = os.environ) -> str:
-    """The socket of the host process, beside the supervisor's, in a folder that only this user may enter. Empty if
-    there is a single process."""
-    return str(Path(env[SOCKET_VARIABLE]).with_name(_SOCKET_NAME)) if env.get(SOCKET_VARIABLE) else ""
+    """The socket of the host process, in a folder that only this user may enter. Empty if there is a single process."""
+    return str(Path(env[FOLDER_VARIABLE]) / _SOCKET_NAME) if env.get(FOLDER_VARIABLE) else ""
 
 
 def process_socket_path(env: Mapping[str, str] = os.environ) -> str:
     """The socket of this process, beside those of its peers. Empty if there is a single process."""
-    return f"{host_socket_path(env)}-{env.get(INDEX_VARIABLE, '0')}" if env.get(SOCKET_VARIABLE) else ""
+    return f"{host_socket_path(env)}-{env.get(INDEX_VARIABLE, '0')}" if env.get(FOLDER_VARIABLE) else ""
 
 
 def is_host_process(env: Mapping[str, str] = os.environ) -> bool:

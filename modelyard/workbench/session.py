@@ -86,7 +86,7 @@ class PageSession:
         """Try the key. Returns why it is refused, or ""."""
         self.client.key = key
         try:
-            await self.client.models()
+            await self.client.rows("models")
         except ModelyardError as error:
             return error.message
         self.locked = False

@@ -30,7 +30,7 @@ from modelyard.core.engine import (
     Prompt,
     Ranking,
 )
-from modelyard.core.errors import ENGINE_DIED, ModelyardError, Unavailable, Unsupported
+from modelyard.core.errors import ENGINE_DIED, ModelyardError, Unavailable
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.generation_queue import GenerationQueue
@@ -122,7 +122,7 @@ class WorkerSession:
             msg.WorkerLog: self._on_log,
             msg.Goodbye: self._on_goodbye,
         }
-        self.send(msg.Hello(msg.VERSION, name, (msg.LOG_FEATURE,) if wants_log else ()))
+        self.send(msg.Hello(msg.VERSION, name, wants_log))
         if connect_timeout_s is not None:
             self._timer = self._loop.call_later(connect_timeout_s, self._on_connect_timeout)
 
@@ -269,15 +269,11 @@ class WorkerSession:
         request = self._requests.get(id)
         if request is None:
             return  # it has ended here already
-        if type(update) is msg.ChatEvents:
-            items: list[Any] = update.events
-            last = bool(items) and isinstance(items[-1], (Finished, Failed))
-        elif type(update) is msg.ChatTraffic:
+        if isinstance(update, msg.ChatTraffic):
             request.on_traffic(update)
             return
-        else:
-            items = [msg.to_chunk(update)]
-            last = type(update) is msg.RequestFinished or type(update) is msg.RequestFailed
+        items: list[Any] = update.chunks if isinstance(update, msg.TextChunks) else update.events
+        last = bool(items) and isinstance(items[-1], (End, Finished, Failed))
         if last:
             del self._requests[id]
         if not request.queue.put_many(items, last=last) and not (last or request.is_paused):
@@ -466,9 +462,6 @@ class RemoteEngine:
 
     async def fetch_tokenizer(self, have: tuple[str, ...]) -> msg.WorkerReply:
         """The tokenizer files, from the worker."""
-        welcome = await self._session.connect()
-        if msg.TOKENIZER_FEATURE not in welcome.features:
-            raise Unsupported(f"the worker {welcome.worker} is too old to send its tokenizers: update it")
         return await self._session.call(lambda id: msg.FetchTokenizer(id, self.id, have))
 
     def stats(self) -> EngineStats:
@@ -481,7 +474,7 @@ class RemoteEngine:
 class RemoteTextEngine(RemoteEngine):
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
         return self._session.start(
-            lambda id: msg.AddRequest(self.id, msg.to_infer_request(id, prompt)),
+            lambda id: msg.AddRequest(self.id, id, msg.with_time_left(prompt)),
             lambda error: End("error", error=error),
         )
 
@@ -491,9 +484,8 @@ class RemoteTextEngine(RemoteEngine):
 
 class RemoteEmbeddingEngine(RemoteTextEngine):
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
-        packed = [msg.pack_ids(ids) for ids in batch]
-        reply = await self._session.call(lambda id: msg.EmbedTokens(id, self.id, packed))
-        return Embeddings([msg.unpack_vector(vector) for vector in reply.vectors], reply.tokens or 0)
+        reply = await self._session.call(lambda id: msg.EmbedTokens(id, self.id, [list(ids) for ids in batch]))
+        return Embeddings(reply.vectors, reply.tokens or 0)
 
 
 class RemoteChatEngine(RemoteEngine):
@@ -507,19 +499,12 @@ class RemoteChatEngine(RemoteEngine):
         return (await self._session.call(lambda id: msg.CountChatTokens(id, self.id, request))).tokens
 
     async def embed_inputs(self, request: EmbeddingRequest) -> Embeddings:
-        await self._require_forwarding()
         reply = await self._session.call(lambda id: msg.EmbedInputs(id, self.id, request))
-        return Embeddings([msg.unpack_vector(vector) for vector in reply.vectors], reply.tokens or 0)
+        return Embeddings(reply.vectors, reply.tokens or 0)
 
     async def rerank(self, request: RerankRequest) -> Ranking:
-        await self._require_forwarding()
         reply = await self._session.call(lambda id: msg.RerankDocuments(id, self.id, request))
         return Ranking(reply.scores, reply.tokens or 0)
-
-    async def _require_forwarding(self) -> None:
-        welcome = await self._session.connect()
-        if msg.FORWARD_FEATURE not in welcome.features:
-            raise Unsupported(f"the worker {welcome.worker} is too old to embed and to rank: update it")
 
 
 def remote_engine(

@@ -1,16 +1,16 @@
 """Every message between gateways, the scheduler and workers, grouped by receiver, and its encoding.
 
-MessagePack lists with a tag in front, by msgspec. A peer that knows more fields than we do is understood, fields are
-only ever added at the end, and nothing is ever unpickled. Another protocol version is refused with a reason.
+MessagePack lists with a tag in front, by msgspec; what they carry are the values of `core`. Nothing is ever unpickled.
+Another protocol version is refused with a reason. A deadline travels as the seconds that are left: machines have
+different clocks.
 
     client of a worker              worker
     Hello(version, …)          ──→
                                ←──  Welcome(version, …) | ConnectionRefused(reason)
     OpenEngine(engine, …)      ──→
                                ←──  LoadProgress* · (EngineOpened | EngineOpenFailed)
-    AddRequest(InferRequest)   ──→
-                               ←──  UpdateBatch[RequestAccepted · PrefillProgress* · TokenStep* ·
-                                    (RequestFinished | RequestFailed)]      one batch per engine step and client
+    AddRequest(Prompt)         ──→
+                               ←──  UpdateBatch[TextChunks]                 one batch per engine step and client
     AbortRequest, PauseRequest, ResumeRequest ──→
     Heartbeat(n)               ──→
                                ←──  Heartbeat(n, …)                         a silent peer is lost
@@ -22,7 +22,7 @@ only ever added at the end, and nothing is ever unpickled. Another protocol vers
                                ←──  LeaseQueued? · (LeaseGranted | LeaseDenied)
     ReleaseLease(ticket)       ──→                                          returned, or no longer wanted
                                ←──  LeaseRevoked(ticket)
-    PoolCommand, GetSnapshot, GetLog, StoreOperation, ObjectOperation ──→
+    PoolCommand, StoreOperation ──→
                                ←──  SchedulerReply(id)
 
 Tokens do not pass the scheduler: a grant names the worker and the engine, and the gateway talks to the worker directly.
@@ -30,47 +30,28 @@ Tokens do not pass the scheduler: a grant names the worker and the engine, and t
 
 from __future__ import annotations
 
-import sys
 import time
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct, field
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
-from modelyard.core import engine as core
 from modelyard.core import errors
-from modelyard.core.engine import (
-    CacheInfo,
-    Control,
-    EngineInfo,
-    EngineSpec,
-    EngineStats,
-    Media,
-    Prompt,
-    ReasoningBudget,
-    TokenRun,
-)
-from modelyard.core.errors import Internal, InvalidRequest, ModelyardError
-from modelyard.core.events import Event, Timings, Usage
+from modelyard.core.engine import CacheInfo, Chunk, Control, EngineInfo, EngineSpec, EngineStats, Prompt
+from modelyard.core.errors import Internal, ModelyardError
+from modelyard.core.events import Event
 from modelyard.core.pool import LeaseRequest, ModelStateChange, ModelStatus
-from modelyard.core.request import Constraint, EmbeddingRequest, Priority, Request, RerankRequest, Sampling
-from modelyard.core.tokenizer import IdLogprob
+from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.workers.definitions import define, message_options
 
-VERSION = 6  # 6: a worker tells which requests it has read
-TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
-FORWARD_FEATURE = "forward"  # the worker understands `EmbedInputs` and `RerankDocuments`
-LOG_FEATURE = "log"  # in `Hello.features`: the client wants `WorkerLog`
-_AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
+VERSION = 7
 
-# --- wire forms of token ids, vectors, prompts and errors -----------------------------------------------------------
+# --- the wire form of errors ----------------------------------------------------------------------------------------
 
-_BIG_ENDIAN = sys.byteorder == "big"  # the wire is little-endian
 _ERRORS: dict[str, type[ModelyardError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, ModelyardError)
 }
@@ -97,68 +78,6 @@ _DEFAULTS: dict[type[ModelyardError], dict[str, Any]] = {
 
 class MalformedMessage(ValueError):
     """Bytes that are not a message of the protocol, or a message that is not allowed here."""
-
-
-def pack_ids(ids: Iterable[int]) -> bytes:
-    try:
-        return _pack(array("I", ids))
-    except (OverflowError, TypeError):
-        raise InvalidRequest("the prompt holds token ids outside 0…4294967295") from None
-
-
-def unpack_ids(data: bytes) -> list[int]:
-    return _unpack("I", data).tolist()
-
-
-def pack_vector(vector: Iterable[float]) -> bytes:
-    return _pack(array("d", vector))
-
-
-def unpack_vector(data: bytes) -> list[float]:
-    return _unpack("d", data).tolist()
-
-
-def _pack(numbers: array[Any]) -> bytes:
-    if _BIG_ENDIAN:
-        numbers.byteswap()
-    return numbers.tobytes()
-
-
-def _unpack(code: str, data: bytes) -> array[Any]:
-    numbers = array(code)
-    if len(data) % numbers.itemsize:
-        raise MalformedMessage(f"{len(data)} bytes are not a list of {numbers.itemsize}-byte numbers")
-    numbers.frombytes(data)
-    if _BIG_ENDIAN:
-        numbers.byteswap()
-    return numbers
-
-
-def flatten_prompt(prompt: Prompt) -> tuple[bytes, list[tuple[int, Media]]]:
-    """All tokens of a prompt as one run, and its media with the number of tokens before each."""
-    media: list[tuple[int, Media]] = []
-    before = 0
-    for part in prompt.parts:
-        if isinstance(part, Media):
-            media.append((before, part))
-        else:
-            before += len(part.ids)
-    return pack_ids(prompt.ids), media
-
-
-def unflatten_prompt(tokens: bytes, media: Sequence[tuple[int, Media]]) -> tuple[TokenRun | Media, ...]:
-    ids, position = unpack_ids(tokens), 0
-    parts: list[TokenRun | Media] = []
-    for offset, item in media:
-        if not position <= offset <= len(ids):
-            raise MalformedMessage("a media offset is outside the prompt")
-        if offset > position:
-            parts.append(TokenRun(ids[position:offset]))
-        parts.append(item)
-        position = offset
-    if position < len(ids) or not parts:
-        parts.append(TokenRun(ids[position:]))
-    return tuple(parts)
 
 
 def pack_error(error: ModelyardError) -> list[Any]:
@@ -208,7 +127,7 @@ class ToGateway(LinkMessage, frozen=True): ...
 # --- to several receivers -------------------------------------------------------------------------------------------
 
 
-class Heartbeat(LinkMessage, frozen=True, tag="beat"):
+class Heartbeat(LinkMessage, frozen=True, tag="heartbeat"):
     """A worker replies with the same number and the stats of its engines. 0 is not a reply."""
 
     number: int
@@ -229,11 +148,11 @@ class ConnectionRefused(LinkMessage, frozen=True, tag="refused"):
 
 
 class Hello(ToWorker, frozen=True, tag="hello"):
-    """`name` identifies the client, the same on all its links. `features` are optional parts of the protocol."""
+    """`name` identifies the client, the same on all its links. `wants_log`: it wants `WorkerLog`."""
 
     version: int
     name: str
-    features: tuple[str, ...] = ()
+    wants_log: bool = False
 
 
 class OpenEngine(ToWorker, frozen=True, tag="open"):
@@ -252,34 +171,12 @@ class CloseEngine(ToWorker, frozen=True, tag="close"):
     engine: str
 
 
-class InferRequest(LinkMessage, frozen=True):
-    """A `Prompt`. `request_id` is chosen by the client. `tokens` are little-endian u32. `media` come with their offset
-    in tokens. `timeout_s` is what is left until the deadline: machines have different clocks. All other fields are
-    those of `Prompt`."""
-
-    request_id: int
-    tokens: bytes
-    sampling: Sampling = Sampling()
-    adapters: tuple[tuple[str, float], ...] = ()
-    max_tokens: int = 1
-    stop_ids: tuple[int, ...] = ()
-    constraint: Constraint | None = None
-    reasoning: ReasoningBudget | None = None
-    cache: str = ""
-    scope: str = ""
-    session: str | None = None
-    priority: Priority = "main"
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    timeout_s: float | None = None
-    trace: str = ""
-    media: list[tuple[int, Media]] = []
-    dedup_key: str | None = None
-
-
 class AddRequest(ToWorker, frozen=True, tag="add"):
+    """`request_id` is chosen by the client."""
+
     engine: str
-    request: InferRequest
+    request_id: int
+    prompt: Prompt
 
 
 class AddChat(ToWorker, frozen=True, tag="chat"):
@@ -295,17 +192,17 @@ class AbortRequest(ToWorker, frozen=True, tag="abort"):
     request_id: int
 
 
-class PauseRequest(ToWorker, frozen=True, tag="hold"):
+class PauseRequest(ToWorker, frozen=True, tag="pause"):
     """The reader of this request lags: send nothing until `ResumeRequest`."""
 
     request_id: int
 
 
-class ResumeRequest(ToWorker, frozen=True, tag="go"):
+class ResumeRequest(ToWorker, frozen=True, tag="resume"):
     request_id: int
 
 
-class ControlEngine(ToWorker, frozen=True, tag="order"):
+class ControlEngine(ToWorker, frozen=True, tag="control"):
     request_id: int
     engine: str
     control: Control
@@ -314,7 +211,7 @@ class ControlEngine(ToWorker, frozen=True, tag="order"):
 class EmbedTokens(ToWorker, frozen=True, tag="embed"):
     request_id: int
     engine: str
-    batch: list[bytes]
+    batch: list[list[int]]
 
 
 class EmbedInputs(ToWorker, frozen=True, tag="vectors"):
@@ -325,7 +222,7 @@ class EmbedInputs(ToWorker, frozen=True, tag="vectors"):
     request: EmbeddingRequest
 
 
-class RerankDocuments(ToWorker, frozen=True, tag="rank"):
+class RerankDocuments(ToWorker, frozen=True, tag="rerank"):
     request_id: int
     engine: str
     request: RerankRequest
@@ -337,7 +234,7 @@ class CountChatTokens(ToWorker, frozen=True, tag="count"):
     request: Request
 
 
-class DropClient(ToWorker, frozen=True, tag="forget"):
+class DropClient(ToWorker, frozen=True, tag="drop"):
     """The client of this name is gone: end its requests, then reply. `unless_connected`: if it is connected here, reply
     with Conflict instead."""
 
@@ -346,7 +243,7 @@ class DropClient(ToWorker, frozen=True, tag="forget"):
     unless_connected: bool = False
 
 
-class FetchTokenizer(ToWorker, frozen=True, tag="study"):
+class FetchTokenizer(ToWorker, frozen=True, tag="tokenizer"):
     """Send the tokenizer files of this engine, unless their hash is in `have`."""
 
     request_id: int
@@ -354,7 +251,7 @@ class FetchTokenizer(ToWorker, frozen=True, tag="study"):
     have: tuple[str, ...] = ()
 
 
-class ShutdownWorker(ToWorker, frozen=True, tag="dismiss"):
+class ShutdownWorker(ToWorker, frozen=True, tag="shutdown"):
     """From the scheduler to a worker that it started."""
 
 
@@ -376,7 +273,6 @@ class Welcome(ToClient, frozen=True, tag="welcome"):
     worker: str
     pid: int
     engines: list[HostedEngineInfo] = []
-    features: tuple[str, ...] = ()
 
 
 class LoadProgress(ToClient, frozen=True, tag="loading"):
@@ -425,47 +321,17 @@ class EngineLost(ToClient, frozen=True, tag="lost"):
     error: ModelyardError
 
 
-class RequestReceived(ToClient, frozen=True, tag="got"):
+class RequestReceived(ToClient, frozen=True, tag="received"):
     """The worker has read the request. If it dies without having said so, the request is not the cause."""
 
     request_id: int
 
 
-class RequestAccepted(LinkMessage, frozen=True, tag="a"):
-    request_id: int
-    cached_tokens: int = 0
-    divergence: int | None = None
-    evicted: bool = False
-    elsewhere: int = 0
-
-
-class PrefillProgress(LinkMessage, frozen=True, tag="p"):
-    request_id: int
-    done: int
-    total: int
-    logprobs: list[IdLogprob] | None = None
-
-
-class TokenStep(LinkMessage, frozen=True, tag="s"):
-    """One or more tokens, little-endian u32."""
+class TextChunks(LinkMessage, frozen=True, tag="t"):
+    """Output of a text engine. End ends the request."""
 
     request_id: int
-    tokens: bytes
-    logprobs: list[IdLogprob] | None = None
-
-
-class RequestFinished(LinkMessage, frozen=True, tag="f"):
-    request_id: int
-    reason: Literal["stop", "length", "window", "cancelled"]
-    usage: Usage = Usage()
-    timings: Timings = Timings()
-
-
-class RequestFailed(LinkMessage, frozen=True, tag="e"):
-    request_id: int
-    error: ModelyardError
-    usage: Usage = Usage()
-    timings: Timings = Timings()
+    chunks: list[Chunk]
 
 
 class ChatEvents(LinkMessage, frozen=True, tag="c"):
@@ -483,12 +349,10 @@ class ChatTraffic(LinkMessage, frozen=True, tag="x"):
     received: str = ""
 
 
-RequestUpdate = (
-    RequestAccepted | PrefillProgress | TokenStep | RequestFinished | RequestFailed | ChatEvents | ChatTraffic
-)
+RequestUpdate = TextChunks | ChatEvents | ChatTraffic
 
 
-class UpdateBatch(ToClient, frozen=True, tag="frame"):
+class UpdateBatch(ToClient, frozen=True, tag="updates"):
     """Everything that one step produced for one client. `stats` of engines that have just become idle."""
 
     updates: list[RequestUpdate]
@@ -501,7 +365,7 @@ class WorkerReply(ToClient, frozen=True, tag="done"):
 
     request_id: int
     error: ModelyardError | None = None
-    vectors: list[bytes] = []
+    vectors: list[list[float]] = []
     tokens: int | None = None
     stats: dict[str, EngineStats] = field(default_factory=dict)
     tokenizer: str = ""
@@ -512,35 +376,17 @@ class WorkerReply(ToClient, frozen=True, tag="done"):
 # --- to the scheduler -----------------------------------------------------------------------------------------------
 
 
-class WireLeaseRequest(LinkMessage, frozen=True):
-    """A `LeaseRequest`. `prompt` holds the first tokens if the model has several replicas; `timeout_s` is what is left
-    until the deadline."""
-
-    model: str
-    cache: str
-    tokens: int = 0
-    weight: int = 1
-    key: str = ""
-    session: str | None = None
-    priority: Priority = "main"
-    timeout_s: float | None = None
-    trace: str = ""
-    prompt: bytes = b""
-    is_retry: bool = False
-    keep_alive: float | None = None
-
-
 class JoinGateway(ToScheduler, frozen=True, tag="join"):
     """A gateway connects, or reconnects under the same name. `leases` are those whose requests still run. `connection`
     counts its connections: a message of an older one may arrive late."""
 
     version: int
     name: str
-    leases: tuple[tuple[int, WireLeaseRequest], ...] = ()
+    leases: tuple[tuple[int, LeaseRequest], ...] = ()
     connection: int = 0
 
 
-class RegisterWorker(ToScheduler, frozen=True, tag="enlist"):
+class RegisterWorker(ToScheduler, frozen=True, tag="register"):
     """A worker registers itself, repeatedly, with the engines that it has open and the models that it can open. `node`
     is the name of its machine, with its free memory: RAM, and each GPU by UUID."""
 
@@ -554,15 +400,15 @@ class RegisterWorker(ToScheduler, frozen=True, tag="enlist"):
     models: tuple[str, ...] = ()
 
 
-class RequestLease(ToScheduler, frozen=True, tag="ask"):
+class RequestLease(ToScheduler, frozen=True, tag="lease"):
     """`avoid` are engines that the gateway has just lost; the scheduler may not know yet."""
 
     ticket: int
-    request: WireLeaseRequest
+    request: LeaseRequest
     avoid: tuple[str, ...] = ()
 
 
-class ReleaseLease(ToScheduler, frozen=True, tag="leave"):
+class ReleaseLease(ToScheduler, frozen=True, tag="release"):
     """`spent` is the number of output tokens."""
 
     ticket: int
@@ -570,44 +416,21 @@ class ReleaseLease(ToScheduler, frozen=True, tag="leave"):
 
 
 class PoolCommand(ToScheduler, frozen=True, tag="command"):
-    """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace id, limits of keys."""
+    """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace id, limits of keys, or what
+    `LogHistory.read` selects the scheduler's own newest log lines by."""
 
     id: int
-    verb: Literal["load", "unload", "drain", "scale", "cancel", "reload", "limits"]
+    verb: Literal["load", "unload", "drain", "scale", "cancel", "reload", "limits", "snapshot", "log"]
     model: str = ""
     argument: bytes = b"null"
 
 
-class GetSnapshot(ToScheduler, frozen=True, tag="look"):
-    id: int
-    what: Literal["snapshot", "requests"]
-
-
-class GetLog(ToScheduler, frozen=True, tag="log"):
-    """The scheduler's own newest log lines, as `LogHistory.read` selects them."""
+class StoreOperation(ToScheduler, frozen=True, tag="store"):
+    """An operation on a store that all gateways share: a method of `core.store`. `key` is also the object after which a
+    page begins."""
 
     id: int
-    since: float
-    level: int
-    request: str
-    limit: int
-
-
-class StoreOperation(ToScheduler, frozen=True, tag="keep"):
-    """An operation on the store that all gateways share: put if there is a value, delete, or else get."""
-
-    id: int
-    scope: bytes
-    key: bytes
-    value: bytes | None = None
-    delete: bool = False
-
-
-class ObjectOperation(ToScheduler, frozen=True, tag="object"):
-    """An operation on the object store that all gateways share: a method of `core.store.ObjectStore`. `key` is also
-    the object after which a page begins."""
-
-    id: int
+    store: Literal["responses", "objects"]
     verb: Literal["get", "put", "swap", "delete", "page"]
     scope: bytes
     key: bytes
@@ -674,7 +497,7 @@ class ModelChanged(ToGateway, frozen=True, tag="changed"):
     change: ModelStateChange
 
 
-class SchedulerReply(ToGateway, frozen=True, tag="answer"):
+class SchedulerReply(ToGateway, frozen=True, tag="reply"):
     """`value` is the requested object as MessagePack, or the stored bytes themselves."""
 
     id: int
@@ -729,75 +552,19 @@ def version_mismatch(theirs: int) -> str | None:
     return f"protocol version {theirs} is not {VERSION}: {older}; run the same Modelyard on both sides"
 
 
-# --- conversion from and to core types ------------------------------------------------------------------------------
-
-
-def to_chunk(update: RequestUpdate) -> core.Chunk:
-    if type(update) is TokenStep:
-        return core.Tokens(unpack_ids(update.tokens), update.logprobs)
-    if isinstance(update, RequestAccepted):
-        return core.Accepted(update.cached_tokens, update.divergence, update.evicted, update.elsewhere)
-    if isinstance(update, PrefillProgress):
-        return core.Progress(update.done, update.total, update.logprobs)
-    if isinstance(update, RequestFinished):
-        return core.End(update.reason, update.usage, update.timings)
-    if isinstance(update, RequestFailed):
-        return core.End("error", update.usage, update.timings, update.error)
-    raise MalformedMessage("a token engine sent chat events")
-
-
-def to_update(request_id: int, chunk: core.Chunk) -> RequestUpdate:
-    if type(chunk) is core.Tokens:
-        return TokenStep(request_id, pack_ids(chunk.ids), chunk.logprobs)
-    if isinstance(chunk, core.Accepted):
-        return RequestAccepted(request_id, chunk.cached_tokens, chunk.divergence, chunk.evicted, chunk.elsewhere)
-    if isinstance(chunk, core.Progress):
-        return PrefillProgress(request_id, chunk.done, chunk.total, chunk.logprobs)
-    assert isinstance(chunk, core.End)  # noqa: S101  the last member of the union
-    if chunk.reason != "error":
-        return RequestFinished(request_id, chunk.reason, chunk.usage, chunk.timings)
-    error = chunk.error or Internal("the engine failed without a reason")
-    return RequestFailed(request_id, error, chunk.usage, chunk.timings)
-
-
 def open_engine_message(engine: str, backend: str, spec: EngineSpec, identity: str = "") -> OpenEngine:
     options = message_options(define(backend, spec))
     return OpenEngine(engine, spec.model, options, dict(spec.caches), spec.modalities, identity)
 
 
-def to_infer_request(id: int, prompt: Prompt) -> InferRequest:
-    tokens, media = flatten_prompt(prompt)
-    fields = asdict(prompt)
-    del fields["parts"]
-    return InferRequest(
-        request_id=id, tokens=tokens, media=media, timeout_s=time_left(fields.pop("deadline")), **fields
-    )
+Timed = TypeVar("Timed", Prompt, LeaseRequest)
 
 
-def to_prompt(request: InferRequest) -> Prompt:
-    """Raises MalformedMessage if the tokens or media are invalid."""
-    fields = asdict(request)
-    del fields["request_id"]
-    parts = unflatten_prompt(fields.pop("tokens"), fields.pop("media"))
-    return Prompt(parts=parts, deadline=_deadline(fields.pop("timeout_s")), **fields)
+def with_time_left(value: Timed) -> Timed:
+    """Its deadline as the wire has it."""
+    return value if value.deadline is None else replace(value, deadline=value.deadline - time.monotonic())
 
 
-def to_wire_lease_request(request: LeaseRequest, *, with_prompt: bool) -> WireLeaseRequest:
-    """Both classes have the same fields; only `prompt` and the deadline differ."""
-    fields = asdict(request)
-    fields["timeout_s"] = time_left(fields.pop("deadline"))
-    fields["prompt"] = pack_ids(request.prompt[:_AFFINITY_TOKENS]) if with_prompt else b""
-    return WireLeaseRequest(**fields)
-
-
-def from_wire_lease_request(wire: WireLeaseRequest, *, is_retry: bool = False) -> LeaseRequest:
-    fields = asdict(wire) | {"prompt": unpack_ids(wire.prompt), "is_retry": wire.is_retry or is_retry}
-    return LeaseRequest(deadline=_deadline(fields.pop("timeout_s")), **fields)
-
-
-def time_left(deadline: float | None) -> float | None:
-    return None if deadline is None else deadline - time.monotonic()
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
+def with_deadline(value: Timed) -> Timed:
+    """Its deadline on this machine's clock."""
+    return value if value.deadline is None else replace(value, deadline=value.deadline + time.monotonic())

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _AVOID_S = 3.0  # a lost engine is reported with every lease request for this long
 _RECONNECT_S = 5.0  # the least time that requests wait for a lost scheduler; a supervised one is back in two or three
+_AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
 _RETRY_AFTER_S = 2.0  # for clients that are refused because the scheduler is lost
 
 
@@ -51,13 +52,12 @@ class RemoteLease(RevocableLease, eq=False):
 
     _pool: RemotePool
     id: int
-    request: msg.WireLeaseRequest
+    request: LeaseRequest
     _future: asyncio.Future[None]
     weight: int
     waited: float = 0.0
     position: int = 0
     spent: int = 0
-    deadline: float | None = None
     is_finished: bool = False
     granted_engine: Engine | None = None
 
@@ -296,10 +296,9 @@ class RemotePool:
         if self._is_unreachable():
             raise self._unreachable()
         id = next(self._ids)
-        wire = msg.to_wire_lease_request(request, with_prompt=self.state.replicas.get(request.model, 1) > 1)
-        lease = self._leases[id] = RemoteLease(
-            self, id, wire, self._loop.create_future(), wire.weight, deadline=request.deadline
-        )
+        prompt = request.prompt[:_AFFINITY_TOKENS] if self.state.replicas.get(request.model, 1) > 1 else ()
+        request = msgspec.structs.replace(request, prompt=prompt)
+        lease = self._leases[id] = RemoteLease(self, id, request, self._loop.create_future(), request.weight)
         if self.is_connected:
             self._send_lease_request(lease)
         return lease
@@ -307,10 +306,7 @@ class RemotePool:
     def _send_lease_request(self, lease: RemoteLease) -> None:
         now = self._loop.time()
         self._lost_engines = {engine: since for engine, since in self._lost_engines.items() if now - since < _AVOID_S}
-        request = lease.request
-        if lease.deadline is not None:  # it may be sent again, to a new scheduler
-            request = msgspec.structs.replace(request, timeout_s=msg.time_left(lease.deadline))
-        self._send(msg.RequestLease(lease.id, request, tuple(self._lost_engines)))
+        self._send(msg.RequestLease(lease.id, msg.with_time_left(lease.request), tuple(self._lost_engines)))
 
     def release(self, lease: RemoteLease) -> None:
         if self._leases.pop(lease.id, None) is not None:
@@ -423,15 +419,14 @@ class RemotePool:
         return self._requests
 
     async def refresh(self) -> None:
-        snapshot, requests = await asyncio.gather(
-            self.call(lambda id: msg.GetSnapshot(id, "snapshot")), self.call(lambda id: msg.GetSnapshot(id, "requests"))
-        )
-        self._snapshot = msgspec.msgpack.decode(snapshot or b"", type=PoolSnapshot)
-        self._requests = msgspec.msgpack.decode(requests or b"", type=tuple[RequestSnapshot, ...])
+        found = await self.call(lambda id: msg.PoolCommand(id, "snapshot"))
+        kind = tuple[PoolSnapshot, tuple[RequestSnapshot, ...]]
+        self._snapshot, self._requests = msgspec.msgpack.decode(found or b"", type=kind)
 
     async def log_lines(self, since: float, level: int, request: str, limit: int) -> list[dict[str, Any]]:
         """Of the scheduler's process."""
-        lines = await self.call(lambda id: msg.GetLog(id, since, level, request, limit))
+        query = msgspec.json.encode((since, level, request, limit))
+        lines = await self.call(lambda id: msg.PoolCommand(id, "log", argument=query))
         return msgspec.msgpack.decode(lines or b"", type=list[dict[str, Any]])
 
     def subscribe(self) -> AsyncIterator[ModelStateChange]:
@@ -557,30 +552,11 @@ def _shutting_down() -> Unavailable:
 
 
 class RemoteStore:
-    """`Store` of `core`, kept by the scheduler for all its gateways. Limits and scopes are enforced there."""
+    """A store of `core`, kept by the scheduler for all its gateways: a `Store` of responses, or the `ObjectStore`.
+    Limits and scopes are enforced there."""
 
-    def __init__(self, pool: RemotePool) -> None:
-        self._pool = pool
-
-    async def get(self, scope: str, key: str) -> bytes | None:
-        return await self._pool.call(lambda id: msg.StoreOperation(id, _encode(scope), _encode(key)))
-
-    async def put(self, scope: str, key: str, value: bytes) -> None:
-        await self._pool.call(lambda id: msg.StoreOperation(id, _encode(scope), _encode(key), value))
-
-    async def delete(self, scope: str, key: str) -> bool:
-        reply = await self._pool.call(lambda id: msg.StoreOperation(id, _encode(scope), _encode(key), delete=True))
-        return reply is not None
-
-    async def close(self) -> None:
-        """The pool closes the link."""
-
-
-class RemoteObjectStore:
-    """`ObjectStore` of `core`, kept by the scheduler for all its gateways."""
-
-    def __init__(self, pool: RemotePool) -> None:
-        self._pool = pool
+    def __init__(self, pool: RemotePool, store: Literal["responses", "objects"]) -> None:
+        self._pool, self._store = pool, store
 
     async def get(self, scope: str, key: str) -> bytes | None:
         return await self._call("get", scope, key)
@@ -607,7 +583,9 @@ class RemoteObjectStore:
     async def _call(
         self, verb: Literal["get", "put", "swap", "delete", "page"], scope: str, key: str, **fields: Any
     ) -> bytes | None:
-        return await self._pool.call(lambda id: msg.ObjectOperation(id, verb, _encode(scope), _encode(key), **fields))
+        return await self._pool.call(
+            lambda id: msg.StoreOperation(id, self._store, verb, _encode(scope), _encode(key), **fields)
+        )
 
 
 def _encode(text: str) -> bytes:

@@ -18,7 +18,7 @@ import msgspec
 
 from modelyard.core.engine import AvailableMemory, Node
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
-from modelyard.core.pool import KeyLimits, Lease, LeaseProvider, Pool, Ticket
+from modelyard.core.pool import KeyLimits, Lease, LeaseProvider, LeaseRequest, Pool, Ticket
 from modelyard.core.store import ObjectStore, Store
 from modelyard.telemetry.log import recent_records
 from modelyard.workers import messages as msg
@@ -39,6 +39,9 @@ class SchedulerBackend(LeaseProvider, Pool, Protocol):
     def metrics(self) -> Mapping[str, Mapping[str, int]]: ...
 
 
+LogQuery = tuple[float, int, str, int]  # since, level, request, limit
+
+
 class SchedulerPeer(Peer):
     """`connection` is the gateway's number of this connection."""
 
@@ -49,16 +52,9 @@ class SchedulerPeer(Peer):
         self.role, self.connection = role, connection
 
 
-class GatewayLease(msgspec.Struct):
-    """A lease or ticket that a gateway holds."""
-
-    request: msg.WireLeaseRequest
-    ticket: Ticket
-
-    @property
-    def lease(self) -> Lease:
-        """In our scheduler a granted ticket and its lease are the same object."""
-        return cast(Lease, self.ticket)
+def _lease_of(ticket: Ticket) -> Lease:
+    """In our scheduler a granted ticket and its lease are the same object."""
+    return cast(Lease, ticket)
 
 
 class SchedulerServer(PeerServer[SchedulerPeer]):
@@ -78,9 +74,9 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         self._backend, self._workers, self._store, self._reload = backend, workers, store, reload
         self._objects = objects
         self.config_version = 0
-        self._leases: dict[str, dict[int, GatewayLease]] = {}  # by the gateway's name and its ticket number
+        self._leases: dict[str, dict[int, Ticket]] = {}  # by the gateway's name and its ticket number
         # Leases of a previous scheduler that cannot be counted yet, because their engine is not ready here.
-        self._inherited: dict[tuple[str, int], msg.WireLeaseRequest] = {}
+        self._inherited: dict[tuple[str, int], LeaseRequest] = {}
         self._limits = {"": dict(limits or {})}  # of keys, by gateway; the newest last
         self._published = b""
         self._published_engines: set[str] = set()
@@ -89,10 +85,7 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             msg.RequestLease: self._on_request_lease,
             msg.ReleaseLease: self._on_release_lease,
             msg.PoolCommand: self._on_command,
-            msg.GetSnapshot: self._on_get_snapshot,
-            msg.GetLog: self._on_get_log,
             msg.StoreOperation: self._on_store_operation,
-            msg.ObjectOperation: self._on_object_operation,
             msg.RegisterWorker: self._on_register_worker,
             msg.Heartbeat: lambda peer, heartbeat: self._send(peer, msg.Heartbeat(heartbeat.number)),
         }
@@ -140,20 +133,20 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         known, held = self._leases.get(join.name, {}), dict(join.leases)
         for number, lease in list(known.items()):
             if number not in held:
-                lease.ticket.cancel()
+                lease.cancel()
                 del known[number]
         for number, request in held.items():
             if number not in known and not self._adopt_lease(join.name, number, request):
                 self._inherited[join.name, number] = request
 
-    def _adopt_lease(self, gateway: str, number: int, request: msg.WireLeaseRequest) -> bool:
+    def _adopt_lease(self, gateway: str, number: int, request: LeaseRequest) -> bool:
         """Count a lease that a previous scheduler granted. Fails while its engine is not ready here."""
         try:
-            ticket = self._backend.request(msg.from_wire_lease_request(request, is_retry=True))
+            ticket = self._backend.request(msgspec.structs.replace(request, is_retry=True, deadline=None))
         except ModelyardError:
             return False
         if ticket.granted:
-            self._leases.setdefault(gateway, {})[number] = GatewayLease(request, ticket)
+            self._leases.setdefault(gateway, {})[number] = ticket
         else:
             ticket.cancel()
         return ticket.granted
@@ -191,7 +184,7 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         drops = (engine.drop_client(gateway) for engine in _engines_of(leases))
         await asyncio.gather(*drops, return_exceptions=True)
         for held in leases:
-            held.ticket.cancel()
+            held.cancel()
 
     def _has_joined(self, gateway: str) -> bool:
         return any(peer.name == gateway for peer in self._gateways())
@@ -224,33 +217,33 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
 
     def _request_lease(self, peer: SchedulerPeer, message: msg.RequestLease) -> None:
         try:
-            ticket = self._backend.request(msg.from_wire_lease_request(message.request))
+            ticket = self._backend.request(msg.with_deadline(message.request))
         except ModelyardError as error:
             self._send(peer, msg.LeaseDenied(message.ticket, error))
             return
-        held = self._leases[peer.name][message.ticket] = GatewayLease(message.request, ticket)
+        self._leases[peer.name][message.ticket] = ticket
         if ticket.granted:
-            self._grant(peer, message.ticket, held)
+            self._grant(peer, message.ticket, ticket)
         else:
             self._send(peer, msg.LeaseQueued(message.ticket, ticket.position))
-            self._spawn(self._wait_for_grant(peer, message.ticket, held))
+            self._spawn(self._wait_for_grant(peer, message.ticket, ticket))
 
-    async def _wait_for_grant(self, peer: SchedulerPeer, number: int, held: GatewayLease) -> None:
+    async def _wait_for_grant(self, peer: SchedulerPeer, number: int, ticket: Ticket) -> None:
         try:
-            await held.ticket.lease()
+            await ticket.lease()
         except ModelyardError as error:
             if self._leases.get(peer.name, {}).pop(number, None) is not None:
                 self._send(self._current(peer), msg.LeaseDenied(number, error))
         else:
             if number in self._leases.get(peer.name, {}):
-                self._grant(self._current(peer), number, held)
+                self._grant(self._current(peer), number, ticket)
 
     def _current(self, peer: SchedulerPeer) -> SchedulerPeer:
         """The gateway's current connection: it may have reconnected since."""
         return next((each for each in self._gateways() if each.name == peer.name), peer)
 
-    def _grant(self, peer: SchedulerPeer, number: int, held: GatewayLease) -> None:
-        lease = held.lease
+    def _grant(self, peer: SchedulerPeer, number: int, ticket: Ticket) -> None:
+        lease = _lease_of(ticket)
         engine: Any = lease.engine
         assert isinstance(engine, WorkerEngine)  # noqa: S101  all model specs here make these
         if engine.id not in self._published_engines:
@@ -263,9 +256,9 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         held = self._leases.get(peer.name, {}).pop(message.ticket, None)
         if held is None:
             return
-        if message.spent and held.ticket.granted:
-            held.lease.spend(message.spent)
-        held.ticket.cancel()
+        if message.spent and held.granted:
+            _lease_of(held).spend(message.spent)
+        held.cancel()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -332,6 +325,10 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
     async def _run_command(self, command: msg.PoolCommand, argument: Any) -> bytes | None:
         pool, name, value = self._backend, command.model, None
         match command.verb:
+            case "snapshot":
+                return msgspec.msgpack.encode((pool.snapshot(), pool.requests()))
+            case "log":
+                return msgspec.msgpack.encode(recent_records.read(*msgspec.convert(argument, LogQuery)))
             case "reload":
                 await self.reload()
                 return msgspec.msgpack.encode(self.config_version)
@@ -351,19 +348,9 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         self._publish()
         return value
 
-    def _on_get_snapshot(self, peer: SchedulerPeer, message: msg.GetSnapshot) -> None:
-        found: Any = self._backend.snapshot() if message.what == "snapshot" else self._backend.requests()
-        self._send(peer, msg.SchedulerReply(message.id, value=msgspec.msgpack.encode(found)))
-
-    def _on_get_log(self, peer: SchedulerPeer, query: msg.GetLog) -> None:
-        lines = recent_records.read(query.since, query.level, query.request, query.limit)
-        self._send(peer, msg.SchedulerReply(query.id, value=msgspec.msgpack.encode(lines)))
-
     def _on_store_operation(self, peer: SchedulerPeer, operation: msg.StoreOperation) -> None:
-        self._reply_value(peer, operation.id, run_store_operation(self._store, operation))
-
-    def _on_object_operation(self, peer: SchedulerPeer, operation: msg.ObjectOperation) -> None:
-        self._reply_value(peer, operation.id, run_object_operation(self._objects, operation))
+        store = self._store if operation.store == "responses" else self._objects
+        self._reply_value(peer, operation.id, run_store_operation(store, operation))
 
     async def close(self) -> None:
         self._timer.cancel()
@@ -374,46 +361,32 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         await self._cancel_tasks()
 
 
-def _engines_of(leases: Iterable[GatewayLease]) -> set[WorkerEngine]:
-    engines: set[Any] = {held.lease.engine for held in leases if held.ticket.granted}
+def _engines_of(leases: Iterable[Ticket]) -> set[WorkerEngine]:
+    engines: set[Any] = {_lease_of(held).engine for held in leases if held.granted}
     return {engine for engine in engines if isinstance(engine, WorkerEngine)}
 
 
-async def run_store_operation(store: Store, operation: msg.StoreOperation) -> bytes | None:
-    """The value found; for a deletion a non-empty value if there was one."""
-    scope, key = _names(operation)
-    if operation.delete:
-        return b"\1" if await store.delete(scope, key) else None
-    if operation.value is None:
-        return await store.get(scope, key)
-    await store.put(scope, key, operation.value)
-    return None
-
-
-async def run_object_operation(objects: ObjectStore | None, operation: msg.ObjectOperation) -> bytes | None:
+async def run_store_operation(store: Any, operation: msg.StoreOperation) -> bytes | None:
     """The value or the page found; for a deletion or an exchange a non-empty value if it took place."""
-    if objects is None:
+    if store is None:
         raise Unavailable("this scheduler keeps no conversations, files and batches", code="store_unusable")
-    scope, key = _names(operation)
-    match operation.verb:
-        case "get":
-            return await objects.get(scope, key)
-        case "put":
-            await objects.put(scope, key, operation.value, operation.ttl_s)
-            return None
-        case "swap":
-            swapped = await objects.swap(scope, key, operation.old, operation.value, operation.ttl_s)
-            return b"\1" if swapped else None
-        case "delete":
-            return b"\1" if await objects.delete(scope, key) else None
-        case "page":
-            limit, newest_first = min(operation.limit, _MAX_PAGE), operation.newest_first
-            rows = await objects.page(scope, after=key, limit=limit, newest_first=newest_first, values=operation.values)
-            return msgspec.msgpack.encode([(name.encode("utf-8", "surrogatepass"), value) for name, value in rows])
-
-
-def _names(operation: msg.StoreOperation | msg.ObjectOperation) -> tuple[str, str]:
     try:
-        return operation.scope.decode("utf-8", "surrogatepass"), operation.key.decode("utf-8", "surrogatepass")
+        scope, key = (name.decode("utf-8", "surrogatepass") for name in (operation.scope, operation.key))
     except UnicodeDecodeError:
         raise InvalidRequest("a scope or key of the store is not UTF-8") from None
+    lifetime = {} if operation.store == "responses" else {"ttl_s": operation.ttl_s}
+    match operation.verb:
+        case "get":
+            found: bytes | None = await store.get(scope, key)
+            return found
+        case "put":
+            await store.put(scope, key, operation.value, **lifetime)
+            return None
+        case "swap":
+            return b"\1" if await store.swap(scope, key, operation.old, operation.value, **lifetime) else None
+        case "delete":
+            return b"\1" if await store.delete(scope, key) else None
+        case "page":
+            limit, newest_first = min(operation.limit, _MAX_PAGE), operation.newest_first
+            rows = await store.page(scope, after=key, limit=limit, newest_first=newest_first, values=operation.values)
+            return msgspec.msgpack.encode([(name.encode("utf-8", "surrogatepass"), value) for name, value in rows])

@@ -255,10 +255,8 @@ class WorkerRequest:
     def _on_items(self, items: list[Any], last: bool) -> None:
         if last:
             self._worker.on_request_end(self)
-        if self.hosted.kind == "chat":
-            self._worker.add_updates(self.client, [msg.ChatEvents(self.id, items)])
-        else:
-            self._worker.add_updates(self.client, [msg.to_update(self.id, chunk) for chunk in items])
+        update = msg.ChatEvents if self.hosted.kind == "chat" else msg.TextChunks
+        self._worker.add_updates(self.client, [update(self.id, items)])
 
     def fail(self, error: ModelyardError) -> None:
         if not self.ended.done():
@@ -316,7 +314,7 @@ class LogForwarder(logging.Handler):
 
 
 def _failure(id: int, kind: str, error: ModelyardError) -> msg.RequestUpdate:
-    return msg.ChatEvents(id, [Failed(error)]) if kind == "chat" else msg.RequestFailed(id, error)
+    return msg.ChatEvents(id, [Failed(error)]) if kind == "chat" else msg.TextChunks(id, [End("error", error=error)])
 
 
 # --- the worker -----------------------------------------------------------------------------------------------------
@@ -391,8 +389,7 @@ class Worker(PeerServer[WorkerClient]):
     def _on_first_message(self, identity: bytes, message: msg.LinkMessage) -> None:
         if not isinstance(message, msg.Hello):
             raise msg.MalformedMessage("the first message must be Hello")
-        wants_log = msg.LOG_FEATURE in message.features
-        client = WorkerClient(identity, message.name, self._heartbeat.client_misses, wants_log=wants_log)
+        client = WorkerClient(identity, message.name, self._heartbeat.client_misses, wants_log=message.wants_log)
         reason = msg.version_mismatch(message.version)
         if reason is None and len(self._peers) >= _MAX_CLIENTS:
             reason = f"the worker has {_MAX_CLIENTS} clients already"
@@ -401,8 +398,7 @@ class Worker(PeerServer[WorkerClient]):
             return
         self._peers[identity] = client
         engines = [hosted.info() for hosted in self.engines]
-        features = (msg.TOKENIZER_FEATURE, msg.FORWARD_FEATURE)
-        self._send(client, msg.Welcome(msg.VERSION, self.name, os.getpid(), engines, features))
+        self._send(client, msg.Welcome(msg.VERSION, self.name, os.getpid(), engines))
         self._send_log()
 
     def _on_dropped(self, peer: WorkerClient) -> None:
@@ -470,9 +466,8 @@ class Worker(PeerServer[WorkerClient]):
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _on_add_request(self, client: WorkerClient, message: msg.AddRequest) -> None:
-        prompt, id = msg.to_prompt(message.request), message.request.request_id
-        start = partial(self._deduplicator.generate, prompt=prompt)
-        self._start_request(client, message.engine, id, "text", start)
+        start = partial(self._deduplicator.generate, prompt=msg.with_deadline(message.prompt))
+        self._start_request(client, message.engine, message.request_id, "text", start)
 
     def _on_add_chat(self, client: WorkerClient, message: msg.AddChat) -> None:
         def start(engine: Any) -> Generation[Any]:
@@ -599,12 +594,9 @@ class Worker(PeerServer[WorkerClient]):
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _on_engine_call(self, client: WorkerClient, call: EngineCall) -> None:
-        # Unpack here: a malformed batch drops the client.
-        batch = [msg.unpack_ids(ids) for ids in call.batch] if isinstance(call, msg.EmbedTokens) else []
-        work = self._run_engine_call(call, batch)
-        self._reply(client, work, lambda error: msg.WorkerReply(call.request_id, error))
+        self._reply(client, self._run_engine_call(call), lambda error: msg.WorkerReply(call.request_id, error))
 
-    async def _run_engine_call(self, call: EngineCall, batch: list[list[int]]) -> msg.WorkerReply:
+    async def _run_engine_call(self, call: EngineCall) -> msg.WorkerReply:
         (hosted, engine), id = self._find(call.engine), call.request_id
         if isinstance(call, msg.FetchTokenizer):
             files = await hosted.tokenizer_files()
@@ -620,15 +612,14 @@ class Worker(PeerServer[WorkerClient]):
         if isinstance(call, msg.EmbedTokens):
             if not isinstance(engine, EmbeddingEngine):
                 raise Unsupported(f"the engine {call.engine!r} makes no embeddings", code="embeddings_unsupported")
-            embeddings = await engine.embed(batch)
-            return msg.WorkerReply(id, None, [msg.pack_vector(v) for v in embeddings.vectors], embeddings.prompt_tokens)
+            embeddings = await engine.embed(call.batch)
+            return msg.WorkerReply(id, None, embeddings.vectors, embeddings.prompt_tokens)
         if isinstance(call, msg.EmbedInputs | msg.RerankDocuments):
             if not isinstance(engine, ForwardingEngine):
                 raise Unsupported(f"the engine {call.engine!r} neither embeds nor ranks", code="embeddings_unsupported")
             if isinstance(call, msg.EmbedInputs):
                 embeddings = await engine.embed_inputs(call.request)
-                vectors = [msg.pack_vector(vector) for vector in embeddings.vectors]
-                return msg.WorkerReply(id, None, vectors, embeddings.prompt_tokens)
+                return msg.WorkerReply(id, None, embeddings.vectors, embeddings.prompt_tokens)
             ranking = await engine.rerank(call.request)
             return msg.WorkerReply(id, tokens=ranking.prompt_tokens, scores=ranking.scores)
         if isinstance(engine, TextEngine):

@@ -70,7 +70,7 @@ def test_every_session_has_rules_and_an_agent(tmp_path: Path) -> None:
 
 def test_the_configuration_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.reuse.shallow_model", lambda: tmp_path / "model.gguf")
-    loaded = load_config(env={}, overrides=configuration(tmp_path / "replay.jsonl", "generic"))
+    loaded = load_config(env={}, overrides=configuration("generic"))
     assert loaded.config.caches["main"].n_ctx == 65536
 
 

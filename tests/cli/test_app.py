@@ -274,7 +274,9 @@ def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
     added = invoke("models", "add", "tiny.Q4_K_M.gguf", "--name", "tiny")
     assert added.exit_code == 0
     assert added.stdout == "tiny is in the library. Try it: modelyard run tiny\n"
-    assert "tiny llama_cpp 424 B Q4_K_M" in " ".join(invoke("models", "list").stdout.split())
+    listed = " ".join(invoke("models", "list").stdout.split())
+    assert "tiny llama_cpp 424 B Q4_K_M" in listed
+    assert "no chat template: bare prompts only" in listed
     shown = invoke("models", "show", "tiny").stdout
     assert all(word in shown for word in ("toy, 2 layers", "600", "Q4_K_M", "512 tokens"))
     result = CliRunner().invoke(app.app, ["models", "remove", "tiny"], input="n\n")

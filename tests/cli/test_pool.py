@@ -120,7 +120,7 @@ def test_ps_tells_how_long_a_model_stays(state: dict[str, Any], expected: tuple[
         "progress": 1.0,
         "loads_on_request": False,
         "last_used": None,
-        "queue": {"running": 0, "places": 2},
+        "queue": {"running": 0, "slots": 2},
         "caches": {"m": {"parallel": 2, "window": 64}},
         "memory": {"estimate": {"total": 5, "device": "cpu"}, "measured": None},
         "load_constraints": {"idle_ttl_s": 600.0},

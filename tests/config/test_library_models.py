@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def add(name: str, *, data: bytes | None = None, **more: Any) -> Path:
     file = Path(f"{name}.gguf").absolute()
-    file.write_bytes(data or gguf_bytes())
+    file.write_bytes(data or gguf_bytes(template="{{ messages }}"))
     model_files.put_entry(LibraryEntry(name, str(file), **more))
     return file
 
@@ -172,13 +172,14 @@ def test_a_folder_brings_its_shape_and_its_generation_config():
     generation = {"temperature": 0.6, "top_p": 0.95, "eos_token_id": 2}
     facts = read_facts(folder("f", config, generation_config=generation))
     assert facts.sampling == {"temperature": 0.6, "top_p": 0.95}
-    assert (facts.shape.trained, facts.shape.key, facts.shape.weights, facts.is_chat) == (2048, 64, 10, True)
+    shape = facts.shape
+    assert (shape.trained, shape.key, shape.weights, shape.purpose.task) == (2048, 64, 10, "chat")
     assert read_facts(folder("g", config, generation_config={"do_sample": False})).sampling == {"temperature": 0.0}
 
 
 def test_an_encoder_folder_is_no_chat_model():
-    assert not read_facts(folder("bert", {"architectures": ["BertModel"]})).is_chat
-    assert not read_facts(folder("st", {"architectures": ["Other"]}, modules=[])).is_chat
+    assert read_facts(folder("bert", {"architectures": ["BertModel"]})).shape.purpose.task == "embedding"
+    assert read_facts(folder("st", {"architectures": ["Other"]}, modules=[])).shape.purpose.task == "embedding"
 
 
 @pytest.mark.parametrize(
@@ -371,6 +372,23 @@ def test_a_pulled_model_is_found_by_its_name_and_the_built_in_one_answers_to_the
     assert router.resolve("embedder", "/").model == "embedder"
     assert router.resolve("claude-sonnet", "/").cache == "main"
     assert router.resolve("claude-haiku", "/").cache == "fast"
+
+
+def test_a_model_without_a_chat_template_answers_to_its_own_name_only():
+    add("talker", commit="c")
+    add("base", data=gguf_bytes(), commit="c")
+    assert [model.is_chat for model in read_library_models(BUDGET)] == [True, False]
+    assert load().router().resolve("claude-sonnet", "/").model == "talker"
+    assert load().router().resolve("base", "/").model == "base"
+
+
+@pytest.mark.parametrize("source", ["name", "settings", "folder"])
+def test_a_template_outside_of_the_file_makes_a_chat_model(source: str):
+    settings = {"prompt_format": "generic"} if source == "settings" else {}
+    add("qwen-base" if source == "name" else "base", data=gguf_bytes(), settings=settings)
+    if source == "folder":
+        Path("chat_template.jinja").write_text("{{ messages }}")
+    assert [model.is_chat for model in read_library_models(BUDGET)] == [True]
 
 
 def test_names_are_found_in_any_case():

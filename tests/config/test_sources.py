@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from modelyard.config.problems import ConfigError
 from modelyard.config.sources import (
     config_files,
     environment_keys,
-    find_files,
     foreign_reason,
     json_lines,
     read_environment,
@@ -21,6 +21,11 @@ from modelyard.config.sources import (
     toml_lines,
     user_file,
 )
+
+
+def find_files(path: Path | None, env: Mapping[str, str], cwd: Path) -> list[Path]:
+    """The files that are read."""
+    return [file.path for file in config_files(path, env, cwd) if file.state == "read"]
 
 
 def write(folder: Path, *names: str) -> list[Path]:
@@ -237,7 +242,7 @@ def test_an_unknown_variable_is_a_problem() -> None:
 
 
 def test_other_variables_and_empty_values_are_ignored() -> None:
-    others = ["GOLDEN", "CACHE", "TEMPORARY_SERVER", "WORKER_INDEX", "WORKER_SOCKET", "API_KEY", "ADMIN_KEY"]
+    others = ["GOLDEN", "CACHE", "TEMPORARY_SERVER", "WORKER_INDEX", "WORKER_FOLDER", "API_KEY", "ADMIN_KEY"]
     env = {f"MODELYARD_{name}": "x" for name in others} | {"MODELYARD_HTTP_PORT": "", "PATH": "/bin"}
     found = read_environment(env, NAMES)
     assert (found.data, found.problems) == ({}, [])

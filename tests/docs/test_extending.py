@@ -15,14 +15,15 @@ PAGE = (DOCS / "extending.md").read_text()
 # In a copy of the program: a request with the new parameter, read by a protocol and sent to a worker and back.
 TRY = """
 from modelyard.config.load import load_config
+from modelyard.core.engine import Prompt
 from modelyard.core.request import Sampling
 from modelyard.http.errors import load_protocol
-from modelyard.workers.messages import AddRequest, InferRequest, encode, decode_for_worker
+from modelyard.workers.messages import AddRequest, encode, decode_for_worker
 body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "top_a": 0.25}'
 request = load_protocol("openai_chat").read_request(body, {})
 assert request.sampling.top_a == 0.25, request.sampling
-infer = AddRequest("e", InferRequest(1, b"", request.sampling))
-assert decode_for_worker(encode(infer)).request.sampling.top_a == 0.25
+sent = AddRequest("e", 1, Prompt(parts=(), sampling=request.sampling))
+assert decode_for_worker(encode(sent)).prompt.sampling.top_a == 0.25
 config = load_config(env={}, overrides={"models": {"m": {"backend": "fake", "decoding": {"top_a": 0.5}}}}).config
 assert config.models["m"].decoding.sampling() == Sampling(top_a=0.5)
 try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sqlite3
 from contextlib import AbstractContextManager, closing
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.scripted_llama import scripted_answers
 from tests.e2e.helpers import wait_until
 from tests.engines.llama_cpp.short_model import short_model_file
 from tests.live_server import LiveServer, demo_config, live_server
@@ -231,17 +231,15 @@ def test_a_gateway_with_a_shared_store_restores_the_same_text(tmp_path: Path) ->
     )
 
 
-def test_llama_cpp_evaluates_only_new_tokens(tmp_path: Path) -> None:
+def test_llama_cpp_evaluates_only_new_tokens() -> None:
     """The template of the model has no tools, so they are described in the prompt."""
-    script = tmp_path / "replay.jsonl"
-    script.write_text("\n".join(map(json.dumps, SCRIPT_WITHOUT_REASONING)))
     model = {"backend": "llama_cpp", "path": str(short_model_file()), "n_threads": 1, "speculation": "off"}
     config = {
-        "models": {"smollm2": model | {"replay": str(script)}},
+        "models": {"smollm2": model},
         "caches": {"main": {"model": "smollm2", "n_ctx": 2048, "parallel": 1}},
         "routes": [{"match": "*", "cache": "main"}],
     }
-    with live_server(config) as server:
+    with scripted_answers(SCRIPT_WITHOUT_REASONING), live_server(config) as server:
         conversation = Conversation(server, system="You are an agent.")
         first = conversation.turn()
         conversation.append_turn(*echoed(first))

@@ -67,7 +67,7 @@ def post(server: LiveServer, protocol: Protocol, text: str, *, stream: bool = Fa
 
 def test_documented_metrics_exist_with_their_type(new_server: LiveServer):
     families = {family.name: family for family in text_string_to_metric_families(Scrape(new_server).text.decode())}
-    assert {name: families[name].type for name in METRIC_TYPES} == METRIC_TYPES
+    assert {name: families[f"modelyard_{name}"].type for name in METRIC_TYPES} == METRIC_TYPES
     assert all(family.documentation for family in families.values())
 
 

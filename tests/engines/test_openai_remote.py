@@ -25,7 +25,16 @@ from modelyard.core.engine import (
     MemoryEstimate,
     Ranking,
 )
-from modelyard.core.errors import Cancelled, Incomplete, InvalidRequest, ModelyardError, Unavailable, Unsupported
+from modelyard.core.errors import (
+    Cancelled,
+    ContextOverflow,
+    Incomplete,
+    InvalidRequest,
+    ModelyardError,
+    RateLimited,
+    Unavailable,
+    Unsupported,
+)
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, Usage, collect_reply
 from modelyard.core.request import (
     Constraint,
@@ -139,6 +148,8 @@ async def test_answer_arrives_with_its_usage() -> None:
         ("chat_completions", {"authorization": "Bearer s3cret"}),
         ("responses", {"authorization": "Bearer s3cret"}),
         ("anthropic_messages", {"x-api-key": "s3cret", "anthropic-version": "2023-06-01"}),
+        ("gemini", {"authorization": "Bearer s3cret"}),
+        ("ollama", {"authorization": "Bearer s3cret"}),
     ],
 )
 async def test_key_is_sent_in_the_headers_of_the_api(
@@ -268,7 +279,7 @@ async def test_unreachable_upstream_does_not_lose_the_engine() -> None:
 # The request for each kind of upstream API.
 
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
-EVERY_KIND: list[ApiKind] = ["chat_completions", "responses", "anthropic_messages"]
+EVERY_KIND: list[ApiKind] = ["chat_completions", "responses", "anthropic_messages", "gemini", "ollama"]
 TOOL_REQUEST = Request(
     model="frontier",
     messages=(Message("user", (Text("Hello"),)),),
@@ -305,6 +316,71 @@ def test_chat_gets_only_official_fields() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+def test_google_and_ollama_get_only_what_their_chat_completions_take() -> None:
+    tools = (Tool("look", "looks", {"type": "object"}, strict=True),)
+    request = replace(
+        TOOL_REQUEST, tools=tools, parallel_tool_calls=False, user="ann", logprobs=2, reasoning=Reasoning(enabled=False)
+    )
+    google = sent(request, "gemini")
+    function = {"name": "look", "description": "looks", "parameters": {"type": "object"}}
+    assert google == {
+        "model": "theirs",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "tools": [{"type": "function", "function": function}],
+        "temperature": 0.5,
+        "top_p": 0.8,
+        "reasoning_effort": "none",
+        "stop": ["END"],
+        "max_tokens": 99,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    ollama = sent(request, "ollama")
+    assert ollama["seed"] == 7
+    assert ollama["reasoning_effort"] == "none"
+    assert "top_k" not in ollama
+    assert sent(replace(request, reasoning=Reasoning(effort="low")), "ollama")["reasoning_effort"] == "low"
+
+
+async def test_google_gets_the_signature_of_a_call_back() -> None:
+    signature = {"extra_content": {"google": {"thought_signature": "c2ln"}}}
+    calls = [{"id": "c1", "function": {"name": "look", "arguments": "{}"}} | signature]
+    calls += [{"id": "c2", "function": {"name": "look", "arguments": "{}"}}]  # without an index, as Google sends them
+    chunks = [
+        {"id": "1", "choices": [{"index": 0, "delta": {"tool_calls": calls}}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 3}},
+    ]
+    stream = [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks]
+    async with fake_upstream(Answer(body=stream)) as at, opened(at, remote_api_kind="gemini") as remote:
+        reply = collect_reply(await read(remote))
+        assert at.requests[0].path == "/v1beta/openai/chat/completions"
+    assert [block.part for block in reply.blocks] == [
+        Thinking("", "c2ln"),
+        ToolCall("c1", "look", "{}"),
+        ToolCall("c2", "look", "{}"),
+    ]
+    assert reply.finished.reason == "tool_calls"
+    parts = tuple(block.part for block in reply.blocks)
+    (written,) = sent(Request(model="m", messages=(Message("assistant", parts),)), "gemini")["messages"]
+    assert [call.get("extra_content") for call in written["tool_calls"]] == [signature["extra_content"], None]
+    assert "reasoning_content" not in written
+
+
+async def test_an_error_of_google_is_in_a_list() -> None:
+    def answer(status: int, message: str, **more: Any) -> Answer:
+        body = [{"error": {"code": status, "message": message, "status": "NO", **more}}]
+        return Answer(status, [json.dumps(body).encode()], {"content-type": "application/json"})
+
+    too_long = "The input token count (12) exceeds the maximum number of tokens allowed (8)."
+    delay = {"details": [{"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "36s"}]}
+    answers = [answer(400, too_long), answer(429, "quota", **delay)]
+    async with fake_upstream(*answers) as at, opened(at, remote_api_kind="gemini") as remote:
+        (overflow,) = await read(remote)
+        (limited,) = await read(remote)
+    assert overflow == Failed(ContextOverflow(12, 8))
+    assert limited == Failed(RateLimited("quota", retry_after=36.0))
 
 
 def test_responses_get_only_official_fields_and_are_not_stored() -> None:
@@ -505,6 +581,11 @@ def test_count_body_has_only_fields_with_tokens() -> None:
         ("anthropic_messages", "https://a.b", "https://a.b/v1"),
         ("anthropic_messages", "https://a.b/v1", "https://a.b/v1"),
         ("anthropic_messages", "https://a.b/claude", "https://a.b/claude/v1"),
+        ("gemini", "https://a.b", "https://a.b/v1beta/openai"),
+        ("gemini", "https://a.b/v1beta", "https://a.b/v1beta/openai"),
+        ("gemini", "https://a.b/v1beta/openai", "https://a.b/v1beta/openai"),
+        ("ollama", "http://a.b:11434", "http://a.b:11434/v1"),
+        ("ollama", "http://a.b:11434/v1", "http://a.b:11434/v1"),
     ],
 )
 def test_base_url(kind: ApiKind, url: str, base: str) -> None:

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import httpx
+import msgspec
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import modelyard
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
-from modelyard.protocols import anthropic_messages, gemini, ollama, openai_batches, openai_chat, openai_responses
+from modelyard.protocols import anthropic_messages, openai_batches, openai_chat, openai_responses
 from tests import strategies
 from tests.e2e.protocols import DONE, FULL_BODIES, VALID_BODIES, ServerSentEvent, check_error, parse_events
 from tests.fuzz.explore import DEADLINE_S, Finding, Target
@@ -39,16 +39,16 @@ _READERS += [
     _PACKAGE / "protocols/common/openai_fields.py",
 ]
 _EDGE = [*(_PACKAGE / "http").rglob("*.py"), *(_PACKAGE / "gateway").glob("*.py")]
-_WRITERS: dict[str, Any] = {
-    "/v1/messages": anthropic_messages,
-    "/v1/messages/count_tokens": anthropic_messages,
-    "/v1/chat/completions": openai_chat,
-    "/apply-template": openai_chat,
-    "/api/chat": ollama,
-    "/v1beta/models/{id}:generateContent": gemini,
-    "/v1beta/models/{id}:streamGenerateContent": gemini,
-    "/v1/responses": openai_responses,
-    "/v1/responses/input_tokens": openai_responses,
+_WRITERS: dict[str, Callable[[Request], bytes]] = {
+    "/v1/messages": anthropic_messages.write_request,
+    "/v1/messages/count_tokens": anthropic_messages.write_request,
+    "/v1/chat/completions": openai_chat.write_request,
+    "/apply-template": openai_chat.write_request,
+    "/api/chat": lambda request: as_ollama(request),
+    "/v1beta/models/{id}:generateContent": lambda request: as_gemini(request),
+    "/v1beta/models/{id}:streamGenerateContent": lambda request: as_gemini(request),
+    "/v1/responses": openai_responses.write_request,
+    "/v1/responses/input_tokens": openai_responses.write_request,
 }
 _ADMIN_BODIES: dict[str, Json] = {  # the schema says no more than «an object»
     "/v1/admin/models/{name}/load": {"overrides": {"n_ctx": 512}},
@@ -252,13 +252,62 @@ class HttpTargets:
         return str(whole.status_code)
 
 
-def valid_bodies(protocol: WireProtocol) -> list[Json]:
-    """Bodies of whole requests, as our own client of the protocol would send them, where the protocol has such ones."""
+def valid_bodies(write: Callable[[Request], bytes]) -> list[Json]:
+    """Bodies of whole requests, as a client of the protocol would send them."""
     found: list[Json] = []
     for request in _core_requests():
         with suppress(InvalidRequest):  # a temperature of more than 1 for Anthropic
-            found.append(json.loads(protocol.write_request(request)))
+            found.append(json.loads(write(request)))
     return found
+
+
+def as_ollama(request: Request) -> bytes:
+    """Chat Completions in Ollama's words: arguments are objects, images base64, sampling is options."""
+    chat = json.loads(openai_chat.write_request(request))
+    messages = []
+    for message in chat["messages"]:
+        parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"] or ""}]
+        images = [part["image_url"]["url"].partition(";base64,")[2] for part in parts if "image_url" in part]
+        calls = [call["function"] for call in message.get("tool_calls", ()) if "function" in call]
+        functions = [{"name": call["name"], "arguments": _object(call["arguments"])} for call in calls]
+        text = "".join(part.get("text", "") for part in parts)
+        messages.append(
+            {"role": message["role"], "content": text, "images": images}
+            | ({"tool_calls": [{"function": function} for function in functions]} if functions else {})
+        )
+    tools = [tool for tool in chat.get("tools", ()) if tool["type"] == "function"]
+    options = {name: chat[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop") if name in chat}
+    body = {"model": chat["model"], "messages": messages, "tools": tools, "options": options}
+    schema = chat.get("response_format", {}).get("json_schema", {}).get("schema")
+    more = {"format": schema, "think": request.reasoning.enabled, "keep_alive": request.keep_alive}
+    return msgspec.json.encode(body | {name: value for name, value in more.items() if value is not None})
+
+
+def as_gemini(request: Request) -> bytes:
+    """The same in Google's."""
+    chat = json.loads(as_ollama(request))
+    contents = []
+    for message in chat["messages"]:
+        parts = [{"text": message["content"]}] if message["content"] else []
+        parts += [{"inlineData": {"mimeType": "image/png", "data": data}} for data in message["images"]]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        parts += [{"functionCall": {"name": call["name"], "args": call["arguments"]}} for call in calls]
+        role = "model" if message["role"] == "assistant" else "user"
+        contents += [{"role": role, "parts": parts}] if parts else []
+    functions = [tool["function"] | {"parameters": {"type": "OBJECT"}} for tool in chat["tools"]]
+    config = {"temperature": 0.5, "topP": 0.9, "stopSequences": ["x"], "thinkingConfig": {"thinkingBudget": 5}}
+    if chat.get("format"):
+        config |= {"responseMimeType": "application/json", "responseJsonSchema": chat["format"]}
+    body = {"contents": contents, "generationConfig": config, "systemInstruction": {"parts": [{"text": "Be brief."}]}}
+    return msgspec.json.encode(body | ({"tools": [{"functionDeclarations": functions}]} if functions else {}))
+
+
+def _object(arguments: str) -> Json:
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @cache

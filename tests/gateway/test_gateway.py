@@ -970,7 +970,7 @@ class VectorEngine(ManualEngine):
 def reading_harness(**changes: Any) -> GatewayHarness:
     harness = GatewayHarness(**changes)
     engine = VectorEngine(dict(harness.engine.info.caches), None)
-    can = Capabilities(chat=False, embeddings=True, rerank=True)
+    can = Capabilities(generates=False, embeddings=True, rerank=True)
     engine.info = msgspec.structs.replace(engine.info, capabilities=can)
     harness.engine = engine
     return harness
@@ -1008,10 +1008,10 @@ async def test_an_input_as_long_as_the_window_fits() -> None:
 
 
 async def test_a_model_that_does_not_generate_refuses_chat_before_it_is_loaded() -> None:
-    harness = GatewayHarness(capabilities=Capabilities(chat=False, embeddings=True))
+    harness = GatewayHarness(capabilities=Capabilities(generates=False, embeddings=True))
     error = await refusal(harness, Unsupported)
     assert (error.code, "/v1/embeddings" in error.message) == ("model_has_no_chat", True)
-    error = await refusal(GatewayHarness(capabilities=Capabilities(chat=False, rerank=True)), Unsupported)
+    error = await refusal(GatewayHarness(capabilities=Capabilities(generates=False, rerank=True)), Unsupported)
     assert "/v1/rerank" in error.message
 
 

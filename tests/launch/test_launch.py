@@ -34,6 +34,7 @@ from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchTarget
 from modelyard.library.variants import MemoryBudget
 from modelyard.server.running_servers import TemporaryServer
 from tests.cli_process import DEADLINE, DEMO, MODELYARD, environment
+from tests.engines.llama_cpp import tiny_models
 from tests.live_server import demo_config, live_server
 
 
@@ -166,7 +167,7 @@ def test_target_is_the_first_model_with_its_window_and_a_background_model(url_se
         window=4096,
         background=BACKGROUND_MODEL,
         key=PLACEHOLDER_KEY,
-        capabilities=("completion", "tools", "insert", "thinking"),
+        capabilities=("completion", "chat", "tools", "insert", "thinking"),
     )
 
 
@@ -220,7 +221,7 @@ def card(name: str, window: int | None, *capabilities: str, state: str = "ready"
     return {"id": name, "context_length": window, "capabilities": list(capabilities), "state": state}
 
 
-CHAT = ("completion", "tools")
+CHAT = ("completion", "chat", "tools")
 
 
 @pytest.mark.parametrize(
@@ -233,8 +234,14 @@ CHAT = ("completion", "tools")
         ([card("cold", 65_536, *CHAT, state="stopped"), card("warm", 4096, *CHAT)], "codex", "cold"),
         ([card("remote", None, *CHAT)], "codex", "remote"),
         ([card("small", 4096, *CHAT), card("larger", 8192, *CHAT)], "qwen", "larger"),
-        ([card("translator", 8192, "completion")], "aider", "translator"),
-        ([card("translator", 65_536, "completion")], "codex", None),
+        (
+            [card("base", 8192, "completion", "insert"), card("translator", 8192, "completion", "chat")],
+            "aider",
+            "translator",
+        ),
+        ([card("translator", 65_536, "completion", "chat")], "codex", None),
+        ([card("base", 65_536, "completion")], "aider", None),
+        ([card("of an earlier version", 8192, "completion", "tools")], "aider", "of an earlier version"),
         ([card("embed", 512, "embedding")], "aider", None),
         (
             [{"id": "of an earlier version", "context_length": 65_536, "state": "ready"}],
@@ -263,6 +270,16 @@ def test_a_model_that_does_not_suit_is_noted_with_the_command_that_fetches_one(u
     script = launch_script(LaunchOptions(agent="qwen", url=url, model="demo"), {"MODELYARD_CACHE": str(tmp_path)})
     assert "# demo has a window of 4096 tokens, and Qwen Code itself needs about 28000" in script
     assert "# A model that suits Qwen Code: modelyard pull unsloth/" in script
+
+
+def test_a_model_without_a_chat_template_is_not_chosen_and_is_noted_if_it_is_named(tmp_path: Path) -> None:
+    base = {"path": str(tiny_models.base_coder()), "n_threads": 1, "n_ctx": 512}
+    env = {"MODELYARD_CACHE": str(tmp_path)}
+    with live_server({"models": {"base": base}}) as served:
+        with pytest.raises(NotFound, match="chats, which aider needs"):
+            launch_script(LaunchOptions(agent="aider", url=served.url), env)
+        script = launch_script(LaunchOptions(agent="aider", url=served.url, model="base"), env)
+    assert "# base has no chat template, so it refuses what aider sends." in script
 
 
 def test_pulled_model_fits_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def test_files_folders_and_split_models_are_added_under_their_names(tmp_path: Pa
     for n in (1, 2):
         write_gguf(tmp_path / f"split/c-0000{n}-of-00002.gguf")
     for source in ("a.Q4_0.gguf", "folder", "split/c-00002-of-00002.gguf"):
-        models.add_model(str(tmp_path / source))
+        models.pull(str(tmp_path / source))
     assert [entry.name for entry in models.list_models()] == ["a.Q4_0", "b", "c"]
     assert not any(entry.owned for entry in models.list_models())
 
@@ -29,23 +29,23 @@ def test_a_quantization_is_a_subfolder_or_part_of_a_file_name(tmp_path: Path):
     inner = write_gguf(tmp_path / "Q8_0/x.gguf")
     other = write_gguf(tmp_path / "y-Q4_0.gguf")
     write_gguf(tmp_path / "y-Q5_0.gguf")
-    assert models.add_model(str(tmp_path), quant="Q8_0").path == str(inner)
-    assert models.add_model(str(tmp_path), quant="q4_0").path == str(other)
+    assert models.pull(str(tmp_path), quant="Q8_0").path == str(inner)
+    assert models.pull(str(tmp_path), quant="q4_0").path == str(other)
     with pytest.raises(InvalidRequest, match="contains 2 models"):
-        models.add_model(str(tmp_path), quant="Q2_K")
+        models.pull(str(tmp_path), quant="Q2_K")
 
 
 def test_a_relative_path_is_stored_as_absolute():
     file = write_gguf(Path("models/org/repo/Q4/x.gguf"))
-    assert models.add_model("org/repo/Q4/").path == str(file.resolve())
+    assert models.pull("org/repo/Q4/").path == str(file.resolve())
 
 
 def test_a_name_belongs_to_one_file(tmp_path: Path):
     one, two = (write_gguf(tmp_path / f"{name}.gguf") for name in ("one", "two"))
-    models.add_model(str(one), name="same")
-    models.add_model(str(one), name="same")
+    models.pull(str(one), name="same")
+    models.pull(str(one), name="same")
     with pytest.raises(InvalidRequest, match="choose another name with --name"):
-        models.add_model(str(two), name="same")
+        models.pull(str(two), name="same")
     assert len(models.list_models()) == 1
 
 
@@ -53,20 +53,20 @@ def test_an_invalid_name_is_refused(tmp_path: Path):
     file = write_gguf(tmp_path / "one.gguf")
     for name in (" ", "a b", "../a", "a\nb", "/a", "a//b"):
         with pytest.raises(InvalidRequest, match="cannot be a model's name"):
-            models.add_model(str(file), name=name)
+            models.pull(str(file), name=name)
     assert models.list_models() == []
 
 
 def test_an_unreadable_file_is_not_added(tmp_path: Path):
     (tmp_path / "x.gguf").write_bytes(b"words")
     with pytest.raises(ModelyardError, match="not a readable GGUF file"):
-        models.add_model(str(tmp_path / "x.gguf"))
+        models.pull(str(tmp_path / "x.gguf"))
     assert models.list_models() == []
 
 
 def test_removing_a_local_model_keeps_its_file(tmp_path: Path):
     file = write_gguf(tmp_path / "one.gguf")
-    models.add_model(str(file))
+    models.pull(str(file))
     models.remove_model("one")
     assert file.exists()
     with pytest.raises(NotFound, match="the library has no 'one'; it has nothing"):

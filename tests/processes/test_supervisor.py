@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from modelyard.processes.supervisor import RestartPolicy, SupervisedChild, run_supervised, should_give_up
+from modelyard.processes.supervisor import (
+    RestartPolicy,
+    SupervisedChild,
+    private_folder,
+    run_supervised,
+    should_give_up,
+)
 
-# Runs in a child: reports its index, pid and hub, then waits for a signal.
+# Runs in a child: reports its index, pid and folder, then waits for a signal.
 CHILD = """
 import os, signal, socket, sys
 if sys.argv[2] == "ignore_sigterm":
@@ -23,7 +32,7 @@ if sys.argv[2] == "second":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 report = socket.socket(socket.AF_UNIX)
 report.connect(sys.argv[1])
-facts = (os.environ["MODELYARD_WORKER_INDEX"], str(os.getpid()), os.environ["MODELYARD_WORKER_SOCKET"])
+facts = (os.environ["MODELYARD_WORKER_INDEX"], str(os.getpid()), os.environ["MODELYARD_WORKER_FOLDER"])
 report.sendall((" ".join(facts) + "\\n").encode())
 if sys.argv[2] == "exit_at_once":
     sys.exit(3)
@@ -43,7 +52,7 @@ class ReportedChild:
     """A child that has reported."""
 
     def __init__(self, line: str, reader: asyncio.StreamReader) -> None:
-        index, pid, self.hub = line.split()
+        index, pid, self.folder = line.split()
         self.index, self.pid = int(index), int(pid)
         self._reader = reader
 
@@ -90,29 +99,15 @@ async def collect_reports(folder: Path) -> AsyncIterator[Reports]:
         await reports.close()
 
 
+FOLDER = Path("/the/folder")
 _QUICK = RestartPolicy(first_delay=0.001, max_delay=0.002, min_uptime=600.0, grace=60.0, max_early_exits=3)
-
-
-class FakeHub:
-    """A hub that records whether it was closed."""
-
-    def __init__(self) -> None:
-        self.path = ""
-        self.heard: dict[int, int] = {}
-        self.closed = False
-
-    async def open(self) -> None:
-        self.path = "/the/hub"
-
-    async def close(self) -> None:
-        self.closed = True
 
 
 @asynccontextmanager
 async def _supervised(
     reports: Reports, workers: int, mode: str = "wait", policy: RestartPolicy = _QUICK
 ) -> AsyncIterator[_Running]:
-    running = _Running(asyncio.create_task(run_supervised(reports.argv(mode), workers, FakeHub(), policy)))
+    running = _Running(asyncio.create_task(run_supervised(reports.argv(mode), workers, FOLDER, policy)))
     try:
         yield running
     finally:
@@ -133,11 +128,11 @@ def _signal_self(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-async def test_every_child_gets_its_index_and_the_hub(tmp_path: Path) -> None:
+async def test_every_child_gets_its_index_and_the_folder(tmp_path: Path) -> None:
     async with collect_reports(tmp_path) as reports, _supervised(reports, 2):
         children = [await reports.next(), await reports.next()]
         assert {child.index for child in children} == {0, 1}
-        assert {child.hub for child in children} == {"/the/hub"}
+        assert {child.folder for child in children} == {"/the/folder"}
 
 
 async def test_a_killed_child_is_replaced_with_the_same_index(tmp_path: Path) -> None:
@@ -215,20 +210,15 @@ async def test_the_supervisor_gives_up_if_all_children_exit_early_three_times(tm
 
 
 async def test_a_missing_command_ends_the_supervisor_with_code_one(tmp_path: Path) -> None:
-    hub = FakeHub()
     async with asyncio.timeout(60):
-        assert await run_supervised([str(tmp_path / "nothing")], 1, hub, _QUICK) == 1
-    assert hub.closed
+        assert await run_supervised([str(tmp_path / "nothing")], 1, FOLDER, _QUICK) == 1
 
 
 _PARENT = """
 import asyncio, sys
+from pathlib import Path
 from modelyard.processes.supervisor import run_supervised
-class FakeHub:
-    path, heard = "/the/hub", {}
-    async def open(self): ...
-    async def close(self): ...
-asyncio.run(run_supervised(sys.argv[1:], 2, FakeHub()))
+asyncio.run(run_supervised(sys.argv[1:], 2, Path("/the/folder")))
 """
 
 
@@ -244,15 +234,20 @@ async def test_no_child_survives_a_killed_supervisor(tmp_path: Path) -> None:
 
 async def test_a_child_that_falls_silent_is_replaced_and_others_are_not(tmp_path: Path) -> None:
     watchful = RestartPolicy(first_delay=0.001, min_uptime=600.0, grace=60.0, max_silence=0.05, max_early_exits=99)
-    hub = FakeHub()
+    beats, looks = {0: 0, 1: 0, 2: 0}, Counter[int]()
+
+    def heartbeat(index: int) -> int:
+        looks[index] += 1
+        return beats[index]
+
     async with collect_reports(tmp_path) as reports:
-        running = asyncio.create_task(run_supervised(reports.argv(), 3, hub, watchful))
+        running = asyncio.create_task(run_supervised(reports.argv(), 3, FOLDER, watchful, heartbeat=heartbeat))
         children = {child.index: child for child in [await reports.next() for _ in range(3)]}
-        silent, lively, mute = (children[index].pid for index in range(3))  # the last has never sent anything
-        hub.heard |= {silent: 1, lively: 1}
-        replacement = asyncio.create_task(reports.next())
+        lively, mute = children[1].pid, children[2].pid  # the last has never written anything
+        replacement, before = asyncio.create_task(reports.next()), looks[0]
         while not replacement.done():
-            hub.heard[lively] += 1
+            beats[0] += looks[0] < before + 5  # then it falls silent
+            beats[1] += 1
             await asyncio.sleep(0)
         assert (await replacement).index == 0
         await children[0].wait_dead()
@@ -279,3 +274,18 @@ def test_the_supervisor_gives_up_only_if_all_children_exit_early() -> None:
     for _ in range(3):
         children[1].record_exit(0.1, policy)
     assert should_give_up(children, policy)
+
+
+def test_the_folder_is_private_and_removed() -> None:
+    with private_folder() as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()
+
+
+def test_a_temporary_folder_too_long_for_a_socket_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with private_folder() as folder:
+        assert len(str(folder)) < 80
+    assert list(long.iterdir()) == []

@@ -17,6 +17,7 @@ from modelyard.plugins import MissingLibrary
 from modelyard.server.memory_estimate import ModelMemory
 from modelyard.server.model_check import check_models
 from modelyard.telemetry.system import GpuMemory, MachineMemory
+from tests.engines.llama_cpp import tiny_models
 from tests.library.files import write_gguf
 
 GIB = 2**30
@@ -55,7 +56,6 @@ def problems(text: str, *memory: ModelMemory, machine: MachineMemory = MACHINE) 
             "there is no model file 'no.gguf'",
         ),
         ('[models.m]\npath = "ok.gguf"\nlora = { a = "no.gguf" }', 3, "lora.a", "there is no model file 'no.gguf'"),
-        ('[models.m]\npath = "ok.gguf"\nreplay = "no.jsonl"', 3, "replay", "no.jsonl cannot be read"),
         ('[models.m]\npath = "ok.gguf"\nchat_template = "no.jinja"', 3, "chat_template", "nor a file that exists"),
         (
             '[models.m]\npath = "ok.gguf"\nflash_attn = "off"\ntype_v = "q8_0"',
@@ -173,6 +173,16 @@ def test_a_format_that_a_models_own_template_replaces_is_a_note(tmp_path: Path) 
     assert found.message == "qwen3 is not used: the model has a template of its own."
     (tmp_path / "vocabulary" / "chat_template.jinja").write_text("{% if %}")
     assert "To use prompt_format instead, set force_prompt_format = true" in problems(text)[0].message
+
+
+def test_a_missing_chat_template_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MODELYARD_CACHE")
+    (found,) = problems(f'[models.m]\npath = "{tiny_models.base_coder()}"\n')
+    assert (found.path, found.level) == ("models.m.chat_template", "note")
+    assert found.message.startswith("the model 'm' has no chat template in ")
+    assert found.message.endswith("(/v1/completions).")
+    assert problems(f'[models.m]\npath = "{tiny_models.base_coder()}"\nprompt_format = "generic"\n') == []
+    assert problems(f'[models.m]\npath = "{tiny_models.bert()}"\n') == []  # it generates nothing
 
 
 def test_an_incomplete_file_is_an_error() -> None:

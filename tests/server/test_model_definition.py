@@ -21,6 +21,7 @@ from modelyard.library.model_files import LibraryEntry
 from modelyard.server import model_definition
 from modelyard.server.model_definition import ModelDefinition, define_later, define_model
 from modelyard.tokenizer.gguf import GgufTokenizer
+from tests.engines.llama_cpp import tiny_models
 from tests.public_templates import public_templates
 
 
@@ -50,8 +51,9 @@ def test_a_definition_works_while_nothing_is_loaded():
 @pytest.mark.parametrize(
     ("held", "capabilities"),
     [
-        ({"is_chat": True}, ("completion", "tools")),
-        ({"is_chat": True, "switches_thinking": True}, ("completion", "tools", "thinking")),
+        ({"is_chat": True}, ("completion", "chat", "tools")),
+        ({"is_chat": True, "switches_thinking": True}, ("completion", "chat", "tools", "thinking")),
+        ({"is_chat": False}, ("completion",)),
         ({"is_chat": False, "task": "embedding"}, ("embedding",)),
         ({"is_chat": False, "task": "reranking"}, ()),
     ],
@@ -64,6 +66,17 @@ def test_a_model_of_the_library_tells_what_it_can_do_before_its_files_are_read(
     model = define_later(entry, config.models["m"], LibraryModel(LibraryEntry("m", "m.gguf"), **held)).model
     assert model.define is not None
     assert capability_names(effective_capabilities(model)) == capabilities
+
+
+def test_a_model_without_a_chat_template_is_defined_for_bare_prompts():
+    found = defined(backend="llama_cpp", path=str(tiny_models.base_coder()))
+    notes = dict(found.notes)
+    assert (found.model.fault, notes["template"]) == (None, "from nowhere: chat requests are refused")
+    assert notes["format"] == "verbatim: without a chat template, everything is text"
+    assert "tools" not in notes
+    assert model_definition.trial_fault(found.model) is None
+    assert capability_names(effective_capabilities(found.model)) == ("completion", "insert")
+    assert found.model.pipeline.renderer.raw("def f") == found.model.pipeline.tokenizer.encode("def f")
 
 
 def test_a_custom_template_is_compiled_and_named(tmp_path: Path):

@@ -22,10 +22,11 @@ from modelyard.library.default_model import fetch
 from modelyard.library.gguf import read_metadata
 from modelyard.plugins import MissingLibrary
 from modelyard.tokenizer import llama_log, open_tokenizer
-from modelyard.tokenizer.gguf import GgufTokenizer
+from modelyard.tokenizer.gguf import GgufTokenizer, WordPieces
 from modelyard.tokenizer.prefix_cache import TokenCache
 from modelyard.tokenizer.shield import shield, unshield
 from tests.engines.llama_cpp import tiny_models
+from tests.real_models import minilm, minilm_folder
 
 
 @cache
@@ -279,3 +280,33 @@ def test_tokens_for_gaps_are_found_by_the_files_metadata() -> None:
     assert tokenizer.decode([tokenizer.fim.file]) == "<|file_sep|>"
     assert GgufTokenizer(fetch()).fim is None
     assert tokenizer.fim.file in tokenizer.eos  # the next file begins: the gap is filled
+
+
+# --- word pieces ------------------------------------------------------------------------------------------------------
+
+
+def test_every_character_is_split_as_by_the_tokenizer_of_a_real_bert() -> None:
+    ours, theirs = GgufTokenizer(minilm()), Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
+    theirs.no_truncation()
+    theirs.no_padding()
+    for start in range(0, 0x20000, 256):
+        block = [chr(code) for code in range(start, start + 256) if not 0xD800 <= code < 0xE000]
+        text = " ".join(f"a{character}b {character}" for character in block)
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, hex(start)
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [("한국", "ᄒ ##ᅡ ##ᆫ ##ᄀ ##ᅮ ##ᆨ"), ("हिन्दी", "ह ##ि ##न ##द ##ी"), ("Größe", "gr ##o ##ße"), ("x" * 101, "[UNK]")],
+)
+def test_no_vowel_of_a_script_is_lost(text: str, pieces: str) -> None:
+    words = (minilm_folder() / "vocab.txt").read_text("utf-8").splitlines()
+    assert [words[id] for id in GgufTokenizer(minilm()).encode(text)] == pieces.split()
+
+
+def test_capitals_count_in_a_vocabulary_that_has_them() -> None:
+    texts, specials = ["[UNK]", "[CLS]", "▁berlin", "er", "▁é"], {"[UNK]": 0, "[CLS]": 1}
+    lowered, cased = WordPieces(texts, specials), WordPieces([*texts, "▁Berlin"], specials)
+    assert lowered.encode("Berliner [CLS] É", parse_special=True) == [2, 3, 1, 0]  # without accents
+    assert cased.encode("Berliner berlin [CLS] é", parse_special=True) == [5, 3, 2, 1, 4]
+    assert cased.encode("Berlin[CLS]", parse_special=False) == [5, 0, 0, 0]

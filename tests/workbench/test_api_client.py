@@ -61,58 +61,58 @@ async def test_an_answer_is_streamed_in_every_protocol(client: ApiClient, name: 
 async def test_closing_the_stream_cancels_the_request(client: ApiClient) -> None:
     stream = client.stream(CHAT, body(text="endless"))
     assert await anext(stream)
-    (live,) = (await client.requests(10, 0))["live"]
+    (live,) = (await client.get("requests", limit=10, since=0))["live"]
     assert live["state"] == "running"
     await stream.aclose()  # type: ignore[attr-defined]
-    while (await client.requests(10, 0))["live"]:
+    while (await client.get("requests", limit=10, since=0))["live"]:
         pass
 
 
 async def test_requests_are_listed_since_a_time_and_read_by_id(client: ApiClient) -> None:
     async for _ in client.stream(CHAT, body()):
         pass
-    (newest, *_) = (await client.requests(1, 0))["ended"]
-    assert (await client.requests(10, newest["at"] + 1))["ended"] == []
-    prompt = (await client.request(newest["id"]))["texts"]["prompt"]
+    (newest, *_) = (await client.get("requests", limit=1, since=0))["ended"]
+    assert (await client.get("requests", limit=10, since=newest["at"] + 1))["ended"] == []
+    prompt = (await client.get("requests", newest["id"]))["texts"]["prompt"]
     assert "hi" in prompt
     assert prompt.startswith(await client.prompt_prefix("demo", prompt, newest["usage"]["prompt"] // 2))
 
 
 async def test_actions_on_models_succeed_or_raise_the_servers_error(client: ApiClient) -> None:
-    assert (await client.estimate("demo", {"token_delay": 1}))["fits"] is True
-    await client.scale("demo", 2)
+    assert (await client.post("models", "demo", "estimate", body={"token_delay": 1}))["fits"] is True
+    await client.post("models", "demo", "replicas", body={"replicas": 2}, wait=False)
     with pytest.raises(Conflict, match="loaded with other settings"):
-        await client.load("demo", {"token_delay": 1})
+        await client.post("models", "demo", "load", body={"token_delay": 1}, wait=False)
     with pytest.raises(InvalidRequest, match="path cannot be set"):
-        await client.estimate("demo", {"path": "/etc/passwd"})
+        await client.post("models", "demo", "estimate", body={"path": "/etc/passwd"})
     with pytest.raises((Conflict, InvalidRequest)):
-        await client.scale("demo", 3)
+        await client.post("models", "demo", "replicas", body={"replicas": 3}, wait=False)
     with pytest.raises(NotFound):
-        await client.estimate("unknown", {})
+        await client.post("models", "unknown", "estimate", body={})
     with pytest.raises(NotFound):
-        await client.cancel("req_none")
+        await client.post("requests", "req_none", "cancel")
 
 
 async def test_everything_that_the_pages_show_can_be_read(client: ApiClient) -> None:
-    assert [record["id"] for record in await client.models()] == ["demo"]
-    assert {row["cache"] for row in await client.caches()} == {"main", "fast"}
-    assert (await client.memory())["ram"]["total"] > 0
-    assert (await client.route("claude-haiku", "/v1/messages"))["cache"] == "fast"
-    assert (await client.history())["texts"] is True
-    await client.keep_texts(True)
-    assert isinstance(await client.optimizer_runs(), list)
+    assert [record["id"] for record in await client.rows("models")] == ["demo"]
+    assert {row["cache"] for row in await client.rows("caches")} == {"main", "fast"}
+    assert (await client.get("gpu-memory"))["ram"]["total"] > 0
+    assert (await client.get("route", model="claude-haiku", endpoint="/v1/messages"))["cache"] == "fast"
+    assert (await client.get("history"))["texts"] is True
+    await client.post("history", body={"texts": True})
+    assert isinstance(await client.rows("tune"), list)
 
 
 async def test_a_wrong_key_and_an_unreachable_server_are_different_errors(served: LiveServer) -> None:
     wrong = ApiClient(served.url, "wrong")
     with pytest.raises(Unauthenticated):
-        await wrong.models()
+        await wrong.rows("models")
     await wrong.close()
     with listen("127.0.0.1", 0, shared=False) as closed:
         port = closed.getsockname()[1]
     unreachable = ApiClient(f"http://127.0.0.1:{port}")
     with pytest.raises(ServerUnreachable, match="no server answers"):
-        await unreachable.models()
+        await unreachable.rows("models")
     await unreachable.close()
 
 

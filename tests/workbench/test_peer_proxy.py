@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from modelyard.core.errors import Unavailable
-from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
+from modelyard.processes.supervisor import FOLDER_VARIABLE, INDEX_VARIABLE
 from modelyard.workbench.peer_proxy import WorkbenchProxy, host_socket_path, is_host_process, process_socket_path
 from tests.cli_process import DEMO, serve
 
@@ -19,7 +19,7 @@ POLLING = "/workbench/_nicegui_ws/socket.io/?EIO=4&transport=polling"
 def test_sockets_are_beside_the_supervisors_and_the_first_process_is_the_host() -> None:
     assert host_socket_path({}) == process_socket_path({}) == ""
     assert is_host_process({})
-    env = {SOCKET_VARIABLE: "/run/yard/hub", INDEX_VARIABLE: "1"}
+    env = {FOLDER_VARIABLE: "/run/yard", INDEX_VARIABLE: "1"}
     assert host_socket_path(env) == "/run/yard/workbench"
     assert process_socket_path(env) == "/run/yard/workbench-1"
     assert not is_host_process(env)

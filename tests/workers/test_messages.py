@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from modelyard.core import engine as core
 from modelyard.core import errors
 from modelyard.core.engine import Media, Prompt, ReasoningBounds, ReasoningBudget, TokenRun
-from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, ModelyardError, Overloaded, Unavailable
+from modelyard.core.errors import ContextOverflow, Internal, ModelyardError, Overloaded, Unavailable
 from modelyard.core.events import BlockDelta, Failed, Started, TokenLogprob, Usage
 from modelyard.core.pool import LeaseRequest
 from modelyard.core.request import Constraint, Image, Request, Sampling, Text
@@ -31,14 +31,12 @@ from modelyard.workers.messages import (
     Goodbye,
     Heartbeat,
     Hello,
-    InferRequest,
     MalformedMessage,
     OpenEngine,
-    RequestFailed,
     RequestReceived,
+    TextChunks,
     ToClient,
     ToGateway,
-    TokenStep,
     ToScheduler,
     ToWorker,
     UpdateBatch,
@@ -46,21 +44,11 @@ from modelyard.workers.messages import (
     decode_for_client,
     decode_for_worker,
     encode,
-    flatten_prompt,
-    from_wire_lease_request,
     pack_error,
-    pack_ids,
-    pack_vector,
-    to_chunk,
-    to_infer_request,
-    to_prompt,
-    to_update,
-    to_wire_lease_request,
-    unflatten_prompt,
     unpack_error,
-    unpack_ids,
-    unpack_vector,
     version_mismatch,
+    with_deadline,
+    with_time_left,
 )
 
 CHUNKS = [
@@ -76,16 +64,8 @@ CHUNKS = [
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: type(chunk).__name__)
 def test_chunks_survive_the_wire(chunk: core.Chunk) -> None:
-    frame = decode_for_client(encode(UpdateBatch([to_update(4, chunk)])))
-    assert isinstance(frame, UpdateBatch)
-    (item,) = frame.updates
-    assert item.request_id == 4
-    assert to_chunk(item) == chunk
-
-
-def test_chat_events_are_not_chunks() -> None:
-    with pytest.raises(MalformedMessage, match="events"):
-        to_chunk(ChatEvents(1, []))
+    batch = UpdateBatch([TextChunks(4, [chunk])])
+    assert decode_for_client(encode(batch)) == batch
 
 
 REQUEST = Request(
@@ -98,13 +78,14 @@ FOR_WORKER = [
     Hello(VERSION, "me"),
     Heartbeat(3),
     OpenEngine("e", "m", b"{}", {"main": core.CacheInfo(9, 2)}),
-    AddRequest("e", InferRequest(1, pack_ids([1, 2]), Sampling(seed=3), constraint=Constraint("gbnf", "root ::= x"))),
-    AddRequest("e", InferRequest(1, b"", media=[(0, core.Media("image", "ab", b"\xff", 4))])),
+    AddRequest("e", 1, Prompt(parts=(TokenRun([1, 2]),), sampling=Sampling(seed=3))),
+    AddRequest("e", 1, Prompt(parts=(core.Media("image", "ab", b"\xff", 4),))),
     AddChat("e", 2, REQUEST),
 ]
 FOR_CLIENT = [
     UpdateBatch(
-        [RequestFailed(1, Unavailable("x"))], {"e": core.EngineStats(caches={"main": core.CacheStats(sequences=())})}
+        [TextChunks(1, [core.End("error", error=Unavailable("x"))])],
+        {"e": core.EngineStats(caches={"main": core.CacheStats(sequences=())})},
     ),
     UpdateBatch(
         [
@@ -119,7 +100,7 @@ FOR_CLIENT = [
         ]
     ),
     RequestReceived(1),
-    WorkerReply(1, None, [b"12345678"], 9),
+    WorkerReply(1, None, [[0.1, -1e300]], 9),
 ]
 
 
@@ -181,14 +162,14 @@ def test_deeply_nested_messages_are_malformed(deep: bytes) -> None:
 
 def test_a_prompt_is_smaller_on_the_wire_than_its_ids_as_json() -> None:
     ids = list(range(30_000, 31_024))
-    wire = encode(AddRequest("0123456789abcdef", InferRequest(1, pack_ids(ids))))
+    wire = encode(AddRequest("0123456789abcdef", 1, Prompt(parts=(TokenRun(ids),))))
     assert len(wire) < 4 * len(ids) + 150
     assert len(wire) < len(json.dumps(ids)) * 0.6
 
 
-def test_a_token_of_64_streams_takes_about_eleven_bytes() -> None:
-    frame = encode(UpdateBatch([TokenStep(i, pack_ids([30_000])) for i in range(64)]))
-    assert len(frame) / 64 < 12
+def test_a_token_of_64_streams_takes_about_thirteen_bytes() -> None:
+    frame = encode(UpdateBatch([TextChunks(i, [core.Tokens([30_000])]) for i in range(64)]))
+    assert len(frame) / 64 < 14
 
 
 def test_nothing_is_unpickled_and_only_transport_imports_zeromq() -> None:
@@ -227,12 +208,8 @@ def test_the_example_prompt_sets_every_field() -> None:
 
 
 def test_every_field_of_a_prompt_survives_the_wire() -> None:
-    message = decode_for_worker(encode(AddRequest("e", to_infer_request(7, FULL))))
-    assert isinstance(message, AddRequest)
-    assert message.request.request_id == 7
-    received = to_prompt(message.request)
-    assert received.deadline == pytest.approx(FULL.deadline, abs=60)
-    assert msgspec.structs.replace(received, deadline=FULL.deadline) == FULL
+    message = AddRequest("e", 7, FULL)
+    assert decode_for_worker(encode(message)) == message
 
 
 def test_a_deadline_travels_as_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,75 +217,16 @@ def test_a_deadline_travels_as_the_time_that_is_left(monkeypatch: pytest.MonkeyP
     here = SimpleNamespace(monotonic=lambda: 1000.0)
     there = SimpleNamespace(monotonic=lambda: 5.0)
     monkeypatch.setattr(messages, "time", here)
-    infer = to_infer_request(1, Prompt(parts=(), deadline=1030.0))
-    lease = to_wire_lease_request(LeaseRequest(model="m", cache="c", deadline=1030.0), with_prompt=False)
+    sent = [
+        with_time_left(Prompt(parts=(), deadline=1030.0)),
+        with_time_left(LeaseRequest(model="m", cache="c", deadline=1030.0)),
+        with_time_left(Prompt(parts=())),
+    ]
     monkeypatch.setattr(messages, "time", there)
-    assert to_prompt(infer).deadline == 35.0
-    assert from_wire_lease_request(lease).deadline == 35.0
-    unlimited = to_wire_lease_request(LeaseRequest(model="m", cache="c"), with_prompt=False)
-    assert from_wire_lease_request(unlimited).deadline is None
+    assert [with_deadline(each).deadline for each in sent] == [35.0, 35.0, None]
 
 
-def test_invalid_token_bytes_are_malformed() -> None:
-    with pytest.raises(MalformedMessage):
-        to_prompt(InferRequest(1, b"\0\1\2"))
-
-
-# Wire forms of numbers, prompts and errors.
-
-IDS = st.lists(st.integers(0, 2**32 - 1), max_size=50)
-MEDIA = st.builds(Media, st.just("image"), st.text(max_size=4), st.binary(max_size=8), st.integers(0, 99))
-
-
-@given(IDS)
-def test_token_ids_travel_as_four_bytes_each(ids: list[int]) -> None:
-    packed = pack_ids(ids)
-    assert len(packed) == 4 * len(ids)
-    assert unpack_ids(packed) == ids
-
-
-def test_ids_are_little_endian_whatever_the_machine() -> None:
-    assert pack_ids([1, 258]) == b"\x01\0\0\0\x02\x01\0\0"
-
-
-@pytest.mark.parametrize("ids", [[-1], [2**32], ["a"]])
-def test_an_invalid_token_id_is_an_invalid_request(ids: list[int]) -> None:
-    with pytest.raises(InvalidRequest, match="token ids"):
-        pack_ids(ids)
-
-
-@given(st.lists(st.floats(allow_nan=False)))
-def test_vectors_lose_nothing(vector: list[float]) -> None:
-    assert unpack_vector(pack_vector(vector)) == vector
-
-
-@pytest.mark.parametrize("unpack", [unpack_ids, unpack_vector])
-def test_a_partial_number_is_malformed(unpack) -> None:
-    with pytest.raises(MalformedMessage, match="not a list of"):
-        unpack(b"\0\0\0\0\0")
-
-
-@given(
-    st.lists(st.one_of(st.builds(TokenRun, st.lists(st.integers(0, 99), min_size=1, max_size=4)), MEDIA), min_size=1)
-)
-def test_prompts_keep_the_position_of_their_media(made) -> None:
-    prompt = Prompt(parts=tuple(made))
-    back = Prompt(parts=unflatten_prompt(*flatten_prompt(prompt)))
-    assert back.ids == prompt.ids
-    assert flatten_prompt(back) == flatten_prompt(prompt)
-    assert back.n_tokens == prompt.n_tokens
-
-
-def test_an_empty_prompt_stays_a_prompt() -> None:
-    assert unflatten_prompt(b"", []) == (TokenRun([]),)
-
-
-@pytest.mark.parametrize("offsets", [[5], [2, 1], [-1]])
-def test_media_outside_their_prompt_are_malformed(offsets: list[int]) -> None:
-    media = Media("image", "", b"", 1)
-    with pytest.raises(MalformedMessage, match="outside"):
-        unflatten_prompt(pack_ids([1, 2]), [(offset, media) for offset in offsets])
-
+# The wire form of errors.
 
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ModelyardError)]
 

@@ -38,13 +38,12 @@ from modelyard.workers.messages import (
     ReleaseLease,
     RequestLease,
     StoreOperation,
-    WireLeaseRequest,
     decode_for_gateway,
     decode_for_scheduler,
     encode,
     open_engine_message,
 )
-from modelyard.workers.remote_pool import RemoteObjectStore, RemotePool, RemoteStore
+from modelyard.workers.remote_pool import RemotePool, RemoteStore
 from modelyard.workers.scheduler_server import SchedulerServer, run_store_operation
 from modelyard.workers.transport import DealerSocket, HeartbeatConfig, PeerDisconnected, RouterSocket
 from modelyard.workers.worker import HostedEngine, Worker
@@ -292,14 +291,14 @@ async def test_calls_wait_for_a_scheduler_that_is_restarted(tmp_path: Path) -> N
     """As requests do: one that the old scheduler did not answer, and one that begins while there is none."""
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         deployment.server._handlers[StoreOperation] = lambda *_: None
-        unanswered = asyncio.create_task(RemoteStore(pool).put("s", "k", b"kept"))
+        unanswered = asyncio.create_task(RemoteStore(pool, "responses").put("s", "k", b"kept"))
         await until(lambda: len(pool._calls) == 1)
         await deployment.kill()
         await until(lambda: not pool.is_connected)
         begun = asyncio.create_task(pool.refresh())
         await deployment.start()
         await asyncio.wait_for(asyncio.gather(unanswered, begun), DEADLINE_S)
-        assert await RemoteStore(pool).get("s", "k") == b"kept"
+        assert await RemoteStore(pool, "responses").get("s", "k") == b"kept"
         assert set(pool.snapshot().models) == {"demo"}
 
 
@@ -321,7 +320,7 @@ async def test_requests_are_refused_if_the_scheduler_does_not_come_back(tmp_path
         with pytest.raises(Unavailable, match="unreachable"):
             await lease_from(pool)
         with pytest.raises(Unavailable):
-            await RemoteStore(pool).get("s", "k")
+            await RemoteStore(pool, "responses").get("s", "k")
         with pytest.raises(Unavailable) as caught:
             pool.request(lease_request())
         assert caught.value.retry_after == 2.0
@@ -612,7 +611,7 @@ async def test_a_request_of_another_gateway_is_cancelled_by_its_trace(tmp_path: 
 
 async def test_gateways_share_the_store_by_scope(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
-        here, other = RemoteStore(one), RemoteStore(two)
+        here, other = RemoteStore(one, "responses"), RemoteStore(two, "responses")
         await here.put("key", "r\udc80", b"\0value")
         assert await other.get("key", "r\udc80") == b"\0value"
         assert await other.get("other", "r\udc80") is None
@@ -622,7 +621,7 @@ async def test_gateways_share_the_store_by_scope(tmp_path: Path) -> None:
 
 async def test_gateways_share_conversations_files_and_batches(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
-        here, other = RemoteObjectStore(one), RemoteObjectStore(two)
+        here, other = RemoteStore(one, "objects"), RemoteStore(two, "objects")
         with pytest.raises(Unavailable, match="keeps no"):
             await here.get("files/ada", "f")
         deployment.server._objects = objects = SqliteObjectStore(tmp_path / "objects.sqlite", 100, 1 << 20)
@@ -676,11 +675,14 @@ async def test_a_session_stays_on_its_replica(tmp_path: Path) -> None:
         [encode(JoinGateway(VERSION + 1, "x"))],
         [encode(RegisterWorker(VERSION + 1, "w", "ipc:///x"))],
         [encode(JoinGateway(VERSION, "x")), encode(JoinGateway(VERSION, "x"))],
-        [encode(JoinGateway(VERSION, "x")), encode(RequestLease(1, WireLeaseRequest("demo", "main", prompt=b"\0")))],
         [
             encode(JoinGateway(VERSION, "x")),
-            encode(RequestLease(1, WireLeaseRequest("demo", "main"))),
-            encode(RequestLease(1, WireLeaseRequest("demo", "main"))),
+            encode(RequestLease(1, {"model": "demo", "cache": "main", "prompt": ["x"]})),
+        ],
+        [
+            encode(JoinGateway(VERSION, "x")),
+            encode(RequestLease(1, LeaseRequest(model="demo", cache="main"))),
+            encode(RequestLease(1, LeaseRequest(model="demo", cache="main"))),
         ],
     ],
 )
@@ -912,4 +914,4 @@ def _running(hosted: HostedEngine) -> int:
 
 async def test_a_key_of_the_store_that_is_no_text_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not UTF-8"):
-        await run_store_operation(MemoryStore(1, 100, 10), StoreOperation(1, b"scope", b"\xff"))
+        await run_store_operation(MemoryStore(1, 100, 10), StoreOperation(1, "responses", "get", b"scope", b"\xff"))

@@ -42,7 +42,6 @@ from modelyard.workers.messages import (
     Goodbye,
     Heartbeat,
     Hello,
-    InferRequest,
     LogLine,
     OpenEngine,
     PauseRequest,
@@ -52,7 +51,6 @@ from modelyard.workers.messages import (
     WorkerReply,
     encode,
     open_engine_message,
-    pack_ids,
 )
 from modelyard.workers.transport import generate_keys
 from modelyard.workers.worker import LogForwarder, Worker, WorkerRequest
@@ -259,10 +257,10 @@ async def test_another_protocol_version_is_refused_with_advice(closing: Closing)
     [
         b"\xc1",
         encode(Hello(VERSION, "twice")),
-        encode(AddRequest("e", InferRequest(1, b"\0\0\0"))),
-        encode(AddRequest("e", InferRequest(7, pack_ids([1])))),
-        encode(EmbedTokens(1, "e", [b"\0"])),
-        encode(AddRequest("e", InferRequest(1, b"")))[:-1],
+        encode(AddRequest("e", 1, {"parts": [["tokens", [1.5]]]})),  # type: ignore[arg-type]
+        encode(AddRequest("e", 7, prompt())),
+        encode(EmbedTokens(1, "e", [b"\0"])),  # type: ignore[list-item]
+        encode(AddRequest("e", 1, prompt()))[:-1],
     ],
 )
 async def test_a_client_that_sends_a_malformed_message_loses_only_its_own_requests(
@@ -274,7 +272,7 @@ async def test_a_client_that_sends_a_malformed_message_loses_only_its_own_reques
         await read_until(mine, Tokens)
         attacker = closing(RawPeer(worker.endpoint))
         attacker.send(Hello(VERSION, "attacker"))
-        attacker.send(AddRequest("e", InferRequest(7, pack_ids(prompt().ids), max_tokens=100)))
+        attacker.send(AddRequest("e", 7, prompt()))
         await until(lambda: engine_running(worker) == 2)
         attacker.send(word)
         await until(lambda: engine_running(worker) == 1)
@@ -309,7 +307,7 @@ async def test_random_messages_never_stop_a_worker(closing: Closing) -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(session, echo=True)
         good = [
-            encode(AddRequest("e", InferRequest(1, pack_ids([1, 2, 3])))),
+            encode(AddRequest("e", 1, Prompt(parts=(TokenRun([1, 2, 3]),)))),
             encode(OpenEngine("f", "m", b"{}", {})),
         ]
         for i in range(60):
@@ -333,7 +331,7 @@ async def test_a_silent_client_is_dropped_with_its_requests(closing: Closing) ->
         silent.send(Hello(VERSION, "silent"))
         silent.send(open_engine_message("e", "fake", fake_spec(**HANGING)))
         await until(lambda: bool(worker.engines))
-        silent.send(AddRequest("e", InferRequest(1, pack_ids(prompt().ids), max_tokens=100)))
+        silent.send(AddRequest("e", 1, prompt()))
         await until(lambda: engine_running(worker) == 0 and "0 clients" in repr(worker))
         assert worker.engines != ()  # the model stays
         await silent.close()
@@ -345,7 +343,7 @@ async def test_a_dropped_client_is_told_when_it_speaks_again(closing: Closing) -
         silent.send(Hello(VERSION, "silent"))
         silent.send(open_engine_message("e", "fake", fake_spec(**HANGING)))
         await until(lambda: bool(worker.engines))
-        silent.send(AddRequest("e", InferRequest(1, pack_ids(prompt().ids), max_tokens=100)))
+        silent.send(AddRequest("e", 1, prompt()))
         await until(lambda: "0 clients" in repr(worker))
         for _ in range(2):
             silent.send(Heartbeat(1))
@@ -520,7 +518,7 @@ async def test_one_loop_iteration_sends_one_batch_per_client(closing: Closing) -
         peer.send(Hello(VERSION, "x"))
         peer.send(open_engine_message("e", "fake", fake_spec(script=[{"steps": [{"text": "Hello there."}]}])))
         await until(lambda: bool(worker.engines))
-        data = [encode(AddRequest("e", InferRequest(i, pack_ids(prompt().ids), max_tokens=50))) for i in range(8)]
+        data = [encode(AddRequest("e", i, prompt())) for i in range(8)]
         for each in data:
             worker._on_data(next(iter(worker._peers)), each)
         await until(lambda: any(isinstance(word, UpdateBatch) for word in peer.received))

@@ -42,7 +42,16 @@ from modelyard.core.engine import (
     Prompt,
     Tokens,
 )
-from modelyard.core.errors import Cancelled, ContextOverflow, Internal, ModelyardError, NotFound, Timeout, Unavailable
+from modelyard.core.errors import (
+    Cancelled,
+    ContextOverflow,
+    Internal,
+    InvalidRequest,
+    ModelyardError,
+    NotFound,
+    Timeout,
+    Unavailable,
+)
 from modelyard.core.events import BlockKind, Event, StopReason, Timings, Usage
 from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.core.tokenizer import IdLogprob, Tokenizer
@@ -371,7 +380,10 @@ class TextJob(FakeJob[Chunk, list[int]]):
         self._limit = min(window - self._total, prompt.max_tokens)
         self._limit_reason = "window" if self._limit < prompt.max_tokens else "length"
         view = PromptView(self._ids, self._engine.tokenizer)
-        return self._engine.answer(view, prompt.constraint, prompt.session, view.starts_in_reasoning)
+        try:
+            return self._engine.answer(view, prompt.constraint, prompt.session, view.starts_in_reasoning)
+        except OverflowError:  # of the tokenizer
+            raise InvalidRequest("the prompt holds token ids that are no tokens") from None
 
     def _accept(self) -> list[Chunk]:
         """With the log probabilities of the prompt, if they are wanted."""

@@ -63,7 +63,7 @@ def capabilities(options: Options, header: Path | None = None) -> Capabilities:
     """By the file, or by a copy of its header: a model generates, embeds or ranks. By its projector's file: what else
     than text it takes."""
     found = model_capabilities(read_purpose(header or locate_model_file(options.path)), options)
-    if not found.chat or libmtmd.find_library() is None or find_model_file(options.path) is None:
+    if not found.generates or libmtmd.find_library() is None or find_model_file(options.path) is None:
         return found
     projector = variants.locate_projector(options.mmproj, locate_model_file(options.path))
     kinds = variants.projector_kinds(projector) if projector is not None else ()
@@ -107,14 +107,11 @@ def tokenizer_path(options: Options) -> Path:
 
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
-    from modelyard.engines.llama_cpp.replay import read_rules
-
     options: Options = spec.options
     yield from try_options(
         ("path", lambda path: _require_runnable(locate_model_file(path)), options.path),
         ("draft_model_path", locate_model_file, options.draft_model_path),
         ("mmproj", _require_projector, options.mmproj if isinstance(options.mmproj, str) else None),
-        ("replay", lambda path: read_rules(Path(path)), options.replay),
         *((f"lora.{name}", locate_model_file, lora.path) for name, lora in options.lora.items()),
         *((f"control_vectors.{at}", locate_model_file, one.path) for at, one in enumerate(options.control_vectors)),
     )

@@ -52,7 +52,6 @@ from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
 from modelyard.engines.llama_cpp.media_tokens import text_ids
 from modelyard.engines.llama_cpp.model_shape import ModelShape
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, context_layouts, model_capabilities
-from modelyard.engines.llama_cpp.replay import Replay, create_replay
 from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager, share_caches
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
@@ -87,7 +86,6 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._caches: dict[str, SequenceManager] = {}
         self._draft_model: DraftModel | None = None
         self._kv_store: KvStore | None = None
-        self._replay: Replay | None = None
         self._projector: Projector | None = None
 
     # --- loading and unloading, on the thread -------------------------------------------------------------------------
@@ -123,7 +121,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._thread_pool = ThreadPool(loading.max_threads(self.spec))
         defer(self._thread_pool.close)
         attach = self._thread_pool.attach
-        if capabilities.chat:
+        if capabilities.generates:
             self._projector = self._load_projector(path, options)
         if self._projector is not None:
             defer(self._projector.close)
@@ -136,7 +134,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._dry = DrySamplers(self._vocab)
         defer(self._dry.close)
         defer(self._masks.close)
-        if capabilities.chat:
+        if capabilities.generates:
             self._create_caches(options, path)
 
     def _load_projector(self, path: Path, options: Options) -> Projector | None:
@@ -179,7 +177,6 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
                 context.encoder = encoder
         created = {name: cache for context in self._contexts for name, cache in context.caches.items()}
         self._caches = {name: created[name] for name in self.spec.caches}
-        self._replay = create_replay(options.replay, path)
         if options.share_across_caches:
             share_caches(list(self._caches.values()))
         if (folder := store_folder(options)) is not None:
@@ -215,7 +212,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
     # --- the event loop's side ----------------------------------------------------------------------------------------
 
     def _check(self, job: LlamaCppJob) -> None:
-        if not self.info.capabilities.chat:
+        if not self.info.capabilities.generates:
             raise Unsupported("this model does not generate", code="model_has_no_chat")
         super()._check(job)
 
@@ -341,8 +338,6 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         job.sampler = JobSampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, text_ids(job.ids))
         if job.prompt.reasoning is not None:
             job.reasoning = ReasoningLimit(job.prompt.reasoning, partial(token_piece, self._vocab))
-        if self._replay is not None:
-            job.mask, job.scripted = None, self._replay.answer(job.prompt.ids, job.prompt.session)
         next(context for context in self._contexts if job.cache in context.caches).admit(job)
 
     def _unload_adapter(self, name: str) -> None:

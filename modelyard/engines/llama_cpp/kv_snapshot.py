@@ -24,7 +24,7 @@ from modelyard.core.request import Priority
 from modelyard.engines.llama_cpp.kv_memory import KvBytes, KvLayout
 from modelyard.engines.llama_cpp.sequences import AdapterSet, Checkpoint, Checkpoints, TokenIds
 
-_MAGIC, _VERSION = b"MYARD-KV", 1
+_MAGIC, _VERSION = b"MYARD-KV", 2
 _PREFIX = struct.Struct("<8sII")
 _MAX_HEADER = 1 << 20
 _CHECKSUM = 32
@@ -65,7 +65,7 @@ class KvSnapshot(Struct, frozen=True):
 class SnapshotHeader(Struct, frozen=True):
     origin: KvOrigin
     adapters: AdapterSet
-    adapter_versions: AdapterVersions = msgspec.field(name="worn")  # its name in files of version 1
+    adapter_versions: AdapterVersions
     session: str | None
     priority: Priority
     tokens: int

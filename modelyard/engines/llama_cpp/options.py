@@ -264,10 +264,6 @@ class Options(BaseModel):
         default=256, ge=0, description="MiB of RAM for encoded images and audio that may come again."
     )
 
-    replay: str | None = Field(
-        default=None,
-        description="For tests: a file of scripted answers that replace the model's. Prompts are read and cached.",
-    )
     lora: dict[str, OneLora] = Field(
         default_factory=dict, description="LoRA adapters by the name that requests use: a path, or path and scale."
     )
@@ -373,7 +369,7 @@ def model_capabilities(purpose: ModelPurpose, options: Options) -> Capabilities:
     return structs.replace(
         CAPABILITIES,
         modalities=("text",),
-        chat=purpose.task == "chat",
+        generates=purpose.task == "chat",
         embeddings=can_embed and embeds,
         embeddings_optional=can_embed and not embeds,
         rerank=purpose.task == "reranking",

@@ -156,7 +156,7 @@ def model_capabilities(options: LlamaServerOptions, header: Path | None = None) 
     task, projector = server_task(options, header), options.llama_server_mmproj_path
     return replace(
         CAPABILITIES,
-        chat=task == "chat",
+        generates=task == "chat",
         embeddings=task == "embedding",
         rerank=task == "reranking",
         infill=task == "chat",

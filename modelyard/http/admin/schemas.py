@@ -28,7 +28,7 @@ def model(seen: ModelSnapshot, about: ModelDetails, can: Capabilities, log: Iter
         "state": seen.state,
         "loaded": seen.state in ("ready", "draining"),
         "reason": seen.reason,
-        "doing": seen.phase,
+        "phase": seen.phase,
         "progress": seen.progress,
         "backend": about.backend,
         "aliases": list(about.aliases),
@@ -66,7 +66,7 @@ def _queue(seen: ModelSnapshot) -> Json:
         "waiting": seen.waiting,
         "waiting_tokens": seen.waiting_tokens,
         "running": seen.running,
-        "places": seen.slots,
+        "slots": seen.slots,
         "longest_wait_s": seen.wait_s,
         "service_s": seen.service_s,
     }

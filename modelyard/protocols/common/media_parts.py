@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import Iterable
 from typing import Any
 
-from modelyard.core.errors import InvalidRequest, Unsupported
-from modelyard.core.request import FILE_ID, Audio, Document, Part
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import FILE_ID, Audio, Document
 from modelyard.core.store import FileRecord
 
 _AUDIO_TYPES = {"mp3": "audio/mpeg", "wav": "audio/wav", "flac": "audio/flac"}
@@ -59,8 +58,3 @@ def write_audio(audio: Audio) -> dict[str, Any]:
     kind, _, data = audio.url.removeprefix("data:").partition(";base64,")
     format = next((name for name, known in _AUDIO_TYPES.items() if known == kind), kind.partition("/")[2])
     return {"type": "input_audio", "input_audio": {"data": data, "format": format}}
-
-
-def refuse_audio(parts: Iterable[Part], service: str) -> None:
-    if any(isinstance(part, Audio) for part in parts):
-        raise Unsupported(f"{service} takes no audio", code="modality_unsupported", param="messages")

@@ -114,6 +114,8 @@ def read_http_error(status: int, headers: Mapping[str, str], body: bytes) -> Mod
         payload = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         payload = None
+    if isinstance(payload, list) and payload:  # Google's endpoint wraps it
+        payload = payload[0]
     error = payload.get("error", payload) if isinstance(payload, dict) else None
     return error_from_fields(status, _fields(error), read_retry_after(headers), body)
 
@@ -140,6 +142,8 @@ def error_from_fields(status: int, fields: Mapping[str, Any], retry_after: float
     if overflow := _read_overflow(fields, message):
         return overflow
     code, param, position = fields.get("code"), fields.get("param"), fields.get("queue_position")
+    if retry_after is None and (delay := _RETRY_DELAY.search(str(fields.get("details", "")))):
+        retry_after = float(delay[1])
     return error_from_status(
         status,
         message,
@@ -150,10 +154,11 @@ def error_from_fields(status: int, fields: Mapping[str, Any], retry_after: float
     )
 
 
-_WINDOW = re.compile(r"maximum (?:context|model) length (?:is |of |\()(\d+)")
+_RETRY_DELAY = re.compile(r"'retryDelay': '(\d+(?:\.\d+)?)s'")  # Google's RetryInfo
+_WINDOW = re.compile(r"maximum (?:context|model) length (?:is |of |\()(\d+)|maximum number of tokens allowed \(?(\d+)")
 _PROMPT = re.compile(
     r"(?:resulted in|requested|request has|contains(?: at least)?) (\d+)(?: input)? tokens"
-    r"|(?:[Ii]nput length|prompt) \((?:length )?(\d+)\)"
+    r"|(?:[Ii]nput length|prompt) \((?:length )?(\d+)\)|token count \(?(\d+)\)? exceeds"
 )
 _UPPER_BOUND = re.compile(r"upper bound for (\d+) input tokens")  # the prompt was too long to be tokenized
 _PARTS = re.compile(r"\((\d+) in the messages, (\d+) in the completion\)")

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from msgspec import Struct
 
 from modelyard.core.errors import Incomplete, ModelyardError
-from modelyard.core.events import Event, Failed
+from modelyard.core.events import Event, Failed, Reply, collect_reply
 from modelyard.protocols.common.json import JsonObject, encode
 
 
@@ -75,7 +75,8 @@ class SseReader(ABC):
 
     def __init__(self) -> None:
         self._sse = SseParser()
-        self._done = False
+        self._done = self._is_whole = False
+        self._has_answer = False  # or a part of one
         self._out: list[Event] = []
 
     @abstractmethod
@@ -97,6 +98,15 @@ class SseReader(ABC):
         if not self._done:
             self._end()
         return self._take()
+
+    def read_whole(self, body: bytes) -> Reply:
+        """A reply that is not streamed is a stream of one frame. Raises what fails it."""
+        self._is_whole = True
+        self._read(body)
+        if not self._has_answer and not self._done:
+            raise Incomplete("the upstream's reply has no answer")
+        self._read(b"[DONE]")
+        return collect_reply(self._take())
 
     def _take(self) -> list[Event]:
         out, self._out = self._out, []

@@ -1,4 +1,4 @@
-"""Google's Gemini API, both roles: `POST /v1beta/models/{model}:generateContent` and `:streamGenerateContent`.
+"""Google's Gemini API for clients: `POST /v1beta/models/{model}:generateContent` and `:streamGenerateContent`.
 
     data: {"candidates": [{"content": {"parts": [{"text": "Hi"}], "role": "model"}, "index": 0}], …}
     data: {"candidates": [{"content": {"parts": [{"functionCall": {"name": …, "args": {…}}}], "role": "model"}, …}], …}
@@ -11,8 +11,7 @@ the method: `read_request` finds it under the pseudo-headers `:path` and `:query
 from __future__ import annotations
 
 from modelyard.core.request import Request
-from modelyard.protocols.gemini.client import GeminiStreamReader, read_reply, write_request
-from modelyard.protocols.gemini.errors import read_error, write_error
+from modelyard.protocols.gemini.errors import write_error
 from modelyard.protocols.gemini.reply import GeminiStreamWriter, write_count, write_model, write_models, write_reply
 from modelyard.protocols.gemini.request import read_count_request, read_request
 
@@ -27,23 +26,15 @@ __all__ = [
     "PATHS",
     "PREFIXES",
     "read_count_request",
-    "read_error",
-    "read_reply",
     "read_request",
-    "reader",
     "write_count",
     "write_error",
     "write_model",
     "write_models",
     "write_reply",
-    "write_request",
     "writer",
 ]
 
 
 def writer(request: Request, trace: str) -> GeminiStreamWriter:
     return GeminiStreamWriter(request, trace)
-
-
-def reader() -> GeminiStreamReader:
-    return GeminiStreamReader()

@@ -1,24 +1,14 @@
-"""Errors ⇄ `{"error": {"code": 400, "message": "…", "status": "INVALID_ARGUMENT", "details": […]}}`."""
+"""Errors → `{"error": {"code": 400, "message": "…", "status": "INVALID_ARGUMENT", "details": […]}}`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
-
-import msgspec
 
 from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflow
 from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.protocols.common.errors import (
-    STATUS_BY_KIND,
-    error_from_status,
-    overflow_hint,
-    overflow_in,
-    read_retry_after,
-    write_retry_headers,
-)
+from modelyard.protocols.common.errors import STATUS_BY_KIND, overflow_hint, write_retry_headers
 from modelyard.protocols.common.json import encode
 
 _NAMES: Mapping[str, str] = {
@@ -77,55 +67,3 @@ def _message(error: ModelyardError) -> str:
             f"maximum number of tokens allowed ({error.window})."
         )
     return error.message
-
-
-# --- reading an upstream's error ------------------------------------------------------------------------------------
-
-_PROMPT_TOO_LONG = re.compile(r"token count \(?(\d+)\)? exceeds the maximum number of tokens allowed \(?(\d+)\)?")
-_OUTPUT_TOO_LONG = re.compile(r"token count \((\d+)\) and maxOutputTokens \((\d+)\) exceed the maximum .* \((\d+)\)")
-
-
-def read_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError:
-    """Any upstream error response, whatever its body looks like."""
-    fields = _fields(body)
-    message = str(fields.get("message") or body.decode("utf-8", "replace")[:500] or f"the upstream answered {status}")
-    return _error(status, fields, message, read_retry_after(headers))
-
-
-def read_error_field(error: object) -> ModelyardError:
-    """The `error` of a chunk, whose code is an HTTP status."""
-    fields = error if isinstance(error, dict) else {"message": str(error)}
-    code = fields.get("code")
-    message = str(fields.get("message") or "the upstream reported an error")
-    return _error(code if isinstance(code, int) else 500, fields, message, None)
-
-
-def _error(status: int, fields: Mapping[str, Any], message: str, retry_after: float | None) -> ModelyardError:
-    if overflow := overflow_in(message, _PROMPT_TOO_LONG, _OUTPUT_TOO_LONG):
-        return overflow
-    details = [one for one in fields.get("details") or () if isinstance(one, dict)]
-    reason = next((one["reason"] for one in details if isinstance(one.get("reason"), str)), None)
-    ours = any(one.get("domain") == "modelyard" for one in details)
-    metadata: dict[str, Any] = next((one["metadata"] for one in details if isinstance(one.get("metadata"), dict)), {})
-    delay = next((one["retryDelay"] for one in details if isinstance(one.get("retryDelay"), str)), "")
-    if retry_after is None and re.fullmatch(r"\d+(\.\d+)?s", delay):
-        retry_after = float(delay[:-1])
-    param = metadata.get("field")
-    return error_from_status(
-        status,
-        message,
-        code=reason.lower() if reason and ours else None,
-        param=param if isinstance(param, str) else None,
-        retry_after=retry_after,
-    )
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    try:
-        payload = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    if isinstance(payload, list):  # a refused stream answers with an array
-        payload = payload[0] if payload else None
-    error = payload.get("error") if isinstance(payload, dict) else None
-    return error if isinstance(error, dict) else {}

@@ -161,7 +161,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
         "description": f"{card.owned_by}, {card.state}",
         "inputTokenLimit": card.context or 0,
         "outputTokenLimit": card.max_output or card.context or 0,
-        "supportedGenerationMethods": _METHODS,
+        "supportedGenerationMethods": _METHODS if "chat" in card.capabilities else _METHODS[3:],
     }
 
 

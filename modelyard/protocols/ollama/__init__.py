@@ -1,4 +1,4 @@
-"""Ollama's API, both roles: `POST /api/chat` here, `POST /api/generate` in `generate`, everything else in `models`.
+"""Ollama's API for clients: `POST /api/chat` here, `POST /api/generate` in `generate`, everything else in `models`.
 
     {"model": "m", "created_at": …, "message": {"role": "assistant", "content": "Hi"}, "done": false}
     {…, "message": {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": …, "arguments": {…}}}]}, …}
@@ -10,8 +10,7 @@ One JSON object per line. A reply is streamed unless the client sends `"stream":
 from __future__ import annotations
 
 from modelyard.core.request import Request
-from modelyard.protocols.ollama.client import ChatLineReader, read_reply, write_request
-from modelyard.protocols.ollama.errors import read_error, write_error
+from modelyard.protocols.ollama.errors import write_error
 from modelyard.protocols.ollama.reply import ChatLineWriter, write_reply
 from modelyard.protocols.ollama.request import read_request
 
@@ -21,20 +20,12 @@ PATHS: tuple[str, ...] = ("/api/chat",)
 __all__ = [
     "NAME",
     "PATHS",
-    "read_error",
-    "read_reply",
     "read_request",
-    "reader",
     "write_error",
     "write_reply",
-    "write_request",
     "writer",
 ]
 
 
 def writer(request: Request, trace: str) -> ChatLineWriter:
     return ChatLineWriter(request, trace)
-
-
-def reader() -> ChatLineReader:
-    return ChatLineReader()

@@ -102,10 +102,6 @@ def read_think(think: bool | str | None) -> Reasoning:
     return Reasoning(enabled=think != "none", effort=think)
 
 
-def write_think(reasoning: Reasoning) -> bool | str | None:
-    return reasoning.effort if reasoning.effort and reasoning.enabled is not False else reasoning.enabled
-
-
 def read_logprobs(body: OllamaBody) -> int | None:
     check_range("top_logprobs", body.top_logprobs, 0, _MAX_TOP_LOGPROBS)
     return (body.top_logprobs or 0) if body.logprobs else None
@@ -140,10 +136,6 @@ def _duration(text: str) -> float | None:
     return sign * sum(float(number) * _UNITS[unit] for number, unit in _PIECE.findall(digits))
 
 
-def write_keep_alive(seconds: float | None) -> float | None:
-    return -1 if seconds == float("inf") else seconds
-
-
 # --- images -----------------------------------------------------------------------------------------------------------
 
 # The first characters of the base64 text of a file.
@@ -160,11 +152,6 @@ def _data_url(image: str) -> str:
         return image
     kind = next((kind for start, kind in _TYPES.items() if image.startswith(start)), "image/png")
     return f"data:{kind};base64,{image}"
-
-
-def write_image(image: Image) -> str:
-    """Only the data: the gateway has fetched what was a URL."""
-    return image.url.partition(";base64,")[2] or image.url
 
 
 # --- times and probabilities ------------------------------------------------------------------------------------------

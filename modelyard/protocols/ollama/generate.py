@@ -1,9 +1,10 @@
-"""`POST /api/generate`, both roles: one prompt in, its continuation out.
+"""`POST /api/generate`: one prompt in, its continuation out.
 
     {"model": "m", "created_at": …, "response": "Hi", "done": false}
     {…, "response": "", "done": true, "done_reason": "stop", "context": [1, …], "total_duration": 4883583458, …}
 
-The prompt is a user's message; with `raw` it is what the model reads, and with `suffix` the text before a gap. The
+The prompt is a user's message; with `raw`, or if the model has no chat template, it is what the model reads, and with
+`suffix` the text before a gap. The
 `context` of a reply carries the conversation so far in numbers, and a client that sends it back continues there. It is
 not made of token ids, so that it survives a change of the model or its template, and has no images.
 """
@@ -19,26 +20,19 @@ from msgspec.structs import replace
 
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.events import Block, Finished, Reply
-from modelyard.core.request import Image, Infill, Message, Request, Text, Thinking
+from modelyard.core.events import Finished, Reply
+from modelyard.core.request import Infill, Message, Request, Text
 from modelyard.protocols.common.extensions import present
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.ollama import errors
-from modelyard.protocols.ollama.client import LineReader, UpstreamLine, decode_line, read_finished, write_common
-from modelyard.protocols.ollama.fields import (
-    Images,
-    OllamaBody,
-    read_images,
-    write_image,
-    write_logprobs,
-)
+from modelyard.protocols.ollama.errors import write_error
+from modelyard.protocols.ollama.fields import Images, OllamaBody, read_images, write_logprobs
 from modelyard.protocols.ollama.reply import LineWriter, write_end, write_start
 from modelyard.protocols.ollama.request import read_common
 
 NAME = "ollama_generate"
 PATHS: tuple[str, ...] = ("/api/generate",)
 
-read_error, write_error = errors.read_error, errors.write_error
+__all__ = ["NAME", "PATHS", "read_request", "write_error", "write_reply", "writer"]
 
 
 # --- the request ------------------------------------------------------------------------------------------------------
@@ -74,6 +68,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         prompts=(prompt,) if is_bare and not load_only else (),
         infill=Infill(parsed.suffix) if parsed.suffix else None,
         load_only=load_only,
+        is_text=bool(messages),
         warnings=tuple(warnings),
     )
 
@@ -164,39 +159,3 @@ class GenerateLineWriter(LineWriter):
 
 def writer(request: Request, trace: str) -> GenerateLineWriter:
     return GenerateLineWriter(request, trace)
-
-
-# --- the client role --------------------------------------------------------------------------------------------------
-
-
-def write_request(request: Request) -> bytes:
-    """A bare prompt, a gap, or a conversation of one turn."""
-    body = write_common(request)
-    if request.prompts:
-        body |= {
-            "prompt": request.prompts[0],
-            **({"suffix": request.infill.suffix} if request.infill else {"raw": True}),
-        }
-    else:
-        system = [m for m in request.messages if m.role == "system"]
-        last = request.messages[-1] if request.messages else Message("user")
-        images = [write_image(part) for part in last.parts if isinstance(part, Image)]
-        body |= {"prompt": _text(last)} | present(system=_text(system[0]) if system else None, images=images or None)
-    return encode(body)
-
-
-def _add_line(reader: LineReader, line: UpstreamLine) -> None:
-    reader.add("thinking", line.thinking or "", ())
-    reader.add("text", line.response or "", line.tokens())
-
-
-def read_reply(body: bytes) -> Reply:
-    line = decode_line(body)
-    blocks = [Block(Thinking(line.thinking))] if line.thinking else []
-    if line.response:
-        blocks.append(Block(Text(line.response), line.tokens()))
-    return Reply(line.started(), tuple(blocks), read_finished(line, has_calls=False))
-
-
-def reader() -> LineReader:
-    return LineReader(_add_line)

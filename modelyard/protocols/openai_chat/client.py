@@ -7,11 +7,9 @@ from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
-from msgspec.structs import replace
 
 from modelyard.core.errors import Incomplete, ModelyardError
 from modelyard.core.events import (
-    Block,
     BlockDelta,
     BlockEnd,
     BlockKind,
@@ -56,21 +54,19 @@ from modelyard.protocols.common.sse import SseReader
 from modelyard.protocols.openai_chat.reply import ID_PREFIX, write_call
 from modelyard.protocols.openai_chat.request import (
     THINKING_KWARG,
-    ChatToolCall,
-    FunctionCall,
     read_arguments,
-    read_call,
 )
 
 # --- the outgoing request -------------------------------------------------------------------------------------------
 
 
-def write_request(request: Request) -> bytes:
+def write_request(request: Request, *, signed_calls: bool = False) -> bytes:
     """Only fields that are set: servers may reject fields that they do not know.
 
-    `max_tokens` is the older name: every local server knows it, and some do not know `max_completion_tokens`.
+    `max_tokens` is the older name: every local server knows it, and some do not know `max_completion_tokens`. With
+    `signed_calls` the signature of reasoning returns on the call behind it, where Google's endpoint sends it.
     """
-    body: dict[str, Any] = {"model": request.model, "messages": _write_messages(request.messages)}
+    body: dict[str, Any] = {"model": request.model, "messages": _write_messages(request.messages, signed_calls)}
     body |= _write_tools(request)
     body |= write_extensions(request)
     body |= _write_reasoning(request)
@@ -94,11 +90,11 @@ def write_request(request: Request) -> bytes:
     return encode(body)
 
 
-def _write_messages(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
+def _write_messages(messages: tuple[Message, ...], signed_calls: bool) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for message in messages:
         if message.role == "assistant":
-            out.append(_write_assistant(message))
+            out.append(_write_assistant(message, signed_calls))
         elif message.role != "tool":
             content = _write_content(message.parts)
             out.append({"role": message.role, "content": content} | present(name=message.name))
@@ -110,9 +106,16 @@ def _write_messages(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
     return out
 
 
-def _write_assistant(message: Message) -> dict[str, Any]:
+def _write_assistant(message: Message, signed_calls: bool) -> dict[str, Any]:
     """Chat has one order only: reasoning, content, calls. Redacted reasoning has no text to send."""
-    calls = [write_call(part) for part in message.parts if isinstance(part, ToolCall)]
+    calls, signature = list[dict[str, Any]](), ""
+    for part in message.parts:
+        if isinstance(part, Thinking):
+            signature = part.signature
+        elif isinstance(part, ToolCall):
+            signed = {"extra_content": {"google": {"thought_signature": signature}}}
+            calls.append(write_call(part) | (signed if signed_calls and signature else {}))
+            signature = ""
     content = _write_content(message.parts)
     thinking = "".join(p.text for p in message.parts if isinstance(p, Thinking) and not p.redacted)
     out: dict[str, Any] = {"role": "assistant", "content": None if calls and content == "" else content}
@@ -206,7 +209,7 @@ def _write_response_format(constraint: Constraint | None) -> dict[str, Any] | No
     return {"type": "json_schema", "json_schema": schema}
 
 
-# --- the whole reply ------------------------------------------------------------------------------------------------
+# --- replies and streams ----------------------------------------------------------------------------------------------
 
 # The structs of upstream replies: every field is optional, because servers omit what they like.
 
@@ -217,36 +220,17 @@ class UpstreamLogprob(Struct):
     bytes: list[int] | None = None
     top_logprobs: list[UpstreamLogprob] | None = None
 
+    def read(self) -> TokenLogprob:
+        return TokenLogprob(
+            self.token,
+            MIN_LOGPROB if self.logprob is None else self.logprob,
+            bytes(byte & 255 for byte in self.bytes or ()),
+            tuple(other.read() for other in self.top_logprobs or ()),
+        )
+
 
 class UpstreamLogprobs(Struct):
     content: list[UpstreamLogprob] | None = None
-
-
-class UpstreamMessage(Struct):
-    content: str | None = None
-    refusal: str | None = None
-    reasoning_content: Any = None
-    reasoning: Any = None
-    tool_calls: list[ChatToolCall] | None = None
-    function_call: FunctionCall | None = None
-
-
-class UpstreamChoice(Struct):
-    index: int = 0
-    message: UpstreamMessage | None = None
-    logprobs: UpstreamLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: Any = None
-
-
-class UpstreamCompletion(Struct):
-    id: str | None = None
-    created: float | None = None
-    model: str | None = None
-    choices: list[UpstreamChoice] | None = None
-    usage: OpenAIUsage | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    error: Any = None
 
 
 _STOP_REASONS: dict[str, StopReason] = {
@@ -255,44 +239,11 @@ _STOP_REASONS: dict[str, StopReason] = {
     "function_call": "tool_calls",
     "content_filter": "content_filter",
 }
-_completion_decoder = msgspec.json.Decoder(UpstreamCompletion)
 
 
 def read_reply(body: bytes) -> Reply:
-    """The first choice of an upstream's reply. An `error` field or an unreadable body raises."""
-    try:
-        parsed = _completion_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Incomplete(f"the upstream's reply cannot be read: {error}") from None
-    if parsed.error:
-        raise read_error_field(parsed.error)
-    choice = next((c for c in parsed.choices or () if c.index == 0), None)
-    if choice is None or choice.message is None:
-        raise Incomplete("the upstream's reply has no message")
-    started = _read_started(parsed.id, parsed.model, parsed.created)
-    if parsed.prompt_logprobs:
-        started = replace(started, prompt_logprobs=read_upstream_prompt(parsed.prompt_logprobs))
-    blocks = tuple(_read_blocks(choice, choice.message, started.id))
-    has_calls = any(isinstance(block.part, ToolCall) for block in blocks)
-    reason, stop = _read_finish(choice.finish_reason, choice.stop_reason, has_calls)
-    return Reply(started, blocks, Finished(reason, read_usage(parsed.usage), stop))
-
-
-def _read_started(id: str | None, model: str | None, created: float | None) -> Started:
-    return Started((id or "").removeprefix(ID_PREFIX), model or "", int(created or 0))
-
-
-def _read_blocks(choice: UpstreamChoice, message: UpstreamMessage, id: str) -> list[Block]:
-    reasoning = message.reasoning_content or message.reasoning
-    blocks = [Block(Thinking(reasoning))] if isinstance(reasoning, str) and reasoning else []
-    text, logprobs = message.content or message.refusal, _read_logprobs(choice.logprobs)
-    if text or logprobs:
-        blocks.append(Block(Text(text or ""), logprobs))
-    calls = (read_call(call, f"call_{id}_{i}") for i, call in enumerate(message.tool_calls or ()))
-    blocks += [Block(call) for call in calls if call is not None]
-    if legacy := message.function_call:
-        blocks.append(Block(ToolCall(f"call_{id}", legacy.name, read_arguments(legacy.arguments))))
-    return blocks
+    """A whole reply: a stream of one chunk. An `error` field or an unreadable body raises."""
+    return ChatStreamReader().read_whole(body)
 
 
 def _read_finish(finish: str | None, stop: object, has_calls: bool) -> tuple[StopReason, str | None]:
@@ -301,22 +252,6 @@ def _read_finish(finish: str | None, stop: object, has_calls: bool) -> tuple[Sto
     if reason == "end" and isinstance(stop, str):
         return "stop_string", stop
     return ("tool_calls" if reason == "end" and has_calls else reason), None
-
-
-def _read_logprobs(body: UpstreamLogprobs | None) -> tuple[TokenLogprob, ...]:
-    return tuple(_read_logprob(token) for token in body.content or ()) if body else ()
-
-
-def _read_logprob(token: UpstreamLogprob) -> TokenLogprob:
-    return TokenLogprob(
-        token.token,
-        MIN_LOGPROB if token.logprob is None else token.logprob,
-        bytes(byte & 255 for byte in token.bytes or ()),
-        tuple(_read_logprob(other) for other in token.top_logprobs or ()),
-    )
-
-
-# --- the stream -----------------------------------------------------------------------------------------------------
 
 
 class CalledDelta(Struct):
@@ -334,6 +269,13 @@ class ToolCallDelta(Struct):
     id: str | None = None
     function: CalledDelta | None = None
     custom: CalledDelta | None = None
+    extra_content: Any = None
+
+    @property
+    def signature(self) -> str:
+        """Of the reasoning before the call, from Google's endpoint, which rejects a later turn without it."""
+        google = self.extra_content.get("google") if isinstance(self.extra_content, dict) else None
+        return str(google.get("thought_signature") or "") if isinstance(google, dict) else ""
 
 
 class ChunkDelta(Struct):
@@ -346,8 +288,11 @@ class ChunkDelta(Struct):
 
 
 class ChunkChoice(Struct):
+    """A whole reply has a `message` in place of the `delta`."""
+
     index: int = 0
     delta: ChunkDelta | None = None
+    message: ChunkDelta | None = None
     logprobs: UpstreamLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: Any = None
@@ -361,6 +306,7 @@ class UpstreamChunk(Struct):
     usage: OpenAIUsage | None = None
     timings: UpstreamTimings | None = None
     prompt_progress: UpstreamProgress | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     error: Any = None
 
 
@@ -405,11 +351,11 @@ def _between(data: bytes, before: bytes, behind: bytes) -> bytes | None:
 class _OpenBlock:
     """A block of the stream. `index` is None while it waits in the queue, and `pieces` hold its text until then."""
 
-    __slots__ = ("call_id", "custom", "index", "kind", "logprobs", "name", "pieces")
+    __slots__ = ("call_id", "custom", "index", "kind", "logprobs", "name", "pieces", "signature")
 
     def __init__(self, kind: BlockKind, call_id: str = "", custom: bool = False) -> None:
         self.kind, self.call_id, self.custom = kind, call_id, custom
-        self.name = ""
+        self.name = self.signature = ""
         self.pieces: list[str] = []
         self.logprobs: tuple[TokenLogprob, ...] = ()
         self.index: int | None = None
@@ -504,9 +450,9 @@ class ChatStreamReader(SseReader):
         if chunk.error:
             raise read_error_field(chunk.error)
         if self._id is None:
-            started = _read_started(chunk.id, chunk.model, chunk.created)
-            self._id = started.id
-            self._out.append(started)
+            self._id = (chunk.id or "").removeprefix(ID_PREFIX)
+            logprobs = read_upstream_prompt(chunk.prompt_logprobs)
+            self._out.append(Started(self._id, chunk.model or "", int(chunk.created or 0), prompt_logprobs=logprobs))
         if chunk.prompt_progress is not None:
             self._out.append(chunk.prompt_progress.event)
         if chunk.timings is not None and self._stop is None:
@@ -514,8 +460,9 @@ class ChatStreamReader(SseReader):
         for choice in chunk.choices or ():
             if choice.index != 0 or self._stop is not None:
                 continue
-            if choice.delta is not None:
-                self._read_delta(choice.delta, _read_logprobs(choice.logprobs))
+            if (delta := choice.delta or choice.message) is not None:
+                tokens = choice.logprobs.content if choice.logprobs is not None else None
+                self._read_delta(delta, tuple(token.read() for token in tokens or ()))
             if choice.finish_reason is not None:
                 self._close_all(choice.finish_reason, choice.stop_reason)
         if chunk.usage is not None:
@@ -532,6 +479,7 @@ class ChatStreamReader(SseReader):
         self._finish()
 
     def _read_delta(self, delta: ChunkDelta, logprobs: tuple[TokenLogprob, ...]) -> None:
+        self._has_answer = True
         reasoning = delta.reasoning_content or delta.reasoning
         text = delta.content or delta.refusal or ""
         if isinstance(reasoning, str) and reasoning:
@@ -543,7 +491,7 @@ class ChatStreamReader(SseReader):
         for index, call in enumerate(delta.tool_calls or ()):
             self._read_call(call, index)
         if delta.function_call is not None:
-            self._read_call(ToolCallDelta(0, function=delta.function_call), 0)
+            self._read_call(ToolCallDelta(-1, function=delta.function_call), -1)
 
     def _read_call(self, delta: ToolCallDelta, position: int) -> None:
         called = delta.function or delta.custom or CalledDelta()
@@ -552,6 +500,8 @@ class ChatStreamReader(SseReader):
         if block is None or (
             delta.id and called.name and delta.id != block.call_id
         ):  # some servers number every call 0
+            if delta.signature:
+                self._add_signature(delta.signature)
             call_id = delta.id or f"call_{self._id}_{self._call_count}"
             block = _OpenBlock("tool_call", call_id, delta.custom is not None)
             self._call_count += 1
@@ -563,6 +513,12 @@ class ChatStreamReader(SseReader):
             block.name = called.name
             self._advance()
         self._extend(block, called.text, ())
+
+    def _add_signature(self, signature: str) -> None:
+        if not self._queue or self._queue[-1].kind != "thinking":
+            self._queue.append(_OpenBlock("thinking"))
+            self._advance()
+        self._queue[-1].signature = signature
 
     def _add_text(self, kind: BlockKind, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not self._queue or self._queue[-1].kind != kind:
@@ -607,14 +563,14 @@ class ChatStreamReader(SseReader):
         block = self._queue[0]
         index = self._open(block) if block.index is None else block.index
         self._queue.popleft()
-        self._out.append(BlockEnd(index, complete=complete))
+        self._out.append(BlockEnd(index, block.signature, complete=complete))
 
     def _close_all(self, finish: str, stop: object) -> None:
-        """The end of the answer. After a limit, a call is complete only if its arguments are."""
+        """The end of the answer. After a limit, a streamed call is complete only if its arguments are."""
         if finish == "error":
             raise Incomplete("the upstream ended its answer with an error")
         self._stop = _read_finish(finish, stop, self._call_count > 0)
-        limited = self._stop[0] in _LIMITS
+        limited = self._stop[0] in _LIMITS and not self._is_whole
         while self._queue:
             block = self._queue[0]
             is_cut = limited and block.is_call and not block.is_complete_call

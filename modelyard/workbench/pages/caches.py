@@ -26,7 +26,7 @@ def page(session: PageSession) -> None:
     cards: dict[tuple[str, str, object], CacheCard] = {}
 
     async def update() -> None:
-        rows = await session.client.caches()
+        rows = await session.client.rows("caches")
         empty.set_visibility(not rows)
         keys = [(row["model"], row["cache"], row["replica"]) for row in rows]
         if keys != list(cards):
@@ -67,7 +67,7 @@ class CacheCard:
 
     async def _edit(self) -> None:
         """A model without caches has one of its own, whose window is the model's."""
-        configured = [each["name"] for each in (await self._session.client.config())["caches"]]
+        configured = [each["name"] for each in (await self._session.client.get("config"))["caches"]]
         section, name = ("caches", self._cache) if self._cache in configured else ("models", self._model)
         ui.navigate.to(f"/{section}/edit?name={quote(name, safe='')}")
 

@@ -285,7 +285,7 @@ class ChatView:
         name, chosen = event.file.name, self._session.chat.settings.models
         try:
             part = attached_part(name, event.file.content_type, await event.file.read())
-            records = await self._session.client.models()
+            records = await self._session.client.rows("models")
         except ModelyardError as error:
             show_notice(self._refusal, error.message)
             return
@@ -809,9 +809,9 @@ class SettingsForm:
         ui.timer(0, lambda: session.perform(self._list_models()), once=True)
 
     async def _list_models(self) -> None:
-        """The loaded models first. Without a choice, the first that can chat is chosen."""
-        records = await self._session.client.models()
-        records = sorted(records, key=lambda record: not record["loaded"])
+        """Models that chat and are loaded come first. Without a choice, the first that can chat is chosen."""
+        records = await self._session.client.rows("models")
+        records = sorted(records, key=lambda record: (not record["capabilities"]["chat"], not record["loaded"]))
         names = [str(record["id"]) for record in records]
         chosen = self._settings.models or [name for name in names[:1] if _can_chat(records[0])]
         self._settings.models = chosen
@@ -839,7 +839,7 @@ class SettingsForm:
 
 
 def _can_chat(record: Json) -> bool:
-    return bool(record["loaded"] or record["loads_on_request"])
+    return bool(record["capabilities"]["chat"] and (record["loaded"] or record["loads_on_request"]))
 
 
 class WireInspector:

@@ -88,7 +88,7 @@ class ConfigForm:
 
     async def open(self) -> None:
         try:
-            config = await self._session.client.config()
+            config = await self._session.client.get("config")
             self._read(config)
             await self._load_fields()
         except ModelyardError as error:
@@ -126,7 +126,9 @@ class ConfigForm:
         """Offer the fields of the engine, and keep what was entered."""
         entered = {name: row.value for name, row in self._rows.items()}
         deciding = {name: entered[name] for name in _DECIDE_FIELDS if entered.get(name)}
-        found = await self._session.client.config_fields(self._section, self._name.value or "", deciding)
+        found = await self._session.client.post(
+            "config", "fields", body={"section": self._section, "name": self._name.value or "", "values": deciding}
+        )
         if self._rows and found["backend"] == self._backend:
             return
         self._backend = found["backend"]
@@ -213,7 +215,7 @@ class ConfigForm:
             if not (change["set"] or change["unset"] or "to" in change) or (self._is_new and not _is_named(change)):
                 self._show(None)
                 return
-            self._show(await self._session.client.preview_config(change))
+            self._show(await self._session.client.post("config", "preview", body=change))
             self._previewed = change
         except ModelyardError as error:
             self._show(None)
@@ -262,7 +264,7 @@ class ConfigForm:
     async def _write(self, change: Json) -> None:
         self._save.props("loading")
         try:
-            done = await self._session.client.apply_config(change)
+            done = await self._session.client.post("config", "apply", body=change)
         except ModelyardError as error:
             if error.code == "file_changed":
                 await self._update()
@@ -279,7 +281,7 @@ class ConfigForm:
         removal: Json = {"section": self._section, "remove": True}
         removal |= {"index": self._index} if self._section == "routes" else {"name": self._name.value}
         try:
-            seen = await self._session.client.preview_config(removal)
+            seen = await self._session.client.post("config", "preview", body=removal)
         except ModelyardError as error:
             self._refuse(error)
             return

@@ -61,7 +61,7 @@ def page(session: PageSession) -> None:
     panels: dict[str, KeyPanel] = {}
 
     async def update() -> None:
-        found = await session.client.keys(revoked=bool(revoked.value))
+        found = await session.client.get("keys", revoked=bool(revoked.value))
         keys, currency = found["data"], found["currency"]
         show_notice(notice, "" if any(key["state"] == "active" for key in keys) else _NO_KEYS)
         if [key["id"] for key in keys] != list(panels):
@@ -137,7 +137,9 @@ class KeyPanel:
 
             async def confirm() -> None:
                 dialog.close()
-                if await self._session.perform(self._session.client.revoke_key(self._key["id"]), f"{name} is revoked"):
+                if await self._session.perform(
+                    self._session.client.send("DELETE", "keys", self._key["id"]), f"{name} is revoked"
+                ):
                     await self._session.perform(self._on_change())
 
             with ui.element("div").classes("line self-end"):
@@ -196,9 +198,9 @@ class KeyDialog:
         try:
             if self._key is None:
                 given = {name: value for name, value in values.items() if value not in (None, [])}
-                made = await client.create_key({"name": (self._name.value or "").strip(), **given})
+                made = await client.post("keys", body={"name": (self._name.value or "").strip(), **given})
             else:
-                made = await client.change_key(self._key["id"], changed_rules(self._key, values))
+                made = await client.send("PATCH", "keys", self._key["id"], body=changed_rules(self._key, values))
         except ModelyardError as error:
             show_notice(self._refusal, error.message)
             if error.kind == "unauthenticated":
@@ -252,7 +254,7 @@ class UsageTable:
 
     async def _load(self) -> None:
         by = str(self._by.value)
-        found = await self._session.client.usage(by)
+        found = await self._session.client.get("usage", by=by)
         self._table.columns = usage_columns(by, found["currency"])
         self._table.rows = [{**row, "group": row[by] or "without a key"} for row in found["data"]]
         total = found["total"]

@@ -47,7 +47,11 @@ class LogView:
         await self._update()
 
     async def _update(self) -> None:
-        new = await self._session.client.logs(_MAX_LINES, self._since, self._level.value, self._id.value or "")
+        new = (
+            await self._session.client.get(
+                "logs", limit=_MAX_LINES, since=self._since, level=self._level.value, id=self._id.value or ""
+            )
+        )["lines"]
         if new:
             self._since = new[-1]["at"]
             self._lines = [*self._lines, *new][-_MAX_LINES:]

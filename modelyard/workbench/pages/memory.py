@@ -86,7 +86,7 @@ def page(session: PageSession) -> None:
 
     async def update() -> None:
         nonlocal shown_bars, shown_stopped
-        memory, models = await session.client.memory(), await session.client.models()
+        memory, models = await session.client.get("gpu-memory"), await session.client.rows("models")
         bars = memory_bars(memory, models)
         if bars != shown_bars:
             shown_bars = bars
@@ -153,7 +153,7 @@ async def _show_fits(session: PageSession, stopped: list[Json]) -> None:
 
 async def _show_fit(session: PageSession, record: Json) -> None:
     try:
-        estimate = await session.client.estimate(record["id"], {})
+        estimate = await session.client.post("models", record["id"], "estimate", body={})
         text, fits = fit_text(estimate), bool(estimate["fits"])
     except ModelyardError as error:
         if error.kind in ("unauthenticated", "forbidden"):

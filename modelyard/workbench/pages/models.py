@@ -55,7 +55,7 @@ class GetModelsPanel:
         if "/" in text:
             await self._show_offer(text)
             return
-        found = await self._ask(self._session.client.search_hub(text))
+        found = await self._ask(self._session.client.rows("hub", search=text))
         if found is None:
             return
         with self._results:
@@ -71,7 +71,7 @@ class GetModelsPanel:
                     choose.props("outline no-caps size=sm")
 
     async def _show_offer(self, repo: str) -> None:
-        offer = await self._ask(self._session.client.offer(repo))
+        offer = await self._ask(self._session.client.get("hub", repo))
         if offer is None:
             return
         with self._results:
@@ -95,7 +95,7 @@ class GetModelsPanel:
             get.props(f"{style} no-caps size=sm").set_enabled(variant["fits"])
 
     async def _get(self, repo: str, quant: str) -> None:
-        if await self._ask(self._session.client.start_download(repo, quant)) is not None:
+        if await self._ask(self._session.client.post("downloads", body={"source": repo, "quant": quant})) is not None:
             await self._update()
 
     async def _ask(self, request: Any) -> Any:
@@ -109,7 +109,7 @@ class GetModelsPanel:
             return None
 
     async def _update(self) -> None:
-        downloads = await self._session.client.downloads()
+        downloads = await self._session.client.rows("downloads")
         if [each["id"] for each in downloads] != list(self._rows):
             self._downloads.clear()
             with self._downloads:
@@ -118,10 +118,10 @@ class GetModelsPanel:
             self._rows[each["id"]].update(each)
 
     async def cancel(self, id: str) -> None:
-        await self._session.perform(self._session.client.cancel_download(id))
+        await self._session.perform(self._session.client.post("downloads", id, "cancel"))
 
     async def resume(self, source: str) -> None:
-        await self._session.perform(self._session.client.start_download(source))
+        await self._session.perform(self._session.client.post("downloads", body={"source": source}))
 
     def chat(self, model: str) -> None:
         self._on_chat(model)
@@ -188,7 +188,7 @@ def page(session: PageSession) -> None:
     panels: dict[str, ModelPanel] = {}
 
     async def update() -> None:
-        records = await session.client.models()
+        records = await session.client.rows("models")
         empty.set_visibility(not records)
         if [record["id"] for record in records] != list(panels):
             grid.clear()
@@ -213,7 +213,7 @@ class ModelPanel:
                 self._progress = ui.linear_progress(0, show_value=False).props(
                     'rounded color=warning aria-label="Loaded"'
                 )
-                self._doing = ui.label("").classes("muted small")
+                self._phase = ui.label("").classes("muted small")
             self._reason = ui.label("").classes("error small text")
             with ui.element("div").classes("stats"):
                 self._memory, self._measured, self._running, self._waiting, self._replicas, self._used = (
@@ -227,7 +227,8 @@ class ModelPanel:
 
     async def _fetch_estimate(self) -> None:
         try:
-            self._estimated = (await self._session.client.estimate(self._name, {}))["estimate"]["total"]
+            found = await self._session.client.post("models", self._name, "estimate", body={})
+            self._estimated = found["estimate"]["total"]
         except ModelyardError:
             return  # the panel shows no estimate; a load reports the reason
 
@@ -272,14 +273,14 @@ class ModelPanel:
         self._state.set(state)
         self._loading.set_visibility(state == "loading")
         self._progress.set_value(round(record["progress"], 2))
-        self._doing.set_text(f"{record['doing'] or 'waiting'} · {fmt.percent(record['progress'])}")
+        self._phase.set_text(f"{record['phase'] or 'waiting'} · {fmt.percent(record['progress'])}")
         show_notice(self._reason, record["reason"] if state in ("failed", "stopped") else "")
         self._windows.set_text(windows_text(record))
         estimate = record["memory"]["estimate"]
         memory = estimate["total"] if estimate else self._estimated
         self._memory.set(f"≈ {fmt.size(memory)}" if memory else fmt.MISSING)
         self._measured.set(fmt.size(record["memory"]["measured"]))
-        self._running.set(f"{queue['running']} / {queue['places']}")
+        self._running.set(f"{queue['running']} / {queue['slots']}")
         self._waiting.set(fmt.count(queue["waiting"]))
         ready = sum(replica["state"] == "ready" for replica in replicas["items"])
         self._replicas.set(f"{ready} / {replicas['max']}")
@@ -302,21 +303,26 @@ class ModelPanel:
         ):
             button.set_visibility(state == "ready" and replicas["max"] > 1)
             button.set_enabled(enabled)
-        self._chat_button.set_visibility(state == "ready" or record["loads_on_request"])
+        is_usable = state == "ready" or record["loads_on_request"]
+        self._chat_button.set_visibility(is_usable and record["capabilities"]["chat"])
 
     async def _unload(self) -> None:
         running = self._record["queue"]["running"]
         text = f"{self._name} unloads" + (f" after {fmt.plural(running, 'running request')}" if running else "")
-        await self._session.perform(self._session.client.unload(self._name), text)
+        await self._session.perform(
+            self._session.client.post("models", self._name, "unload", wait=False, force=False), text
+        )
 
     async def _drain(self) -> None:
         text = f"{self._name} accepts no new requests"
-        await self._session.perform(self._session.client.drain(self._name), text)
+        await self._session.perform(self._session.client.post("models", self._name, "drain"), text)
 
     async def _scale(self, step: int) -> None:
         replicas = self._record["replicas"]["wanted"] + step
         text = f"{self._name}: {fmt.plural(replicas, 'replica')}"
-        await self._session.perform(self._session.client.scale(self._name, replicas), text)
+        await self._session.perform(
+            self._session.client.post("models", self._name, "replicas", body={"replicas": replicas}, wait=False), text
+        )
 
     def _remove(self) -> None:
         with ui.dialog() as dialog, ui.card().classes("card w-96"):
@@ -325,7 +331,9 @@ class ModelPanel:
 
             async def confirm() -> None:
                 dialog.close()
-                await self._session.perform(self._session.client.remove_model(self._name), f"{self._name} was removed")
+                await self._session.perform(
+                    self._session.client.send("DELETE", "library", self._name), f"{self._name} was removed"
+                )
 
             with ui.element("div").classes("line self-end"):
                 ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
@@ -350,7 +358,7 @@ def windows_text(record: Json) -> str:
 def capability_tags(record: Json) -> Iterator[str]:
     capabilities = record["capabilities"]
     yield from capabilities["modalities"]
-    for name in ("tools", "structured", "logprobs", "lora", "embeddings", "rerank", "infill"):
+    for name in ("chat", "tools", "structured", "logprobs", "lora", "embeddings", "rerank", "infill"):
         if capabilities[name]:
             yield name
     if len(capabilities["thinking_modes"]) > 1:
@@ -415,7 +423,7 @@ class LoadDialog:
     async def _update_fit(self) -> None:
         self._fit.classes(remove="text-negative text-positive")
         try:
-            estimate = await self._session.client.estimate(self._model, self._overrides())
+            estimate = await self._session.client.post("models", self._model, "estimate", body=self._overrides())
         except ModelyardError as error:
             self._fit.set_text("")
             show_notice(self._refusal, error.message)
@@ -427,7 +435,7 @@ class LoadDialog:
     async def _load(self) -> None:
         """A refusal is shown beside the button; the card of the model shows how the load goes."""
         try:
-            await self._session.client.load(self._model, self._overrides())
+            await self._session.client.post("models", self._model, "load", body=self._overrides(), wait=False)
         except ModelyardError as error:
             show_notice(self._refusal, error.message)
             return

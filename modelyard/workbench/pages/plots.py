@@ -65,12 +65,12 @@ def page(session: PageSession) -> None:
     runs_box = ui.column().classes("w-full gap-4 items-stretch")
 
     async def show_optimizer_runs() -> None:
-        if runs := await session.client.optimizer_runs():
+        if runs := await session.client.rows("tune"):
             with runs_box:
                 show_runs(runs)
 
     async def update() -> None:
-        history = await session.client.history()
+        history = await session.client.get("history")
         now, slices = time.time(), history["slices"]
         start = max(now - _HOUR_S, slices[0]["at"] - 60) if slices else now - _HOUR_S
         for chart, (_, _, lines) in zip(charts, _CHARTS, strict=True):

@@ -68,7 +68,7 @@ def page(session: PageSession) -> None:
 
     async def update() -> None:
         limit = _MAX_ROWS_PER_UPDATE if table.newest else _MAX_ROWS
-        found = await session.client.requests(limit, max(0.0, table.newest - _OVERLAP_S))
+        found = await session.client.get("requests", limit=limit, since=max(0.0, table.newest - _OVERLAP_S))
         if changes := table.update(found["live"], found["ended"], time.time()):
             grid.run_grid_method("applyTransaction", msgspec.to_builtins(changes))
         states = [record["state"] for record in found["live"]]
@@ -87,12 +87,13 @@ def _keep_texts_switch(session: PageSession) -> None:
     switch.tooltip("Keeps prompts and answers in the server's memory, so that the page of a request can show them")
 
     async def fetch() -> None:
-        switch.set_value(bool((await session.client.history())["texts"]))
+        switch.set_value(bool((await session.client.get("history"))["texts"]))
 
     async def toggle() -> None:
         enabled = bool(switch.value)
         await session.perform(
-            session.client.keep_texts(enabled), "Texts are kept" if enabled else "Kept texts were deleted"
+            session.client.post("history", body={"texts": enabled}),
+            "Texts are kept" if enabled else "Kept texts were deleted",
         )
 
     switch.on("click", toggle)
@@ -157,7 +158,7 @@ def detail_page(session: PageSession, id: str) -> None:
         if is_over:
             return
         try:
-            found = await session.client.request(id)
+            found = await session.client.get("requests", id)
         except ModelyardError as error:
             if error.kind != "not_found":
                 raise
@@ -212,7 +213,7 @@ class LiveRequestView:
                     self._output = StreamingText()
 
     async def _cancel(self) -> None:
-        await self._session.perform(self._session.client.cancel(self._id), "Cancelled")
+        await self._session.perform(self._session.client.post("requests", self._id, "cancel"), "Cancelled")
 
     def update(self, found: Json) -> None:
         record, texts = found["live"][0], found["texts"]
@@ -327,7 +328,9 @@ def _show_text(title: str, text: str) -> None:
 
 
 def _offer_to_keep_texts(session: PageSession) -> None:
-    keep = lambda: session.perform(session.client.keep_texts(True), "Texts of new requests are kept")  # noqa: E731
+    async def keep() -> None:
+        await session.perform(session.client.post("history", body={"texts": True}), "Texts of new requests are kept")
+
     with card():
         ui.label("The texts of this request were not kept.")
         button = ui.button("Keep the texts of new requests", on_click=keep)

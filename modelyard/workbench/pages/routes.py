@@ -38,7 +38,7 @@ def page(session: PageSession) -> None:
         if not requested:
             return
         try:
-            route = await session.client.route(requested, endpoint.value or "")
+            route = await session.client.get("route", model=requested, endpoint=endpoint.value or "")
         except ModelyardError as error:
             show_notice(error_label, error.message)
             if error.kind in ("unauthenticated", "forbidden"):
@@ -65,7 +65,7 @@ def page(session: PageSession) -> None:
         table.on("edit", lambda event: ui.navigate.to(f"/routes/edit?index={int(event.args)}"))
 
     async def list_rules() -> None:
-        table.rows = [rule_row(number, rule) for number, rule in enumerate(await session.client.routes(), 1)]
+        table.rows = [rule_row(number, rule) for number, rule in enumerate(await session.client.rows("routes"), 1)]
 
     ui.timer(0, lambda: session.perform(list_rules()), once=True)
 

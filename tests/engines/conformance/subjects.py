@@ -273,7 +273,7 @@ def prompt(subject: Subject, text: str = TOPICS[0], *, raw: bool = False, **fiel
     return Prompt(parts=(TokenRun(subject.tokenizer.encode(whole)),), **defaults | fields)
 
 
-_SWITCHES = ("chat", "multi_turn", "tools", "structured", "streaming", "logprobs", "lora", "embeddings", "rerank")
+_SWITCHES = ("generates", "multi_turn", "tools", "structured", "streaming", "logprobs", "lora", "embeddings", "rerank")
 
 
 def assert_declared(info: EngineInfo) -> None:

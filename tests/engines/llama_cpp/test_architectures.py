@@ -18,7 +18,7 @@ from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import loading
 from modelyard.library.architectures import TESTED, is_tested, refusal
 from tests.docs.pages import DOCS
-from tests.engines.llama_cpp.architecture_run import ArchitectureResult, run_all
+from tests.engines.llama_cpp.architecture_run import GEMMA, ArchitectureResult, run_all
 from tests.engines.llama_cpp.architectures import ARCHITECTURES, WINDOW, model
 from tests.engines.llama_cpp.exact_models import write
 
@@ -53,6 +53,12 @@ def test_reused_edited_cancelled_copied_evicted_restored_and_drafted_answers_are
     assert all(result.reused for result in generating)
     assert {result.memory for result in generating} == {"attention", "sliding window", "recurrent", "hybrid"}
     assert sum(result.drafts > 0 for result in generating) >= 10
+
+
+def test_a_real_model_with_a_sliding_window_answers_as_in_a_fresh_context() -> None:
+    (result,) = run_all([GEMMA]).values()
+    assert (result.faults, result.memory) == ([], "sliding window")
+    assert result.reused
 
 
 def test_a_model_with_learned_positions_has_no_longer_window(results: Results) -> None:

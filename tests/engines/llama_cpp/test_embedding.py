@@ -215,7 +215,7 @@ async def test_learned_positions_limit_the_window_and_a_longer_input_is_refused_
 async def test_an_embedding_model_generates_nothing_and_needs_no_kv() -> None:
     async with running({"main": CacheInfo(512, 1)}, path=str(tiny_models.bert("mean"))) as engine:
         can = engine.info.capabilities
-        assert (can.chat, can.embeddings, can.rerank) == (False, True, False)
+        assert (can.generates, can.embeddings, can.rerank) == (False, True, False)
         refusal = end(await answer(engine)).error
         assert refusal is not None
         assert refusal.code == "model_has_no_chat"

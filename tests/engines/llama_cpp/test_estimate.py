@@ -40,6 +40,7 @@ from modelyard.tokenizer import llama_log
 from tests.engines.llama_cpp import architectures, wide_models
 from tests.engines.llama_cpp.exact_models import recurrent_model, sliding_model, write
 from tests.engines.llama_cpp.helpers import model_buffers, model_file, running, spec
+from tests.real_models import gemma
 
 GIB = 2**30
 NO_GPU = AvailableMemory(64 * GIB)
@@ -132,6 +133,28 @@ def test_estimates_of_well_known_models_are_within_10_percent(name: str, monkeyp
             assert guess.kv == pytest.approx(kv, rel=0.01), setting
             found[setting] = guess.compute / compute, guess.total / (guess.weights + kv + compute)
     assert all(0.75 < compute < 1.35 and 0.95 < total < 1.05 for compute, total in found.values()), found
+
+
+def test_a_real_model_with_a_sliding_window_and_262144_tokens_takes_what_is_estimated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, shape = gemma(), read_model_shape(gemma())
+    assert (shape.vocab, shape.trained, shape.layers) == (262_144, 32_768, 18)
+    info, options = CacheInfo(4096, 2), Options(path=str(file), n_ubatch=128, flash_attn="on", speculation="off")
+    real, guess = allocated(file, options, info, monkeypatch), estimate_memory(shape, options, {"main": info}, NO_GPU)
+    assert guess.weights + guess.page_cache == pytest.approx(real["model"], rel=0.1)
+    assert guess.kv == pytest.approx(real["KV"], rel=0.01)
+    assert guess.compute == pytest.approx(real["compute"], rel=0.15)
+    with simulated_model(file, monkeypatch) as simulated:
+        for setting, (info, chosen) in SETTINGS.items():
+            options = Options(path=str(file), speculation="off", **chosen)
+            guess = estimate_memory(shape, options, {"main": info}, NO_GPU, buffers=())
+            kv, compute = simulated.context(info, options)
+            assert guess.kv == pytest.approx(kv, rel=0.01), setting
+            assert guess.total == pytest.approx(guess.weights + kv + compute, rel=0.05), setting
+    everything = estimate_memory(shape, Options(path=str(file), swa_full=True), {"main": CacheInfo(32768)}, NO_GPU)
+    windows = estimate_memory(shape, Options(path=str(file), swa_full=False), {"main": CacheInfo(32768)}, NO_GPU)
+    assert windows.kv < everything.kv / 3
 
 
 def test_the_kv_of_every_architecture_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.exact_models import VOCAB, exact_model
 from tests.engines.llama_cpp.helpers import answer, id_prompt, running, shared_loop, vocabulary
 from tests.engines.llama_cpp.tiny_models import coder
-from tests.engines.reading import end, ids, read
+from tests.engines.reading import end, ids, logprobs, read
+from tests.real_models import GEMMA_ROUNDS, gemma, gemma_vocabulary
 
 TEXT = "Name some animals."
 LOOP = "<|im_start|>" + " ".join(["red blue green gold"] * 8)  # makes the model say a phrase again and again
@@ -184,6 +185,34 @@ async def test_logprobs_are_those_of_the_model_before_sampling(engine: LlamaCppE
     plain = await answer(engine, TEXT, max_tokens=1, logprobs=3)
     hot = await answer(engine, TEXT, max_tokens=1, logprobs=3, sampling=Sampling(temperature=3.0, seed=1, top_k=2))
     assert plain[-2].logprobs[0].top == hot[-2].logprobs[0].top  # type: ignore[union-attr,index]
+
+
+async def test_samplers_reach_all_262144_tokens_of_a_real_vocabulary() -> None:
+    vocabulary = gemma_vocabulary()
+    prompt = [vocabulary.bos, *vocabulary.encode("<ul>\n  <li><b>One</b></li>\n  <li>")]
+    (best, *_), last = vocabulary.encode("<b>"), vocabulary.size - 1
+
+    async def sampled(count: int = 4, **sampling: Any) -> list[int]:
+        chunks = await read(engine.generate(id_prompt(prompt, sampling=Sampling(**sampling), max_tokens=count)))
+        assert end(chunks).error is None
+        return ids(chunks)
+
+    async with running({"main": CacheInfo(256, 2)}, path=str(gemma())) as engine:
+        plain = await read(engine.generate(id_prompt(prompt, max_tokens=1, logprobs=20)))
+        (found,), greedy = logprobs(plain), await sampled(temperature=0)
+        assert found.id == greedy[0] == best
+        assert greedy == await sampled(temperature=5.0, top_k=1) == await sampled(temperature=1.0, min_p=0.9999, seed=3)
+        hot = {"temperature": 1.5, "top_p": 0.95, "seed": 7}
+        together = await asyncio.gather(sampled(**hot), sampled(**hot | {"seed": 8}))
+        assert together[0] == await sampled(**hot)
+        assert together[0] != together[1]
+        assert await sampled(2, temperature=0, logit_bias={last: 100.0}) == [last, last]
+        assert best not in await sampled(temperature=0, logit_bias={best: -inf})
+        assert await sampled(1, temperature=0, logit_bias={best: -inf}) == [found.top[1][0]]
+    row = reference.logprobs(gemma(), prompt, [[16]])[0]
+    assert [row[token] for token, _ in found.top[:3]] == pytest.approx(
+        [value for _, value in found.top[:3]], abs=GEMMA_ROUNDS
+    )
 
 
 def test_token_logprob_is_a_log_softmax() -> None:

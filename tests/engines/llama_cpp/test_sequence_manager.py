@@ -31,6 +31,7 @@ from tests.engines.llama_cpp.exact_models import (
 from tests.engines.llama_cpp.helpers import Tap, chatml, id_prompt, running, text_of
 from tests.engines.llama_cpp.helpers import answer as asked
 from tests.engines.reading import accepted, assert_alike, end, ids, read
+from tests.real_models import ENGLISH, GEMMA_ROUNDS, gemma, gemma_vocabulary
 
 
 def words(seed: int, count: int = 24) -> list[int]:
@@ -850,7 +851,7 @@ async def test_mixed_offloaded_conversations_generate_what_each_generates_alone(
             assert_alike(chunks, await short_answer(engine, prompt, "alone"))
 
 
-# --- on the real model ------------------------------------------------------------------------------------------------
+# --- on real models ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_copies_always_pay")
@@ -866,3 +867,24 @@ async def test_the_next_turn_of_an_agent_on_the_real_model_evaluates_only_new_to
         second = await asked(engine, chatml(*history, ("user", "Now the docs.")), session="s")
     held = end(first).usage.prompt + end(first).usage.output - 1
     assert accepted(second).cached_tokens == held
+
+
+async def test_text_behind_the_sliding_window_of_a_real_model_is_reused() -> None:
+    """Its window is 512 tokens: the cells of the first ones were used again before the second turn."""
+    text = gemma_vocabulary().encode(ENGLISH)
+    run = [gemma_vocabulary().bos, *text[:560]]
+
+    async def turn(prompt: list[int], session: str) -> list[Chunk]:
+        return await read(engine.generate(id_prompt(prompt, session=session)))
+
+    async with opened(gemma, {"main": CacheInfo(1024, 1)}, n_ubatch=128, n_batch=128) as engine:
+        first = await turn(run, "a")
+        longer = run + ids(first) + text[700:720]
+        edited = longer[:-10] + text[800:820]
+        second, third = await turn(longer, "a"), await turn(edited, "a")
+        await engine.control(Control("evict"))
+        assert_alike(second, await turn(longer, "b"), GEMMA_ROUNDS)
+        await engine.control(Control("evict"))
+        assert_alike(third, await turn(edited, "c"), GEMMA_ROUNDS)
+    assert accepted(second).cached_tokens == len(run) + len(ids(first)) - 1
+    assert accepted(third).cached_tokens >= len(run) - TAIL

@@ -84,6 +84,12 @@ def seeing(kind: str) -> tuple[Path, Path]:
 
 
 @cache
+def base_coder() -> Path:
+    """A causal model with the tokens for filling in the middle and without a chat template."""
+    return _made("llama-base", lambda writer: _write_llama(writer, fim=True, template=False))
+
+
+@cache
 def greeter() -> Path:
     """A causal model that wants its first token before each prompt, and has sampling values."""
     return _made("llama-greeter", lambda writer: _write_llama(writer, fim=False, greets=True))
@@ -263,13 +269,13 @@ def _write_qwen3(writer: gguf.GGUFWriter, pooling: str) -> None:
         tensors.matrix("cls.output", 2)
 
 
-def _write_llama(writer: gguf.GGUFWriter, *, fim: bool, greets: bool = False) -> None:
+def _write_llama(writer: gguf.GGUFWriter, *, fim: bool, greets: bool = False, template: bool = True) -> None:
     _add_shape(writer, LONG_WINDOW)
     writer.add_head_count_kv(HEADS)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(WIDTH // HEADS)
-    size = _add_smollm2_vocabulary(writer, _FIM if fim else {}, first=0 if greets else None)
+    size = _add_smollm2_vocabulary(writer, _FIM if fim else {}, template=template, first=0 if greets else None)
     for at, name in enumerate(_FIM if fim else {}, size - len(_FIM)):
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", at)
     writer.add_add_bos_token(greets)

@@ -13,7 +13,7 @@ from modelyard.core.request import Message, Request, Sampling, Text
 from modelyard.engines import llama_server
 from modelyard.engines.llama_server.engine import LlamaServerEngine
 from modelyard.library.default_model import fetch
-from modelyard.library.llama_server import fetch_binary
+from setup.llama_server import fetch_binary
 
 
 @cache

@@ -324,7 +324,12 @@ def test_bare_prompts_and_gaps_are_written_for_llama_server() -> None:
 
 @pytest.mark.parametrize(
     ("pooling", "flags", "does"),
-    [("mean", [], "embeddings"), ("rank", [], "rerank"), (None, [], "chat"), (None, ["--embeddings"], "embeddings")],
+    [
+        ("mean", [], "embeddings"),
+        ("rank", [], "rerank"),
+        (None, [], "generates"),
+        (None, ["--embeddings"], "embeddings"),
+    ],
 )
 def test_the_file_or_the_flags_say_what_the_server_is_started_for(
     pooling: str | None, flags: list[str], does: str
@@ -332,11 +337,11 @@ def test_the_file_or_the_flags_say_what_the_server_is_started_for(
     file = fetch() if pooling is None else tiny_models.bert(pooling)
     chosen = Options(path=str(file), llama_server_extra_args=flags)
     can = llama_server.capabilities(chosen)
-    assert {name for name in ("chat", "embeddings", "rerank") if getattr(can, name)} == {does}
+    assert {name for name in ("generates", "embeddings", "rerank") if getattr(can, name)} == {does}
     argv = command_line("x", file, chosen, {"a": CacheInfo(512, 2)}, ListenAddress("s"))
     expected = {"embeddings": "--embeddings", "rerank": "--reranking"}.get(does)
     assert [flag for flag in ("--embeddings", "--reranking") if flag in argv] == [flag for flag in (expected,) if flag]
-    assert ("--ubatch-size" in argv) == (does != "chat")
+    assert ("--ubatch-size" in argv) == (does != "generates")
 
 
 def said(*texts: str) -> tuple[Message, ...]:

@@ -63,7 +63,7 @@ def test_every_configured_model_is_listed_with_its_state(client: httpx.Client) -
     assert demo_row["aliases"] == ["other"]
     assert demo_row["definition"]["replica_max"] == 2
     assert demo_row["replicas"]["max"] == 2
-    assert demo_row["queue"]["places"] == 6
+    assert demo_row["queue"]["slots"] == 6
     assert set(demo_row["capabilities"]) >= {
         "modalities", "multi_turn", "thinking_modes", "tools", "structured", "streaming", "lora",
     }  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_load_refuses_fields_that_cannot_be_overridden(client: httpx.Client) -
 def test_replicas_are_added_and_removed(client: httpx.Client) -> None:
     up = client.post("/v1/admin/models/demo/replicas", json={"replicas": 2}).json()
     assert [one["state"] for one in up["replicas"]["items"]] == ["ready", "ready"]
-    assert up["queue"]["places"] == 12
+    assert up["queue"]["slots"] == 12
     down = client.post("/v1/admin/models/demo/replicas", json={"replicas": 1}).json()
     assert len(down["replicas"]["items"]) == 1
 

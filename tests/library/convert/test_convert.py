@@ -17,7 +17,7 @@ from tests.library.convert import tiny_models
 
 @pytest.fixture
 def added(tmp_path: Path) -> str:
-    models.add_model(str(tiny_models.write_model(tmp_path / "tiny.gguf")), name="tiny")
+    models.pull(str(tiny_models.write_model(tmp_path / "tiny.gguf")), name="tiny")
     return "tiny"
 
 

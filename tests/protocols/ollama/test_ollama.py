@@ -32,8 +32,6 @@ from modelyard.core.request import (
     Reasoning,
     Request,
     Text,
-    Thinking,
-    Tool,
     ToolCall,
     ToolResult,
 )
@@ -295,31 +293,6 @@ def test_a_stream_without_an_end_is_an_error() -> None:
 def test_an_error_is_one_sentence_with_a_status(error: ModelyardError, status: int) -> None:
     written = ollama.write_error(error, trace="t")
     assert (written.status, [*msgspec.json.decode(written.body)]) == (status, ["error"])
-    assert type(ollama.read_error(written.status, written.headers, written.body)) is type(error)
-
-
-# --- the client role --------------------------------------------------------------------------------------------------
-
-
-def test_a_request_reads_back_equal() -> None:
-    request = Request(
-        model="m",
-        messages=(
-            Message("system", (Text("Be brief."),)),
-            Message("user", (Text("Weather?"), Image("data:image/png;base64,iVBORw0"))),
-            Message("assistant", (Thinking("hm"), Text("I look."), ToolCall("c1", "weather", '{"city":"Rome"}'))),
-            Message("tool", (ToolResult("c1", (Text("sunny"),)),)),
-        ),
-        tools=(Tool("weather", "d", {"type": "object"}),),
-        max_tokens=9,
-        stop=("X",),
-        stream=True,
-        reasoning=Reasoning(enabled=True, effort="low"),
-        keep_alive=math.inf,
-    )
-    assert ollama.read_request(ollama.write_request(request), {}) == request
-    bare = Request(model="m", prompts=("Hello",), infill=Infill("end"), stream=True)
-    assert generate.read_request(generate.write_request(bare), {}) == bare
 
 
 def test_the_edges_clock_is_the_time_of_every_line() -> None:
@@ -328,10 +301,3 @@ def test_the_edges_clock_is_the_time_of_every_line() -> None:
     lines = [writer.keepalive(), *(writer.write(event) for event in answer(text(0, "Hi")))]
     times = [msgspec.json.decode(line)["created_at"] for line in lines if line]
     assert times == ["2023-11-14T22:13:20.250000Z", "2023-11-14T22:13:20.999999Z", "2023-11-14T22:13:21.000000Z"]
-
-
-def test_an_error_line_fails_the_stream() -> None:
-    reader = ollama.reader()
-    (failed,) = reader.feed(b'{"error": "model is broken"}\n')
-    assert isinstance(failed, Failed)
-    assert failed.error.message == "model is broken"

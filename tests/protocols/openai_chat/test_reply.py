@@ -272,7 +272,7 @@ def test_an_upstream_reply_is_read_in_many_dialects() -> None:
         Thinking("hmm"),
         Text("no"),
         ToolCall("call_x_0", "f", '{"a":1}'),
-        ToolCall("call_x", "g", "{}"),
+        ToolCall("call_x_1", "g", "{}"),
     ]
     assert (reply.finished.reason, reply.started.created) == ("tool_calls", 5)
 

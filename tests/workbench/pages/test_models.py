@@ -14,7 +14,7 @@ async def test_the_texts_of_a_record() -> None:
     async with app_client(loaded=True) as client:
         (record,) = (await client.get("/v1/admin/models")).json()["data"]
     assert windows_text(record) == "2\u202f048 / 4\u202f096 tokens"
-    assert {"text", "tools", "thinking"} <= set(capability_tags(record))
+    assert {"text", "chat", "tools", "thinking"} <= set(capability_tags(record))
     lines = list(detail_lines(record))
     assert "cache main: 4 × 4\u202f096 tokens" in lines
     assert any(line.startswith("replica 1: ready") for line in lines)

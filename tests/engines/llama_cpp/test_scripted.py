@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
-
+from bench.scripted_llama import scripted_answers
 from modelyard.core.engine import CacheInfo
-from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
-from modelyard.engines.llama_cpp.replay import read_rules as read_rules
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from tests.engines.llama_cpp.helpers import chatml, prompt, running, vocabulary
 from tests.engines.llama_cpp.short_model import short_model_file
 from tests.engines.reading import accepted, end, ids, read
@@ -19,24 +17,24 @@ from tests.engines.reading import accepted, end, ids, read
 CACHES = {"main": CacheInfo(512, 2)}
 
 
-def script(folder: Path, *rules: dict[str, Any]) -> str:
-    file = folder / "replay.jsonl"
-    file.write_text("\n".join(map(json.dumps, rules)) + "\n\n")
-    return str(file)
+@asynccontextmanager
+async def scripted(rules: list[dict[str, Any]]) -> AsyncIterator[LlamaCppEngine]:
+    with scripted_answers(rules):
+        async with running(CACHES, path=str(short_model_file())) as engine:
+            yield engine
 
 
 def text_of(chunks: Any) -> str:
     return vocabulary().decode(ids(chunks))
 
 
-async def test_the_script_answers_and_the_next_turn_reuses_its_kv(tmp_path: Path) -> None:
+async def test_the_script_answers_and_the_next_turn_reuses_its_kv() -> None:
     call = {"name": "read", "arguments": {"path": "a.txt"}}
-    rules = script(
-        tmp_path,
+    rules: list[dict[str, Any]] = [
         {"result": "forty", "steps": [{"text": "It is forty-two."}]},
         {"when": "look", "steps": [{"think": "Hm."}, {"text": "Looking.\n"}, {"call": call}]},
-    )
-    async with running(CACHES, path=str(short_model_file()), replay=rules) as engine:
+    ]
+    async with scripted(rules) as engine:
         first = await read(engine.generate(prompt("look into it", max_tokens=200, session="a")))
         turn = chatml(
             ("user", "look into it"),
@@ -53,11 +51,9 @@ async def test_the_script_answers_and_the_next_turn_reuses_its_kv(tmp_path: Path
     assert accepted(second).cached_tokens == end(first).usage.prompt + end(first).usage.output
 
 
-async def test_turns_count_per_session_and_a_prompt_without_a_rule_gets_an_empty_answer(
-    tmp_path: Path,
-) -> None:
-    rules = script(tmp_path, *({"turn": n, "steps": [{"text": f"Answer {n}."}]} for n in (1, 2)))
-    async with running(CACHES, path=str(short_model_file()), replay=rules) as engine:
+async def test_turns_count_per_session_and_a_prompt_without_a_rule_gets_an_empty_answer() -> None:
+    rules = [{"turn": n, "steps": [{"text": f"Answer {n}."}]} for n in (1, 2)]
+    async with scripted(rules) as engine:
         answers = [
             text_of(await read(engine.generate(prompt("go on", max_tokens=50, session=session))))
             for session in "aabaab"
@@ -65,28 +61,12 @@ async def test_turns_count_per_session_and_a_prompt_without_a_rule_gets_an_empty
     assert answers == ["Answer 1.", "Answer 2.", "Answer 1.", "", "", "Answer 2."]
 
 
-async def test_limits_apply_to_scripted_answers_and_grammars_do_not(tmp_path: Path) -> None:
-    rules = script(tmp_path, {"steps": [{"tokens": 12}]})
-    async with running(CACHES, path=str(short_model_file()), replay=rules) as engine:
+async def test_limits_apply_to_scripted_answers_and_grammars_do_not() -> None:
+    rules = [{"steps": [{"tokens": 12}]}]
+    async with scripted(rules) as engine:
         cut = await read(engine.generate(prompt(max_tokens=7)))
         free = await read(engine.generate(prompt(max_tokens=20, constraint=Constraint("json_object"))))
         endless = await read(engine.generate(prompt(max_tokens=20, stop_ids=())))
     assert (end(cut).reason, len(ids(cut))) == ("length", 7)
     assert (end(free).reason, len(ids(free))) == ("stop", 12)
     assert (end(endless).reason, len(ids(endless))) == ("stop", 12)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [("{", "line 2"), ('{"steps": [{"shout": "x"}]}', "steps.0"), ('{"when": "("}', "line 2")],
-)
-def test_an_invalid_rule_is_named(tmp_path: Path, line: str, message: str) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text('{"steps": []}\n' + line)
-    with pytest.raises(InvalidRequest, match=message):
-        read_rules(file)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"nothing\.jsonl cannot be read"):
-        read_rules(tmp_path / "nothing.jsonl")
