@@ -72,6 +72,7 @@ transports.create_ssl_context = _create_ssl_context
 # are apart: each keeps a core busy.
 LONGEST_FIRST = (
     "workbench/test_browser_pages.py",
+    "scanner/test_vocabularies.py",
     "e2e/test_llama_cpp.py",
     "engines/llama_cpp/test_sequence_manager.py",
     "engines/conformance/test_lifecycle.py",

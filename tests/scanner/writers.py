@@ -230,3 +230,24 @@ TURN_WRITERS: dict[str, Writer] = {
     "xlam": Turn("xlam", before="\n"),
 }
 WRITERS = CALL_WRITERS | TURN_WRITERS
+
+
+# --- any turn of any format -------------------------------------------------------------------------------------------
+
+
+def _write_harmony_turn(reasoning: str, text: str) -> str:
+    thought = f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant" if reasoning else ""
+    return f"{thought}<|channel|>final<|message|>{text}<|end|>" if text or reasoning else ""
+
+
+def write_turn(format: str, reasoning: str, text: str, calls: Calls) -> str:
+    """Also of the formats whose writers write only calls, or that have none. A line break that no marker precedes would
+    be text."""
+    if format in TURN_WRITERS:
+        return TURN_WRITERS[format](reasoning, text, calls).lstrip("\n")
+    given = CALL_WRITERS[format](reasoning, text, calls) if calls else ""
+    if format == "harmony":
+        return _write_harmony_turn(reasoning, text) + given
+    if format == "plain":
+        return (f"<thinking>{reasoning}</thinking>" if reasoning else "") + text + given
+    return (f"<think>\n{reasoning}\n</think>\n\n" if reasoning else "") + text + (f"\n{given}" if given else "")
