@@ -80,7 +80,7 @@ def sentencepiece(spelling: str, byte_fallback: bool) -> bytes:
 # Families also write their markup with tokens that are not flagged as control tokens, such as <tool_call>. HTML tags
 # and runs of spaces, which some vocabularies add, are text: no HTML tag name has an underscore, a bar or a colon.
 _MARKUP = re.compile(
-    r"<\|.+>|<.+\|>|<?｜.+｜>?|\]<\].+\[>\[|\[/?[A-Z][A-Z_]+\]|</?(?:think|thinking|reasoning)>"
+    r"<\|.+>|<.+\|>|<?｜.+｜>?|\]<\].+\[>\[|\[/?[A-Z][A-Z_]+\]|</?(?:think|thinking|reasoning|response|answer)>"
     r"|</?[A-Za-z]+(?:[_:][A-Za-z]+)+>"
 )
 
