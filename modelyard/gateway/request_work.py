@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
 
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Timeout
+from modelyard.core.protocol import INLINE_BYTES
 from modelyard.library import cores
 from modelyard.tokenizer.slices import EXACT_CHARS
 
@@ -88,3 +89,10 @@ class RequestWork:
 
 async def run_in_request_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return await RequestWork().run(function, *args, **kwargs)
+
+
+async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run work on `size` bytes in a thread if it would block the event loop for long."""
+    if size > INLINE_BYTES:
+        return await run_in_request_thread(work, *args, **kwargs)
+    return work(*args, **kwargs)

@@ -16,11 +16,12 @@ from modelyard.core.batch import Batch
 from modelyard.core.errors import Conflict, ModelyardError
 from modelyard.gateway.batches import Batches, LineReply
 from modelyard.gateway.records import new_id
+from modelyard.gateway.request_work import run_sized
 from modelyard.http.auth import Authenticator
 from modelyard.http.connection import offer_callbacks
 from modelyard.http.errors import write_error
 from modelyard.http.middleware import new_trace
-from modelyard.http.request_context import CONTEXT_KEY, RequestContext, read_body, run_sized
+from modelyard.http.request_context import CONTEXT_KEY, RequestContext, read_body
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols.anthropic_messages import batches as anthropic
 from modelyard.protocols.anthropic_messages.reply import read_query, write_list

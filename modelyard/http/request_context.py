@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from msgspec import Struct, field
@@ -43,13 +43,6 @@ def is_gemini(path: str, headers: Mapping[str, str] = {}) -> bool:
     if not path.startswith(("/v1/models", "/models")):
         return False
     return "x-goog-api-key" in headers or path.rpartition(":")[2] in GEMINI_METHODS
-
-
-async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run work on `size` bytes in a thread if it would block the event loop for long."""
-    if size > INLINE_BYTES:
-        return await run_in_request_thread(work, *args, **kwargs)
-    return work(*args, **kwargs)
 
 
 class RequestContext(Struct):

@@ -124,7 +124,7 @@ class Sandbox:
         """As `call`. A child that nobody waits for is killed."""
         job = self.submit(function, args)
         try:
-            return await asyncio.wrap_future(job.future)  # type: ignore[no-any-return]
+            return await asyncio.wrap_future(job.future)
         finally:
             job.is_cancelled = True
 
@@ -251,7 +251,7 @@ def _start_zygote() -> tuple[subprocess.Popen[bytes], socket.socket]:
     with theirs:
         process = subprocess.Popen(  # noqa: S603 - our own module
             die_with_parent([sys.executable, "-P", "-m", __name__]),
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             env=kept,
             start_new_session=True,  # a Ctrl-C in the terminal is for the server
@@ -296,13 +296,13 @@ def _serve(orders: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, tuple[int, int]] = {}  # pid → number of the job, where its end is told
     while True:
-        ready, _, _ = select.select([orders, woken], [], [])
+        ready, _, _ = select.select([orders.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
         for pid, code in _ended_children():
-            with os.fdopen(children.pop(pid)[1], "wb") as told:
-                told.write(b"%d" % code)
-        if orders not in ready:
+            with os.fdopen(children.pop(pid)[1], "wb") as ended:
+                ended.write(b"%d" % code)
+        if orders.fileno() not in ready:
             continue
         order, descriptors, _, _ = socket.recv_fds(orders, _ORDER.size, 3)
         if not order:

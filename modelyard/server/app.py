@@ -217,7 +217,7 @@ def _client_objects(config: Config, scheduler: Scheduler | RemotePool) -> Client
         conversations,
         BackgroundResponses(store, ttl_s, conversations, owner),
         files,
-        Batches(store, files, owner, config.batches, ttl_s),
+        Batches(store, files, owner, config.batches, ttl_s, config.http.max_body_bytes),
     )
 
 

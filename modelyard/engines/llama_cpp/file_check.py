@@ -70,7 +70,7 @@ def find_fault(
     arguments = (purpose, [str(file) for file in files], str(library_folder()))
     job = pool.submit(check or use_files, arguments, limits=_LIMITS, keep_waiting=keep_waiting)
     try:
-        fault = job.future.result()
+        fault: str | None = job.future.result()
     except Stopped as stopped:
         fault = "loading was stopped" if stopped.why == "cancelled" else explain(stopped.code, stopped.output)
     # A file that was changed meanwhile has another marker.
