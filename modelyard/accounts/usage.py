@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from modelyard.accounts.keys import Key
 from modelyard.accounts.settings import BudgetPeriod
-from modelyard.core.errors import QuotaExceeded
+from modelyard.core.errors import KeyLimited, QuotaExceeded
 from modelyard.core.events import Usage
 
 DAY_S = 86_400
@@ -66,6 +66,8 @@ class BudgetUse(Struct):
     resets: float | None
     tokens: int = 0
     cost: float = 0.0
+    held_tokens: int = 0  # that running requests may still use
+    held_cost: float = 0.0
 
     def restart(self, now: float) -> None:
         """If the period is over, the next one begins."""
@@ -79,6 +81,29 @@ class BudgetUse(Struct):
             raise self._exceeded(f"{key.token_budget} tokens", now)
         if key.cost_budget is not None and self.cost >= key.cost_budget:
             raise self._exceeded(f"{key.cost_budget:g} (its cost)", now)
+
+    def room(self, price: Price, prompt: int, output: int, choices: int) -> int:
+        """How many of `output` tokens each of `choices` replies to prompts of `prompt` tokens may have."""
+        key = self.key
+        if key.token_budget is not None:
+            output = min(output, (key.token_budget - self.tokens - self.held_tokens - prompt) // choices)
+        if key.cost_budget is not None:
+            left = key.cost_budget - self.cost - self.held_cost - price.cost(Usage(prompt))
+            one = price.output * choices / _MILLION
+            output = min(output, int(left / one + 1e-6) if one else output if left >= 0 else 0)
+        return max(0, output)
+
+    def no_room(self, prompt: int) -> QuotaExceeded | KeyLimited:
+        key, name = self.key, f"the key {self.key.name!r}"
+        if self.held_tokens:
+            return KeyLimited(
+                f"{name} has not enough of its budget left beside its requests that wait or run: wait for one of them, "
+                "or send a smaller max_tokens",
+                retry_after=1.0,
+            )
+        left = f"{key.token_budget - self.tokens} tokens" if key.token_budget is not None else "not enough"
+        message = f"{name} has {left} of its budget left, and the prompt has {prompt}: send a shorter one"
+        return QuotaExceeded(message)
 
     def _exceeded(self, amount: str, now: float) -> QuotaExceeded:
         key, resets = self.key, self.resets
@@ -142,6 +167,29 @@ class UsageLedger:
         if (budget := self.budgets.get(key)) is not None:
             budget.restart(now)
             budget.check(now)
+
+    def hold(self, key: str, model: str, prompt: int, output: int, choices: int, now: float) -> tuple[int, int, float]:
+        """The tokens that each reply may have, and what is held of the budget until `free`. Raises if there is no room
+        for one."""
+        budget = self.budgets.get(key)
+        if budget is None:
+            return output, 0, 0.0
+        budget.restart(now)
+        price = self.prices.get(model) or Price()
+        most = budget.room(price, prompt, max(1, output), choices)
+        if most < 1:
+            raise budget.no_room(prompt)
+        most = min(most, output)
+        usage = Usage(prompt, 0, most * choices)
+        tokens, cost = usage.prompt + usage.output, price.cost(usage)
+        budget.held_tokens += tokens
+        budget.held_cost += cost
+        return most, tokens, cost
+
+    def free(self, key: str, tokens: int, cost: float) -> None:
+        if tokens and (budget := self.budgets.get(key)) is not None:
+            budget.held_tokens -= tokens
+            budget.held_cost -= cost
 
     def set_keys(self, keys: Iterable[Key], now: float) -> None:
         """A key with the same period keeps what it has used."""

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, TooLarge
-from modelyard.core.request import FILE_ID, Audio, Document, Image, Part, Request, ResultPart, Text, ToolResult
+from modelyard.core.request import FILE_ID, Audio, Caller, Document, Image, Part, Request, ResultPart, Text, ToolResult
 from modelyard.core.store import FileRecord, ObjectStore
 from modelyard.gateway.records import Records, new_id
 from modelyard.gateway.request_work import run_sized
@@ -130,8 +130,9 @@ class Files:
     def content(self, id: str, key: str) -> AsyncIterator[bytes]:
         return read_chunks(self._store, self._records.parts(id, key))
 
-    async def inline(self, request: Request, key: str, *, is_remote: bool) -> Request:
+    async def inline(self, request: Request, caller: Caller, *, is_remote: bool) -> Request:
         """With the uploaded files that the request names by their ids. A remote service may know other ids."""
+        key = caller.key
         found: dict[Part, Part] = {}
         files: dict[str, FileRecord] = {}
         total = 0
@@ -144,6 +145,8 @@ class Files:
                         f"the files that this request names have {total + file.bytes} bytes or more, with {id!r}; at "
                         f"most {_MAX_INLINE} fit into a request"
                     )
+                if caller.reservation is not None:
+                    caller.reservation.grow(file.bytes)
                 total += file.bytes
                 if part not in found:
                     found[part] = await self._inlined(part, file, key)

@@ -57,6 +57,7 @@ from modelyard.core.errors import (
     InvalidRequest,
     ModelyardError,
     Timeout,
+    TooLarge,
     Unavailable,
     Unimplemented,
     Unsupported,
@@ -82,7 +83,16 @@ from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.output_format import OutputFormat, Region
 from modelyard.core.pool import Lease, LeaseProvider, LeaseRequest, RequestSnapshot, Ticket
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
-from modelyard.core.request import Caller, EmbeddingRequest, Infill, Message, Request, RerankRequest, Text
+from modelyard.core.request import (
+    Caller,
+    EmbeddingRequest,
+    Infill,
+    Message,
+    Request,
+    RerankRequest,
+    Reservation,
+    Text,
+)
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics, PromptRecord
 from modelyard.gateway.choices import MultiChoiceStream
@@ -101,6 +111,8 @@ from modelyard.gateway.model import (
     without_tool_media,
 )
 from modelyard.gateway.prepared_request import (
+    CHARS_PER_TOKEN,
+    OutputBudget,
     PreparedRequest,
     RenderedPrompt,
     estimated_tokens,
@@ -131,6 +143,7 @@ _HISTORY_REQUESTS = 1000
 # Larger inputs are handled in a thread, so that they do not block every stream. Each limit is 1 to 5 ms of work.
 _INLINE_CHARS = 20_000  # of uncached text to tokenize
 _INLINE_MESSAGES = 300  # messages and tools to render
+_MAX_EARLIER = 32 << 20  # characters of stored turns that a request continues
 _WARNING_CHARS = 500  # of a warning in the log
 _UNLIMITED = 1 << 40  # tokens
 # The answer to a bare prompt whose log probabilities are wanted: every token of it counts.
@@ -204,7 +217,13 @@ class Gateway:
             return request
         if (stored := stored or self.stored) is None:
             raise Unsupported("responses are not stored here: send the whole conversation as input", param="input")
-        return await stored.resume(request, key)
+        request = await stored.resume(request, key)
+        size = estimated_tokens(request) * CHARS_PER_TOKEN - len(body)
+        if size > _MAX_EARLIER:
+            raise TooLarge(f"the stored turns of this conversation have {size} characters; at most {_MAX_EARLIER} fit")
+        if work is not None and work.reservation is not None:
+            work.reservation.grow(max(0, size))
+        return request
 
     async def prepare(
         self,
@@ -234,6 +253,8 @@ class Gateway:
         prompts: list[RenderedPrompt] = []
         for ids, text in await self._render(request, model, target.window, work or RequestWork(0, caller.deadline)):
             prompts.append(RenderedPrompt(ids, text, output_budget(len(ids), requested, target.window, target.strict)))
+        if caller.reservation is not None:
+            request, prompts = _within_budget(request, prompts, caller.reservation, model, requested or target.window)
         constraint, warnings = request.constraint, request.warnings
         if constraint is not None or request.tools:
             structured = capabilities is None or capabilities.structured
@@ -384,7 +405,7 @@ class Gateway:
         media = media_kinds(request)
         if media:
             if self.files is not None:
-                request = await self.files.inline(request, caller.key, is_remote=model.remote)
+                request = await self.files.inline(request, caller, is_remote=model.remote)
                 media = media_kinds(request)
             request = await self._adapt_media(request, media, model, effective)
             media = media_kinds(request)
@@ -619,6 +640,8 @@ class Gateway:
             trace=caller.trace,
             keep_alive=keep_alive,
         )
+        if caller.reservation is not None:
+            caller.reservation.hold(target.model, lease_request.tokens, 0)
         began, queued = time.perf_counter(), 0.0
         ticket = self.leases.request(lease_request)
         status, usage, failed = "end", Usage(), True
@@ -788,6 +811,21 @@ def _with_loaded_window(target: Target, engine: Engine | None) -> Target:
     if cache is None or cache.window == target.window:
         return target
     return msgspec.structs.replace(target, window=cache.window)
+
+
+def _within_budget(
+    request: Request, prompts: list[RenderedPrompt], reservation: Reservation, model: Model, most: int
+) -> tuple[Request, list[RenderedPrompt]]:
+    """With no more output than the budget of the key has left. `most` is what a server that renders by itself may
+    write."""
+    wanted = max((prompt.budget.max_tokens for prompt in prompts), default=most)
+    tokens = sum(len(prompt.ids) for prompt in prompts) if prompts else estimated_tokens(request)
+    allowed = reservation.hold(model.name, tokens, wanted, (len(prompts) or len(request.prompts) or 1) * request.n)
+    if allowed >= wanted:
+        return request, prompts
+    budget = OutputBudget(allowed, "max_tokens")
+    cut = [p if p.budget.max_tokens <= allowed else msgspec.structs.replace(p, budget=budget) for p in prompts]
+    return msgspec.structs.replace(request, max_tokens=min(allowed, request.max_tokens or allowed)), cut
 
 
 def _omitted_tools(request: Request, model: Model) -> Sequence[str]:

@@ -12,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Scope
 
+from modelyard.accounts.admission import Admission
 from modelyard.core.batch import Batch
 from modelyard.core.errors import Conflict, ModelyardError
 from modelyard.gateway.batches import Batches, LineReply
@@ -165,8 +166,8 @@ def _base_url(request: HttpRequest) -> str:
 class LineExecutor:
     """Runs a line of a batch in the handler of its endpoint, as a request of the batch's key at low priority."""
 
-    def __init__(self, handlers: Mapping[str, ASGIApp], authenticator: Authenticator) -> None:
-        self._handlers, self._authenticator = handlers, authenticator
+    def __init__(self, handlers: Mapping[str, ASGIApp], authenticator: Authenticator, admission: Admission) -> None:
+        self._handlers, self._authenticator, self._admission = handlers, authenticator, admission
 
     async def __call__(self, batch: Batch, body: bytes, key: str) -> LineReply:
         context = RequestContext(new_trace(), batch.endpoint, {}, priority="background")
@@ -175,11 +176,14 @@ class LineExecutor:
         try:
             self._authenticator.act_for(context, key)
             context.allow_remote = context.allow_remote or batch.allow_remote
+            context.reservation = self._admission.open(context.key)
             await self._run(context, body, reply)
         except ModelyardError as error:
             context.failed(error)
             written = write_error(error, context)
             reply.status, reply.body = written.status, [written.body]
+        finally:
+            context.release()
         retry_after = reply.headers.get(b"retry-after", b"0").decode()
         return LineReply(
             reply.status,

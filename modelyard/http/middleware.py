@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from modelyard.accounts.admission import Admission
 from modelyard.core.errors import ModelyardError, NotFound, TooLarge
 from modelyard.http.auth import GOOGLE_KEY, Authenticator, is_workbench
 from modelyard.http.errors import as_modelyard_error, write_error
@@ -115,9 +116,10 @@ class RequestMiddleware:
         authenticator: Authenticator,
         metrics: Metrics,
         workbench: ASGIApp | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self._app, self._inference, self._authenticator, self._metrics = app, inference, authenticator, metrics
-        self._workbench = workbench
+        self._workbench, self._admission = workbench, admission
         self.sockets: dict[str, ASGIApp] = {}  # path → the app of its WebSockets
         self._max_header_bytes = settings.max_header_bytes
 
@@ -137,6 +139,8 @@ class RequestMiddleware:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context)
+            if self._admission is not None:
+                context.reservation = self._admission.open(context.key)
             if method == "POST" and (handler := self._inference.get(path)) is not None:
                 await handler(scope, receive, send)
             elif self._workbench is not None and is_workbench(path):
@@ -152,6 +156,7 @@ class RequestMiddleware:
                 raise
             await send_error(send, context, write_error(refusal, context))
         finally:
+            context.release()
             self._account(context, method, time.perf_counter() - context.arrived)
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from msgspec import Struct, field
 from starlette.types import Receive, Scope, Send
 
+from modelyard.accounts.admission import RequestReservation
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.events import CacheReuse
 from modelyard.core.protocol import INLINE_BYTES, WireError
@@ -67,6 +68,7 @@ class RequestContext(Struct):
     reuse: CacheReuse | None = None
     ignored: tuple[str, ...] = ()
     fallback: str = ""
+    reservation: RequestReservation | None = None
 
     @staticmethod
     def of(scope: Scope) -> RequestContext:
@@ -87,7 +89,13 @@ class RequestContext(Struct):
             deadline=None if timeout is None else _deadline(timeout),
             idempotency=headers.get("idempotency-key"),
             priority=self.priority,
+            reservation=self.reservation,
         )
+
+    def release(self) -> None:
+        """Return what the request has reserved."""
+        if self.reservation is not None:
+            self.reservation.release()
 
     def failed(self, error: ModelyardError) -> None:
         self.error = self.error or error.code or error.kind
@@ -133,8 +141,10 @@ async def read_body(
     limit, declared = limit or settings.max_body_bytes, context.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
+    reserve = (lambda _: None) if context.reservation is None else context.reservation.grow
     message = await receive()
     body: bytes = message.get("body", b"")
+    reserve(len(body))
     if message.get("more_body"):
         chunks, size = [body], len(body)
         while message.get("more_body"):
@@ -145,6 +155,7 @@ async def read_body(
             size += len(chunks[-1])
             if size > limit:
                 raise _too_large(limit)
+            reserve(len(chunks[-1]))
         body = b"".join(chunks)
     if len(body) > limit:
         raise _too_large(limit)

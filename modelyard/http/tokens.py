@@ -93,7 +93,7 @@ class JsonEndpoint:
             body = await read_body(receive, context, self._settings)
             if capture is not None:
                 capture.request(body)
-            work = RequestWork(len(body), context.caller().deadline)
+            work = RequestWork(len(body), context.caller().deadline, context.reservation)
             stop_watching = cancel_on_disconnect(scope, receive, work) if len(body) > LARGE_BYTES else None
             try:
                 reply = await self.handle(body, context, work)

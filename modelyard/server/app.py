@@ -58,7 +58,7 @@ from modelyard.telemetry.masking import add_paths, add_secrets
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.metrics_hub import MetricsPeer
 from modelyard.telemetry.request_capture import CombinedCaptureSink, DiskCaptureSink, MemoryCaptureSink
-from modelyard.telemetry.system import SystemMonitor
+from modelyard.telemetry.system import SystemMonitor, total_ram
 from modelyard.workbench.app import WorkbenchApp
 from modelyard.workbench.peer_proxy import host_socket_path, is_host_process, process_socket_path
 from modelyard.workers.remote_pool import RemoteObjectStore, RemotePool, RemoteStore
@@ -105,6 +105,7 @@ def compose(
     add_secrets(config_secrets(config, env))
     add_paths(config_paths(config))
     accounts = make_accounts(config, env)
+    accounts.admission.limit = config.http.max_memory_bytes or total_ram() // 4
     check_bind(config.http, accounts.ring.keys)
     metrics, router = Metrics(), config.router()
     models = {name: definition.model for name, definition in define_models(config).items()}

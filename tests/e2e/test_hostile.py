@@ -25,7 +25,7 @@ import tomlkit
 
 from modelyard.processes.sandbox import MAX_CHILDREN
 from tests.cli_process import serve
-from tests.e2e.helpers import config, wait_until
+from tests.e2e.helpers import config, raw_request, wait_until
 from tests.live_server import LiveServer, live_server
 from tests.prompt.test_pdf_pages import pdf
 
@@ -188,6 +188,48 @@ def test_a_budget_holds_for_parallel_requests(tmp_path: Path) -> None:
         refused = next(reply for reply in replies if reply.status_code == 429)
         assert "budget" in refused.json()["error"]["message"]
         assert ask(server, "ada").status_code == 200
+
+
+def test_embeddings_answers_and_background_responses_keep_within_a_budget(tmp_path: Path) -> None:
+    many = settings(tmp_path)
+    many["models"]["demo"]["script"] = [{"when": "^hang", "steps": [{"hang": True}]}, {"steps": [{"tokens": 1000}]}]
+    with live_server(many) as server:
+        budget = server.app.accounts.ledger.budgets["poor"]
+        reply = ask(server, "poor", "long", max_tokens=100).json()
+        assert reply["usage"]["completion_tokens"] == 100
+        wait_until(lambda: budget.held_tokens == 0, "what was not used is returned")
+        client = sdk(server, "poor")
+        running = client.responses.create(model="demo", input="hang", background=True, max_output_tokens=50)
+        assert budget.held_tokens > 50
+        client.responses.cancel(running.id)
+        wait_until(lambda: budget.held_tokens == 0, "what was not used is returned")
+        reply = ask(server, "poor", "long").json()
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert (budget.tokens, budget.held_tokens) == (500, 0)
+        refused = ask(server, "poor").json()
+        assert refused["error"]["code"] == "insufficient_quota"
+
+
+def test_the_memory_of_requests_is_bounded_for_all_and_for_each_key(tmp_path: Path) -> None:
+    with live_server(settings(tmp_path, http={"max_memory_bytes": 64 << 20})) as server:
+        admission = server.app.accounts.admission
+        large = ask(server, "eve", "x " * (3 << 20))
+        assert large.status_code == 413
+        assert "send less" in large.json()["error"]["message"]
+        wait_until(lambda: admission.total == 0, "it is gone")
+        with raw_request(server, "/v1/chat/completions", chat("endless prefill " + "x " * 1500), "sk-eve"):
+            wait_until(lambda: admission.reserved["eve"] > 18_000, "the request has reserved its memory")
+            admission.limit = 2 * admission.reserved["eve"] + 600
+            for name, status in (("eve", 429), ("ada", 200)):
+                assert ask(server, name).status_code == status, name
+            admission.limit = admission.reserved["eve"] + 300
+            refused = ask(server, "ada")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        wait_until(lambda: admission.total == 0, "all is returned")
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": text}]}
 
 
 def test_tokenizing_30_mb_with_pieces_is_refused_with_what_to_change(server: LiveServer) -> None:
