@@ -27,7 +27,7 @@ class Admission:
     def __init__(self, ledger: UsageLedger, clock: Callable[[], float], limit: int | None = None) -> None:
         self._ledger, self._clock, self.limit = ledger, clock, limit
         self.reserved: Counter[str] = Counter()  # bytes by key
-        self.total = 0
+        self.total = self.freed = 0  # `freed` since somebody has looked
 
     def open(self, key: str) -> RequestReservation:
         return RequestReservation(self, key)
@@ -57,6 +57,7 @@ class Admission:
 
     def shrink(self, key: str, size: int) -> None:
         self.total -= size
+        self.freed += size
         self.reserved[key] -= size
         if not self.reserved[key]:
             del self.reserved[key]

@@ -93,25 +93,25 @@ class BudgetUse(Struct):
             output = min(output, int(left / one + 1e-6) if one else output if left >= 0 else 0)
         return max(0, output)
 
-    def no_room(self, prompt: int) -> QuotaExceeded | KeyLimited:
-        key, name = self.key, f"the key {self.key.name!r}"
+    def no_room(self, prompt: int, now: float) -> QuotaExceeded | KeyLimited:
         if self.held_tokens:
             return KeyLimited(
-                f"{name} has not enough of its budget left beside its requests that wait or run: wait for one of them, "
-                "or send a smaller max_tokens",
+                f"the key {self.key.name!r} has not enough of its budget left beside its requests that wait or run: "
+                "wait for one of them, or send a smaller max_tokens",
                 retry_after=1.0,
             )
-        left = f"{key.token_budget - self.tokens} tokens" if key.token_budget is not None else "not enough"
-        message = f"{name} has {left} of its budget left, and the prompt has {prompt}: send a shorter one"
-        return QuotaExceeded(message)
+        budget = self.key.token_budget
+        amount = f"{self.key.cost_budget or 0:g} (its cost)" if budget is None else f"{budget} tokens"
+        left = "" if budget is None else f" but {max(0, budget - self.tokens)}, and the prompt has {prompt}"
+        return self._exceeded(amount, now, left)
 
-    def _exceeded(self, amount: str, now: float) -> QuotaExceeded:
+    def _exceeded(self, amount: str, now: float, left: str = "") -> QuotaExceeded:
         key, resets = self.key, self.resets
         if resets is None:
-            return QuotaExceeded(f"the key {key.name!r} has used its whole budget of {amount}; it does not reset")
+            return QuotaExceeded(f"the key {key.name!r} has used its budget of {amount}{left}; it does not reset")
         when = datetime.fromtimestamp(resets, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        message = f"the key {key.name!r} has used its budget of {amount} a {key.budget_period}; it resets at {when}"
-        return QuotaExceeded(message, retry_after=resets - now)
+        used = f"the key {key.name!r} has used its budget of {amount} a {key.budget_period}{left}"
+        return QuotaExceeded(f"{used}; it resets at {when}", retry_after=resets - now)
 
 
 def day_of(now: float) -> int:
@@ -178,7 +178,7 @@ class UsageLedger:
         price = self.prices.get(model) or Price()
         most = budget.room(price, prompt, max(1, output), choices)
         if most < 1:
-            raise budget.no_room(prompt)
+            raise budget.no_room(prompt, now)
         most = min(most, output)
         usage = Usage(prompt, 0, most * choices)
         tokens, cost = usage.prompt + usage.output, price.cost(usage)

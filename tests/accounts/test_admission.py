@@ -87,7 +87,7 @@ def test_parallel_requests_share_what_is_left_of_a_budget() -> None:
 def test_a_prompt_beyond_the_budget_is_told_how_much_is_left() -> None:
     of = accounts(token_budget=500)
     of.add("team", "m", Usage(300, 0, 50))
-    with pytest.raises(QuotaExceeded, match="150 tokens of its budget left, and the prompt has 151"):
+    with pytest.raises(QuotaExceeded, match="budget of 500 tokens a month but 150, and the prompt has 151"):
         of.admission.open("team").hold("m", prompt=151, output=10)
 
 
