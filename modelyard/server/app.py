@@ -335,7 +335,7 @@ async def collect_garbage(gateway: Gateway, every_s: float = 60.0, look_s: float
     while True:
         await asyncio.sleep(min(look_s, every_s))
         waited += min(look_s, every_s)
-        if admission.freed >= _LARGE:
+        if admission.freed >= (_LARGE if admission.total else _LARGE // 16):
             admission.freed = 0
             gc.collect()
             await asyncio.to_thread(trim_memory)
