@@ -440,7 +440,7 @@ class Gateway:
                 return ()
         renderer = model.pipeline.renderer
         if request.prompts:
-            if sum(map(len, request.prompts)) + _infill_chars(request.infill) <= _INLINE_CHARS:
+            if sum(map(len, request.prompts)) + _infill_chars(request.infill) <= _inline_chars(model):
                 return _encode_raw(request, model, window)
             return await work.run(_encode_raw, request, model, window, partial(work.watch_window, window=window))
         is_large = work.size > INLINE_BYTES
@@ -448,7 +448,8 @@ class Gateway:
         text = None if is_long else renderer.quick_text(request)
         if text is None:
             text = await work.run(renderer.text, request)
-        if is_large or (len(text) > _INLINE_CHARS and renderer.fresh(text) > _INLINE_CHARS):
+        inline = _inline_chars(model)
+        if is_large or (len(text) > inline and renderer.fresh(text) > inline):
             return [(await work.run(renderer.tokens, text, work.watch_window(len(text), window)), text)]
         await end_of_stage()  # render
         ids = renderer.tokens(text)
@@ -608,7 +609,7 @@ class Gateway:
         `truncate` cuts a longer one before its last token, which may be the mark of its end."""
         if model.kind != "text" and model.text is None:
             return []
-        if chars > _INLINE_CHARS:
+        if chars > _inline_chars(model):
             work = work or RequestWork(0, caller.deadline)
             window = None if truncate else target.window
             batch = await work.run(encode, request, model, partial(work.watch_window, window=window))
@@ -826,6 +827,11 @@ def _within_budget(
     budget = OutputBudget(allowed, "max_tokens")
     cut = [p if p.budget.max_tokens <= allowed else msgspec.structs.replace(p, budget=budget) for p in prompts]
     return msgspec.structs.replace(request, max_tokens=min(allowed, request.max_tokens or allowed)), cut
+
+
+def _inline_chars(model: Model) -> int:
+    """What is tokenized on the event loop: nothing, if the tokenizer's pattern may take long for a short text."""
+    return _INLINE_CHARS if getattr(model.pipeline.tokenizer, "is_linear", True) else 0
 
 
 def _omitted_tools(request: Request, model: Model) -> Sequence[str]:

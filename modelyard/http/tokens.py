@@ -179,7 +179,8 @@ class TokenEndpoint(JsonEndpoint):
         parsed = await _run(work, 1, decode, _body_decoder, body)
         target, model = await self._gateway.defined_model(parsed.model or DEFAULT_MODEL, context.caller())
         request = TokenRequest(parsed, model, target.window, body, context.headers, work)
-        if parsed.messages is not None:  # a template may take long, whatever the size of the request
+        is_slow = not getattr(model.pipeline.tokenizer, "is_linear", True)
+        if is_slow or parsed.messages is not None:  # a template may take long, whatever the size of the request
             return await work.run(self._encoded, request)
         return await _run(work, _TOKENIZE_COST, self._encoded, request)
 

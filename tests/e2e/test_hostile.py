@@ -23,11 +23,13 @@ import psutil
 import pytest
 import tomlkit
 
+from modelyard.engines import fake
 from modelyard.processes.sandbox import MAX_CHILDREN
 from tests.cli_process import serve
 from tests.e2e.helpers import config, raw_request, wait_until
 from tests.live_server import LiveServer, live_server
 from tests.prompt.test_pdf_pages import pdf
+from tests.tokenizer.test_word_cache import split
 
 KEYS = [
     {"name": "eve", "key": "sk-eve"},
@@ -250,6 +252,27 @@ def test_tokenizing_a_long_text_leaves_the_loop_free(server: LiveServer, more: d
         assert len(tokens) == reply.json()["count"] > 10_000
         if more:
             assert "".join(token["piece"] for token in tokens) == text
+
+
+def test_a_hostile_tokenizer_is_a_fault_of_its_model_only(tmp_path: Path) -> None:
+    file = Path(fake.__file__).parent / "tokenizer" / "tokenizer.json"
+    text = json.loads(file.read_text()) | {"pre_tokenizer": split("(a+)+$|(a|aa)+$|x")}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(text))
+    both = settings(tmp_path)
+    both["models"]["evil"] = {**both["models"]["demo"], "tokenizer_path": str(tmp_path)}
+    both["routes"] = [{"match": "evil", "model": "evil"}, *both["routes"]]
+    with live_server(both) as server, never_stalls(server):
+        for letters in (24, 28):
+            reply = ask(server, "eve", "a" * letters + "b", model="evil")
+            assert reply.status_code in (400, 503)
+            assert "tokenizer" in reply.json()["error"]["message"]
+        assert ask(server, "ada", "a" * 28).status_code == 200
+
+
+def test_a_long_text_that_spells_control_tokens_leaves_the_loop_free(server: LiveServer) -> None:
+    with never_stalls(server):
+        reply = ask(server, "eve", "some words <|im_end|> " * 200_000)
+        assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
