@@ -28,10 +28,9 @@ from modelyard.core.batch import Batch, BatchFault, BatchLine, BatchRow, BatchSt
 from modelyard.core.errors import Conflict, InvalidRequest, KeyLimited, ModelyardError, NotFound
 from modelyard.core.events import Usage
 from modelyard.core.store import ObjectStore
-from modelyard.gateway.batch_lines import read_line, read_lines, survey
+from modelyard.gateway.batch_lines import read_line, read_lines
 from modelyard.gateway.files import Files, in_chunks, read_chunks
 from modelyard.gateway.records import OwnerProcess, Records
-from modelyard.processes.sandbox import Stopped
 from modelyard.protocols import openai_batches
 from modelyard.telemetry.log import log_event
 
@@ -213,12 +212,10 @@ class Batches:
         return f"{self._records[batch.api].parts(batch.id, key)}/rows"
 
     def _lines(self, batch: Batch, key: str) -> AsyncIterator[tuple[int, bytes]]:
-        return read_lines(self._chunks(batch, key), self._max_line)
-
-    def _chunks(self, batch: Batch, key: str) -> AsyncIterator[bytes]:
         if batch.api == "openai":
-            return self._files.content(batch.input_file, key)
-        return read_chunks(self._store, f"{self._records[batch.api].parts(batch.id, key)}/input")
+            return read_lines(self._files.content(batch.input_file, key), self._max_line)
+        chunks = read_chunks(self._store, f"{self._records[batch.api].parts(batch.id, key)}/input")
+        return read_lines(chunks, self._max_line)
 
     # --- the list of open work ----------------------------------------------------------------------------------------
 
@@ -351,15 +348,16 @@ class Batches:
 
     async def _validate(self, batch: Batch, key: str) -> Batch:
         """Only what no line can be blamed for fails the whole batch."""
-        most, fault = self.settings.max_requests, None
-        try:
-            total, model = await survey(batch, self._chunks(batch, key), most, self._max_line)
-        except Stopped as stopped:
-            total, model, fault = 0, None, BatchFault("invalid_file", f"the input file cannot be read: {stopped.why}")
-        if total > most:
+        total, model, most, fault = 0, None, self.settings.max_requests, None
+        async for number, line in self._lines(batch, key):
+            if (total := total + 1) > most:
+                break
+            if model is None and isinstance(read := await read_line(batch, line, number, set()), BatchLine):
+                model = openai_batches.read_line_model(read.body)
+        if total == 0:
+            fault = BatchFault("empty_file", "the input file has no requests, or it was deleted")
+        elif total > most:
             fault = BatchFault("too_many_requests", f"the input file has more than {most} requests, which are the most")
-        elif total == 0:
-            fault = fault or BatchFault("empty_file", "the input file has no requests, or it was deleted")
 
         def change(found: Batch) -> Batch | None:
             if fault is not None:  # also of one that is cancelled: its lines are not even counted

@@ -51,14 +51,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_CHILDREN = max(2, min(4, cores.logical()))
 _MAX_WAITING = 64  # jobs of one client
+_MAX_REPLY = 512 << 20
 _POLL_S = 0.25
 _CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")  # not on Windows: there a job runs in this process
 _ORDER = struct.Struct("=cQ119s")  # to the zygote: start or kill, the job's number, its function
-_LENGTH = struct.Struct("=Q")
-_MAX_REPLY = 512 << 20
 _OUT_OF_MEMORY = 77  # exit code of a child
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV")
 _KEPT_PREFIXES = ("LC_", "PYTHON", "XDG_", "LD_", "LLAMA_CPP_", "GGML_", "CUDA_", "NVIDIA_", "OMP_", "COVERAGE_")
+_CLONE_NEWUSER, _CLONE_NEWNET, _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 0x10000000, 0x40000000, 1, 38
 
 # Whose work it is: set by the gateway, so that one client's documents do not hold up another's.
 current_client: ContextVar[str] = ContextVar("current_client", default="")
@@ -75,8 +75,8 @@ class Limits(Struct, frozen=True):
 
 
 class Stopped(Exception):
-    """A child gave no result. `why`: it exceeded a limit, it died, or nobody waits for it (`cancelled`). `code` is
-    its exit code, minus the signal that killed it, and None if its time was over; `output` is what it printed."""
+    """A child gave no result. `why`: it exceeded a limit, it died, or nobody waits for it (`cancelled`). `code` is its
+    exit code, minus the signal that killed it, and None if its time was over; `output` is what it printed."""
 
     def __init__(self, why: str, code: int | None, output: str = "") -> None:
         super().__init__(why)
@@ -101,7 +101,6 @@ class Job(Struct, eq=False):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     limits: Limits
-    keep_waiting: Callable[[], bool]
     future: Future[Any]
     is_cancelled: bool = False
 
@@ -112,8 +111,7 @@ class Sandbox:
     def __init__(self, most: int = MAX_CHILDREN) -> None:
         self._most, self._running, self._numbers = most, 0, count(1)
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
-        self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._lock, self._threads = threading.Lock(), ThreadPoolExecutor(most, "sandbox")
         self._zygote: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
     def call(self, function: Callable[..., T], *args: object) -> T:
@@ -128,39 +126,24 @@ class Sandbox:
         finally:
             job.is_cancelled = True
 
-    def submit(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        *,
-        limits: Limits | None = None,
-        keep_waiting: Callable[[], bool] = lambda: True,
-    ) -> Job:
-        job = Job(function, arguments, limits or function.limits, keep_waiting, Future())  # type: ignore[attr-defined]
-        client = current_client.get()
+    def submit(self, function: Any, arguments: tuple[Any, ...], limits: Limits | None = None) -> Job:
+        job, client = Job(function, arguments, limits or function.limits, Future()), current_client.get()
         with self._lock:
             queue = self._waiting.setdefault(client, deque())
             if len(queue) >= _MAX_WAITING:
-                raise Overloaded(
-                    f"{_MAX_WAITING} documents, images or grammars of this key are waiting to be read; send fewer at "
-                    "a time",
-                    retry_after=5.0,
-                )
+                waiting = f"{_MAX_WAITING} documents, images or grammars of this key are waiting to be read"
+                raise Overloaded(f"{waiting}; send fewer at a time", retry_after=5.0)
             queue.append(job)
             self._start_next()
         return job
 
     def _start_next(self) -> None:
         """The clients take turns. The lock is held."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._most, "sandbox")
         while self._running < self._most and self._waiting:
-            client, queue = next(iter(self._waiting.items()))
+            client, queue = self._waiting.popitem(last=False)
             job = queue.popleft()
             if queue:
-                self._waiting.move_to_end(client)
-            else:
-                del self._waiting[client]
+                self._waiting[client] = queue
             if not job.is_cancelled and job.future.set_running_or_notify_cancel():
                 self._running += 1
                 self._threads.submit(self._work, job)
@@ -181,15 +164,14 @@ class Sandbox:
         name = f"{job.function.__module__}:{job.function.__qualname__}"
         data, number = msgspec.msgpack.encode((job.limits, job.arguments)), next(self._numbers)
         deadline = time.monotonic() + job.limits.wall_s
-        ours, theirs = socket.socketpair()
-        status, told = os.pipe()
+        (ours, theirs), (status, told) = socket.socketpair(), os.pipe()
         with ours, open(status, "rb") as ended, tempfile.TemporaryFile() as output:
             try:
                 self._order(b"s", number, name, [theirs.fileno(), told, output.fileno()])
             finally:
                 theirs.close()
                 os.close(told)
-            reply, why = self._exchange(job, ours, _LENGTH.pack(len(data)) + data, deadline)
+            reply, why = _exchange(job, ours, len(data).to_bytes(8, "little") + data, deadline)
             if why:
                 self._order(b"k", number)
             code = ended.read()  # the zygote tells it, or is gone
@@ -197,34 +179,7 @@ class Sandbox:
             printed = output.read(1 << 16).decode("utf-8", "replace")
         return _result(reply, why, int(code) if code else None, job.limits, printed)
 
-    def _exchange(self, job: Job, child: socket.socket, data: bytes, deadline: float) -> tuple[bytearray, str]:
-        """All that the child writes, and why that is not everything."""
-        reply, left = bytearray(), memoryview(data)
-        child.setblocking(False)
-        while True:
-            if job.is_cancelled or not job.keep_waiting():
-                return reply, "cancelled"
-            wait = min(_POLL_S, deadline - time.monotonic())
-            if wait <= 0:
-                return reply, _too_long(job.limits)
-            readable, writable, _ = select.select([child], [child] if left else [], [], wait)
-            try:
-                if writable:
-                    left = left[child.send(left) :]
-                if readable:
-                    piece = child.recv(1 << 20)
-                    if not piece:
-                        return reply, ""
-                    reply += piece
-                    if len(reply) > _MAX_REPLY:
-                        return reply, "its result is too large"
-            except BlockingIOError:
-                continue
-            except OSError:  # it died before it had read everything
-                return reply, ""
-
     def _order(self, kind: bytes, number: int, name: str = "", descriptors: Sequence[int] = ()) -> None:
-        order = _ORDER.pack(kind, number, name.encode())
         with self._lock:
             if self._zygote is not None and self._zygote[0].poll() is not None:
                 self._end()
@@ -232,7 +187,7 @@ class Sandbox:
                 self._zygote = _start_zygote()
             if self._zygote is not None:
                 with contextlib.suppress(BrokenPipeError):  # it has just died: the pipe of the job's end tells it
-                    socket.send_fds(self._zygote[1], [order], descriptors)
+                    socket.send_fds(self._zygote[1], [_ORDER.pack(kind, number, name.encode())], descriptors)
 
     def close(self) -> None:
         with self._lock:
@@ -248,15 +203,34 @@ class Sandbox:
 def _start_zygote() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     kept = {n: v for n, v in os.environ.items() if n in _KEPT_VARIABLES or n.startswith(_KEPT_PREFIXES)}
-    with theirs:
-        process = subprocess.Popen(  # noqa: S603 - our own module
-            die_with_parent([sys.executable, "-P", "-m", __name__]),
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            env=kept,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the server
-        )
-    return process, ours
+    command = die_with_parent([sys.executable, "-P", "-m", __name__])
+    null = subprocess.DEVNULL
+    with theirs:  # in a new session: a Ctrl-C in the terminal is for the server
+        return subprocess.Popen(command, stdin=theirs.fileno(), stdout=null, env=kept, start_new_session=True), ours  # noqa: S603
+
+
+def _exchange(job: Job, child: socket.socket, data: bytes, deadline: float) -> tuple[bytearray, str]:
+    """All that the child writes, and why that is not everything."""
+    reply, left = bytearray(), memoryview(data)
+    child.setblocking(False)
+    while len(reply) <= _MAX_REPLY:
+        if job.is_cancelled:
+            return reply, "cancelled"
+        if (wait := min(_POLL_S, deadline - time.monotonic())) <= 0:
+            return reply, _too_long(job.limits)
+        readable, writable, _ = select.select([child], [child] if left else [], [], wait)
+        try:
+            if writable:
+                left = left[child.send(left) :]
+            if readable:
+                if not (piece := child.recv(1 << 20)):
+                    return reply, ""
+                reply += piece
+        except BlockingIOError:
+            continue
+        except OSError:  # it died before it had read everything
+            return reply, ""
+    return reply, "its result is too large"
 
 
 def _result(reply: bytearray, why: str, code: int | None, limits: Limits, output: str) -> Any:
@@ -267,14 +241,13 @@ def _result(reply: bytearray, why: str, code: int | None, limits: Limits, output
         raise InvalidRequest(error[0], code=error[1], param=error[2])
     if not why and code is None:
         raise Unavailable("the processes that read documents, grammars and model files were ended; try again")
-    if not why:
-        reasons = {
-            -signal.SIGXCPU: f"it takes more than {limits.cpu_s} s of CPU time",
-            -signal.SIGALRM: _too_long(limits),
-            _OUT_OF_MEMORY: f"it needs more than {limits.memory >> 20} MiB of memory",
-        }
-        why = reasons.get(code or 0, "the process that read it died")
-        log.debug("a child of the pool ended with %s: %s", code, output)
+    reasons = {
+        -signal.SIGXCPU: f"it takes more than {limits.cpu_s} s of CPU time",
+        -signal.SIGALRM: _too_long(limits),
+        _OUT_OF_MEMORY: f"it needs more than {limits.memory >> 20} MiB of memory",
+    }
+    why = why or reasons.get(code or 0, "the process that read it died")
+    log.debug("a child of the pool ended with %s: %s; %s", code, why, output)
     raise Stopped(why, None if why == _too_long(limits) else code, output)
 
 
@@ -299,9 +272,10 @@ def _serve(orders: socket.socket) -> None:
         ready, _, _ = select.select([orders.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
-        for pid, code in _ended_children():
-            with os.fdopen(children.pop(pid)[1], "wb") as ended:
-                ended.write(b"%d" % code)
+            for pid in list(children):
+                if (found := os.waitpid(pid, os.WNOHANG))[0]:
+                    with os.fdopen(children.pop(pid)[1], "wb") as ended:
+                        ended.write(b"%d" % os.waitstatus_to_exitcode(found[1]))
         if orders.fileno() not in ready:
             continue
         order, descriptors, _, _ = socket.recv_fds(orders, _ORDER.size, 3)
@@ -313,32 +287,16 @@ def _serve(orders: socket.socket) -> None:
                 os.kill(pid, signal.SIGKILL)
             continue
         data, told, output = descriptors
-        function = _load(name.rstrip(b"\0").decode())
+        module, _, function = name.rstrip(b"\0").decode().partition(":")
+        work: Any = getattr(importlib.import_module(module), function)
+        work.preload()
         if (pid := os.fork()) == 0:
-            _be_child(function, data, output)
+            _be_child(work, data, output)
         children[pid] = number, told
         os.close(data)
         os.close(output)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
-
-
-def _ended_children() -> list[tuple[int, int]]:
-    ended = []
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
-    return ended
-
-
-def _load(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    found: Any = getattr(importlib.import_module(module), function)
-    found.preload()
-    return found  # type: ignore[no-any-return]
-
-
-_CLONE_NEWUSER, _CLONE_NEWNET, _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 0x10000000, 0x40000000, 1, 38
 
 
 def _leave_network() -> None:
@@ -361,11 +319,12 @@ def _be_child(function: Callable[..., Any], data: int, output: int) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for stream, source in ((3, data), (1, output), (2, output)):
+        for stream, source in ((3, data), (1, output), (2, output), (0, os.open(os.devnull, os.O_RDONLY))):
             os.dup2(source, stream)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        code = _work(function)
+        with socket.socket(fileno=3) as server:
+            _work(function, server)
+        code = 0
     except MemoryError:
         code = _OUT_OF_MEMORY
     except Exception:
@@ -375,27 +334,17 @@ def _be_child(function: Callable[..., Any], data: int, output: int) -> None:
         os._exit(code)
 
 
-def _work(function: Callable[..., Any]) -> int:
-    (size,) = _LENGTH.unpack(_receive(_LENGTH.size))
-    limits, arguments = msgspec.msgpack.decode(_receive(size), type=tuple[Limits, list[Any]])
+def _work(function: Callable[..., Any], server: socket.socket) -> None:
+    size = int.from_bytes(server.recv(8, socket.MSG_WAITALL), "little")
+    limits, arguments = msgspec.msgpack.decode(
+        server.recv(size, socket.MSG_WAITALL), type=tuple[Limits, tuple[Any, ...]]
+    )
     _apply(limits)
     try:
         reply = msgspec.msgpack.encode((function(*arguments), None))
     except ModelyardError as error:
         reply = msgspec.msgpack.encode((None, (error.message, error.code, error.param)))
-    left = memoryview(reply)
-    while left:
-        left = left[os.write(3, left) :]
-    return 0
-
-
-def _receive(size: int) -> bytearray:
-    data = bytearray()
-    while len(data) < size:
-        if not (piece := os.read(3, min(size - len(data), 1 << 20))):
-            raise EOFError
-        data += piece
-    return data
+    server.sendall(reply)
 
 
 def _apply(limits: Limits) -> None:
@@ -410,22 +359,14 @@ def _apply(limits: Limits) -> None:
     limit(resource.RLIMIT_CPU, limits.cpu_s, 1)  # SIGXCPU, then SIGKILL
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, 1 << 16)  # of what it prints
-    used = _address_space()
-    if limits.opens_files or not used:
+    if limits.opens_files or sys.platform != "linux":
         limit(resource.RLIMIT_DATA, limits.memory)
     else:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         limit(resource.RLIMIT_AS, used + limits.memory)
     if not limits.opens_files:
         limit(resource.RLIMIT_NOFILE, 4)
-
-
-def _address_space() -> int:
-    """Zero if the system does not say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from modelyard.processes.sandbox import Limits, Stopped, pool, sandboxed
 Purpose = Literal["vocabulary", "weights"]
 
 _TIMEOUT_S = 60.0  # it takes half a second
+_POLL_S = 0.25
 _LIMITS = Limits(cpu_s=240, wall_s=_TIMEOUT_S, memory=8 << 30, opens_files=True)
 _DATA_STAGE = "computing with the weights"  # takes as long as the disk needs
 _DUPLICATE_TOKENS = "id_to_token.size() == token_to_id.size()"  # a failed assertion
@@ -68,8 +70,10 @@ def find_fault(
     if marker is not None and marker.exists():
         return None
     arguments = (purpose, [str(file) for file in files], str(library_folder()))
-    job = pool.submit(check or use_files, arguments, limits=_LIMITS, keep_waiting=keep_waiting)
+    job = pool.submit(check or use_files, arguments, _LIMITS)
     try:
+        while not wait((job.future,), _POLL_S).done:
+            job.is_cancelled = not keep_waiting()
         fault: str | None = job.future.result()
     except Stopped as stopped:
         fault = "loading was stopped" if stopped.why == "cancelled" else explain(stopped.code, stopped.output)
