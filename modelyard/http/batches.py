@@ -24,6 +24,7 @@ from modelyard.http.errors import write_error
 from modelyard.http.middleware import new_trace
 from modelyard.http.request_context import CONTEXT_KEY, RequestContext, read_body
 from modelyard.http.settings import HttpSettings
+from modelyard.processes.sandbox import current_client
 from modelyard.protocols.anthropic_messages import batches as anthropic
 from modelyard.protocols.anthropic_messages.reply import read_query, write_list
 from modelyard.protocols.common.json import JsonObject, encode
@@ -177,6 +178,7 @@ class LineExecutor:
             self._authenticator.act_for(context, key)
             context.allow_remote = context.allow_remote or batch.allow_remote
             context.reservation = self._admission.open(context.key)
+            current_client.set(context.key)
             await self._run(context, body, reply)
         except ModelyardError as error:
             context.failed(error)

@@ -16,6 +16,7 @@ from modelyard.http.auth import GOOGLE_KEY, Authenticator, is_workbench
 from modelyard.http.errors import as_modelyard_error, write_error
 from modelyard.http.request_context import CONTEXT_KEY, GEMINI_METHODS, RequestContext, is_gemini, send_error
 from modelyard.http.settings import HttpSettings
+from modelyard.processes.sandbox import current_client
 from modelyard.telemetry.log import current_trace, log_event, log_request
 from modelyard.telemetry.metrics import Metrics
 
@@ -139,6 +140,7 @@ class RequestMiddleware:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
             self._authenticator.admit(context)
+            current_client.set(context.key)
             if self._admission is not None:
                 context.reservation = self._admission.open(context.key)
             if method == "POST" and (handler := self._inference.get(path)) is not None:
