@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ from modelyard.http import server as front
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import PeerGateways
 from modelyard.http.auth import check_bind
+from modelyard.library.attempts import Attempts
 from modelyard.library.cache_dir import cache_dir
 from modelyard.mcp.servers import McpServers
 from modelyard.object_store import objects_path, open_object_store
@@ -54,6 +56,7 @@ from modelyard.server.model_library import Downloads, ModelLibrary
 from modelyard.server.running_servers import TEMPORARY_VARIABLE
 from modelyard.store import open_store
 from modelyard.telemetry.history import History
+from modelyard.telemetry.log import log_event
 from modelyard.telemetry.masking import add_paths, add_secrets
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.metrics_hub import MetricsPeer
@@ -63,6 +66,9 @@ from modelyard.workbench.app import WorkbenchApp
 from modelyard.workbench.peer_proxy import host_socket_path, is_host_process, process_socket_path
 from modelyard.workers.remote_pool import RemoteObjectStore, RemotePool, RemoteStore
 
+log = logging.getLogger("modelyard.server")
+
+_LOOK_S = 0.5  # at models that load
 _LARGE = 64 << 20  # bytes that requests have reserved and returned
 _LIMITS_APART = (
     "each gateway process counts the rate limits of this key by itself until the server is restarted: until then its "
@@ -250,15 +256,15 @@ def _build_http(
         accounts.open()
         await workbench.listen(built)
         on_ready()
-        for name, model in config.models.items():
-            if model.enabled:
-                scheduler.preload(name)
+        preloading = asyncio.create_task(_watch_loading(_preload(config, scheduler), scheduler))
         _tune_garbage_collector()
         collecting = asyncio.create_task(collect_garbage(gateway))
         if not env.get(TEMPORARY_VARIABLE):
             objects.batches.open()
         yield
-        collecting.cancel()
+        for task in (collecting, preloading):
+            task.cancel()
+        await asyncio.gather(preloading, return_exceptions=True)
         await _stop(gateway, scheduler, objects)  # not every ASGI server calls `ServerApp.stop` first
         await service.close()
         await gateway.close()
@@ -298,6 +304,7 @@ def _build_http(
         if isinstance(load_config, ConfigSources)
         else None,
         shares_scheduler=isinstance(scheduler, RemotePool),
+        set_aside=objects.batches.set_aside,
     )
     workbench = WorkbenchApp(
         host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
@@ -316,6 +323,32 @@ def _build_http(
     )
     built = front.build_app(context, lifespan)
     return built
+
+
+def _preload(config: Config, scheduler: Scheduler | RemotePool) -> dict[str, bool]:
+    """Load the enabled models, and return which were begun. One with which this process has died twice is left to its
+    first request."""
+    enabled = [name for name, model in config.models.items() if model.enabled]
+    begun = {name: isinstance(scheduler, RemotePool) or Attempts().begin(f"model {name}") for name in enabled}
+    for name, is_begun in begun.items():
+        if is_begun:
+            scheduler.preload(name)
+        else:
+            log_event(log, logging.ERROR, "a model was set aside: the server died twice while it loaded", model=name)
+    return {} if isinstance(scheduler, RemotePool) else begun
+
+
+async def _watch_loading(begun: dict[str, bool], scheduler: Scheduler | RemotePool) -> None:
+    try:
+        while begun:
+            await asyncio.sleep(_LOOK_S)
+            status = scheduler.status()
+            for name in [name for name in begun if name not in status or status[name].state in ("ready", "failed")]:
+                Attempts().end(f"model {name}")
+                del begun[name]
+    finally:
+        for name in [name for name, is_begun in begun.items() if is_begun]:
+            Attempts().end(f"model {name}")
 
 
 def _tune_garbage_collector() -> None:

@@ -69,6 +69,9 @@ class ApiClient:
     async def offer(self, repo: str) -> Json:
         return await self._admin("GET", f"hub/{quote(repo)}")
 
+    async def set_aside(self) -> list[str]:
+        return (await self._admin("GET", "set-aside"))["data"]  # type: ignore[no-any-return]
+
     async def downloads(self) -> list[Json]:
         return await self._list("downloads")
 
