@@ -1,19 +1,14 @@
-"""What one hostile key can do to the others: nothing. Each test is a bomb that once froze or filled a server.
-
-The event loop is watched by a task that wakes every 10 ms. Its thread's CPU time between two wakes does not depend on
-what else the machine does; the time on the clock is compared with what it was before the bomb.
-"""
+"""What one hostile key can do to the others: nothing. Each test is a bomb that once froze or filled a server."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import time
 from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +23,7 @@ from modelyard.processes.sandbox import MAX_CHILDREN
 from tests.cli_process import serve
 from tests.e2e.helpers import config, raw_request, wait_until
 from tests.live_server import LiveServer, live_server
+from tests.loop_watch import never_stalls
 from tests.prompt.test_pdf_pages import pdf
 from tests.tokenizer.test_word_cache import split
 
@@ -36,36 +32,6 @@ KEYS = [
     {"name": "ada", "key": "sk-ada"},
     {"name": "poor", "key": "sk-poor", "token_budget": 500},
 ]
-STALL_S = 0.25
-
-
-class LoopWatch:
-    """The longest time between two wakes: CPU time of the loop's thread, and the clock."""
-
-    def __init__(self) -> None:
-        self.cpu = self.wall = 0.0
-
-    async def run(self) -> None:
-        cpu, wall = time.thread_time(), time.monotonic()
-        while True:
-            await asyncio.sleep(0.01)
-            now, clock = time.thread_time(), time.monotonic()
-            self.cpu, self.wall = max(self.cpu, now - cpu), max(self.wall, clock - wall)
-            cpu, wall = now, clock
-
-
-@contextmanager
-def never_stalls(server: LiveServer) -> Iterator[None]:
-    watch = LoopWatch()
-    running = asyncio.run_coroutine_threadsafe(watch.run(), server.loop)
-    time.sleep(0.5)
-    usual, watch.wall = watch.wall, 0.0
-    try:
-        yield
-    finally:
-        running.cancel()
-    assert watch.cpu < STALL_S, f"the event loop worked for {watch.cpu:.2f} s at a time"
-    assert watch.wall < max(2.0, 10 * usual), f"the event loop was held up for {watch.wall:.2f} s"
 
 
 def key(name: str) -> dict[str, str]:
