@@ -122,7 +122,10 @@ fuzz: install ## fuzz every interface for five minutes; ARGS="--minutes 60 --see
 soak: install ## an hour of moderate load, and what the server holds meanwhile; ARGS="--minutes 10 --svg soak.svg"
 	$(BIN)/python -m bench.soak $(ARGS)
 
+hostile: install ## two hostile keys beside three honest ones for ten minutes; ARGS="--minutes 2 --engine fake"
+	$(BIN)/python -m bench.hostile $(ARGS)
+
 bench-reuse: install ## run real agents and count the tokens that are evaluated again
 	$(BIN)/python -m bench.reuse $(ARGS)
 
-.PHONY: help install rebuild-engine serve test check test-clients test-compliance test-recipes test-cluster test-litellm vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak
+.PHONY: help install rebuild-engine serve test check test-clients test-compliance test-recipes test-cluster test-litellm vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak hostile

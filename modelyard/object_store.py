@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from modelyard.chat_store import default_path
-from modelyard.core.errors import NotFound, Unavailable
+from modelyard.core.errors import KeyLimited, NotFound, Unavailable
 from modelyard.database import Database, DatabaseKind, DatabaseThread
 from modelyard.store import StoreSettings, key_bytes
 
@@ -34,6 +34,29 @@ _SCHEMA = (
         UPDATE totals SET objects = objects - 1, bytes = bytes - length(old.value);
     END""",
 )
+# What each key has: `<kind>/<key>` begins the scope of its objects, and what belongs to no key has no "/". A file of an
+# older version has no such table; it is made at the first write, and older versions keep it up to date.
+_OWNER = """CASE instr({0}.scope, x'2f') WHEN 0 THEN x'' ELSE substr(
+    substr({0}.scope, instr({0}.scope, x'2f') + 1), 1,
+    instr(CAST(substr({0}.scope, instr({0}.scope, x'2f') + 1) || x'2f' AS BLOB), x'2f') - 1) END"""
+_OWNED = f"SELECT {_OWNER.format('o')}, count(*), sum(length(o.value)) FROM objects o GROUP BY 1"  # noqa: S608
+_MORE = (
+    "CREATE TABLE shares (owner BLOB PRIMARY KEY, objects INTEGER NOT NULL, bytes INTEGER NOT NULL)",
+    f"INSERT INTO shares {_OWNED}",
+    *(
+        f"""CREATE TRIGGER share_{name} AFTER {event} ON objects BEGIN
+            INSERT INTO shares VALUES ({_OWNER.format(row)}, {objects}, {size})
+            ON CONFLICT (owner) DO UPDATE SET objects = objects + excluded.objects, bytes = bytes + excluded.bytes;
+        END"""  # noqa: S608  names of ours
+        for name, event, row, objects, size in (
+            ("grew", "INSERT", "new", 1, "length(new.value)"),
+            ("changed", "UPDATE OF value", "new", 0, "length(new.value) - length(old.value)"),
+            ("shrank", "DELETE", "old", -1, "-length(old.value)"),
+        )
+    ),
+)
+_HAS_SHARES = "SELECT count(*) FROM sqlite_master WHERE name = 'shares'"
+_SHARE = "SELECT objects > ? OR bytes > ? FROM shares WHERE owner = ?"
 _KIND = DatabaseKind(0x4D594F42, _SCHEMA, "the file of conversations, files and batches", "store.objects")
 _GET = "SELECT value FROM objects WHERE scope = ? AND key = ? AND (expires IS NULL OR expires > ?)"
 _PUT = """INSERT INTO objects (scope, key, value, expires) VALUES (?, ?, ?, ?) ON CONFLICT (scope, key)
@@ -53,8 +76,18 @@ _SWEEP_S = 60.0  # between two searches for expired objects, if nothing is writt
 
 
 class SqliteObjectStore:
-    def __init__(self, path: Path, max_objects: int, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_objects: int,
+        max_bytes: int,
+        clock: Callable[[], float] = time.time,
+        *,
+        key_share: float = 1.0,
+    ) -> None:
+        """`key_share` is the part of it that one key may use."""
         self._max_objects, self._max_bytes, self._clock = max_objects, max_bytes, clock
+        self._key_share, self._has_shares = key_share, False
         self._database = Database(path, _KIND)
         self._thread = DatabaseThread(self._database, "objects")
         self._swept = 0.0
@@ -105,6 +138,10 @@ class SqliteObjectStore:
 
     def _write(self, db: sqlite3.Connection, scope: bytes, key: bytes, value: bytes, ttl_s: float | None) -> None:
         now = self._clock()
+        if not self._has_shares and not db.execute(_HAS_SHARES).fetchone()[0]:
+            for statement in _MORE:
+                db.execute(statement)
+        self._has_shares = True
         self._expire(db, now)
         db.execute(_PUT, (scope, key, value, None if ttl_s is None else now + ttl_s))
         if db.execute(_FULL, (self._max_objects, self._max_bytes)).fetchone()[0]:
@@ -114,6 +151,16 @@ class SqliteObjectStore:
                 code="store_full",
                 retry_after=60.0,
             )
+
+        if (owner := scope.partition(b"/")[2].partition(b"/")[0]) and self._key_share < 1:
+            bounds = int(self._max_objects * self._key_share), int(self._max_bytes * self._key_share)
+            if db.execute(_SHARE, (*bounds, owner)).fetchone()[0]:
+                raise KeyLimited(
+                    "the conversations, files and batches of this key would take more than its part of the store "
+                    f"({bounds[0]} objects, {bounds[1]} bytes): delete some, or set store.key_share higher",
+                    code="store_full",
+                    retry_after=60.0,
+                )
 
     def _delete(self, scope: bytes, key: bytes) -> bool:
         if self._database.is_absent:
@@ -163,4 +210,5 @@ def objects_path() -> Path:
 
 
 def open_object_store(settings: StoreSettings, default: Path) -> SqliteObjectStore:
-    return SqliteObjectStore(settings.objects or default, settings.max_objects, settings.max_object_bytes)
+    path, bounds = settings.objects or default, (settings.max_objects, settings.max_object_bytes)
+    return SqliteObjectStore(path, *bounds, key_share=settings.key_share)

@@ -47,6 +47,12 @@ class StoreSettings(BaseModel):
         description="Objects in that file; each item of a conversation and each line of a batch counts.",
     )
     max_object_bytes: int = Field(default=4 * 1024**3, gt=0, description="Bytes of all objects in that file.")
+    key_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="The part of max_objects and max_object_bytes that one API key may use.",
+    )
     object_ttl_s: float = Field(
         default=30 * 86_400,
         gt=0,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+from modelyard.accounts.admission import Admission
 from modelyard.accounts.file import AccountsFile, key_not_found, name_taken
 from modelyard.accounts.keys import Key, KeyRing, make_key, new_secret, secret_digest, secret_hint
 from modelyard.accounts.settings import KeyRules, NewKey
@@ -43,6 +44,7 @@ class Accounts:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.ring, self.ledger, self.currency = KeyRing(configured, clock), UsageLedger(), currency
+        self.admission = Admission(self.ledger, clock)
         self.on_change: Callable[[], None] = lambda: None  # the keys or their limits have changed
         self.on_revoked: Callable[[str], None] = lambda _: None
         self._file, self._clock = file, clock

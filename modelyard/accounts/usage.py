@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from modelyard.accounts.keys import Key
 from modelyard.accounts.settings import BudgetPeriod
-from modelyard.core.errors import QuotaExceeded
+from modelyard.core.errors import KeyLimited, QuotaExceeded
 from modelyard.core.events import Usage
 
 DAY_S = 86_400
@@ -66,6 +66,8 @@ class BudgetUse(Struct):
     resets: float | None
     tokens: int = 0
     cost: float = 0.0
+    held_tokens: int = 0  # that running requests may still use
+    held_cost: float = 0.0
 
     def restart(self, now: float) -> None:
         """If the period is over, the next one begins."""
@@ -80,13 +82,36 @@ class BudgetUse(Struct):
         if key.cost_budget is not None and self.cost >= key.cost_budget:
             raise self._exceeded(f"{key.cost_budget:g} (its cost)", now)
 
-    def _exceeded(self, amount: str, now: float) -> QuotaExceeded:
+    def room(self, price: Price, prompt: int, output: int, choices: int) -> int:
+        """How many of `output` tokens each of `choices` replies to prompts of `prompt` tokens may have."""
+        key = self.key
+        if key.token_budget is not None:
+            output = min(output, (key.token_budget - self.tokens - self.held_tokens - prompt) // choices)
+        if key.cost_budget is not None:
+            left = key.cost_budget - self.cost - self.held_cost - price.cost(Usage(prompt))
+            one = price.output * choices / _MILLION
+            output = min(output, int(left / one + 1e-6) if one else output if left >= 0 else 0)
+        return max(0, output)
+
+    def no_room(self, prompt: int, now: float) -> QuotaExceeded | KeyLimited:
+        if self.held_tokens:
+            return KeyLimited(
+                f"the key {self.key.name!r} has not enough of its budget left beside its requests that wait or run: "
+                "wait for one of them, or send a smaller max_tokens",
+                retry_after=1.0,
+            )
+        budget = self.key.token_budget
+        amount = f"{self.key.cost_budget or 0:g} (its cost)" if budget is None else f"{budget} tokens"
+        left = "" if budget is None else f" but {max(0, budget - self.tokens)}, and the prompt has {prompt}"
+        return self._exceeded(amount, now, left)
+
+    def _exceeded(self, amount: str, now: float, left: str = "") -> QuotaExceeded:
         key, resets = self.key, self.resets
         if resets is None:
-            return QuotaExceeded(f"the key {key.name!r} has used its whole budget of {amount}; it does not reset")
+            return QuotaExceeded(f"the key {key.name!r} has used its budget of {amount}{left}; it does not reset")
         when = datetime.fromtimestamp(resets, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        message = f"the key {key.name!r} has used its budget of {amount} a {key.budget_period}; it resets at {when}"
-        return QuotaExceeded(message, retry_after=resets - now)
+        used = f"the key {key.name!r} has used its budget of {amount} a {key.budget_period}{left}"
+        return QuotaExceeded(f"{used}; it resets at {when}", retry_after=resets - now)
 
 
 def day_of(now: float) -> int:
@@ -142,6 +167,29 @@ class UsageLedger:
         if (budget := self.budgets.get(key)) is not None:
             budget.restart(now)
             budget.check(now)
+
+    def hold(self, key: str, model: str, prompt: int, output: int, choices: int, now: float) -> tuple[int, int, float]:
+        """The tokens that each reply may have, and what is held of the budget until `free`. Raises if there is no room
+        for one."""
+        budget = self.budgets.get(key)
+        if budget is None:
+            return output, 0, 0.0
+        budget.restart(now)
+        price = self.prices.get(model) or Price()
+        most = budget.room(price, prompt, max(1, output), choices)
+        if most < 1:
+            raise budget.no_room(prompt, now)
+        most = min(most, output)
+        usage = Usage(prompt, 0, most * choices)
+        tokens, cost = usage.prompt + usage.output, price.cost(usage)
+        budget.held_tokens += tokens
+        budget.held_cost += cost
+        return most, tokens, cost
+
+    def free(self, key: str, tokens: int, cost: float) -> None:
+        if tokens and (budget := self.budgets.get(key)) is not None:
+            budget.held_tokens -= tokens
+            budget.held_cost -= cost
 
     def set_keys(self, keys: Iterable[Key], now: float) -> None:
         """A key with the same period keeps what it has used."""

@@ -196,7 +196,7 @@ def server_report(client: ServerClient) -> Json:
     found["since"] = local.created if local else None
     try:
         memory, requests = client.get("/v1/admin/gpu-memory"), client.get("/v1/admin/requests", limit=1000)
-        models = client.get("/v1/admin/models")["data"]
+        models, aside = client.get("/v1/admin/models")["data"], client.get("/v1/admin/set-aside")["data"]
     except (Forbidden, Unauthenticated) as error:
         return {**found, "note": error.message}
     now = time.time()
@@ -204,6 +204,7 @@ def server_report(client: ServerClient) -> Json:
         **found,
         "models": [model_summary(model, now) for model in models],
         "memory": {"ram": memory["ram"], "gpus": memory["gpus"]},
+        "set_aside": aside,
         "queue": {state: sum(one["state"] == state for one in requests["live"]) for state in ("running", "waiting")},
         "requests": _summary([one for one in requests["ended"] if one["at"] > now - 3600]),
     }
@@ -233,6 +234,8 @@ def status_rows(found: Json, now: float) -> Iterator[tuple[str, str]]:
     }
     parts = [f"{len(names)} {label} ({', '.join(names[:5])})" for label, names in by_state.items() if names]
     yield "models", "; ".join(parts) or "none is loaded"
+    if found["set_aside"]:
+        yield "set aside", f"{', '.join(found['set_aside'])}: the server died twice with it"
     ram, used = found["memory"]["ram"], sum(m["memory"] or 0 for m in models if m["state"] == "ready")
     gpus = "".join(
         f"; GPU {gpu['index']}: {format_size(gpu['free'])} of {format_size(gpu['total'])} free"

@@ -12,7 +12,7 @@ Structs created for every request are `gc=False`: values cannot be part of a ref
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
@@ -330,6 +330,13 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
+class Reservation(Protocol):
+    """What a request has reserved of the server's memory and of its key's budget: `modelyard.accounts.admission`."""
+
+    def grow(self, size: int) -> None: ...
+    def hold(self, model: str, prompt: int, output: int, choices: int = 1) -> int: ...
+
+
 class Caller(Struct, frozen=True, kw_only=True, gc=False):
     """Who sent the request, and to which endpoint. `key` names the API key (never its secret) and scopes all state."""
 
@@ -344,3 +351,4 @@ class Caller(Struct, frozen=True, kw_only=True, gc=False):
     deadline: float | None = None  # `time.monotonic`; queue and engine drop the request then
     idempotency: str | None = None  # the client's idempotency key
     priority: Priority | None = None  # of all its requests; None: each request's own
+    reservation: Reservation | None = None

@@ -10,6 +10,7 @@ NOT_PLUGINS = frozenset(
         "managed",
         "media_checks",
         "option_faults",
+        "tokenizer_check",
         "upstream",
         "upstream_client",
     }

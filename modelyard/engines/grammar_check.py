@@ -1,6 +1,4 @@
-"""Compiles a grammar in a child process first, which is killed if that takes too long or too much memory.
-
-    python -m modelyard.engines.grammar_check        JSON lines: {kind, text} in, {grammar} or {error} out
+"""Compiles a grammar in a child process of the pool first, which is killed if that takes too long or too much memory.
 
 A grammar of a few hundred characters can take the compiler minutes, and nothing can interrupt it: `multipleOf: 999983`,
 or a hundred patterns that must all match. So nothing is compiled in a server's process that a child has not compiled
@@ -12,119 +10,26 @@ The child also translates, because the translator from GBNF takes time that is q
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import select
-import signal
-import subprocess
-import sys
 import threading
-import time
-from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
-from modelyard.processes.parent_death import die_with_parent
-
-try:
-    import resource
-except ImportError:  # Windows: the child has no limit but that of the clock
-    resource = None  # type: ignore[assignment]
+from modelyard.core.errors import InvalidRequest
+from modelyard.processes.sandbox import Limits, sandboxed
 
 # The compiler recurses as deep as rules refer to each other, and an overflow of its stack kills the process. This stack
 # suffices for the deepest grammar of the maximum length. Untouched stack costs no memory.
 STACK_BYTES = 1 << 28
 # One spelling only: small models that may put white space anywhere never stop doing so.
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-CPU_S = 5  # of the child for one grammar; ten thousand characters of tools take about 0.1
-_WALL_S = 20.0  # on a busy machine
-_MAX_MEMORY = 1 << 30  # of the child, beyond its stacks
-_COMMAND = (sys.executable, "-P", "-m", "modelyard.engines.grammar_check")
-_IS_POSIX = os.name == "posix"
+# Ten thousand characters of tools take about 0.1 s.
+_LIMITS = Limits(cpu_s=5, wall_s=20, memory=(1 << 30) + 2 * STACK_BYTES)
 
 
-class TooExpensive(Exception):
-    """Why a grammar is not compiled."""
-
-
-class BadGrammar(Exception):
-    """Why a grammar cannot be translated."""
-
-
-# --- the parent -------------------------------------------------------------------------------------------------------
-
-
-class GrammarChecker:
-    """Owns one child. It is started for the first grammar, and again after one that killed it."""
-
-    def __init__(self, wall_s: float = _WALL_S) -> None:
-        self._wall_s = wall_s
-        self._child: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-
-    def translate(self, kind: str, text: str) -> str:
-        """The grammar in llguidance's own format. Blocks for as long as it takes to compile."""
-        line = json.dumps({"kind": kind, "text": text}).encode() + b"\n"
-        with self._lock:
-            if self._child is not None and self._child.poll() is not None:
-                self._end()
-            child = self._child = self._child or self._start()
-            try:
-                answer = self._ask(child, line)
-            except (OSError, TooExpensive):
-                self._end()
-                raise
-        if "error" in answer:
-            raise BadGrammar(answer["error"])
-        return str(answer["grammar"])
-
-    def close(self) -> None:
-        with self._lock:
-            self._end()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(  # noqa: S603 - our own module
-            die_with_parent(list(_COMMAND)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=_IS_POSIX,  # a Ctrl-C in the terminal is for the server
-        )
-
-    def _ask(self, child: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
-        assert child.stdin is not None  # noqa: S101
-        assert child.stdout is not None  # noqa: S101
-        try:
-            child.stdin.write(line)
-            child.stdin.flush()
-        except BrokenPipeError:
-            raise TooExpensive(_death(child.wait(1))) from None
-        deadline, received = time.monotonic() + self._wall_s, b""
-        while not received.endswith(b"\n"):
-            if _IS_POSIX and not select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TooExpensive(f"it takes longer than {self._wall_s:g} s")
-            data = os.read(child.stdout.fileno(), 1 << 16)
-            if not data:
-                raise TooExpensive(_death(child.wait(1)))
-            received += data
-        answer: dict[str, Any] = json.loads(received)
-        return answer
-
-    def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            with suppress(BrokenPipeError), child:  # closes the pipes and reaps it
-                pass
-
-
-def _death(code: int) -> str:
-    if _IS_POSIX and -code in (signal.SIGXCPU, signal.SIGKILL):
-        return f"it takes longer than {CPU_S} s"
-    return "it needs too much memory, or is nested too deeply"
-
-
-# --- the child --------------------------------------------------------------------------------------------------------
+def _load_library() -> None:
+    for module in ("llguidance", "llguidance.gbnf_to_lark", "llguidance._tokenizer"):
+        import_module(module)
 
 
 def translated(kind: str, text: str) -> str:
@@ -172,40 +77,26 @@ def compile_with_bytes(grammar: str) -> None:
     LLMatcher(LLTokenizer(TokenizerWrapper(vocabulary), slices=[]), grammar, log_level=0)
 
 
-def _answer(line: str) -> dict[str, str]:
-    request = json.loads(line)
-    try:
-        grammar = translated(request["kind"], request["text"])
-    except Exception as error:  # the converters raise plain exceptions
-        return {"error": str(error)}
-    compile_with_bytes(grammar)
-    return {"grammar": grammar}
+@sandboxed(_LIMITS, _load_library)
+def translate(kind: str, text: str) -> str:
+    """The grammar in llguidance's own format, which was compiled once. InvalidRequest: it cannot be translated."""
+    result: list[str | InvalidRequest] = []
 
+    def work() -> None:
+        try:
+            grammar = translated(kind, text)
+        except Exception as error:  # the converters raise plain exceptions
+            result.append(InvalidRequest(str(error)))
+            return
+        compile_with_bytes(grammar)
+        result.append(grammar)
 
-def _limit_cpu() -> None:
-    """From now on; the limit counts from the start of the process."""
-    if resource is not None:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + CPU_S + 1, hard))
-
-
-def _serve() -> None:
-    if resource is not None:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY + 2 * STACK_BYTES, _MAX_MEMORY + 2 * STACK_BYTES))
-    for line in sys.stdin:
-        _limit_cpu()
-        sys.stdout.write(json.dumps(_answer(line)) + "\n")
-        sys.stdout.flush()
-
-
-def main() -> None:
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve)
+    before = threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=work)
     thread.start()
+    threading.stack_size(before)
     thread.join()
-
-
-if __name__ == "__main__":
-    main()
+    (made,) = result
+    if isinstance(made, InvalidRequest):
+        raise made
+    return made

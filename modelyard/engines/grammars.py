@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.limits import MAX_GRAMMAR, MAX_SCHEMA
 from modelyard.core.request import Constraint
-from modelyard.engines.grammar_check import STACK_BYTES, BadGrammar, GrammarChecker, TooExpensive
+from modelyard.engines.grammar_check import STACK_BYTES, translate
+from modelyard.processes.sandbox import Stopped, pool
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -35,7 +36,6 @@ class Grammars:
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._load_tokenizer = load_tokenizer
         self._compiled: dict[tuple[str, str], LLMatcher | InvalidRequest] = {}  # the most recently used last
-        self._checker = GrammarChecker()
         self._pool: ThreadPoolExecutor | None = None
 
     @cached_property
@@ -52,7 +52,6 @@ class Grammars:
         """Waits for the running compilation; cancels the others."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        self._checker.close()
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """A new matcher at the start of the grammar. A grammar that was refused is refused again without work."""
@@ -90,11 +89,11 @@ class Grammars:
         if not constraint.text and constraint.kind in ("tools", "lark"):
             raise no_tool_grammar()
         try:
-            grammar = self._checker.translate(constraint.kind, constraint.text)
-        except BadGrammar as error:
-            raise bad_grammar(constraint, str(error)) from error
-        except TooExpensive as error:
-            raise bad_grammar(constraint, f"{error}; use a simpler one") from error
+            grammar = pool.call(translate, constraint.kind, constraint.text)
+        except InvalidRequest as error:
+            raise bad_grammar(constraint, error.message) from error
+        except Stopped as stopped:
+            raise bad_grammar(constraint, f"{stopped.why}; use a simpler one") from None
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits())
         if matcher.is_error():
             raise bad_grammar(constraint, matcher.get_error())

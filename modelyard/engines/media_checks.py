@@ -1,7 +1,7 @@
 """What a client's image or sound has to pass before libmtmd decodes it, here or in llama-server.
 
 libmtmd allocates what a file's header says, and the process ends if that fails. It also ignores which side of a photo
-is up, and what is transparent: Pillow applies both, if it is installed.
+is up, and what is transparent: Pillow applies both, if it is installed, in a child process of the pool.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import imagesize
 
 from modelyard.core.errors import InvalidRequest
+from modelyard.processes.sandbox import Limits, Stopped, pool, sandboxed
 
 _MAX_PIXELS = 1 << 26  # a small file may hold a picture that fills the memory
 _MAX_RATIO = 200  # processors scale the longer side, and nothing remains of the other one
@@ -23,7 +24,7 @@ _HEAD = 1 << 16  # the bytes of a file in which its metadata is looked for
 _ORIENTATION = 0x0112
 
 _MAX_SECONDS, _MIN_SECONDS = 2 * 60 * 60, 0.001  # libmtmd has an assertion against a sound of one sample
-_MIN_RATE = 1000
+_MIN_RATE, _MAX_CHUNKS = 1000, 10_000
 _ADPCM, _EXTENSIBLE = (0x02, 0x11), 0xFFFE
 
 
@@ -36,9 +37,11 @@ def checked_image(data: bytes) -> bytes:
     _check_size(width, height)
     if width and data.startswith(_KNOWN_IMAGES) and not _needs_pillow(data):
         return data
-    pillow = _pillow()
-    if pillow is not None:
-        return _converted(data, pillow)
+    if _pillow() is not None:
+        try:
+            return pool.call(convert, data) or data
+        except Stopped as stopped:
+            raise _invalid("image", f"an image cannot be read: {stopped.why}") from None
     if width and data.startswith(_KNOWN_IMAGES):
         return data
     raise _invalid(
@@ -86,8 +89,15 @@ def _pillow() -> Any:
         return None
 
 
-def _converted(data: bytes, pillow: Any) -> bytes:
-    """Upright, on white, as PNG; the same bytes if libmtmd reads them so."""
+def _load_pillow() -> None:
+    import_module("PIL.ImageOps")
+    _pillow().init()
+
+
+@sandboxed(Limits(cpu_s=30, memory=1536 << 20), _load_pillow)
+def convert(data: bytes) -> bytes | None:
+    """Upright, on white, as PNG; None if libmtmd reads the image so."""
+    pillow = _pillow()
     try:
         image = pillow.open(io.BytesIO(data))
         _check_size(*image.size)
@@ -95,7 +105,7 @@ def _converted(data: bytes, pillow: Any) -> bytes:
         shown = _on_white(upright, pillow)
         is_same = image.getexif().get(_ORIENTATION, 1) in (0, 1) and shown is upright
         if is_same and data.startswith(_KNOWN_IMAGES):
-            return data
+            return None
         converted = io.BytesIO()
         shown.convert("RGB").save(converted, "PNG", compress_level=1)
     except InvalidRequest:
@@ -164,7 +174,9 @@ def _after_tags(data: bytes) -> int:
 def _wave_length(data: bytes) -> tuple[int, int]:
     """Samples of one channel, and samples per second. A size that is beyond the file's end means the rest of it."""
     at, form, rate, frame, counted = 12, 0, 0, 1, 0
-    while at + 8 <= len(data):
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(data):
+            break
         name, size = struct.unpack_from("<4sI", data, at)
         at += 8
         if name == b"fmt ":

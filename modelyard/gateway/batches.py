@@ -24,14 +24,14 @@ import msgspec
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
-from modelyard.core.batch import Batch, BatchFault, BatchLine, BatchRow, BatchStatus, LineFault, Outcome
-from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound
+from modelyard.core.batch import Batch, BatchFault, BatchLine, BatchRow, BatchStatus, Outcome
+from modelyard.core.errors import Conflict, InvalidRequest, KeyLimited, ModelyardError, NotFound
 from modelyard.core.events import Usage
 from modelyard.core.store import ObjectStore
-from modelyard.gateway.files import Files, in_chunks, read_chunks, read_lines
+from modelyard.gateway.batch_lines import read_line, read_lines
+from modelyard.gateway.files import Files, in_chunks, read_chunks
 from modelyard.gateway.records import OwnerProcess, Records
 from modelyard.protocols import openai_batches
-from modelyard.protocols.anthropic_messages.batches import read_batch_line
 from modelyard.telemetry.log import log_event
 
 log = logging.getLogger("modelyard.gateway")
@@ -39,10 +39,12 @@ log = logging.getLogger("modelyard.gateway")
 Api = Literal["openai", "anthropic"]
 
 _OPEN = "open-batches"  # the scope of the list of open work
+SET_ASIDE = "set-aside-batches"  # of those that are not run again
 _POLL_S, _IDLE_POLL_S = 1.0, 5.0
 _REPORT_S = 1.0  # between two writes of the counts
 _LISTED = 1000  # open batches, the oldest first
 _MAX_CLAIMED = 16  # batches that a process runs at once
+_PROVEN_S = 60.0  # after so long a batch is not suspected of the last process's death
 _ROWS = 50  # results read at once
 _WAIT_S = (1.0, 30.0)  # the shortest and the longest wait before a line is sent again
 _ATTEMPTS = 4  # of a line whose model cannot be reached
@@ -53,6 +55,8 @@ _NO_RESULT: dict[str, tuple[Outcome, str, str]] = {
 }
 
 
+MAX_DEATHS = 2  # of processes, until a batch is not run again
+_SET_ASIDE = BatchFault("set_aside", f"the server died {MAX_DEATHS} times while it ran this batch: it is not run again")
 _FILE_DELETED = BatchFault("file_deleted", "the input file was deleted before all of its requests were run")
 
 
@@ -63,6 +67,7 @@ class BatchSettings(BaseModel):
         default=200 * 1024**2, gt=0, description="Largest uploaded file, and largest body of a batch of Messages."
     )
     max_requests: int = Field(default=50_000, gt=0, description="Requests in one batch.")
+    max_open: int = Field(default=50, gt=0, description="Batches of one key that have not ended.")
     concurrency: int = Field(
         default=8,
         gt=0,
@@ -82,11 +87,13 @@ class LineReply(msgspec.Struct, frozen=True):
 
 
 class OpenBatch(msgspec.Struct, frozen=True):
-    """An entry in the list of open work. `owner` is the process that runs it."""
+    """An entry in the list of open work. `owner` is the process that runs it; `deaths` counts those that died with
+    it, or were killed because they hung."""
 
     api: Api
     key: str
     owner: str = ""
+    deaths: int = 0
 
 
 Execute = Callable[[Batch, bytes, str], Awaitable[LineReply]]  # a request of this body with this API key
@@ -99,9 +106,17 @@ class Batches:
     """`execute` runs one request; it is set before `open`."""
 
     def __init__(
-        self, store: ObjectStore, files: Files, owner: OwnerProcess, settings: BatchSettings, ttl_s: float
+        self,
+        store: ObjectStore,
+        files: Files,
+        owner: OwnerProcess,
+        settings: BatchSettings,
+        ttl_s: float,
+        max_line: int,
     ) -> None:
+        """`max_line` is the most bytes of a request."""
         self._store, self._files, self._owner, self.settings, self._ttl = store, files, owner, settings, ttl_s
+        self._max_line = max_line
         self._records: dict[Api, Records[Batch]] = {
             "openai": Records(store, "batches", Batch, "batch", ttl_s),
             "anthropic": Records(store, "message-batches", Batch, "batch", ttl_s),
@@ -118,6 +133,12 @@ class Batches:
     async def create(self, batch: Batch, key: str, lines: AsyncIterator[bytes] | None = None) -> Batch:
         """`lines` are the requests, if they are not in a file."""
         records = self._records[batch.api]
+        if sum(entry.key == key for _, _, entry in await self._open_batches()) >= self.settings.max_open:
+            raise KeyLimited(
+                f"{self.settings.max_open} batches of this key have not ended, which are the most (batches.max_open): "
+                "wait for one of them, or cancel it",
+                retry_after=60.0,
+            )
         if lines is None:
             await self._check_input(batch.input_file, key)
         else:
@@ -177,7 +198,8 @@ class Batches:
         outcome, code, message = _NO_RESULT[batch.ending]
         async for number, line in self._lines(batch, key):
             if number not in done:
-                yield BatchRow(number, _custom_id(batch, line), outcome, code=code, message=message)
+                read = await read_line(batch, line, number, set())
+                yield BatchRow(number, read.custom_id, outcome, code=code, message=message)
 
     async def _stored_rows(self, batch: Batch, key: str) -> AsyncIterator[BatchRow]:
         scope, after = self._rows_scope(batch, key), ""
@@ -191,8 +213,9 @@ class Batches:
 
     def _lines(self, batch: Batch, key: str) -> AsyncIterator[tuple[int, bytes]]:
         if batch.api == "openai":
-            return read_lines(self._files.content(batch.input_file, key))
-        return read_lines(read_chunks(self._store, f"{self._records[batch.api].parts(batch.id, key)}/input"))
+            return read_lines(self._files.content(batch.input_file, key), self._max_line)
+        chunks = read_chunks(self._store, f"{self._records[batch.api].parts(batch.id, key)}/input")
+        return read_lines(chunks, self._max_line)
 
     # --- the list of open work ----------------------------------------------------------------------------------------
 
@@ -224,23 +247,50 @@ class Batches:
                 run.task.cancel()  # another process has it
             elif (batch := await self._records[entry.api].find(id, entry.key)) and batch.status == "cancelling":
                 run.end("cancelled")
-        for id, value in await self._store.page(_OPEN, limit=_LISTED):
-            entry = _open.decode(value)
-            if id in self._claimed or len(self._claimed) >= _MAX_CLAIMED:
+            elif run.entry.deaths and time.monotonic() - run.began > _PROVEN_S:
+                run.entry = replace(entry, deaths=0)
+                await self._store.swap(_OPEN, id, found or b"", _encode_open.encode(run.entry))
+        waiting = [found for found in await self._open_batches() if found[0] not in self._claimed]
+        while waiting and len(self._claimed) < _MAX_CLAIMED:
+            # The keys take turns, and there is always room for one that comes later. Of batches with which a process
+            # has died one runs at a time, so that a second death is not counted for the others.
+            running = Counter(run.entry.key for run in self._claimed.values())
+            id, value, entry = min(waiting, key=lambda found: running[found[2].key])
+            waiting.remove((id, value, entry))
+            if running[entry.key] >= max(1, _MAX_CLAIMED // (len(running) + 1)):
                 continue
-            if entry.owner != self._owner.id and await self._owner.is_alive(entry.owner):
+            is_mine = entry.owner == self._owner.id
+            if not is_mine and await self._owner.is_alive(entry.owner):
+                continue
+            died = replace(entry, owner=self._owner.id, deaths=entry.deaths + bool(entry.owner and not is_mine))
+            if died.deaths and any(run.entry.deaths for run in self._claimed.values()):
                 continue
             await self._owner.hold()
-            mine = _encode_open.encode(replace(entry, owner=self._owner.id))
-            if await self._store.swap(_OPEN, id, value, mine):
-                self._claimed[id] = _BatchRun(self._run(id, entry))
+            if await self._store.swap(_OPEN, id, value, _encode_open.encode(died)):
+                self._claimed[id] = _BatchRun(self._run(id, died), died)
             else:
                 self._owner.release()
+
+    async def _open_batches(self) -> list[tuple[str, bytes, OpenBatch]]:
+        """The oldest first."""
+        found, after = list[tuple[str, bytes, OpenBatch]](), ""
+        while page := await self._store.page(_OPEN, after=after, limit=_LISTED):
+            found += [(id, value, _open.decode(value)) for id, value in page]
+            after = page[-1][0]
+            if len(page) < _LISTED:
+                break
+        return found
 
     async def _run(self, id: str, entry: OpenBatch) -> None:
         try:
             batch = await self._records[entry.api].find(id, entry.key)
-            if batch is not None:
+            if batch is not None and entry.deaths >= MAX_DEATHS:
+                log_event(log, logging.ERROR, "a batch was set aside", batch=id, key=entry.key, why=_SET_ASIDE.message)
+                await self._store.put(SET_ASIDE, id, _encode_open.encode(entry), self._ttl)
+                await self._change(
+                    batch, entry.key, lambda found: replace(_entering(found, "failed"), faults=(_SET_ASIDE,))
+                )
+            elif batch is not None:
                 await self._advance(batch, entry.key, self._claimed[id])
             await self._store.delete(_OPEN, id)
         except asyncio.CancelledError:
@@ -253,6 +303,10 @@ class Batches:
             del self._claimed[id]
             self._owner.release()
             self._news.set()
+
+    async def set_aside(self) -> list[str]:
+        """The batches with which processes died again and again."""
+        return [id for id, _ in await self._store.page(SET_ASIDE, limit=_LISTED)]
 
     async def _put_back(self, id: str, entry: OpenBatch) -> None:
         mine = _encode_open.encode(replace(entry, owner=self._owner.id))
@@ -294,23 +348,22 @@ class Batches:
 
     async def _validate(self, batch: Batch, key: str) -> Batch:
         """Only what no line can be blamed for fails the whole batch."""
-        total, model = 0, None
-        async for _, line in self._lines(batch, key):
-            total += 1
-            if model is None:
-                with contextlib.suppress(LineFault):
-                    model = openai_batches.read_line_model(_read_line(batch, line).body)
-        most, fault = self.settings.max_requests, None
+        total, model, most, fault = 0, None, self.settings.max_requests, None
+        async for number, line in self._lines(batch, key):
+            if (total := total + 1) > most:
+                break
+            if model is None and isinstance(read := await read_line(batch, line, number, set()), BatchLine):
+                model = openai_batches.read_line_model(read.body)
         if total == 0:
             fault = BatchFault("empty_file", "the input file has no requests, or it was deleted")
         elif total > most:
-            fault = BatchFault("too_many_requests", f"the input file has {total} requests; the most are {most}")
+            fault = BatchFault("too_many_requests", f"the input file has more than {most} requests, which are the most")
 
         def change(found: Batch) -> Batch | None:
+            if fault is not None:  # also of one that is cancelled: its lines are not even counted
+                return replace(_entering(found, "failed"), faults=(fault,))
             if found.status != "validating":
                 return replace(found, total=total, model=model)
-            if fault is not None:
-                return replace(_entering(found, "failed"), faults=(fault,))
             return replace(_entering(found, "in_progress"), total=total, model=model)
 
         return await self._change(batch, key, change)
@@ -326,7 +379,7 @@ class Batches:
         seen: set[str] = set()
         try:
             async for number, line in self._lines(batch, key):
-                read = _read_line_or_fault(batch, line, number, seen)
+                read = await read_line(batch, line, number, seen)
                 if number in run.done:
                     continue
                 if not await run.acquire(self._slots):
@@ -412,8 +465,8 @@ class Batches:
 class _BatchRun:
     """A batch that this process runs: its lines in progress, and the results so far."""
 
-    def __init__(self, work: Awaitable[None]) -> None:
-        self.task = asyncio.ensure_future(work)
+    def __init__(self, work: Awaitable[None], entry: OpenBatch) -> None:
+        self.task, self.entry, self.began = asyncio.ensure_future(work), entry, time.monotonic()
         self.done: set[int] = set()
         self.counts, self.usage, self.is_counted = Counter[str](), Usage(), True
         self.ending: BatchStatus | None = None  # set when the lines that are left are not run
@@ -477,30 +530,6 @@ def _finalizing(batch: Batch, ending: BatchStatus) -> Batch | None:
         return None
     batch = _entering(batch, "cancelling" if ending == "cancelled" else "finalizing", ending=ending)
     return batch if ending != "failed" else replace(batch, faults=(_FILE_DELETED,))
-
-
-def _read_line(batch: Batch, line: bytes) -> BatchLine:
-    return openai_batches.read_line(line, batch.endpoint) if batch.api == "openai" else read_batch_line(line)
-
-
-def _read_line_or_fault(batch: Batch, line: bytes, number: int, seen: set[str]) -> BatchLine | BatchRow:
-    """A line that cannot be run has its result at once."""
-    try:
-        read = _read_line(batch, line)
-        if read.custom_id in seen:
-            raise LineFault("duplicate_custom_id", f"the custom_id {read.custom_id!r} is used twice", read.custom_id)
-    except LineFault as fault:
-        message = f"line {number}: {fault.message}"
-        return BatchRow(number, fault.custom_id, "errored", code=fault.code, message=message)
-    seen.add(read.custom_id)
-    return read
-
-
-def _custom_id(batch: Batch, line: bytes) -> str | None:
-    try:
-        return _read_line(batch, line).custom_id
-    except LineFault as fault:
-        return fault.custom_id
 
 
 def _sum(usage: Usage, row: BatchRow) -> Usage:

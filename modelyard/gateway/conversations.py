@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from modelyard.core.errors import NotFound
+from modelyard.core.errors import NotFound, TooLarge
 from modelyard.core.request import Request
 from modelyard.core.store import ObjectStore
 from modelyard.gateway.records import Records, new_id
@@ -16,6 +16,7 @@ from modelyard.protocols.common.openai_fields import Metadata, PageQuery, field_
 from modelyard.protocols.openai_responses.conversations import complete_items, prepend_items, write_input
 
 _PAGE = 100
+_MAX_BYTES = 64 << 20  # of the items that a request continues
 
 
 class StoredConversation(msgspec.Struct, frozen=True):
@@ -78,11 +79,13 @@ class Conversations:
         """The request with the items of its conversation in front."""
         if request.conversation is None:
             return request
-        items: list[bytes] = []
+        items, size = list[bytes](), 0
         query = PageQuery("", _PAGE, newest_first=False)
         while True:
             page, has_more = await self.items(request.conversation, key, query)
             items += [value for _, value in page]
+            if (size := size + sum(len(value) for _, value in page)) > _MAX_BYTES:
+                raise TooLarge(f"the conversation has more than {_MAX_BYTES} bytes: delete items, or start a new one")
             if not has_more:
                 return prepend_items(items, request)
             query = PageQuery(page[-1][0], _PAGE, newest_first=False)

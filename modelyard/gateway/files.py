@@ -11,15 +11,16 @@ import msgspec
 from msgspec.structs import replace
 
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, TooLarge
-from modelyard.core.request import FILE_ID, Audio, Document, Image, Part, Request, ResultPart, Text, ToolResult
+from modelyard.core.request import FILE_ID, Audio, Caller, Document, Image, Part, Request, ResultPart, Text, ToolResult
 from modelyard.core.store import FileRecord, ObjectStore
 from modelyard.gateway.records import Records, new_id
+from modelyard.gateway.request_work import run_sized
 from modelyard.protocols.common.openai_fields import PageQuery
 
 CHUNK = 1 << 20  # bytes
 _PAGE = 8  # chunks read at once
 _LISTED = 1000  # records read at once
-_MAX_INLINE = 32 << 20  # bytes of a file that a request names
+_MAX_INLINE = 32 << 20  # bytes of all files that a request names
 _UPLOAD_TTL_S = 86_400.0  # of one that is not finished
 _KINDS = (
     (b"%PDF", "application/pdf"),
@@ -129,12 +130,26 @@ class Files:
     def content(self, id: str, key: str) -> AsyncIterator[bytes]:
         return read_chunks(self._store, self._records.parts(id, key))
 
-    async def inline(self, request: Request, key: str, *, is_remote: bool) -> Request:
+    async def inline(self, request: Request, caller: Caller, *, is_remote: bool) -> Request:
         """With the uploaded files that the request names by their ids. A remote service may know other ids."""
+        key = caller.key
         found: dict[Part, Part] = {}
+        files: dict[str, FileRecord] = {}
+        total = 0
         for part, is_result in _named_files(request):
             try:
-                found[part] = await self._inlined(part, key)
+                id = part.url.removeprefix(FILE_ID)
+                file = files[id] = files.get(id) or await self.get(id, key)
+                if total + file.bytes > _MAX_INLINE:  # counted as often as it is named: the prompt has it as often
+                    raise TooLarge(
+                        f"the files that this request names have {total + file.bytes} bytes or more, with {id!r}; at "
+                        f"most {_MAX_INLINE} fit into a request"
+                    )
+                if caller.reservation is not None:
+                    caller.reservation.grow(file.bytes)
+                total += file.bytes
+                if part not in found:
+                    found[part] = await self._inlined(part, file, key)
             except ModelyardError as error:
                 if isinstance(error, NotFound) and is_remote:
                     continue
@@ -149,26 +164,11 @@ class Files:
         messages = tuple(replace(m, parts=tuple(_inline_part(p, found) for p in m.parts)) for m in request.messages)
         return replace(request, messages=messages)
 
-    async def _inlined(self, part: Image | Document, key: str) -> Part:
+    async def _inlined(self, part: Image | Document, file: FileRecord, key: str) -> Part:
         """An image, a sound, a PDF, or the text of any other file."""
-        id = part.url.removeprefix(FILE_ID)
-        file = await self.get(id, key)
-        if file.bytes > _MAX_INLINE:
-            raise TooLarge(f"the file {id!r} has {file.bytes} bytes; at most {_MAX_INLINE} fit into a request")
-        data = b"".join([chunk async for chunk in self.content(id, key)])
-        kind = _kind(data)
+        data = b"".join([chunk async for chunk in self.content(file.id, key)])
         name = part.name if isinstance(part, Document) and part.name else file.filename
-        if kind:
-            url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-            detail = part.detail if isinstance(part, Image) else None
-            if kind.startswith("audio/"):
-                return Audio(url)
-            return Image(url, detail) if kind.startswith("image/") else Document(url, name)
-        try:
-            return Text(f"{name}:\n\n{data.decode()}")
-        except UnicodeDecodeError:
-            problem = f"the file {id!r} is neither an image nor a sound nor a PDF nor text"
-            raise InvalidRequest(problem, code="invalid_document", param="file_id") from None
+        return await run_sized(len(data), _as_part, part, data, name, file.id)
 
     async def page(self, key: str, query: PageQuery, purpose: str | None) -> tuple[list[FileRecord], bool]:
         found: list[FileRecord] = []
@@ -178,6 +178,20 @@ class Files:
             found += [record for record in page if purpose is None or record.purpose == purpose]
             after = page[-1].id if page else ""
         return found[: query.limit], has_more or len(found) > query.limit
+
+
+def _as_part(part: Image | Document, data: bytes, name: str, id: str) -> Part:
+    if kind := _kind(data):
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        detail = part.detail if isinstance(part, Image) else None
+        if kind.startswith("audio/"):
+            return Audio(url)
+        return Image(url, detail) if kind.startswith("image/") else Document(url, name)
+    try:
+        return Text(f"{name}:\n\n{data.decode()}")
+    except UnicodeDecodeError:
+        problem = f"the file {id!r} is neither an image nor a sound nor a PDF nor text"
+        raise InvalidRequest(problem, code="invalid_document", param="file_id") from None
 
 
 def _kind(data: bytes) -> str:
@@ -210,19 +224,6 @@ async def read_chunks(store: ObjectStore, scope: str) -> AsyncIterator[bytes]:
         for _, chunk in page:
             yield chunk
         after = page[-1][0]
-
-
-async def read_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers, counted from 1."""
-    number, rest = 0, b""
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            number += 1
-            if line.strip():
-                yield number, line
-    if rest.strip():
-        yield number + 1, rest
 
 
 async def in_chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -57,6 +57,7 @@ from modelyard.core.errors import (
     InvalidRequest,
     ModelyardError,
     Timeout,
+    TooLarge,
     Unavailable,
     Unimplemented,
     Unsupported,
@@ -81,7 +82,16 @@ from modelyard.core.events import (
 from modelyard.core.limits import MAX_WARNINGS
 from modelyard.core.pool import Lease, LeaseProvider, LeaseRequest, RequestSnapshot, Ticket
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
-from modelyard.core.request import Caller, EmbeddingRequest, Infill, Message, Request, RerankRequest, Text
+from modelyard.core.request import (
+    Caller,
+    EmbeddingRequest,
+    Infill,
+    Message,
+    Request,
+    RerankRequest,
+    Reservation,
+    Text,
+)
 from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics, PromptRecord
 from modelyard.gateway.choices import MultiChoiceStream
@@ -101,6 +111,8 @@ from modelyard.gateway.model import (
     without_tool_media,
 )
 from modelyard.gateway.prepared_request import (
+    CHARS_PER_TOKEN,
+    OutputBudget,
     PreparedRequest,
     RenderedPrompt,
     estimated_tokens,
@@ -131,6 +143,7 @@ _HISTORY_REQUESTS = 1000
 # Larger inputs are handled in a thread, so that they do not block every stream. Each limit is 1 to 5 ms of work.
 _INLINE_CHARS = 20_000  # of uncached text to tokenize
 _INLINE_MESSAGES = 300  # messages and tools to render
+_MAX_EARLIER = 32 << 20  # characters of stored turns that a request continues
 _WARNING_CHARS = 500  # of a warning in the log
 _UNLIMITED = 1 << 40  # tokens
 
@@ -203,7 +216,13 @@ class Gateway:
             return request
         if (stored := stored or self.stored) is None:
             raise Unsupported("responses are not stored here: send the whole conversation as input", param="input")
-        return await stored.resume(request, key)
+        request = await stored.resume(request, key)
+        size = estimated_tokens(request) * CHARS_PER_TOKEN - len(body)
+        if size > _MAX_EARLIER:
+            raise TooLarge(f"the stored turns of this conversation have {size} characters; at most {_MAX_EARLIER} fit")
+        if work is not None and work.reservation is not None:
+            work.reservation.grow(max(0, size))
+        return request
 
     async def prepare(
         self,
@@ -233,6 +252,8 @@ class Gateway:
         prompts: list[RenderedPrompt] = []
         for ids, text in await self._render(request, model, target.window, work or RequestWork(0, caller.deadline)):
             prompts.append(RenderedPrompt(ids, text, output_budget(len(ids), requested, target.window, target.strict)))
+        if caller.reservation is not None:
+            request, prompts = _within_budget(request, prompts, caller.reservation, model, requested or target.window)
         constraint, warnings = request.constraint, request.warnings
         if constraint is not None or request.tools:
             structured = capabilities is None or capabilities.structured
@@ -385,7 +406,7 @@ class Gateway:
         media = media_kinds(request)
         if media:
             if self.files is not None:
-                request = await self.files.inline(request, caller.key, is_remote=model.remote)
+                request = await self.files.inline(request, caller, is_remote=model.remote)
                 media = media_kinds(request)
             request = await self._adapt_media(request, media, model, effective)
             media = media_kinds(request)
@@ -420,7 +441,7 @@ class Gateway:
                 return ()
         renderer = model.pipeline.renderer
         if request.prompts:
-            if sum(map(len, request.prompts)) + _infill_chars(request.infill) <= _INLINE_CHARS:
+            if sum(map(len, request.prompts)) + _infill_chars(request.infill) <= _inline_chars(model):
                 return _encode_raw(request, model, window)
             return await work.run(_encode_raw, request, model, window, partial(work.watch_window, window=window))
         is_large = work.size > INLINE_BYTES
@@ -428,7 +449,8 @@ class Gateway:
         text = None if is_long else renderer.quick_text(request)
         if text is None:
             text = await work.run(renderer.text, request)
-        if is_large or (len(text) > _INLINE_CHARS and renderer.fresh(text) > _INLINE_CHARS):
+        inline = _inline_chars(model)
+        if is_large or (len(text) > inline and renderer.fresh(text) > inline):
             return [(await work.run(renderer.tokens, text, work.watch_window(len(text), window)), text)]
         await end_of_stage()  # render
         ids = renderer.tokens(text)
@@ -588,7 +610,7 @@ class Gateway:
         `truncate` cuts a longer one before its last token, which may be the mark of its end."""
         if model.kind != "text" and model.text is None:
             return []
-        if chars > _INLINE_CHARS:
+        if chars > _inline_chars(model):
             work = work or RequestWork(0, caller.deadline)
             window = None if truncate else target.window
             batch = await work.run(encode, request, model, partial(work.watch_window, window=window))
@@ -620,6 +642,8 @@ class Gateway:
             trace=caller.trace,
             keep_alive=keep_alive,
         )
+        if caller.reservation is not None:
+            caller.reservation.hold(target.model, lease_request.tokens, 0)
         began, queued = time.perf_counter(), 0.0
         ticket = self.leases.request(lease_request)
         status, usage, failed = "end", Usage(), True
@@ -795,6 +819,26 @@ def _with_loaded_window(target: Target, engine: Engine | None) -> Target:
     if cache is None or cache.window == target.window:
         return target
     return msgspec.structs.replace(target, window=cache.window)
+
+
+def _within_budget(
+    request: Request, prompts: list[RenderedPrompt], reservation: Reservation, model: Model, most: int
+) -> tuple[Request, list[RenderedPrompt]]:
+    """With no more output than the budget of the key has left. `most` is what a server that renders by itself may
+    write."""
+    wanted = max((prompt.budget.max_tokens for prompt in prompts), default=most)
+    tokens = sum(len(prompt.ids) for prompt in prompts) if prompts else estimated_tokens(request)
+    allowed = reservation.hold(model.name, tokens, wanted, (len(prompts) or len(request.prompts) or 1) * request.n)
+    if allowed >= wanted:
+        return request, prompts
+    budget = OutputBudget(allowed, "max_tokens")
+    cut = [p if p.budget.max_tokens <= allowed else msgspec.structs.replace(p, budget=budget) for p in prompts]
+    return msgspec.structs.replace(request, max_tokens=min(allowed, request.max_tokens or allowed)), cut
+
+
+def _inline_chars(model: Model) -> int:
+    """What is tokenized on the event loop: nothing, if the tokenizer's pattern may take long for a short text."""
+    return _INLINE_CHARS if getattr(model.pipeline.tokenizer, "is_linear", True) else 0
 
 
 def _omitted_tools(request: Request, model: Model) -> Sequence[str]:

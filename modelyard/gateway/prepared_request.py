@@ -14,7 +14,7 @@ from modelyard.core.engine import Capabilities, Media, Prompt, ReasoningBudget, 
 from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.events import Usage
 from modelyard.core.pool import LeaseRequest
-from modelyard.core.request import Caller, Constraint, Message, Priority, Request, Sampling, Text, ToolCall
+from modelyard.core.request import Caller, Constraint, Message, Priority, Request, Sampling, Text, ToolCall, ToolResult
 from modelyard.gateway.model import Model
 from modelyard.gateway.server_tools import ServerTools
 from modelyard.prompt.images import request_media
@@ -47,15 +47,16 @@ def output_budget(prompt_tokens: int, requested: int | None, window: int, strict
     return OutputBudget(requested, "max_tokens")
 
 
-_CHARS_PER_TOKEN = 4
+CHARS_PER_TOKEN = 4
 
 
 def estimated_tokens(request: Request) -> int:
     """Of a prompt whose tokens only another server could count."""
-    parts = (part for message in request.messages for part in message.parts)
+    parts = [part for message in request.messages for part in message.parts]
+    parts += [each for part in parts if isinstance(part, ToolResult) for each in part.content]
     chars = sum(len(part.text) for part in parts if isinstance(part, Text))
-    prompts = sum(len(p) // (_CHARS_PER_TOKEN if isinstance(p, str) else 1) for p in request.prompts)
-    return prompts + chars // _CHARS_PER_TOKEN
+    prompts = sum(len(p) // (CHARS_PER_TOKEN if isinstance(p, str) else 1) for p in request.prompts)
+    return prompts + chars // CHARS_PER_TOKEN
 
 
 class RenderedPrompt(Struct, frozen=True, gc=False):

@@ -14,6 +14,8 @@ from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
 
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Timeout
+from modelyard.core.protocol import INLINE_BYTES
+from modelyard.core.request import Reservation
 from modelyard.library import cores
 from modelyard.tokenizer.slices import EXACT_CHARS
 
@@ -31,12 +33,13 @@ def _threads() -> ThreadPoolExecutor:
 
 
 class RequestWork:
-    """`size` is that of the request's body. `cancel` may be called at any time on the event loop."""
+    """`size` is that of the request's body, `reservation` what it may take. `cancel` may be called at any time on the
+    event loop."""
 
-    __slots__ = ("_future", "_reason", "deadline", "size")
+    __slots__ = ("_future", "_reason", "deadline", "reservation", "size")
 
-    def __init__(self, size: int = 0, deadline: float | None = None) -> None:
-        self.size, self.deadline = size, deadline
+    def __init__(self, size: int = 0, deadline: float | None = None, reservation: Reservation | None = None) -> None:
+        self.size, self.deadline, self.reservation = size, deadline, reservation
         self._reason: ModelyardError | None = None
         self._future: asyncio.Future[Any] | None = None
 
@@ -88,3 +91,10 @@ class RequestWork:
 
 async def run_in_request_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return await RequestWork().run(function, *args, **kwargs)
+
+
+async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run work on `size` bytes in a thread if it would block the event loop for long."""
+    if size > INLINE_BYTES:
+        return await run_in_request_thread(work, *args, **kwargs)
+    return work(*args, **kwargs)

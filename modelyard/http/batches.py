@@ -12,16 +12,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Scope
 
+from modelyard.accounts.admission import Admission
 from modelyard.core.batch import Batch
 from modelyard.core.errors import Conflict, ModelyardError
 from modelyard.gateway.batches import Batches, LineReply
 from modelyard.gateway.records import new_id
+from modelyard.gateway.request_work import run_sized
 from modelyard.http.auth import Authenticator
 from modelyard.http.connection import offer_callbacks
 from modelyard.http.errors import write_error
 from modelyard.http.middleware import new_trace
-from modelyard.http.request_context import CONTEXT_KEY, RequestContext, read_body, run_sized
+from modelyard.http.request_context import CONTEXT_KEY, RequestContext, read_body
 from modelyard.http.settings import HttpSettings
+from modelyard.processes.sandbox import current_client
 from modelyard.protocols.anthropic_messages import batches as anthropic
 from modelyard.protocols.anthropic_messages.reply import read_query, write_list
 from modelyard.protocols.common.json import JsonObject, encode
@@ -164,8 +167,8 @@ def _base_url(request: HttpRequest) -> str:
 class LineExecutor:
     """Runs a line of a batch in the handler of its endpoint, as a request of the batch's key at low priority."""
 
-    def __init__(self, handlers: Mapping[str, ASGIApp], authenticator: Authenticator) -> None:
-        self._handlers, self._authenticator = handlers, authenticator
+    def __init__(self, handlers: Mapping[str, ASGIApp], authenticator: Authenticator, admission: Admission) -> None:
+        self._handlers, self._authenticator, self._admission = handlers, authenticator, admission
 
     async def __call__(self, batch: Batch, body: bytes, key: str) -> LineReply:
         context = RequestContext(new_trace(), batch.endpoint, {}, priority="background")
@@ -174,11 +177,15 @@ class LineExecutor:
         try:
             self._authenticator.act_for(context, key)
             context.allow_remote = context.allow_remote or batch.allow_remote
+            context.reservation = self._admission.open(context.key)
+            current_client.set(context.key)
             await self._run(context, body, reply)
         except ModelyardError as error:
             context.failed(error)
             written = write_error(error, context)
             reply.status, reply.body = written.status, [written.body]
+        finally:
+            context.release()
         retry_after = reply.headers.get(b"retry-after", b"0").decode()
         return LineReply(
             reply.status,

@@ -270,6 +270,8 @@ class LimitedConnection(HttpToolsProtocol):
             return
         self._in_body, self._message_ended = False, True
         super().on_message_complete()
+        if len(self.pipeline) <= _MAX_UNPAUSED:
+            self.flow.resume_reading()  # uvicorn has paused it for a large body, and a disconnect would go unnoticed
 
     # --- a client that closes its side after the request ------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class InferenceEndpoint:
             if capture is not None:
                 capture.request(body)
             caller = context.caller()
-            work = RequestWork(len(body), caller.deadline)
+            work = RequestWork(len(body), caller.deadline, context.reservation)
             stop_watching = cancel_on_disconnect(scope, receive, work) if len(body) > LARGE_BYTES else None
             try:
                 request = await gateway.read(self._protocol, body, context.headers, context.key, work, stored)
@@ -142,7 +142,11 @@ class InferenceEndpoint:
         context, capture = exchange.context, exchange.capture
         background = None if exchange.stored is None else exchange.stored.background
 
+        reservation, context.reservation = context.reservation, None  # its run returns it
+
         def on_end(events: bytes) -> None:
+            if reservation is not None:
+                reservation.release()
             if capture is not None:
                 capture.response(events)
                 capture.close()

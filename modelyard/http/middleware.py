@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from modelyard.accounts.admission import Admission
 from modelyard.core.errors import ModelyardError, NotFound, TooLarge, Unavailable
 from modelyard.http.auth import GOOGLE_KEY, Authenticator, is_workbench
 from modelyard.http.errors import as_modelyard_error, write_error
@@ -22,6 +23,7 @@ from modelyard.http.request_context import (
     send_error,
 )
 from modelyard.http.settings import HttpSettings
+from modelyard.processes.sandbox import current_client
 from modelyard.telemetry.log import current_trace, log_event, log_request
 from modelyard.telemetry.masking import mask_keys
 from modelyard.telemetry.metrics import Metrics
@@ -124,9 +126,10 @@ class RequestMiddleware:
         authenticator: Authenticator,
         metrics: Metrics,
         workbench: ASGIApp | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self._app, self._inference, self._authenticator, self._metrics = app, inference, authenticator, metrics
-        self._workbench = workbench
+        self._workbench, self._admission = workbench, admission
         self.sockets: dict[str, ASGIApp] = {}  # path → the app of its WebSockets
         self.is_draining: Callable[[], bool] = lambda: False
         self._max_header_bytes = settings.max_header_bytes
@@ -149,6 +152,9 @@ class RequestMiddleware:
             self._authenticator.admit(context)
             if method not in _READING and self.is_draining():
                 raise _shutting_down()
+            current_client.set(context.key)
+            if self._admission is not None:
+                context.reservation = self._admission.open(context.key)
             if method == "POST" and (handler := self._inference.get(path)) is not None:
                 await handler(scope, receive, send)
             elif self._workbench is not None and is_workbench(path):
@@ -164,6 +170,7 @@ class RequestMiddleware:
                 raise
             await send_error(send, context, write_error(refusal, context))
         finally:
+            context.release()
             self._account(context, method, time.perf_counter() - context.arrived)
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:

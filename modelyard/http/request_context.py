@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from msgspec import Struct, field
 from starlette.types import Receive, Scope, Send
 
+from modelyard.accounts.admission import RequestReservation
 from modelyard.accounts.owner import Role
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.events import CacheReuse
@@ -47,13 +48,6 @@ def is_gemini(path: str, headers: Mapping[str, str] = {}) -> bool:
     return "x-goog-api-key" in headers or path.rpartition(":")[2] in GEMINI_METHODS
 
 
-async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run work on `size` bytes in a thread if it would block the event loop for long."""
-    if size > INLINE_BYTES:
-        return await run_in_request_thread(work, *args, **kwargs)
-    return work(*args, **kwargs)
-
-
 class RequestContext(Struct):
     """`path` has no trailing slash. `key` names the API key. `status` is the reply's status, 0 until it is sent.
 
@@ -76,6 +70,7 @@ class RequestContext(Struct):
     reuse: CacheReuse | None = None
     ignored: tuple[str, ...] = ()
     fallback: str = ""
+    reservation: RequestReservation | None = None
 
     @staticmethod
     def of(scope: Scope) -> RequestContext:
@@ -96,7 +91,13 @@ class RequestContext(Struct):
             deadline=None if timeout is None else _deadline(timeout),
             idempotency=headers.get("idempotency-key"),
             priority=self.priority,
+            reservation=self.reservation,
         )
+
+    def release(self) -> None:
+        """Return what the request has reserved."""
+        if self.reservation is not None:
+            self.reservation.release()
 
     def failed(self, error: ModelyardError) -> None:
         self.error = self.error or error.code or error.kind
@@ -142,8 +143,10 @@ async def read_body(
     limit, declared = limit or settings.max_body_bytes, context.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
+    reserve = (lambda _: None) if context.reservation is None else context.reservation.grow
     message = await receive()
     body: bytes = message.get("body", b"")
+    reserve(len(body))
     if message.get("more_body"):
         chunks, size = [body], len(body)
         while message.get("more_body"):
@@ -154,6 +157,7 @@ async def read_body(
             size += len(chunks[-1])
             if size > limit:
                 raise _too_large(limit)
+            reserve(len(chunks[-1]))
         body = b"".join(chunks)
     if len(body) > limit:
         raise _too_large(limit)

@@ -21,10 +21,11 @@ from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, ModelyardError, Overloaded, TooLarge
 from modelyard.gateway.background_responses import not_in_background
 from modelyard.gateway.conversations import Conversations, StoredConversation, new_item_id
+from modelyard.gateway.request_work import run_sized
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.http.connection import DisconnectCallbacks, offer_callbacks
 from modelyard.http.inference import RESPONSES_KEY, send_stored_events
-from modelyard.http.request_context import RequestContext, json_fault, read_body, run_sized
+from modelyard.http.request_context import RequestContext, json_fault, read_body
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.openai_errors import write_http_error

@@ -87,12 +87,13 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     )
     handlers = {route.path: route.app for route in inference}
     authenticator = Authenticator(settings, context.keys, context.owner)
+    admission = context.gateway.accounts.admission
     if context.batches is not None:
         runnable = {route.path: route.app for route in (*inference, *token_routes)}
-        context.batches.execute = LineExecutor(runnable, authenticator)
+        context.batches.execute = LineExecutor(runnable, authenticator, admission)
     metrics = context.gateway.metrics
     served = WithAdminApp(app, context.admin, settings)
-    middleware = RequestMiddleware(served, handlers, settings, authenticator, metrics, context.workbench)
+    middleware = RequestMiddleware(served, handlers, settings, authenticator, metrics, context.workbench, admission)
     middleware.is_draining = lambda: context.gateway.draining
     if context.gateway.stored is not None:
         middleware.sockets["/v1/responses"] = ResponsesSocket(middleware, context.gateway.stored, settings)

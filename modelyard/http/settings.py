@@ -41,6 +41,12 @@ class HttpSettings(BaseModel):
     max_body_bytes: int = Field(
         default=32 * 1024**2, gt=0, description="Largest request body; a larger one is answered 413."
     )
+    max_memory_bytes: int | None = Field(
+        default=None,
+        ge=64 * 1024**2,
+        description="Memory that all requests which wait or run may take, by an estimate from their sizes; one key may "
+        "take half of it. Unset: a quarter of the machine's, or of its container's.",
+    )
     max_json_depth: int = Field(default=64, gt=0, le=512, description="Deepest nesting of a JSON body.")
     max_header_bytes: int = Field(
         default=64 * 1024, ge=1024, description="Largest size of all request headers together."

@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core import limits
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.errors import InvalidRequest, TooLarge
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.gateway import Gateway
@@ -49,6 +49,8 @@ class TokenBody(msgspec.Struct, kw_only=True):
 
 _object_decoder = msgspec.json.Decoder(dict[str, Any])
 _body_decoder = msgspec.json.Decoder(TokenBody)
+_MAX_TOKENIZED, _MAX_PIECES = 8 << 20, 1 << 18  # bytes of a request to /tokenize; with the pieces of all tokens
+_PIECE_BYTES = 60  # a piece takes 400 bytes of memory, in a list and as JSON
 _TOKENIZE_COST = 12  # tokenizing a byte costs about as much as parsing a dozen
 
 
@@ -94,7 +96,7 @@ class JsonEndpoint:
             body = await read_body(receive, context, self._settings)
             if capture is not None:
                 capture.request(body)
-            work = RequestWork(len(body), context.caller().deadline)
+            work = RequestWork(len(body), context.caller().deadline, context.reservation)
             stop_watching = cancel_on_disconnect(scope, receive, work) if len(body) > LARGE_BYTES else None
             try:
                 reply = await self.handle(body, context, work)
@@ -179,9 +181,13 @@ class TokenEndpoint(JsonEndpoint):
         parsed = await _run(work, 1, decode, _body_decoder, body)
         target, model = await self._gateway.defined_model(parsed.model or DEFAULT_MODEL, context.caller())
         request = TokenRequest(parsed, model, target.window, body, context.headers, work)
-        if parsed.messages is not None:  # a template may take long, whatever the size of the request
-            return encode(await work.run(self.compute, request))
-        return encode(await _run(work, _TOKENIZE_COST, self.compute, request))
+        is_slow = not getattr(model.pipeline.tokenizer, "is_linear", True)
+        if is_slow or parsed.messages is not None:  # a template may take long, whatever the size of the request
+            return await work.run(self._encoded, request)
+        return await _run(work, _TOKENIZE_COST, self._encoded, request)
+
+    def _encoded(self, request: TokenRequest) -> bytes:
+        return encode(self.compute(request))
 
     def compute(self, request: TokenRequest) -> dict[str, Any]:
         raise NotImplementedError
@@ -190,6 +196,8 @@ class TokenEndpoint(JsonEndpoint):
 class Tokenize(TokenEndpoint):
     def compute(self, request: TokenRequest) -> dict[str, Any]:
         parsed, pipeline = request.parsed, request.model.pipeline
+        has_pieces = parsed.with_pieces or parsed.return_token_strs
+        _check_length(request, _MAX_PIECES if has_pieces else _MAX_TOKENIZED, has_pieces)
         if parsed.messages is not None:
             ids = pipeline.renderer.tokens(pipeline.renderer.text(request.chat()), request.on_progress())
         else:
@@ -202,12 +210,20 @@ class Tokenize(TokenEndpoint):
             else:
                 ids = encode_long(pipeline.tokenizer, text, request.on_progress())
         reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": request.window}
-        if parsed.with_pieces or parsed.return_token_strs:
+        if has_pieces:
             pieces = [pipeline.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
             reply["token_strs"] = pieces
             if parsed.with_pieces:
                 reply["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]
         return reply
+
+
+def _check_length(request: TokenRequest, most: int, has_pieces: bool) -> None:
+    if (size := request.work.size) > most:
+        fields = " and leave out with_pieces and return_token_strs" if has_pieces else ""
+        raise TooLarge(f"the text has {size} bytes, and {most} are tokenized at once: send it in parts{fields}")
+    if has_pieces and request.work.reservation is not None:
+        request.work.reservation.grow(_PIECE_BYTES * size)
 
 
 class Detokenize(TokenEndpoint):

@@ -1,28 +1,21 @@
-"""PDF documents of a request: each page becomes its text and, for a model that sees, an image.
-
-`PdfReader` runs this module in a child process: a damaged file may hang or crash the library that reads it. The child
-takes the file on its standard input and writes the pages to its standard output.
-"""
+"""PDF documents of a request: each page becomes its text and, for a model that sees, an image. A child process of the
+pool reads them: a damaged file may hang or crash the library, or take all memory."""
 
 from __future__ import annotations
 
-import asyncio
 import io
-import sys
 from collections import OrderedDict
-from contextlib import suppress
 from hashlib import sha256
+from importlib import import_module
 from importlib.util import find_spec
 
-import msgspec
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
+from modelyard.processes.sandbox import Limits, Stopped, pool, sandboxed
 from modelyard.prompt.settings import ImageSettings
 
-_SECONDS = 60.0
 _KEPT_BYTES = 64 << 20  # an agent sends its documents again with each turn
-_TOO_MANY, _ENCRYPTED, _DAMAGED = 3, 4, 5  # exit codes of the child
 
 
 class PdfPage(Struct, frozen=True):
@@ -59,25 +52,11 @@ class PdfReader:
                     param="messages",
                 )
         limit, side = self._settings.pdf_max_pages, self._settings.pdf_pixels if with_images else 0
-        command = (sys.executable, "-P", "-m", __name__, str(limit), str(side))
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
         try:
-            async with asyncio.timeout(_SECONDS):
-                output, _ = await process.communicate(data)
-        except TimeoutError:
-            raise _invalid(f"a PDF took longer than {_SECONDS:g} s to read") from None
-        finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-        if process.returncode:
-            raise _invalid(
-                {
-                    _TOO_MANY: f"a PDF has more than {limit} pages (the setting images.pdf_max_pages)",
-                    _ENCRYPTED: "a PDF needs a password",
-                }.get(process.returncode, "a PDF is damaged")
-            )
-        return msgspec.msgpack.decode(output, type=list[PdfPage])
+            pages = await pool.run(read_pages, data, limit, side)
+        except Stopped as stopped:
+            raise _invalid(f"a PDF is damaged, or too large: {stopped.why}") from None
+        return [PdfPage(text, image) for text, image in pages]
 
 
 def _size(pages: list[PdfPage]) -> int:
@@ -88,19 +67,26 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(message, code="invalid_document", param="messages")
 
 
-# --- the child --------------------------------------------------------------------------------------------------------
+# --- in a child of the pool -------------------------------------------------------------------------------------------
 
 
-def read_pages(data: bytes, limit: int, side: int) -> list[PdfPage]:
-    """All pages; `side` is the longest one of their images in pixels, 0 for no images."""
+def _load_library() -> None:
+    for module in ("pypdfium2", "encodings.utf_16_le"):
+        import_module(module)
+    import_module("PIL.Image").init()
+
+
+@sandboxed(Limits(cpu_s=30, wall_s=90, memory=768 << 20), _load_library)
+def read_pages(data: bytes, limit: int, side: int) -> list[tuple[str, bytes]]:
+    """Text and image of each page; `side` is the longest one of the images in pixels, 0 for no images."""
     import pypdfium2
 
     try:
         document = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:
-        sys.exit(_ENCRYPTED if "password" in str(error).lower() else _DAMAGED)
+        raise _invalid("a PDF needs a password" if "password" in str(error).lower() else "a PDF is damaged") from None
     if len(document) > limit:
-        sys.exit(_TOO_MANY)
+        raise _invalid(f"a PDF has more than {limit} pages (the setting images.pdf_max_pages)")
     pages = []
     for page in document:
         text = page.get_textpage().get_text_bounded().replace("\r\n", "\n").replace("\x00", "").strip()
@@ -108,14 +94,5 @@ def read_pages(data: bytes, limit: int, side: int) -> list[PdfPage]:
         if side:
             scale = side / max(1.0, *page.get_size())
             page.render(scale=scale).to_pil().convert("RGB").save(image, "PNG", compress_level=1)
-        pages.append(PdfPage(text, image.getvalue()))
+        pages.append((text, image.getvalue()))
     return pages
-
-
-def main() -> None:
-    limit, side = int(sys.argv[1]), int(sys.argv[2])
-    sys.stdout.buffer.write(msgspec.msgpack.encode(read_pages(sys.stdin.buffer.read(), limit, side)))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from modelyard.core.engine import Node
 from modelyard.core.errors import Cancelled, Unavailable
 from modelyard.core.pool import KeyLimits
 from modelyard.core.store import ObjectStore, Store
+from modelyard.engines.in_process import trim_memory
 from modelyard.gateway.background_responses import BackgroundResponses
 from modelyard.gateway.batches import Batches
 from modelyard.gateway.conversations import Conversations
@@ -41,6 +42,7 @@ from modelyard.http import server as front
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import PeerGateways
 from modelyard.http.auth import check_bind
+from modelyard.library.attempts import Attempts
 from modelyard.library.cache_dir import cache_dir
 from modelyard.mcp.servers import McpServers
 from modelyard.object_store import objects_path, open_object_store
@@ -56,15 +58,20 @@ from modelyard.server.model_library import Downloads, ModelLibrary
 from modelyard.server.running_servers import TEMPORARY_VARIABLE
 from modelyard.store import open_store
 from modelyard.telemetry.history import History
+from modelyard.telemetry.log import log_event
 from modelyard.telemetry.masking import add_paths, add_secrets
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.request_capture import CombinedCaptureSink, DiskCaptureSink, MemoryCaptureSink
 from modelyard.telemetry.shared_metrics import SharedMetrics
-from modelyard.telemetry.system import SystemMonitor
+from modelyard.telemetry.system import SystemMonitor, total_ram
 from modelyard.workbench.app import WorkbenchApp
 from modelyard.workbench.peer_proxy import host_socket_path, is_host_process, process_socket_path
 from modelyard.workers.remote_pool import RemotePool, RemoteStore
 
+log = logging.getLogger("modelyard.server")
+
+_LOOK_S = 0.5  # at models that load
+_LARGE = 64 << 20  # bytes that requests have reserved and returned
 _LIMITS_APART = (
     "each gateway process counts the rate limits of this key by itself until the server is restarted: until then its "
     "processes have no common scheduler"
@@ -118,6 +125,7 @@ def compose(
     add_secrets(config_secrets(config, env))
     add_paths(config_paths(config))
     accounts = make_accounts(config, env)
+    accounts.admission.limit = config.http.max_memory_bytes or total_ram() // 4
     check_bind(config.http, accounts.ring.keys)
     metrics, router = Metrics(), config.router()
     models = {name: definition.model for name, definition in define_models(config).items()}
@@ -245,7 +253,7 @@ def _client_objects(config: Config, scheduler: Scheduler | RemotePool) -> Client
         conversations,
         BackgroundResponses(store, ttl_s, conversations, owner),
         files,
-        Batches(store, files, owner, config.batches, ttl_s),
+        Batches(store, files, owner, config.batches, ttl_s, config.http.max_body_bytes),
     )
 
 
@@ -277,15 +285,15 @@ def _build_http(
         accounts.open()
         await workbench.listen(built)
         on_ready()
-        for name, model in config.models.items():
-            if model.enabled:
-                scheduler.preload(name)
+        preloading = asyncio.create_task(_watch_loading(_preload(config, scheduler), scheduler))
         _tune_garbage_collector()
         collecting = asyncio.create_task(collect_garbage(gateway))
         if not env.get(TEMPORARY_VARIABLE):
             objects.batches.open()
         yield
-        collecting.cancel()
+        for task in (collecting, preloading):
+            task.cancel()
+        await asyncio.gather(preloading, return_exceptions=True)
         await _stop(gateway, scheduler, objects)  # not every ASGI server calls `ServerApp.stop` first
         await service.close()
         await gateway.close()
@@ -325,6 +333,7 @@ def _build_http(
         if isinstance(load_config, ConfigSources)
         else None,
         shares_scheduler=isinstance(scheduler, RemotePool),
+        set_aside=objects.batches.set_aside,
     )
     workbench = WorkbenchApp(
         owner=owner, host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
@@ -346,6 +355,32 @@ def _build_http(
     return built
 
 
+def _preload(config: Config, scheduler: Scheduler | RemotePool) -> dict[str, bool]:
+    """Load the enabled models, and return which were begun. One with which this process has died twice is left to its
+    first request."""
+    enabled = [name for name, model in config.models.items() if model.enabled]
+    begun = {name: isinstance(scheduler, RemotePool) or Attempts().begin(f"model {name}") for name in enabled}
+    for name, is_begun in begun.items():
+        if is_begun:
+            scheduler.preload(name)
+        else:
+            log_event(log, logging.ERROR, "a model was set aside: the server died twice while it loaded", model=name)
+    return {} if isinstance(scheduler, RemotePool) else begun
+
+
+async def _watch_loading(begun: dict[str, bool], scheduler: Scheduler | RemotePool) -> None:
+    try:
+        while begun:
+            await asyncio.sleep(_LOOK_S)
+            status = scheduler.status()
+            for name in [name for name in begun if name not in status or status[name].state in ("ready", "failed")]:
+                Attempts().end(f"model {name}")
+                del begun[name]
+    finally:
+        for name in [name for name, is_begun in begun.items() if is_begun]:
+            Attempts().end(f"model {name}")
+
+
 def _tune_garbage_collector() -> None:
     """Objects of the start-up live for ever, and most of a request is freed without the collector. Without this it
     traverses all of them again and again, and 1,000 streams wait up to 170 ms for it."""
@@ -354,10 +389,19 @@ def _tune_garbage_collector() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-async def collect_garbage(gateway: Gateway, every_s: float = 60.0) -> None:
+async def collect_garbage(gateway: Gateway, every_s: float = 60.0, look_s: float = 2.0) -> None:
     """Broken connections, errors and templates with macros leave cycles. What outlives one pass of the collector waits
     for hours until the next one looks at it, so here it does not: with streams running, all objects are traversed every
-    tenth time only."""
-    for number in count(1):
-        await asyncio.sleep(every_s)
-        gc.collect(1 if number % 10 and gateway.running() else 2)
+    tenth time only. Large requests that have left are looked for at once, and their memory is returned to the system:
+    100 prompts of 1 MB left 500 MB behind."""
+    admission, waited, number = gateway.accounts.admission, 0.0, 0
+    while True:
+        await asyncio.sleep(min(look_s, every_s))
+        waited += min(look_s, every_s)
+        if admission.freed >= (_LARGE if admission.total else _LARGE // 16):
+            admission.freed = 0
+            gc.collect()
+            await asyncio.to_thread(trim_memory)
+        elif waited >= every_s:
+            waited, number = 0.0, number + 1
+            gc.collect(1 if number % 10 and gateway.running() else 2)

@@ -220,11 +220,16 @@ def _own_image_placeholder(tokenizer: FileTokenizer, source: TemplateSource) -> 
 
 
 def _open_tokenizer(path: Path) -> FileTokenizer:
-    """A damaged GGUF file may kill the process that reads its vocabulary: a child reads it first."""
+    """A damaged GGUF file may kill the process that reads its vocabulary, and a hostile tokenizer.json never come to an
+    end: a child reads it first."""
     if path.suffix.lower() == ".gguf":
         from modelyard.engines.llama_cpp import file_check
 
         file_check.check_vocabulary(path)
+    else:
+        from modelyard.engines.tokenizer_check import check_tokenizer
+
+        check_tokenizer(path)
     return open_tokenizer(path)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Detokenizer, FimTokens
 from modelyard.tokenizer import detokenize, slices
 from modelyard.tokenizer.detokenize import AddedTokens, PrefixDetokenizer, TableDetokenizer, TokenTable
+from modelyard.tokenizer.patterns import is_linear, regexes
 from modelyard.tokenizer.shield import TokenSpellings, spelling_pattern, well_formed
 from modelyard.tokenizer.word_cache import WordCache, ascii_pattern, breaks_at_spaces
 
@@ -213,7 +215,8 @@ class PlainEncoder:
         if tokenizer.normalizer is not None:
             run.normalize(tokenizer.normalizer.normalize)
         if tokenizer.pre_tokenizer is not None:
-            tokenizer.pre_tokenizer.pre_tokenize(run)
+            with _failing():
+                tokenizer.pre_tokenizer.pre_tokenize(run)
         run.tokenize(tokenizer.model.tokenize)
         encoding = run.to_encoding()
         if start:
@@ -271,8 +274,31 @@ _decoder = msgspec.json.Decoder(TokenizerFile)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def unknown_patterns(text: str) -> list[str]:
+    """The patterns of a tokenizer.json that may take more than linear time. One that cannot be read has none."""
+    try:
+        file = _decoder.decode(text)
+    except msgspec.DecodeError:
+        return []
+    return [one for one in regexes([file.normalizer, file.pre_tokenizer, file.decoder]) if not is_linear(one)]
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """The library panics where a pattern takes too many steps, and a panic is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequest(
+            "the model's tokenizer cannot split this text: its pattern takes too many steps", code="tokenizer_failed"
+        ) from None
+
+
 def encode_all(tokenizer: HfTokenizer, texts: list[str]) -> list[list[int]]:
-    return [made.ids for made in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    with _failing():
+        return [made.ids for made in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 class TokenBytes:
@@ -313,6 +339,8 @@ class HuggingFaceTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._added = {token.id: token for token in file.added_tokens}
+        patterns = regexes([file.normalizer, file.pre_tokenizer, file.decoder])
+        self.is_linear = all(map(is_linear, patterns))  # in the length of a text
         self.size = max([tokenizer.get_vocab_size(), *(id + 1 for id in self._added)])
         tokens = AddedTokens(
             {token.content: token.id for token in file.added_tokens if token.special},

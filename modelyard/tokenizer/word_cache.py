@@ -19,6 +19,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from modelyard.tokenizer.patterns import is_linear
 from modelyard.tokenizer.shield import TokenSpellings
 
 if TYPE_CHECKING:
@@ -128,7 +129,9 @@ def ascii_pattern(file: TokenizerFile) -> re.Pattern[str] | None:
     if not _keeps_ascii(file.normalizer) or file.model.type not in (None, "BPE") or file.model.dropout:
         return None
     source = _source(_flat(file.pre_tokenizer))
-    translated = _translate(source) if source is not None else None
+    # Python's engine has no limit on its steps, and holds the GIL.
+    is_safe = source in (_BYTE_LEVEL, _SEPARATE_DIGITS) or (source is not None and is_linear(source))
+    translated = _translate(source) if source is not None and is_safe else None
     return re.compile(translated, re.ASCII) if translated is not None else None
 
 

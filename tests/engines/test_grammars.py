@@ -11,7 +11,6 @@ from llguidance import LLTokenizer
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
 from modelyard.engines import fake
-from modelyard.engines.grammar_check import GrammarChecker
 from modelyard.engines.grammars import Grammars
 
 DIGIT = Constraint("regex", "[0-9]")
@@ -57,10 +56,9 @@ def test_bad_grammar_names_the_field_of_the_request(grammars: Grammars) -> None:
 
 
 def test_a_grammar_that_takes_too_long_is_refused_once_and_for_all(grammars: Grammars) -> None:
-    grammars._checker = GrammarChecker(wall_s=0.5)
     slow = Constraint("json_schema", '{"type": "integer", "multipleOf": 999983}')
     for _ in range(2):
-        with pytest.raises(InvalidRequest, match=r"it takes longer than 0\.5 s; use a simpler one") as caught:
+        with pytest.raises(InvalidRequest, match=r"it takes .*; use a simpler one") as caught:
             grammars.matcher(slow)
         assert (caught.value.code, caught.value.param) == ("bad_grammar", "response_format")
     assert len(grammars._compiled) == 1

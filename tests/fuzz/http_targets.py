@@ -98,7 +98,8 @@ class HttpCall(NamedTuple):
 class HttpTargets:
     """`read_log` returns what the server has logged since the last call. `models` are names that it serves; `slow` is
     one whose answers must be kept short, or they would look like hangs. `library`: the endpoints that change the
-    library are targets too."""
+    library are targets too. `bounds` says what the server has exceeded since the last call: time on its event loop,
+    memory, open files."""
 
     def __init__(
         self,
@@ -108,8 +109,10 @@ class HttpTargets:
         slow: str = "",
         *,
         library: bool = False,
+        bounds: Callable[[], str] = lambda: "",
     ) -> None:
         self._client, self._read_log, self._models, self._slow, self._library = client, read_log, models, slow, library
+        self._bounds = bounds
         self._document: dict[str, Any] = client.get("/openapi.json").json()
         components = self._document["components"]["schemas"]
         self._values = Values([*code_words(*_READERS), *models], components)
@@ -210,6 +213,8 @@ class HttpTargets:
         logged = self._read_log()
         if "Traceback" in logged:
             raise Finding("traceback", where, _last_line(logged), f"{call!r}\n{logged[-3000:]}")
+        if exceeded := self._bounds():
+            raise Finding("bounds", where, exceeded, call)
         if status == "200":
             self._remember(path, call.body)
         return status

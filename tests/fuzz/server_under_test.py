@@ -21,6 +21,7 @@ from tests.engines.llama_cpp import architectures
 from tests.fuzz.explore import DEADLINE_S
 from tests.fuzz.http_targets import HttpTargets
 from tests.live_server import live_server
+from tests.loop_watch import ProcessWatch, watched_loop
 
 MODELS = ["demo", "calls"]
 ARCHITECTURES = ("gpt2", "kimi-linear", "deepseek4", "bert", "dream", "gemma3")
@@ -83,14 +84,17 @@ def server_in_thread() -> Iterator[HttpTargets]:
         tempfile.TemporaryDirectory(prefix="modelyard-fuzz-") as folder,
         live_server(configuration() | {"accounts": {"path": f"{folder}/accounts.sqlite"}}) as server,
         httpx.Client(base_url=server.url, headers=_HEADERS, timeout=DEADLINE_S) as client,
+        watched_loop(server) as loop,
     ):
-        yield HttpTargets(client, read_log, MODELS, library=True)
+        client.get("/openapi.json")  # imports FastAPI
+        loop.cpu = 0.0
+        yield HttpTargets(client, read_log, MODELS, library=True, bounds=ProcessWatch(loop=loop).fault)
 
 
 @contextmanager
 def server_process() -> Iterator[HttpTargets]:
-    with _process(configuration(real=True)) as (client, log):
-        yield HttpTargets(client, log, [*MODELS, APART], REAL)
+    with _process(configuration(real=True)) as (client, log, bounds):
+        yield HttpTargets(client, log, [*MODELS, APART], REAL, bounds=bounds)
 
 
 @contextmanager
@@ -99,12 +103,12 @@ def server_of_architectures() -> Iterator[HttpTargets]:
     window, sequences that a recurrent model cannot divide, no vectors, an encoder, diffusion."""
     usual = {"backend": "llama_cpp", "n_threads": 1, "n_ctx": 512, "parallel": 3, "placement": "inline"}
     models = {name: usual | {"path": str(architectures.model(name)), "embeddings": True} for name in ARCHITECTURES}
-    with _process({"models": models, **_SETTINGS}) as (client, log):
-        yield HttpTargets(client, log, list(ARCHITECTURES))
+    with _process({"models": models, **_SETTINGS}) as (client, log, bounds):
+        yield HttpTargets(client, log, list(ARCHITECTURES), bounds=bounds)
 
 
 @contextmanager
-def _process(config: dict[str, Any]) -> Iterator[tuple[httpx.Client, Callable[[], str]]]:
+def _process(config: dict[str, Any]) -> Iterator[tuple[httpx.Client, Callable[[], str], Callable[[], str]]]:
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="modelyard-fuzz-") as folder:
         file, log = Path(folder) / "modelyard.json", Path(folder) / "log"
@@ -115,7 +119,7 @@ def _process(config: dict[str, Any]) -> Iterator[tuple[httpx.Client, Callable[[]
             running(command, port, "/health/ready") as server,
             httpx.Client(base_url=server.url, headers=_HEADERS, timeout=DEADLINE_S) as client,
         ):
-            yield client, _file_tail(log)
+            yield client, _file_tail(log), ProcessWatch(server.process.pid).fault
 
 
 def _file_tail(file: Path) -> Callable[[], str]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.protocol import WireError
+from modelyard.gateway.request_work import run_sized
 from modelyard.http import request_context
 from modelyard.http.request_context import (
     MAX_CONTAINERS,
@@ -19,7 +20,6 @@ from modelyard.http.request_context import (
     RequestContext,
     json_fault,
     read_body,
-    run_sized,
     send_error,
     send_json,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -113,5 +112,5 @@ async def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pyt
 async def test_pages_are_kept_for_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = pdf_pages.PdfReader(ImageSettings())
     pages = await reader.read(pdf("a"), with_images=False)
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    monkeypatch.setattr(pdf_pages, "pool", None)
     assert await reader.read(pdf("a"), with_images=False) is pages

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.core.errors import NotFound, Unavailable
+from modelyard.core.errors import KeyLimited, NotFound, Unavailable
 from modelyard.object_store import SqliteObjectStore
 
 
@@ -137,3 +137,50 @@ async def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"store\.objects") as error:
         await SqliteObjectStore(tmp_path, 10, 10).put("s", "k", b"")  # a folder
     assert error.value.code == "store_unusable"
+
+
+# --- the share of a key -----------------------------------------------------------------------------------------------
+
+
+async def test_one_key_has_its_part_of_the_store_and_what_it_deletes_is_free_again(path: Path, clock: Clock) -> None:
+    store = SqliteObjectStore(path, max_objects=10, max_bytes=10_000, clock=clock, key_share=0.5)
+    await store.put("files/ada", "a", b"x" * 3000)
+    await store.put("files/ada/a", "part", b"x" * 1900, ttl_s=10)
+    for scope in ("files/ada", "conversations/ada/c"):
+        with pytest.raises(KeyLimited, match="part of the store") as refused:
+            await store.put(scope, "b", b"x" * 200)
+        assert refused.value.code == "store_full"
+    await store.put("files/bob", "a", b"x" * 4900)
+    clock.now += 20
+    await store.put("files/ada", "b", b"x" * 1900)
+    await store.put("files/ada", "b", b"")
+    for name in "cde":
+        await store.put("files/ada", name, b"")
+    with pytest.raises(KeyLimited):
+        await store.put("files/ada", "f", b"")
+    await store.delete("files/ada", "c")
+    await store.put("files/ada", "f", b"")
+    await store.close()
+
+
+async def test_what_belongs_to_no_key_and_a_server_without_keys_have_the_whole_store(path: Path, clock: Clock) -> None:
+    store = SqliteObjectStore(path, max_objects=10, max_bytes=10_000, clock=clock, key_share=0.1)
+    for scope in ("owners", "files/", "files//file-1"):
+        await store.put(scope, "a", b"x" * 3000)
+    with pytest.raises(Unavailable, match="is full"):
+        await store.put("files/", "b", b"x" * 3000)
+    await store.close()
+
+
+async def test_a_file_of_an_older_version_is_counted_when_it_is_opened(path: Path, clock: Clock) -> None:
+    store = SqliteObjectStore(path, max_objects=10, max_bytes=10_000, clock=clock)
+    await store.put("files/ada", "a", b"x" * 4000)
+    await store.close()
+    with sqlite3.connect(path) as db:
+        for statement in ("TABLE shares", "TRIGGER share_grew", "TRIGGER share_changed", "TRIGGER share_shrank"):
+            db.execute(f"DROP {statement}")
+    db.close()
+    store = SqliteObjectStore(path, max_objects=10, max_bytes=10_000, clock=clock, key_share=0.5)
+    with pytest.raises(KeyLimited):
+        await store.put("files/ada", "b", b"x" * 2000)
+    await store.close()

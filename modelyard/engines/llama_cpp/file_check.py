@@ -1,6 +1,4 @@
-"""Whether llama.cpp survives a model file. A child process finds out, and the parent remembers a pass.
-
-    python -m modelyard.engines.llama_cpp.file_check vocabulary|weights MODEL [ADAPTER]
+"""Whether llama.cpp survives a model file. A child process of the pool finds out, and the parent remembers a pass.
 
 llama.cpp ends its process when it meets some kinds of damage: an assertion, a division by zero, memory without end. So
 no file is opened in a server's process before a child has opened it, the vocabulary and the weights separately:
@@ -17,10 +15,8 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -31,18 +27,13 @@ from modelyard.engines.llama_cpp.selftest import fingerprint
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.llama_cpp_package import library_folder
 from modelyard.library.model_files import split_parts
-
-try:
-    import resource
-except ImportError:  # Windows: the child has no limit but that of time
-    resource = None  # type: ignore[assignment]
+from modelyard.processes.sandbox import Limits, Stopped, pool, sandboxed
 
 Purpose = Literal["vocabulary", "weights"]
 
-CHECK_COMMAND = (sys.executable, "-P", "-m", "modelyard.engines.llama_cpp.file_check")
 _TIMEOUT_S = 60.0  # it takes half a second
 _POLL_S = 0.25
-_MAX_MEMORY = 8 << 30  # of the child, not counting the mapped file
+_LIMITS = Limits(cpu_s=240, wall_s=_TIMEOUT_S, memory=8 << 30, opens_files=True)
 _DATA_STAGE = "computing with the weights"  # takes as long as the disk needs
 _DUPLICATE_TOKENS = "id_to_token.size() == token_to_id.size()"  # a failed assertion
 _ASSERTION = re.compile(r"[\w.-]+\.\w+:\d+: (.+)")  # file, line and message of a failed assertion
@@ -72,13 +63,20 @@ def find_fault(
     purpose: Purpose,
     files: Sequence[Path],
     keep_waiting: Callable[[], bool] = lambda: True,
-    child: Sequence[str] = CHECK_COMMAND,
+    check: Callable[[str, list[str], str], str | None] | None = None,
 ) -> str | None:
     """What is wrong with these files, in one clause, or None. Starts the child only if no pass is stored."""
     marker = _marker(purpose, files)
     if marker is not None and marker.exists():
         return None
-    fault = _run_check([*child, purpose, *map(str, files)], keep_waiting)
+    arguments = (purpose, [str(file) for file in files], str(library_folder()))
+    job = pool.submit(check or use_files, arguments, _LIMITS)
+    try:
+        while not wait((job.future,), _POLL_S).done:
+            job.is_cancelled = not keep_waiting()
+        fault: str | None = job.future.result()
+    except Stopped as stopped:
+        fault = "loading was stopped" if stopped.why == "cancelled" else explain(stopped.code, stopped.output)
     # A file that was changed meanwhile has another marker.
     if fault is None and marker is not None and marker == _marker(purpose, files):
         with suppress(OSError):  # without the marker the next check takes half a second
@@ -99,61 +97,34 @@ def _marker(purpose: Purpose, files: Sequence[Path]) -> Path | None:
     return cache_dir() / "checked" / hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _run_check(command: Sequence[str], keep_waiting: Callable[[], bool]) -> str | None:
-    env = os.environ | {"GGML_NO_BACKTRACE": "1", "OMP_NUM_THREADS": "1"}
-    deadline = time.monotonic() + _TIMEOUT_S
-    with subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
-    ) as process:
-        while True:
-            try:
-                output, errors = process.communicate(timeout=_POLL_S)
-            except subprocess.TimeoutExpired:
-                if time.monotonic() < deadline and keep_waiting():
-                    continue
-                process.kill()
-                output, _ = process.communicate()
-                return explain(None, output.decode("utf-8", "replace")) if keep_waiting() else "loading was stopped"
-            except BaseException:
-                process.kill()
-                raise
-            return explain(process.returncode, output.decode("utf-8", "replace"), errors.decode("utf-8", "replace"))
-
-
-def explain(code: int | None, output: str, errors: str = "") -> str | None:
-    """`code` is that of subprocess (minus the signal); None: the child was stopped at the time limit."""
+def explain(code: int | None, output: str) -> str | None:
+    """`code` is minus the signal that ended the child; None: its time was over."""
     lines = output.splitlines()
     stage = next((line.removeprefix("stage ") for line in reversed(lines) if line.startswith("stage ")), "starting")
-    if code == 0 or (code is None and stage == _DATA_STAGE):  # the header is sound, and the disk is slow
-        return None
-    if (fault := next((line.removeprefix("fault ") for line in lines if line.startswith("fault ")), None)) is not None:
-        return fault
     if code is None:
+        if stage == _DATA_STAGE:  # the header is sound, and the disk is slow
+            return None
         return f"llama.cpp takes more than {_TIMEOUT_S:.0f} s for {stage}; the file is damaged, fetch it again"
     if code < 0:
         names = {int(each): each.name for each in signal.Signals}
         name = names.get(-code, f"signal {-code}")
-        found = _ASSERTION.search(errors)
+        found = _ASSERTION.search(output)
         if found is not None and _DUPLICATE_TOKENS in found[1]:
             return "two tokens of its vocabulary are equal, which llama.cpp does not read; convert the model again"
         why = f"{name}, {found[1].strip()}" if found is not None else name
         return f"llama.cpp died while {stage} ({why}); the file is damaged, fetch it again"
-    return (errors.strip().splitlines() or [f"exit code {code}"])[-1]
+    return (output.strip().splitlines() or [f"exit code {code}"])[-1]
 
 
 # --- the child --------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str]) -> int:
-    purpose, model, *adapters = arguments
-    if resource is not None:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
-        resource.setrlimit(resource.RLIMIT_CPU, (4 * int(_TIMEOUT_S), 4 * int(_TIMEOUT_S)))  # if the parent is killed
-    fault = _use_vocabulary(Path(model)) if purpose == "vocabulary" else _use_weights(Path(model), adapters)
-    if fault is not None:
-        print(f"fault {fault}", flush=True)
-    return 0 if fault is None else 1
+@sandboxed(_LIMITS)
+def use_files(purpose: str, files: list[str], library: str) -> str | None:
+    """What is wrong with them. `library` is the folder of llama.cpp."""
+    os.environ |= {"LLAMA_CPP_LIB_PATH": library, "GGML_NO_BACKTRACE": "1", "OMP_NUM_THREADS": "1"}
+    model, *adapters = files
+    return _use_vocabulary(Path(model)) if purpose == "vocabulary" else _use_weights(Path(model), adapters)
 
 
 def _begin(stage: str) -> None:
@@ -213,7 +184,3 @@ def _compute(lib: Any, model: Path, adapters: Sequence[str], *, header_only: boo
     lib.llama_free(context)
     lib.llama_model_free(raw)
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

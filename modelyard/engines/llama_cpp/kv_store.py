@@ -40,6 +40,7 @@ from modelyard.engines.llama_cpp.loading import ROPE_OPTIONS
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager
 from modelyard.engines.llama_cpp.sequences import AdapterSet, SequenceSlot
+from modelyard.library.attempts import Attempts
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.model_files import split_parts
 
@@ -96,7 +97,11 @@ class KvStore:
             for file in self._folder.files(cache.name):
                 if not is_wanted() or cache.empty_slot is None:
                     break
-                self._restore(cache, str(file), self._read(cache, file))
+                with Attempts().trying(f"kv {file}") as may_try:
+                    if may_try:
+                        self._restore(cache, str(file), self._read(cache, file))
+                    else:
+                        log.error("the saved KV in %s was set aside: the server died with it twice", file)
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 

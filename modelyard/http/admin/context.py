@@ -112,3 +112,4 @@ class AdminContext(Struct, frozen=True):
     peers: PeerGateways = PeerGateways()
     editor: ConfigEditing | None = None  # None: the configuration does not come from files
     shares_scheduler: bool = False  # with other gateways, which then follow a reload
+    set_aside: Callable[[], Awaitable[list[str]]] | None = None  # the batches that are not run again

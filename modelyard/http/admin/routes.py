@@ -47,6 +47,7 @@ from modelyard.http.errors import EXCEPTION_HANDLERS, error_response
 from modelyard.http.openapi import describe, page_routes
 from modelyard.http.request_context import RequestContext, read_body
 from modelyard.http.settings import HttpSettings
+from modelyard.library.attempts import Attempts
 from modelyard.protocols.common.json import encode
 from modelyard.telemetry.log import recent_records
 from modelyard.telemetry.masking import mask_secret_values
@@ -109,6 +110,7 @@ class AdminRoutes:
                 ("POST", "/downloads", self.start_download, "Fetch a model of the hub, in the background"),
                 ("POST", "/downloads/{id}/cancel", self.cancel_download, "Cancel a download; its parts stay"),
                 ("DELETE", "/library/{name:path}", self.remove_model, "Remove a model of the library and its files"),
+                ("GET", "/set-aside", self.set_aside, "What is not resumed any more: the server died with it twice"),
                 ("GET", "/chats", self.chats, "The chats of this key, newest first; `search` finds a text in them"),
                 ("GET", "/chats/{id}", self.chat, "One stored chat"),
                 ("PUT", "/chats/{id}", self.store_chat, "Store a chat; refused if it was changed since it was read"),
@@ -347,6 +349,10 @@ class AdminRoutes:
 
     async def offer(self, source: str) -> Response:
         return _json(await self._context.downloads.offer(source))
+
+    async def set_aside(self) -> Response:
+        batches = [f"batch {id}" for id in await self._context.set_aside()] if self._context.set_aside else []
+        return _json({"object": "list", "data": [*batches, *await asyncio.to_thread(Attempts().set_aside)]})
 
     async def downloads(self) -> Response:
         return _json({"object": "list", "data": self._context.downloads.all()})

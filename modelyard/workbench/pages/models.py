@@ -184,11 +184,15 @@ def page(session: PageSession) -> None:
     GetModelsPanel(session, lambda model: open_chat(session, model))
     empty = empty_notice("No models yet: get one above. It is ready as soon as it is here.")
     empty.set_visibility(False)
+    aside = ui.label("").classes("error small text").props("role=alert")
     grid = ui.element("div").classes("grid-cards")
     panels: dict[str, ModelPanel] = {}
 
     async def update() -> None:
         records = await session.client.rows("models")
+        set_aside = [] if session.is_visitor else await session.client.rows("set-aside")
+        why = "Not resumed, because the server died with it twice: "
+        show_notice(aside, why + ", ".join(map(str, set_aside)) if set_aside else "")
         empty.set_visibility(not records)
         if [record["id"] for record in records] != list(panels):
             grid.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -18,11 +18,19 @@ from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.selftest import write_tiny_model
 from modelyard.library.default_model import fetch
 from modelyard.library.gguf import without_tensors
+from modelyard.processes.sandbox import Limits, Sandbox
 from tests.engines.llama_cpp.helpers import running
+from tests.processes import sandbox_jobs as jobs
 
-NEVER = (sys.executable, "-c", "raise SystemExit('started')")
-DYING = (sys.executable, "-c", "import os; print('stage reading the header', flush=True); os.abort()")
-ENDLESS = (sys.executable, "-c", "import time; print('stage reading the header', flush=True); time.sleep(600)")
+
+@pytest.fixture
+def own_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its children find the functions of these tests."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    pool = Sandbox()
+    monkeypatch.setattr(file_check, "pool", pool)
+    yield
+    pool.close()
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +75,7 @@ def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("purpose", ["vocabulary", "weights"])
+@pytest.mark.usefixtures("own_pool")
 def test_a_pass_is_remembered_until_the_file_changes(purpose: file_check.Purpose, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     if purpose == "vocabulary":
@@ -75,17 +84,18 @@ def test_a_pass_is_remembered_until_the_file_changes(purpose: file_check.Purpose
         write_tiny_model(file)
     before = file.stat()
     assert find_fault(purpose, [file]) is None
-    assert find_fault(purpose, [file], child=NEVER) is None
+    assert find_fault(purpose, [file], check=jobs.started) is None
     with file.open("r+b") as opened:
         opened.seek(100)
         opened.write(b"\xff" * 8)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert find_fault(purpose, [file], child=NEVER) == "started"
+    assert find_fault(purpose, [file], check=jobs.started) == "started it"
 
 
+@pytest.mark.usefixtures("own_pool")
 def test_a_fault_is_not_remembered(tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", header())
-    assert find_fault("vocabulary", [file], child=DYING) is not None
+    assert find_fault("vocabulary", [file], check=jobs.dying) is not None
     assert find_fault("vocabulary", [file]) is None
 
 
@@ -95,15 +105,17 @@ def test_a_refusal_has_the_reason_of_llama_cpp(tmp_path: Path) -> None:
         file_check.check_weights(file)
 
 
+@pytest.mark.usefixtures("own_pool")
 def test_a_check_ends_when_nobody_waits_for_it(tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", header())
-    assert find_fault("weights", [file], lambda: False, child=ENDLESS) == "loading was stopped"
+    assert find_fault("weights", [file], lambda: False, check=jobs.endless) == "loading was stopped"
 
 
+@pytest.mark.usefixtures("own_pool")
 def test_a_check_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_check, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(file_check, "_LIMITS", Limits(wall_s=0.3, opens_files=True))
     file = write(tmp_path / "model.gguf", header())
-    assert "takes more than" in (find_fault("weights", [file], child=ENDLESS) or "")
+    assert "takes more than" in (find_fault("weights", [file], check=jobs.endless) or "")
 
 
 def test_a_slow_disk_is_no_fault() -> None:

@@ -1,0 +1,101 @@
+"""The admission ledger: what the requests that are in this process may take at worst, in bytes and in tokens.
+
+A request reserves before it works, and returns all of it at its end:
+
+- bytes of memory: its body, the files and stored turns that it names, and what its prompt becomes. They are bounded for
+  all requests and for those of one key, which may take half of that;
+- tokens and cost of its key's budget (`usage.py`): those of its prompt, and as many as it may write. An answer gets no
+  more tokens than are left, so requests that run at the same time cannot exceed a budget together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from modelyard.accounts.usage import UsageLedger
+from modelyard.core.errors import KeyLimited, Overloaded, TooLarge
+
+# A prompt of 1 MB that waits takes 5.7 MB: the body, its strings, the rendered text, and 40 bytes for each token.
+_COPIES = 6
+_RETRY_S = 2.0
+
+
+class Admission:
+    """`limit` is in bytes; None: unlimited."""
+
+    def __init__(self, ledger: UsageLedger, clock: Callable[[], float], limit: int | None = None) -> None:
+        self._ledger, self._clock, self.limit = ledger, clock, limit
+        self.reserved: Counter[str] = Counter()  # bytes by key
+        self.total = self.freed = 0  # `freed` since somebody has looked
+
+    def open(self, key: str) -> RequestReservation:
+        return RequestReservation(self, key)
+
+    def grow(self, key: str, size: int, held: int) -> None:
+        """`held` is what the request itself has reserved before."""
+        if self.limit is not None:
+            most = self.limit // 2 if key else self.limit
+            if held + size > most:
+                raise TooLarge(
+                    f"the request would take {(held + size) >> 20} MiB of memory, with its files and its prompt; at "
+                    f"most {most >> 20} MiB are allowed: send less, or set http.max_memory_bytes higher"
+                )
+            if self.reserved[key] + size > most:
+                raise KeyLimited(
+                    f"the requests of this key that wait or run take {self.reserved[key] >> 20} of {most >> 20} MiB: "
+                    "wait for one of them, or send less at a time",
+                    retry_after=_RETRY_S,
+                )
+            if self.total + size > self.limit:
+                raise Overloaded(
+                    f"the requests that wait or run take {self.total >> 20} of {self.limit >> 20} MiB; try again later",
+                    retry_after=_RETRY_S,
+                )
+        self.reserved[key] += size
+        self.total += size
+
+    def shrink(self, key: str, size: int) -> None:
+        self.total -= size
+        self.freed += size
+        self.reserved[key] -= size
+        if not self.reserved[key]:
+            del self.reserved[key]
+
+    def hold(self, key: str, model: str, prompt: int, output: int, choices: int) -> tuple[int, int, float]:
+        return self._ledger.hold(key, model, prompt, output, choices, self._clock())
+
+    def free(self, key: str, tokens: int, cost: float) -> None:
+        self._ledger.free(key, tokens, cost)
+
+
+class RequestReservation:
+    """What one request has reserved. `release` returns it; idempotent."""
+
+    __slots__ = ("_admission", "_bytes", "_cost", "_key", "_tokens")
+
+    def __init__(self, admission: Admission, key: str) -> None:
+        self._admission, self._key = admission, key
+        self._bytes, self._tokens, self._cost = 0, 0, 0.0
+
+    def grow(self, size: int) -> None:
+        """For a prompt that has `size` bytes more. Raises if there is no room."""
+        size *= _COPIES
+        self._admission.grow(self._key, size, self._bytes)
+        self._bytes += size
+
+    def hold(self, model: str, prompt: int, output: int, choices: int = 1) -> int:
+        """The tokens that each reply may have, at most `output`. Replaces what an earlier round held. Raises if the
+        budget has no room for one."""
+        self._admission.free(self._key, self._tokens, self._cost)
+        self._tokens, self._cost = 0, 0.0
+        most, self._tokens, self._cost = self._admission.hold(self._key, model, prompt, output, choices)
+        return most
+
+    def release(self) -> None:
+        if self._bytes:
+            self._admission.shrink(self._key, self._bytes)
+            self._bytes = 0
+        if self._tokens:
+            self._admission.free(self._key, self._tokens, self._cost)
+            self._tokens, self._cost = 0, 0.0
