@@ -37,7 +37,8 @@ def test_a_model_with_which_the_server_died_twice_is_left_to_a_request(tmp_path:
     die = (
         "import os; from pathlib import Path; from modelyard.config.load import load_config; "
         f"model = load_config(Path({str(file)!r})).config.models['demo']; "
-        "from modelyard.library.attempts import Attempts; Attempts().begin('model demo', model.model_dump_json()); os._exit(9)"
+        "from modelyard.library.attempts import Attempts; "
+        "Attempts().begin('model demo', model.model_dump_json()); os._exit(9)"
     )
     for _ in range(2):
         subprocess.run([sys.executable, "-c", die], env=environment(**data_of(tmp_path)), timeout=DEADLINE, check=False)
