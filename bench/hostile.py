@@ -228,20 +228,22 @@ async def attackers(
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-async def run(server: Server, seconds: float, size: int = 30 << 20) -> Verdict:
-    """A quarter of the time the honest keys are alone. `size` is that of a bomb in bytes."""
+async def run(server: Server, seconds: float, size: int = 30 << 20, *, fills_caches: bool = True) -> Verdict:
+    """A quarter of the time the honest keys are alone. `size` is that of a bomb in bytes. `fills_caches`: a first round
+    of bombs is not measured; caches of tokens and pages are bounded, and full afterwards."""
     process = psutil.Process(server.process.pid)
     resource.prlimit(process.pid, resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     alone, beside, bombs = Measured(), Measured(), Counter[str]()
     until = time.monotonic() + seconds / 4
     await asyncio.gather(*(ask(server, key, until, alone) for key in HONEST))
-    async with attackers(server.url, 0.0, size, Counter()):  # caches of tokens and pages, which are bounded, fill up
-        pass
+    if fills_caches:
+        async with attackers(server.url, 0.0, size, Counter()):
+            pass
     before = process.memory_info().rss
     async with attackers(server.url, 3 * seconds / 4, size, bombs) as running:
         while not all(one.done() for one in running):
             await asyncio.gather(*(ask(server, key, time.monotonic() + 1, beside) for key in HONEST))
-    for _ in range(30):
+    for _ in range(30 if fills_caches else 3):
         if process.memory_info().rss <= _MAX_GROWTH * before:
             break
         await asyncio.sleep(1)

@@ -22,51 +22,32 @@ _RETRY_S = 2.0
 
 
 class Admission:
-    """`limit` is in bytes; None: unlimited."""
+    """`limit` is in bytes; None: unlimited. `reserved` are bytes by key, `freed` those since somebody has looked."""
 
     def __init__(self, ledger: UsageLedger, clock: Callable[[], float], limit: int | None = None) -> None:
-        self._ledger, self._clock, self.limit = ledger, clock, limit
-        self.reserved: Counter[str] = Counter()  # bytes by key
-        self.total = self.freed = 0  # `freed` since somebody has looked
+        self.ledger, self.clock, self.limit = ledger, clock, limit
+        self.reserved: Counter[str] = Counter()
+        self.total = self.freed = 0
 
     def open(self, key: str) -> RequestReservation:
         return RequestReservation(self, key)
 
-    def grow(self, key: str, size: int, held: int) -> None:
-        """`held` is what the request itself has reserved before."""
-        if self.limit is not None:
-            most = self.limit // 2 if key else self.limit
-            if held + size > most:
-                raise TooLarge(
-                    f"the request would take {(held + size) >> 20} MiB of memory, with its files and its prompt; at "
-                    f"most {most >> 20} MiB are allowed: send less, or set http.max_memory_bytes higher"
-                )
-            if self.reserved[key] + size > most:
-                raise KeyLimited(
-                    f"the requests of this key that wait or run take {self.reserved[key] >> 20} of {most >> 20} MiB: "
-                    "wait for one of them, or send less at a time",
-                    retry_after=_RETRY_S,
-                )
-            if self.total + size > self.limit:
-                raise Overloaded(
-                    f"the requests that wait or run take {self.total >> 20} of {self.limit >> 20} MiB; try again later",
-                    retry_after=_RETRY_S,
-                )
-        self.reserved[key] += size
-        self.total += size
-
-    def shrink(self, key: str, size: int) -> None:
-        self.total -= size
-        self.freed += size
-        self.reserved[key] -= size
-        if not self.reserved[key]:
-            del self.reserved[key]
-
-    def hold(self, key: str, model: str, prompt: int, output: int, choices: int) -> tuple[int, int, float]:
-        return self._ledger.hold(key, model, prompt, output, choices, self._clock())
-
-    def free(self, key: str, tokens: int, cost: float) -> None:
-        self._ledger.free(key, tokens, cost)
+    def check(self, key: str, size: int, held: int) -> None:
+        """Whether a request that holds `held` bytes may have `size` more."""
+        if self.limit is None:
+            return
+        most, mine = self.limit // 2 if key else self.limit, self.reserved[key]
+        if held + size > most:
+            raise TooLarge(
+                f"the request would take {(held + size) >> 20} MiB of memory, with its files and its prompt; at most "
+                f"{most >> 20} MiB are allowed: send less, or set http.max_memory_bytes higher"
+            )
+        if mine + size > most:
+            taken = f"the requests of this key that wait or run take {mine >> 20} of {most >> 20} MiB"
+            raise KeyLimited(f"{taken}: wait for one of them, or send less at a time", retry_after=_RETRY_S)
+        if self.total + size > self.limit:
+            taken = f"the requests that wait or run take {self.total >> 20} of {self.limit >> 20} MiB"
+            raise Overloaded(f"{taken}; try again later", retry_after=_RETRY_S)
 
 
 class RequestReservation:
@@ -80,22 +61,31 @@ class RequestReservation:
 
     def grow(self, size: int) -> None:
         """For a prompt that has `size` bytes more. Raises if there is no room."""
-        size *= _COPIES
-        self._admission.grow(self._key, size, self._bytes)
+        ledger, size = self._admission, size * _COPIES
+        ledger.check(self._key, size, self._bytes)
+        ledger.reserved[self._key] += size
+        ledger.total += size
         self._bytes += size
 
     def hold(self, model: str, prompt: int, output: int, choices: int = 1) -> int:
         """The tokens that each reply may have, at most `output`. Replaces what an earlier round held. Raises if the
         budget has no room for one."""
-        self._admission.free(self._key, self._tokens, self._cost)
-        self._tokens, self._cost = 0, 0.0
-        most, self._tokens, self._cost = self._admission.hold(self._key, model, prompt, output, choices)
+        self._free()
+        budgets, now = self._admission.ledger, self._admission.clock()
+        most, self._tokens, self._cost = budgets.hold(self._key, model, prompt, output, choices, now)
         return most
 
     def release(self) -> None:
         if self._bytes:
-            self._admission.shrink(self._key, self._bytes)
-            self._bytes = 0
+            ledger, key, size, self._bytes = self._admission, self._key, self._bytes, 0
+            ledger.total -= size
+            ledger.freed += size
+            ledger.reserved[key] -= size
+            if not ledger.reserved[key]:
+                del ledger.reserved[key]
+        self._free()
+
+    def _free(self) -> None:
         if self._tokens:
-            self._admission.free(self._key, self._tokens, self._cost)
+            self._admission.ledger.free(self._key, self._tokens, self._cost)
             self._tokens, self._cost = 0, 0.0

@@ -285,8 +285,9 @@ def _build_http(
         accounts.open()
         await workbench.listen(built)
         on_ready()
-        preloading = asyncio.create_task(_watch_loading(_preload(config, scheduler), scheduler))
+        preloading = asyncio.create_task(_preload(config, scheduler))
         _tune_garbage_collector()
+        await asyncio.sleep(0)  # the models are being loaded when the server says that it has started
         collecting = asyncio.create_task(collect_garbage(gateway))
         if not env.get(TEMPORARY_VARIABLE):
             objects.batches.open()
@@ -355,30 +356,25 @@ def _build_http(
     return built
 
 
-def _preload(config: Config, scheduler: Scheduler | RemotePool) -> dict[str, bool]:
-    """Load the enabled models, and return which were begun. One with which this process has died twice is left to its
-    first request."""
-    enabled = [name for name, model in config.models.items() if model.enabled]
-    begun = {name: isinstance(scheduler, RemotePool) or Attempts().begin(f"model {name}") for name in enabled}
-    for name, is_begun in begun.items():
-        if is_begun:
+async def _preload(config: Config, scheduler: Scheduler | RemotePool) -> None:
+    """Load the enabled models. One with which processes have died twice while it loaded is left to a request."""
+    enabled = {name: model.model_dump_json() for name, model in config.models.items() if model.enabled}
+    is_here, attempts, begun = isinstance(scheduler, Scheduler), Attempts(), set[str]()
+    for name, settings in enabled.items():
+        if not is_here or attempts.begin(f"model {name}", settings):
             scheduler.preload(name)
+            begun.add(name)
         else:
             log_event(log, logging.ERROR, "a model was set aside: the server died twice while it loaded", model=name)
-    return {} if isinstance(scheduler, RemotePool) else begun
-
-
-async def _watch_loading(begun: dict[str, bool], scheduler: Scheduler | RemotePool) -> None:
     try:
-        while begun:
+        while enabled and is_here:
             await asyncio.sleep(_LOOK_S)
             status = scheduler.status()
-            for name in [name for name in begun if name not in status or status[name].state in ("ready", "failed")]:
-                Attempts().end(f"model {name}")
-                del begun[name]
+            for name in [name for name in enabled if name not in status or status[name].state in ("ready", "failed")]:
+                attempts.end(f"model {name}", enabled.pop(name))
     finally:
-        for name in [name for name, is_begun in begun.items() if is_begun]:
-            Attempts().end(f"model {name}")
+        for name in begun & enabled.keys():
+            attempts.end(f"model {name}", enabled[name])
 
 
 def _tune_garbage_collector() -> None:

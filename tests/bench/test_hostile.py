@@ -10,10 +10,10 @@ from bench.servers import modelyard_server
 
 async def test_honest_keys_are_answered_beside_hostile_ones() -> None:
     with modelyard_server(configuration("fake")) as server:
-        verdict = await run(server, seconds=2.0, size=4 << 20)
+        verdict = await run(server, seconds=2.0, size=2 << 20, fills_caches=False)
     assert set(verdict.bombs) == {bomb.__name__ for bomb in BOMBS}
     assert set(verdict.beside.outcomes) == {"200"}
-    assert verdict.after < 1.5 * verdict.before
+    assert verdict.after < verdict.before + (150 << 20)
 
 
 def measured(seconds: float, **outcomes: int) -> Measured:

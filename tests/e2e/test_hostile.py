@@ -20,7 +20,7 @@ import tomlkit
 
 from modelyard.engines import fake
 from modelyard.processes.sandbox import MAX_CHILDREN
-from tests.cli_process import serve
+from tests.cli_process import ServerProcess, serve
 from tests.e2e.helpers import config, raw_request, wait_until
 from tests.live_server import LiveServer, live_server
 from tests.loop_watch import never_stalls
@@ -38,7 +38,7 @@ def key(name: str) -> dict[str, str]:
     return {"x-api-key": f"sk-{name}"}
 
 
-def sdk(server: LiveServer, name: str) -> openai.OpenAI:
+def sdk(server: LiveServer | ServerProcess, name: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key=f"sk-{name}", max_retries=0, timeout=120)
 
 
@@ -60,7 +60,7 @@ def ask(server: LiveServer, name: str, text: str = "text", **more: Any) -> httpx
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def start_batch(server: LiveServer, data: bytes) -> str:
+def start_batch(server: LiveServer | ServerProcess, data: bytes) -> str:
     client = sdk(server, "eve")
     file = client.files.create(file=("bomb.jsonl", data), purpose="batch").id
     batch = client.batches.create(input_file_id=file, endpoint="/v1/chat/completions", completion_window="24h")
@@ -88,6 +88,17 @@ def test_a_batch_of_bad_lines_leaves_the_loop_free_also_after_a_restart(tmp_path
         assert ask(server, "ada").status_code == 200
         sdk(server, "eve").batches.cancel(id)
         wait_until(lambda: sdk(server, "eve").batches.retrieve(id).status == "cancelled", "it is cancelled")
+
+
+def test_a_server_that_counts_lines_ends_when_it_is_asked_to_and_starts_again(tmp_path: Path) -> None:
+    config = tomlkit.dumps(settings(tmp_path, batches={"max_requests": 10_000_000}))
+    with serve(tmp_path, config=config) as process:
+        start_batch(process, b"x\n" * (8 << 20))
+        assert process.stop() == 0
+    with serve(tmp_path, config=config) as process:
+        wait_until(lambda: httpx.get(process.url + "/health/ready").status_code == 200, "the model is loaded")
+        reply = httpx.post(process.url + "/v1/chat/completions", json=chat("text"), headers=key("ada"), timeout=60)
+        assert reply.status_code == 200
 
 
 def test_a_line_that_is_longer_than_a_request_may_be_is_a_fault_of_its_own(tmp_path: Path) -> None:

@@ -32,10 +32,17 @@ def data_of(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_model_with_which_the_server_died_twice_is_left_to_a_request(tmp_path: Path) -> None:
-    die = "import os; from modelyard.library.attempts import Attempts; Attempts().begin('model demo'); os._exit(9)"
+    config, file = settings(tmp_path), tmp_path / "modelyard.toml"
+    file.write_text(config)
+    die = (
+        "import os; from pathlib import Path; from modelyard.config.load import load_config; "
+        f"model = load_config(Path({str(file)!r})).config.models['demo']; "
+        "from modelyard.library.attempts import Attempts; "
+        "Attempts().begin('model demo', model.model_dump_json()); os._exit(9)"
+    )
     for _ in range(2):
         subprocess.run([sys.executable, "-c", die], env=environment(**data_of(tmp_path)), timeout=DEADLINE, check=False)
-    with serve(tmp_path, config=settings(tmp_path), **data_of(tmp_path)) as server:
+    with serve(tmp_path, config=config, **data_of(tmp_path)) as server:
         found = httpx.get(server.url + "/v1/admin/set-aside", headers=ADMIN).json()
         assert found["data"] == ["model demo"]
         status = run("status", "--url", server.url, "--key", "sk-boss", cwd=tmp_path, **data_of(tmp_path))

@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from modelyard.library.attempts import Attempts
+from tests.cli_process import environment
+
+BEGIN = """
+import os, sys
+from pathlib import Path
+from modelyard.library.attempts import Attempts
+os._exit(9 if Attempts(Path(sys.argv[1])).begin(*sys.argv[2:]) else 0)
+"""
+
+
+def die_with(name: str, folder: Path, *identity: str) -> bool:
+    """In a process that dies before it has ended. Whether it was allowed to try."""
+    command = [sys.executable, "-c", BEGIN, str(folder), name, *identity]
+    return subprocess.run(command, env=environment(), check=False).returncode == 9
 
 
 def test_what_processes_have_died_with_twice_is_set_aside_until_it_works(tmp_path: Path) -> None:
     attempts = Attempts(tmp_path / "attempts")
     assert attempts.set_aside() == []
-    assert attempts.begin("model a")  # and the process dies
-    assert Attempts(tmp_path / "attempts").begin("model a")
+    assert die_with("model a", tmp_path / "attempts")
+    assert die_with("model a", tmp_path / "attempts", "changed")
+    assert attempts.begin("model a")
     assert attempts.set_aside() == [], "it is tried for the second time"
-    assert not attempts.begin("model a")
+    assert die_with("model a", tmp_path / "attempts")
+    assert not die_with("model a", tmp_path / "attempts")
     assert not attempts.begin("model a")
     assert attempts.set_aside() == ["model a"]
     assert attempts.begin("model b")
+    assert attempts.begin("model a", "changed"), "another model of the same name"
     attempts.end("model a")
     assert attempts.set_aside() == []
     assert attempts.begin("model a")
+
+
+def test_processes_that_live_are_no_deaths(tmp_path: Path) -> None:
+    for _ in range(5):
+        assert Attempts(tmp_path).begin("model a")
+    assert die_with("model a", tmp_path)
 
 
 def test_what_fails_without_a_death_is_tried_again(tmp_path: Path) -> None:
