@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from modelyard.http.admin.peers import PeerGateways, merge_requests
-from modelyard.library.models import add_model
+from modelyard.library.models import pull
 from tests import cli_process
 from tests.e2e.helpers import wait_until
 from tests.library.files import write_gguf
@@ -147,7 +147,7 @@ def test_peers_refuse_requests_without_a_key(gateways: str) -> None:
 
 
 def test_every_gateway_offers_a_new_model_of_the_library(gateways: str, tmp_path: Path) -> None:
-    add_model(str(write_gguf(tmp_path / "new.gguf")), name="new-one")
+    pull(str(write_gguf(tmp_path / "new.gguf")), name="new-one")
     wait_until(lambda: all("new-one" in _names(gateways) for _ in range(12)), "all offer it", cli_process.DEADLINE)
 
 
