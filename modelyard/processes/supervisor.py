@@ -53,8 +53,8 @@ class SupervisedChild:
         self.index, self.argv, self.name = index, die_with_parent(list(argv)), name
         self.process: Process | None = None
         self.early_exits = 0
+        self.first_heartbeat: object = None  # when the process was started
         self._heard: tuple[int, object] = (0, None)  # process id and heartbeat at the last look
-        self._is_heard = False
         self._silent_looks = 0
 
     def silent_looks(self, heartbeat: object) -> int:
@@ -62,8 +62,8 @@ class SupervisedChild:
         not seconds: a supervisor that was stopped itself must not count that time."""
         pid = self.process.pid if self.process is not None and self.process.returncode is None else 0
         before, self._heard = self._heard, (pid, heartbeat)
-        self._is_heard = pid == before[0] and (self._is_heard or heartbeat != before[1])
-        self._silent_looks = self._silent_looks + 1 if self._is_heard and self._heard == before else 0
+        is_silent = heartbeat != self.first_heartbeat and self._heard == before
+        self._silent_looks = self._silent_looks + 1 if is_silent else 0
         return self._silent_looks
 
     def record_exit(self, uptime: float, policy: RestartPolicy) -> None:
@@ -160,6 +160,7 @@ class Supervisor:
 
     async def _run_once(self, child: SupervisedChild) -> int:
         environment = {**os.environ, **self._environment, INDEX_VARIABLE: str(child.index)}
+        child.first_heartbeat = self._heartbeat(child.index)
         # A new session: Ctrl-C reaches the parent only, which passes it on once. uvicorn takes two signals for "now".
         try:
             child.process = await asyncio.create_subprocess_exec(*child.argv, env=environment, start_new_session=True)

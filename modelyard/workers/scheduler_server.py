@@ -303,15 +303,13 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
         except msgspec.DecodeError as error:
             raise msg.MalformedMessage(str(error)) from None
         if command.verb == "limits":
-            self._set_limits(peer, argument)
+            self._set_limits(peer, _converted(argument, dict[str, KeyLimits]))
+        elif command.verb == "log":
+            argument = _converted(argument, LogQuery)
         self._reply_value(peer, command.id, self._run_command(command, argument))
 
-    def _set_limits(self, peer: SchedulerPeer, argument: Any) -> None:
+    def _set_limits(self, peer: SchedulerPeer, limits: dict[str, KeyLimits]) -> None:
         """Each gateway sends the limits of the keys that it knows. The newest ones of a key count."""
-        try:
-            limits = msgspec.convert(argument, dict[str, KeyLimits])
-        except msgspec.ValidationError as error:
-            raise msg.MalformedMessage(str(error)) from None
         self._limits.pop(peer.name, None)
         self._limits[peer.name] = limits
         self._backend.set_limits({name: one for each in self._limits.values() for name, one in each.items()})
@@ -328,7 +326,7 @@ class SchedulerServer(PeerServer[SchedulerPeer]):
             case "snapshot":
                 return msgspec.msgpack.encode((pool.snapshot(), pool.requests()))
             case "log":
-                return msgspec.msgpack.encode(recent_records.read(*msgspec.convert(argument, LogQuery)))
+                return msgspec.msgpack.encode(recent_records.read(*argument))
             case "reload":
                 await self.reload()
                 return msgspec.msgpack.encode(self.config_version)
@@ -390,3 +388,10 @@ async def run_store_operation(store: Any, operation: msg.StoreOperation) -> byte
             limit, newest_first = min(operation.limit, _MAX_PAGE), operation.newest_first
             rows = await store.page(scope, after=key, limit=limit, newest_first=newest_first, values=operation.values)
             return msgspec.msgpack.encode([(name.encode("utf-8", "surrogatepass"), value) for name, value in rows])
+
+
+def _converted(value: Any, type: Any) -> Any:
+    try:
+        return msgspec.convert(value, type)
+    except msgspec.ValidationError as error:
+        raise msg.MalformedMessage(str(error)) from None

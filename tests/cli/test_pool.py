@@ -31,6 +31,7 @@ NOWHERE = "http://127.0.0.1:9"
 def _separate_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "MODELYARD_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
     for printer in (console.out, console.err):

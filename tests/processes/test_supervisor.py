@@ -237,7 +237,7 @@ async def test_a_child_that_falls_silent_is_replaced_and_others_are_not(tmp_path
     beats, looks = {0: 0, 1: 0, 2: 0}, Counter[int]()
 
     def heartbeat(index: int) -> int:
-        looks[index] += 1
+        looks[index] += 1  # one of them is before the start
         return beats[index]
 
     async with collect_reports(tmp_path) as reports:

@@ -379,11 +379,10 @@ class TextJob(FakeJob[Chunk, list[int]]):
             raise ContextOverflow(self._total, window)
         self._limit = min(window - self._total, prompt.max_tokens)
         self._limit_reason = "window" if self._limit < prompt.max_tokens else "length"
+        if min(self._ids, default=0) < 0:
+            raise InvalidRequest("the prompt holds token ids that are no tokens")
         view = PromptView(self._ids, self._engine.tokenizer)
-        try:
-            return self._engine.answer(view, prompt.constraint, prompt.session, view.starts_in_reasoning)
-        except OverflowError:  # of the tokenizer
-            raise InvalidRequest("the prompt holds token ids that are no tokens") from None
+        return self._engine.answer(view, prompt.constraint, prompt.session, view.starts_in_reasoning)
 
     def _accept(self) -> list[Chunk]:
         """With the log probabilities of the prompt, if they are wanted."""
