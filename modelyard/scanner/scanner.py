@@ -253,12 +253,13 @@ class Scanner:
 
     def _quote(self, marker: str) -> None:
         """A marker between quotes, such as `<tool_call>` in Markdown, is text."""
-        buffer = self._buffer
+        buffer, visible, start = self._buffer, self._visible, self._buffer.dropped + self._buffer.pos
         buffer.pos += len(marker)
-        self._skip_logprobs()
         if not self._calls.drafts:
+            if visible.logprobs:
+                visible.logprobs.show(start, buffer.dropped + buffer.pos, visible.seen)
             self._text_before, self._last_text = self._last_text, marker
-            self._visible.quote(self._region.kind, buffer.spelled(marker))
+            visible.quote(self._region.kind, buffer.spelled(marker))
 
     def _show_drafts(self) -> None:
         """Reasoning goes on after calls: it only quotes them."""
