@@ -18,6 +18,7 @@ from modelyard.core.request import Constraint, Tool, ToolChoice
 Reader = Callable[..., Generator[None, None, str | None]]
 NamedCalls = Sequence[tuple[str, Mapping[str, Any]]]  # names and arguments
 Dumps = Callable[[Any], str]  # writes JSON
+RESULTS = ("<tool_response>\n", "\n</tool_response>")  # as most families write them
 
 
 class GrammarContext(Struct, frozen=True):
@@ -96,6 +97,7 @@ class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
     name_hints: tuple[str, ...] = ()  # parts of model names in lower case, used if no template decides
     grammar: Grammar | None = None
     calls: CallWriter | None = None  # None: as `grammar` says, if it can write
+    results: tuple[str, str] = RESULTS  # what stands before and after the result of a call in a prompt
     messages_of_reasoning: tuple[ReasoningBlock, ...] = ()  # where readers open the reasoning, not markers
 
     @property

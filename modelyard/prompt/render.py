@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from modelyard.core.engine import Media, TokenRun
 from modelyard.core.errors import InvalidRequest, Unsupported
+from modelyard.core.output_format import RESULTS
 from modelyard.core.request import (
     Audio,
     Image,
@@ -293,12 +294,14 @@ class Renderer:
         marks_media: bool = False,
         image_placeholder: str | None = None,
         write_calls: WriteCalls = hermes_calls,
+        results: tuple[str, str] = RESULTS,
         missing: str | None = None,
     ) -> None:
         self.tokenizer, self.missing = tokenizer, missing
-        self._write_calls = write_calls
-        self._plain = AdaptedTemplate(template, write_calls)
-        self._with_tools = AdaptedTemplate(tools_template, write_calls) if tools_template is not None else self._plain
+        self._write_calls, self._results = write_calls, results
+        self._plain = self._with_tools = AdaptedTemplate(template, write_calls, results)
+        if tools_template is not None:
+            self._with_tools = AdaptedTemplate(tools_template, write_calls, results)
         self._keep_reasoning = {
             adapted.template: _keep_reasoning(adapted.template) for adapted in (self._plain, self._with_tools)
         }
@@ -366,7 +369,7 @@ class Renderer:
         tools = self._tools.offered(request.tools) if request.tools else []
         entries = self._converter.convert(request)
         if self._always_as_text:
-            entries = results_as_text(calls_as_text(entries, self._write_calls))
+            entries = results_as_text(calls_as_text(entries, self._write_calls), self._results)
         try:
             return self._conversation(request, entries, tools, self.describes_tools)
         except TemplateFailed:  # some fail on definitions that lack a description, or have an unusual type

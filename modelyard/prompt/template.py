@@ -34,7 +34,7 @@ from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.output_format import Dumps, NamedCalls
+from modelyard.core.output_format import RESULTS, Dumps, NamedCalls
 from modelyard.prompt import template_budget
 from modelyard.prompt.template_budget import (
     BUILDING_METHODS,
@@ -404,9 +404,7 @@ def one_system_first(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     head: list[TemplateMessage] = []
     for entry in entries[:start]:
         head = [_joined(head[0], entry)] if head else [entry]
-    return head + [
-        _as_user(entry, "system-reminder") if entry["role"] in _SYSTEM else entry for entry in entries[start:]
-    ]
+    return head + [_reminder(entry) if entry["role"] in _SYSTEM else entry for entry in entries[start:]]
 
 
 _SYSTEM = ("system", "developer")
@@ -416,8 +414,8 @@ def _first_after_system(entries: Sequence[TemplateMessage]) -> int:
     return next((at for at, entry in enumerate(entries) if entry["role"] not in _SYSTEM), len(entries))
 
 
-def _as_user(entry: TemplateMessage, tag: str) -> TemplateMessage:
-    return _message("user", f"<{tag}>\n{_text(entry['content'])}\n</{tag}>")
+def _reminder(entry: TemplateMessage) -> TemplateMessage:
+    return _message("user", f"<system-reminder>\n{_text(entry['content'])}\n</system-reminder>")
 
 
 def user_opens(entries: list[TemplateMessage]) -> list[TemplateMessage]:
@@ -484,8 +482,12 @@ def _call_as_text(entry: TemplateMessage, write: WriteCalls) -> TemplateMessage:
     return {key: value for key, value in entry.items() if key != "tool_calls"} | {"content": content}
 
 
-def results_as_text(entries: list[TemplateMessage]) -> list[TemplateMessage]:
-    return [_as_user(entry, "tool_response") if entry["role"] == "tool" else entry for entry in entries]
+def results_as_text(entries: list[TemplateMessage], marks: tuple[str, str] = RESULTS) -> list[TemplateMessage]:
+    """For templates without a role for results: as messages of the user, with the marks of the model's family."""
+    return [
+        _message("user", f"{marks[0]}{_text(entry['content'])}{marks[1]}") if entry["role"] == "tool" else entry
+        for entry in entries
+    ]
 
 
 def system_in_first_user(entries: list[TemplateMessage]) -> list[TemplateMessage]:
@@ -618,12 +620,14 @@ _REASONING = ("reasoning_content", "reasoning", "thinking", "thought")  # what t
 
 
 class AdaptedTemplate:
-    """A template that accepts every history. `write` is how calls are written that it cannot write. `repr` shows the
-    steps that it needs."""
+    """A template that accepts every history. `write` is how calls are written that it cannot write, and `results` are
+    the marks around results. `repr` shows the steps that it needs."""
 
-    def __init__(self, template: ChatTemplate, write: WriteCalls = hermes_calls) -> None:
+    def __init__(
+        self, template: ChatTemplate, write: WriteCalls = hermes_calls, results: tuple[str, str] = RESULTS
+    ) -> None:
         self.template = template
-        self._write = write
+        self._write, self._results = write, results
         self._offer: Callable[..., list[TemplateMessage]] | None = None
         self._no_tools: list[Any] | None
         self._reasoning = next(filter(template.mentions, _REASONING), _REASONING[0])
@@ -691,7 +695,10 @@ class AdaptedTemplate:
 
     def _render(self, entries: list[TemplateMessage], variables: Mapping[str, Any], steps: Sequence[Step] = ()) -> str:
         for step in steps:
-            entries = calls_as_text(entries, self._write) if step is calls_as_text else step(entries)
+            if step is results_as_text:
+                entries = results_as_text(entries, self._results)
+            else:
+                entries = calls_as_text(entries, self._write) if step is calls_as_text else step(entries)
         if (tools := variables.get("tools")) and self._offer is not None:
             entries = self._offer(entries, tools)
         if self._needs_types:

@@ -190,6 +190,7 @@ def _text_pipeline(
         marks_media=getattr(module, "MARKS_MEDIA", False),
         image_placeholder=_own_image_placeholder(tokenizer, source),
         write_calls=hermes_calls if writer is None else lambda calls, dumps: writer.write(calls, dumps, specials),
+        results=format.results,
         missing=source.missing,
     )
     taught = "the hermes format" if writer is None else "its own format"

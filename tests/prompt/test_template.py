@@ -23,6 +23,7 @@ from modelyard.prompt.template import (
 )
 from modelyard.prompt.template_budget import Frozen
 from modelyard.prompt.template_source import builtin
+from modelyard.scanner.formats import load
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.prompt.histories import CHAT_TEMPLATES, HISTORIES, make_message, make_request
 
@@ -439,6 +440,13 @@ def test_results_are_text_only_for_templates_without_their_role() -> None:
     entries = [entry("user", "hi"), called(), result()]
     text = adapt(DROPS, write=own_calls).render(entries, {})
     assert '<bot>[[find {"place": "call_1"}]]</bot><user><tool_response>\nfound\n</tool_response></user>' in text
+
+
+def test_results_without_a_role_have_the_marks_of_the_models_family() -> None:
+    entries = [entry("user", "hi"), called(), result()]
+    adapted = adapt(DROPS, write=own_calls, results=load("deepseek_v3").results)
+    begin, end = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>", "<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+    assert f"<user>{begin}found{end}</user>" in adapted.render(entries, {})
 
 
 def test_arguments_are_written_verbatim_in_a_models_own_format() -> None:

@@ -85,6 +85,7 @@ _COMMAND = OutputFormat(
     ),
     stop_tokens=("<|END_OF_TURN_TOKEN|>",),
     turn_starts=("<|CHATBOT_TOKEN|>",),
+    results=("<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>"),
     template_hints=(
         ("<|CHATBOT_TOKEN|>",),
         ("<|CHATBOT_TOKEN|>", "Action:"),

@@ -141,6 +141,7 @@ _V3 = OutputFormat(
     hidden_markers=(_SEPARATOR, _CALL_END, _END, *_OUTPUTS, _TURN_END, *_ROLES),
     stop_tokens=(_TURN_END,),
     turn_starts=("<｜Assistant｜>", *_OUTPUTS[2:]),
+    results=("".join(_OUTPUTS[:2]), "".join(_OUTPUTS[2:])),
     template_hints=((_BEGIN,), (_BEGIN, _SEPARATOR, "```json")),
     name_hints=("deepseek-v3", "deepseek_v3", "deepseek-chat"),
     calls=CallSyntax(JsonBody(f"function{_SEPARATOR}", "\n```json\n", "\n```"), _BEGIN, _END, _CALL, _CALL_END),

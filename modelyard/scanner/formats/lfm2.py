@@ -64,6 +64,7 @@ FORMATS = (
         hidden_markers=(_END, "<|im_end|>"),
         stop_tokens=("<|im_end|>",),
         turn_starts=("<|im_start|>assistant",),
+        results=("<|tool_response_start|>", "<|tool_response_end|>"),
         template_hints=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("List of tools: [",)),
         name_hints=("lfm2",),
         calls=listed(_START, _END, PythonBody()),

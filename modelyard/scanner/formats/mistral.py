@@ -92,6 +92,7 @@ FORMATS = (
         hidden_markers=(_ARGS, _ID, "[/THINK]", "</think>", _END),
         stop_tokens=(_END,),
         turn_starts=("[/INST]", "[/TOOL_RESULTS]", _END),
+        results=("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
         template_hints=((_CALLS,), (_CALLS, "[AVAILABLE_TOOLS]"), ("[SYSTEM_PROMPT]", "[THINK]")),
         name_hints=("mistral", "ministral", "devstral", "magistral", "mixtral", "codestral"),
         grammar=_Calls(),
