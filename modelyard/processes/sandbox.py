@@ -113,6 +113,7 @@ class Sandbox:
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
         self._lock, self._threads = threading.Lock(), ThreadPoolExecutor(most, "sandbox")
         self._zygote: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._is_closed = False
 
     def call(self, function: Callable[..., T], *args: object) -> T:
         """Blocks. Raises Stopped if the child gave no result, and InvalidRequest if the function did."""
@@ -184,13 +185,17 @@ class Sandbox:
             if self._zygote is not None and self._zygote[0].poll() is not None:
                 self._end()
             if self._zygote is None and kind == b"s":
+                if self._is_closed:
+                    raise Unavailable("the server is stopping")
                 self._zygote = _start_zygote()
             if self._zygote is not None:
                 with contextlib.suppress(BrokenPipeError):  # it has just died: the pipe of the job's end tells it
                     socket.send_fds(self._zygote[1], [_ORDER.pack(kind, number, name.encode())], descriptors)
 
     def close(self) -> None:
+        """For good: jobs that wait fail."""
         with self._lock:
+            self._is_closed = True
             self._end()
 
     def _end(self) -> None:

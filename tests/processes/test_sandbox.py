@@ -138,3 +138,12 @@ def test_a_zygote_that_was_killed_is_replaced(pool: Sandbox) -> None:
         job.future.result()
     assert pool.call(jobs.process)[1] != zygote
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its child died with it")
+
+
+def test_a_closed_pool_starts_nothing_again(pool: Sandbox) -> None:
+    waiting = [pool.submit(jobs.sleep_long, ()) for _ in range(4)]
+    wait_until(children, "a child")
+    pool.close()
+    for job in waiting:
+        with pytest.raises(Unavailable):
+            job.future.result(60)
