@@ -135,11 +135,17 @@ class Scanner:
         """Show all pieces at once if none of them needs a closer look. False: nothing was done."""
         if not self._passes_text:
             return False
-        text = ""
-        for piece in pieces:
+        if len(pieces) == 1:  # the usual case
+            piece = pieces[0]
             if piece.special or piece.logprob is not None:
                 return False
-            text += piece.text
+            text = piece.text
+        else:
+            text = ""
+            for piece in pieces:
+                if piece.special or piece.logprob is not None:
+                    return False
+                text += piece.text
         if self._first_char.search(text):
             return False
         self._text_before, self._last_text = self._last_text, text
@@ -234,7 +240,9 @@ class Scanner:
             visible.recall(self._region.kind, buffer.text[buffer.pos : prompt_end])
             buffer.pos = prompt_end
         if end > buffer.pos:
-            start, text = buffer.dropped + buffer.pos, buffer.without_foreign(buffer.text[buffer.pos : end])
+            start, text = buffer.dropped + buffer.pos, buffer.text[buffer.pos : end]
+            if not text.isascii():
+                text = buffer.without_foreign(text)
             buffer.pos = end
             if self._calls.drafts:
                 if text.isspace():
