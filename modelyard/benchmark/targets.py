@@ -76,7 +76,7 @@ def engine_target(config: Config, name: str, cache: CacheEntry, workload: Worklo
     async def opened(status: Status) -> AsyncIterator[LoadTarget]:
         entry = config.router().catalog.models[cache.model]
         _fetch_default(config, cache.model, status)
-        model = define_model(entry, config.models[cache.model]).model
+        model = define_model(entry).model
         engine = model_spec(config, entry, model.fault).make()
         try:
             await engine.open(lambda done, what: status(f"{what} {done:.0%}"))
@@ -125,7 +125,7 @@ def model_name(config: Config, cache: CacheEntry) -> str:
     router = config.router()
     entry = router.catalog.models[cache.model]
     patterns = (pattern.replace("*", "") for route in config.routes for pattern in route.match)
-    for name in (entry.name, *entry.aliases, cache.name, *filter(None, patterns)):
+    for name in (entry.name, *entry.settings.aliases, cache.name, *filter(None, patterns)):
         try:
             target = router.resolve(name, "/v1/chat/completions")
         except NotFound:

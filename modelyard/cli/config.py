@@ -190,8 +190,8 @@ def describe_config(loaded: LoadedConfig) -> ConfigDescription:
 
 
 def _model_row(entry: ModelEntry) -> ModelRow:
-    starts = "at start" if entry.enabled else "on demand" if entry.autoload else "by hand"
-    return ModelRow(entry.name, entry.backend, entry.aliases, starts, entry.description)
+    starts = "at start" if entry.enabled else "on demand" if entry.settings.autoload else "by hand"
+    return ModelRow(entry.name, entry.backend, tuple(entry.settings.aliases), starts, entry.settings.description)
 
 
 def _window(cache: CacheEntry, catalog: Catalog) -> int | None:

@@ -157,13 +157,12 @@ def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
     catalog = config.router().catalog
     entry = catalog.models.get(name) or catalog.models.get(catalog.aliases.get(name, ""))
     if entry is not None:
-        settings = config.models[entry.name]
-        rows = [("model", entry.name), ("engine", entry.backend), *models.describe_file(settings.path)]
+        rows = [("model", entry.name), ("engine", entry.backend), *models.describe_file(entry.settings.path)]
         if (of_library := config.library_models.get(entry.name)) is not None:
-            rows += _library_rows(of_library, settings)
+            rows += _library_rows(of_library, entry.settings)
         available = available_memory()
-        rows.append(("memory", describe_memory(estimate_memory(config, entry, available), available)))
-        return [*rows, *define_model(entry, settings).notes]
+        rows.append(("memory", describe_memory(estimate_memory(entry, available), available)))
+        return [*rows, *define_model(entry).notes]
     if (found := models.find_model(name)) is not None:
         return models.describe_entry(found)
     raise NotFound(f"no model {name!r}; there are {', '.join(catalog.names())}")

@@ -241,8 +241,10 @@ def _built_in_template(model: ModelSettings) -> str | None:
     return engine_template(model.prompt_format or "", weights, force=model.force_prompt_format)
 
 
-def engine_spec(entry: ModelEntry, model: ModelSettings) -> EngineSpec:
-    return EngineSpec(entry.name, engine_options(model), entry.cache_infos, entry.modalities, model.python)
+def engine_spec(entry: ModelEntry) -> EngineSpec:
+    settings = entry.settings
+    modalities = tuple(settings.modalities)
+    return EngineSpec(entry.name, engine_options(settings), entry.cache_infos, modalities, settings.python)
 
 
 # --- JSON Schema of a configuration file ------------------------------------------------------------------------------

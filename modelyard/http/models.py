@@ -78,10 +78,10 @@ class ModelEndpoints:
 
     def _card(self, name: str, entry: ModelEntry, status: ModelStatus) -> ModelCard:
         window = self._gateway.target(name, "/v1/models").window if self._gateway.has_window(entry.name) else None
-        aliases = tuple(entry.aliases) if name == entry.name else ()
+        aliases = tuple(entry.settings.aliases) if name == entry.name else ()
         model = self._gateway.models.get(entry.name)
         if model is None:
-            modalities = tuple(entry.modalities)
+            modalities = tuple(entry.settings.modalities)
             return ModelCard(name, self._started, window, window, status.state, aliases=aliases, modalities=modalities)
         return self._model_card(name, model, window, status, aliases)
 

@@ -57,29 +57,27 @@ class CacheEntry(Struct, frozen=True):
 
 
 class ModelEntry(Struct, frozen=True, kw_only=True):
-    """A model, loaded or not. `sampling` includes all layers of defaults."""
+    """A model's settings with everything resolved that depends on other sections: its caches and defaults."""
 
     name: str
-    backend: str
-    aliases: tuple[str, ...] = ()
-    caches: Mapping[str, CacheEntry]
-    default_cache: str
-    modalities: tuple[str, ...] = ("text",)
-    enabled: bool = True
-    autoload: bool = False
-    description: str = ""
-    enable_thinking: bool | None = None
-    show_thinking: bool = True
-    system_prompt: str | None = None
-    lora_adapter: str | None = None
-    tool_stream: bool = True
-    constrain_calls: bool = False
-    spm_infill: bool = False
-    sampling: Sampling = Sampling()
-    has_window: bool = True  # the settings set its window; the default says nothing about a remote model
-    configured_sampling: Sampling = Sampling()  # `sampling` without the built-in defaults
+    settings: ModelSettings
+    caches: Mapping[str, CacheEntry]  # the first is its default
+    sampling: Sampling = Sampling()  # its own over the general defaults, without the built-in ones
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    has_window: bool = True  # the settings set its window; the default says nothing about a remote model
+
+    @property
+    def backend(self) -> str:
+        return self.settings.backend or ""
+
+    @property
+    def enabled(self) -> bool:
+        return self.settings.enabled is not False
+
+    @property
+    def default_cache(self) -> CacheEntry:
+        return next(iter(self.caches.values()))
 
     @property
     def cache_infos(self) -> dict[str, CacheInfo]:
@@ -96,9 +94,9 @@ class Catalog(Struct, frozen=True):
     def of(cls, entries: list[ModelEntry]) -> Catalog:
         return cls(
             {entry.name: entry for entry in entries},
-            {alias: entry.name for entry in entries for alias in entry.aliases},
+            {alias: entry.name for entry in entries for alias in entry.settings.aliases},
             {name: cache for entry in entries for name, cache in entry.caches.items()},
-            {name.lower(): name for entry in reversed(entries) for name in (*entry.aliases, entry.name)},
+            {name.lower(): name for entry in reversed(entries) for name in (*entry.settings.aliases, entry.name)},
         )
 
     def find(self, name: str) -> CacheEntry | None:
@@ -110,11 +108,11 @@ class Catalog(Struct, frozen=True):
             folded = name.lower()
             known = self.folded.get(folded) or self.folded.get(folded.removesuffix(LATEST), "")
             model = self.models.get(known) or self.models.get(self.aliases.get(known, ""))
-        return model.caches[model.default_cache] if model else None
+        return model.default_cache if model else None
 
     def names(self) -> tuple[str, ...]:
         """The public names: ids, each followed by its aliases."""
-        return tuple(name for entry in self.models.values() for name in (entry.name, *entry.aliases))
+        return tuple(name for entry in self.models.values() for name in (entry.name, *entry.settings.aliases))
 
 
 def build_catalog(
@@ -127,30 +125,14 @@ def model_entry(
     name: str, model: ModelSettings, caches: Mapping[str, CacheSettings], general: DecodingSettings
 ) -> ModelEntry:
     configured = {key: _cache_entry(key, cache, model) for key, cache in caches.items() if cache.model == name}
-    own = configured or {name: _default_cache(name, model)}
-    sampling = model.decoding.sampling().over(general.sampling())
     return ModelEntry(
         name=name,
-        backend=model.backend or "",
-        aliases=tuple(model.aliases),
-        caches=own,
-        default_cache=next(iter(own)),
-        modalities=tuple(model.modalities),
-        enabled=model.enabled is not False,
-        autoload=model.autoload,
-        description=model.description,
-        enable_thinking=model.enable_thinking,
-        show_thinking=model.show_thinking,
-        system_prompt=model.system_prompt,
-        lora_adapter=model.lora_adapter,
-        tool_stream=model.tool_stream,
-        constrain_calls=model.constrain_calls,
-        spm_infill=model.spm_infill,
-        sampling=with_default_sampling(sampling),
-        has_window=bool(configured) or model.n_ctx is not None,
-        configured_sampling=sampling,
+        settings=model,
+        caches=configured or {name: _default_cache(name, model)},
+        sampling=model.decoding.sampling().over(general.sampling()),
         max_tokens=model.decoding.max_tokens or general.max_tokens,
         stop=tuple(model.decoding.stop or general.stop),
+        has_window=bool(configured) or model.n_ctx is not None,
     )
 
 

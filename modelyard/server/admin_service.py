@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from modelyard.accounts.keys import read_keys
 from modelyard.config.problems import ConfigError
 from modelyard.config.secrets import config_paths, config_secrets, public_settings
@@ -92,7 +94,7 @@ class AdminService:
 
         def work(config: Config) -> MemoryEstimate:
             changed = with_overrides(config, model, overrides)
-            found = estimate_memory(changed, changed.router().catalog.models[model], available_memory())
+            found = estimate_memory(changed.router().catalog.models[model], available_memory())
             if found.memory is None:
                 raise Unavailable(f"the memory of {model!r} cannot be estimated: {found.note}", code="estimate")
             return found.memory
@@ -141,9 +143,9 @@ class AdminService:
         if found is None:
             return
         place = await asyncio.to_thread(store_tokenizer, folder, found.tokenizer, found.files)
-        settings = config.models[model].model_copy(update={"tokenizer_path": str(place)})
         entry = config.router().catalog.models[model]
-        defined = (await asyncio.to_thread(define_model, entry, settings)).model
+        settings = entry.settings.model_copy(update={"tokenizer_path": str(place)})
+        defined = (await asyncio.to_thread(define_model, replace(entry, settings=settings))).model
         if self._config is config:  # otherwise the configuration was reloaded meanwhile
             self._gateway.models = {**self._gateway.models, model: defined}
             log.info("fetched the tokenizer of %s from its worker", model)
@@ -254,13 +256,13 @@ def config_refused(why: str) -> InvalidRequest:
 
 def _unchanged(before: Config, after: Config, models: Mapping[str, Model]) -> dict[str, Model]:
     """The models with the same settings and, in the library, the same files."""
+    old, new = before.router().catalog.models, after.router().catalog.models
     return {
         name: models[name]
-        for name, settings in after.models.items()
+        for name, entry in new.items()
         if name in models
-        and before.models.get(name) == settings
+        and old.get(name) == entry
         and before.library_models.get(name) == after.library_models.get(name)
-        and before.router().catalog.models[name] == after.router().catalog.models[name]
     }
 
 
@@ -277,9 +279,9 @@ def _fault(model: Model) -> ModelyardError | None:
 def define_models(config: Config, skip: Collection[str] = ()) -> dict[str, ModelDefinition]:
     """All but `skip`. Models of the library are defined at their first request: there may be many."""
     return {
-        name: define_later(entry, config.models[name], held)
+        name: define_later(entry, held)
         if (held := config.library_models.get(name)) is not None
-        else define_model(entry, config.models[name])
+        else define_model(entry)
         for name, entry in config.router().catalog.models.items()
         if name not in skip
     }

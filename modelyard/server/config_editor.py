@@ -530,7 +530,7 @@ def _machine_problems(after: LoadedConfig, model: str | None) -> list[ConfigProb
     entry = after.config.router().catalog.models.get(model or "")
     if entry is None:
         return list(after.problems)
-    estimate = estimate_memory(after.config, entry, available_memory())
+    estimate = estimate_memory(entry, available_memory())
     return check_models(after, [estimate], read_memory(), only=entry.name)
 
 

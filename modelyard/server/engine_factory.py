@@ -128,13 +128,13 @@ def model_spec(
 ) -> ModelSpec:
     """`fault`: the model could not be defined; loading it fails with this reason. `place` creates the engine if it does
     not run in this process or a child of it."""
-    settings = config.models[entry.name]
-    identity = _identity(entry, settings)
+    settings = entry.settings
+    identity = _identity(entry)
 
     def make(node: str = "") -> Engine:
         if fault is not None:
             raise fault
-        module, spec = plugins.load("engines", entry.backend), engine_spec(entry, settings)
+        module, spec = plugins.load("engines", entry.backend), engine_spec(entry)
         if place is not None:
             return place(entry.backend, spec, identity, node)
         if runs_in_own_process(settings, spec):
@@ -143,9 +143,7 @@ def model_spec(
         return engine
 
     def estimate(available: AvailableMemory) -> MemoryEstimate:
-        estimated: MemoryEstimate = plugins.load("engines", entry.backend).estimate(
-            engine_spec(entry, settings), available
-        )
+        estimated: MemoryEstimate = plugins.load("engines", entry.backend).estimate(engine_spec(entry), available)
         return estimated
 
     ttl = settings.idle_ttl_s if settings.idle_ttl_s is not None else config.scheduler.idle_ttl_s
@@ -187,7 +185,7 @@ def _spec_with_overrides(
     changed = with_overrides(config, name, overrides)
     entry = changed.router().catalog.models[name]
     try:
-        engine_spec(entry, changed.models[name])
+        engine_spec(entry)
     except ValidationError as error:  # each value is valid, but not their combination
         raise InvalidRequest(validation_message(error.errors()[0]), code="bad_override") from None
     return replace(model_spec(changed, entry, fault, place), with_overrides=None)
@@ -200,13 +198,13 @@ def model_specs(
     return {name: model_spec(config, entry, faults.get(name), place) for name, entry in entries.items()}
 
 
-def _identity(entry: ModelEntry, settings: ModelSettings) -> str:
+def _identity(entry: ModelEntry) -> str:
     """Equal for two models that create the same engine."""
     try:
-        spec = engine_spec(entry, settings)
+        spec = engine_spec(entry)
     except (ModelyardError, ValidationError):  # not loadable; a corrected model has another identity
-        return f"{entry.name}:{hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]}"
-    description = _describe(entry.backend, spec) + f"\n{runs_in_own_process(settings, spec)}"
+        return f"{entry.name}:{hashlib.sha256(entry.settings.model_dump_json().encode()).hexdigest()[:16]}"
+    description = _describe(entry.backend, spec) + f"\n{runs_in_own_process(entry.settings, spec)}"
     return f"{entry.name}:{hashlib.sha256(description.encode()).hexdigest()[:16]}"
 
 

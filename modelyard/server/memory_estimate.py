@@ -30,13 +30,13 @@ def available_memory() -> AvailableMemory:
 
 def estimate_all(config: Config, available: AvailableMemory) -> Iterator[ModelMemory]:
     for entry in config.router().catalog.models.values():
-        yield estimate_memory(config, entry, available)
+        yield estimate_memory(entry, available)
 
 
-def estimate_memory(config: Config, entry: ModelEntry, available: AvailableMemory) -> ModelMemory:
+def estimate_memory(entry: ModelEntry, available: AvailableMemory) -> ModelMemory:
     try:
         module = plugins.load("engines", entry.backend)
-        return ModelMemory(entry.name, module.estimate(engine_spec(entry, config.models[entry.name]), available))
+        return ModelMemory(entry.name, module.estimate(engine_spec(entry), available))
     except ModelyardError as error:
         return ModelMemory(entry.name, None, error.message)
     except ValidationError:  # in the rest of a configuration with errors

@@ -69,7 +69,7 @@ def _used_models(loaded: LoadedConfig) -> set[str]:
     return {
         entry.name
         for entry in entries
-        if (entry.enabled or entry.autoload) and any(layer.has(("models", entry.name)) for layer in configured)
+        if (entry.enabled or entry.settings.autoload) and any(layer.has(("models", entry.name)) for layer in configured)
     }
 
 
@@ -85,7 +85,7 @@ def _graded(problem: ConfigProblem, used: set[str], config: Config) -> ConfigPro
 def _model_faults(
     config: Config, entry: ModelEntry, memory: MemoryEstimate | None, machine: MachineMemory
 ) -> Iterator[ModelFault]:
-    settings = config.models[entry.name]
+    settings = entry.settings
     if entry.backend not in plugins.names("engines"):
         return  # reported by the checks of the configuration
     if default_model.is_default(settings.path) and not default_model.is_fetched():
@@ -97,7 +97,7 @@ def _model_faults(
         yield ("path" if settings.path is not None else "vllm_model",), f"is not on this machine yet: {when}.", "note"
         return
     try:
-        spec = engine_spec(entry, settings)
+        spec = engine_spec(entry)
     except (ModelyardError, ValidationError):
         return  # so are its options
     module = plugins.load("engines", entry.backend)
@@ -112,7 +112,7 @@ def _model_faults(
             yield ("backend",), "its library is not on this machine yet: modelyard serve sets it up.", "note"
     if hasattr(module, "faults"):
         faults += [((*option.split("."),), message) for option, message in module.faults(spec)]
-    model = define_model(entry, settings).model if is_set_up and not faults else None
+    model = define_model(entry).model if is_set_up and not faults else None
     faults += _definition_faults(settings, model)
     if model is not None and (unused := _unused_format(settings, model)) is not None:
         yield ("prompt_format",), unused, "note"

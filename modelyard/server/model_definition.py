@@ -38,15 +38,15 @@ class ModelDefinition(Struct):
     notes: list[tuple[str, str]] = field(default_factory=list)  # rows for `modelyard models explain`
 
 
-def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
-    notes = _cache_notes(entry)
+def define_model(entry: ModelEntry) -> ModelDefinition:
+    settings, notes = entry.settings, _cache_notes(entry)
     try:
         module = plugins.load("engines", entry.backend)
         if settings.python is None:  # another interpreter need not work in this one
             plugins.verify(module)
         options = engine_options(settings)
         kind = plugins.engine_kind(module, options)
-        text = (_text_pipeline if kind == "text" else _local_counting)(entry, settings, module, options, notes)
+        text = (_text_pipeline if kind == "text" else _local_counting)(entry, module, options, notes)
         translates = _translates(settings, text)
         capabilities = _capabilities(settings, module, options)
     except ModelyardError as error:
@@ -81,8 +81,9 @@ def _recommended_sampling(module: Any, options: Any, notes: list[tuple[str, str]
     return Sampling(**values)
 
 
-def define_later(entry: ModelEntry, settings: ModelSettings, held: LibraryModel) -> ModelDefinition:
+def define_later(entry: ModelEntry, held: LibraryModel) -> ModelDefinition:
     """A model that reads its files at its first request. What it can do is told by what the library knows of it."""
+    settings = entry.settings
     try:
         module = plugins.load("engines", entry.backend)
         kind = plugins.engine_kind(module, engine_options(settings))
@@ -98,7 +99,7 @@ def define_later(entry: ModelEntry, settings: ModelSettings, held: LibraryModel)
         infill=False,
     )
     model = _model(entry, kind, remote=getattr(module, "REMOTE", False), capabilities=expected)
-    return ModelDefinition(replace(model, define=lambda: define_model(entry, settings).model))
+    return ModelDefinition(replace(model, define=lambda: define_model(entry).model))
 
 
 def trial_fault(model: Model) -> ModelyardError | None:
@@ -113,15 +114,13 @@ def trial_fault(model: Model) -> ModelyardError | None:
     return None
 
 
-def _local_counting(
-    entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
-) -> TextPipeline | None:
+def _local_counting(entry: ModelEntry, module: Any, options: Any, notes: list[tuple[str, str]]) -> TextPipeline | None:
     """The pipeline of an engine that renders by itself, if its tokenizer is available here: tokens are counted before
     the request is sent. Without it, the engine counts once it is loaded."""
     if not getattr(module, "COUNTS_LOCALLY", False):
         return None
     try:
-        return _text_pipeline(entry, settings, module, options, notes)
+        return _text_pipeline(entry, module, options, notes)
     except ModelyardError as error:
         notes.append(("tokenizer", f"the engine's, once it is loaded: {error.message}"))
         return None
@@ -144,7 +143,7 @@ def _model(
     file: Sampling = DEFAULT_SAMPLING,
 ) -> Model:
     """`file`: what its file recommends, for what the settings do not set."""
-    configured = entry.configured_sampling.over(file)
+    configured = entry.sampling.over(file)
     return Model(
         name=entry.name,
         kind=kind,
@@ -154,25 +153,24 @@ def _model(
         configured_sampling=configured,
         max_tokens=entry.max_tokens,
         stop=entry.stop,
-        show_thinking=entry.show_thinking,
-        system_prompt=entry.system_prompt,
-        lora_adapter=entry.lora_adapter,
-        tool_stream=entry.tool_stream,
-        constrain_calls=entry.constrain_calls,
-        modalities=entry.modalities,
+        show_thinking=entry.settings.show_thinking,
+        system_prompt=entry.settings.system_prompt,
+        lora_adapter=entry.settings.lora_adapter,
+        tool_stream=entry.settings.tool_stream,
+        constrain_calls=entry.settings.constrain_calls,
+        modalities=tuple(entry.settings.modalities),
         translates=translates,
-        spm_infill=entry.spm_infill,
+        spm_infill=entry.settings.spm_infill,
         capabilities=capabilities,
         fault=fault,
     )
 
 
-def _text_pipeline(
-    entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
-) -> TextPipeline:
+def _text_pipeline(entry: ModelEntry, module: Any, options: Any, notes: list[tuple[str, str]]) -> TextPipeline:
+    settings = entry.settings
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
     tokenizer = _open_tokenizer(where)
-    source = _template(entry, settings, tokenizer, getattr(module, "PROMPT_FORMAT", None), where)
+    source = _template(entry, tokenizer, getattr(module, "PROMPT_FORMAT", None), where)
     if source.missing is not None and settings.format in (None, "auto"):
         format, why = VERBATIM, "without a chat template, everything is text"
     else:
@@ -184,7 +182,7 @@ def _text_pipeline(
     renderer = Renderer(
         _compile(source.text, tokenizer),
         tokenizer,
-        thinking_default=entry.enable_thinking,
+        thinking_default=settings.enable_thinking,
         tools_template=_compile(source.for_tools, tokenizer) if source.for_tools else None,
         tools_prompt=settings.tools_prompt,
         marks_media=getattr(module, "MARKS_MEDIA", False),
@@ -234,9 +232,8 @@ def _open_tokenizer(path: Path) -> FileTokenizer:
     return open_tokenizer(path)
 
 
-def _template(
-    entry: ModelEntry, settings: ModelSettings, tokenizer: FileTokenizer, fallback: str | None, where: Path
-) -> TemplateSource:
+def _template(entry: ModelEntry, tokenizer: FileTokenizer, fallback: str | None, where: Path) -> TemplateSource:
+    settings = entry.settings
     return find_template(
         chat_template=settings.chat_template,
         prompt_format=settings.prompt_format,

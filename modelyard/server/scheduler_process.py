@@ -167,11 +167,10 @@ class ConfiguredDefinitions:
         return self._loaded.config
 
     def find(self, model: str) -> EngineDefinition:
-        config = self._config()
-        entry = config.router().catalog.models.get(model)
-        if entry is None or model not in config.models:
+        entry = self._config().router().catalog.models.get(model)
+        if entry is None:
             raise not_defined(model)
-        return define(entry.backend, engine_spec(entry, config.models[model]))
+        return define(entry.backend, engine_spec(entry))
 
     def models(self) -> tuple[str, ...]:
         return tuple(self._config().models)

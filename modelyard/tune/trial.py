@@ -204,7 +204,7 @@ async def _measure(job: TrialJob) -> Outcome:
         load_s = time.perf_counter() - began
         if isinstance(engine, TextEngine):
             tokenizer = model.pipeline.tokenizer
-            target: LoadTarget = EngineTarget(engine, tokenizer, cache=entry.default_cache, limit_s=job.answer_s)
+            target: LoadTarget = EngineTarget(engine, tokenizer, cache=entry.default_cache.name, limit_s=job.answer_s)
         else:
             target = ChatTarget(engine, entry.name, limit_s=job.answer_s)
         one = await _run_load(job, entry, target)
@@ -223,7 +223,7 @@ def _create_engine(job: TrialJob) -> tuple[ModelEntry, Engine, Model]:
 def _read_model(job: TrialJob) -> tuple[Config, ModelEntry, Model]:
     config = Config.model_validate(job.config)
     entry = config.router().catalog.models[job.model]
-    model = define_model(entry, config.models[job.model]).model
+    model = define_model(entry).model
     if model.fault is not None:
         raise model.fault
     return config, entry, model
@@ -231,7 +231,7 @@ def _read_model(job: TrialJob) -> tuple[Config, ModelEntry, Model]:
 
 async def _run_load(job: TrialJob, entry: ModelEntry, target: LoadTarget) -> Round:
     """The same number of answers for every setting: with fewer slots, more of them run one after the other."""
-    info = entry.caches[entry.default_cache].info
+    info = entry.default_cache.info
     workload = fit_workload(job.workload, info.window)
     streams = min(workload.streams, info.parallel)
     warmup = msgspec.structs.replace(workload, prompt_tokens=_WARMUP_TOKENS, output_tokens=_WARMUP_TOKENS, turns=1)
@@ -274,21 +274,20 @@ def summarize(one: Round, memory: int, load_s: float) -> Measurement | TrialFail
 
 
 def _engine_bench(job: TrialJob) -> EngineBenchResult:
-    config, entry, _ = _read_model(job)
+    _, entry, _ = _read_model(job)
     module = importlib.import_module(f"modelyard.engines.{entry.backend}.bench")
-    spec, workload = engine_spec(entry, config.models[job.model]), job.workload
+    spec, workload = engine_spec(entry), job.workload
     return EngineBenchResult(*module.bench(spec, workload.prompt_tokens, workload.output_tokens))
 
 
 def _quality_loss(job: TrialJob, reference: dict[str, Any]) -> Loss:
     """What the rounding of this setting loses on `QUALITY_TEXT` against the reference."""
-    config, entry, model = _read_model(job)
-    spec, tokenizer = engine_spec(entry, config.models[job.model]), model.pipeline.tokenizer
+    _, entry, model = _read_model(job)
+    spec, tokenizer = engine_spec(entry), model.pipeline.tokenizer
     ids = [*([] if tokenizer.bos is None else [tokenizer.bos]), *tokenizer.encode_plain(QUALITY_TEXT)]
     plugins.verify(plugins.load("engines", entry.backend))
     module = importlib.import_module(f"modelyard.engines.{entry.backend}.loss")
-    exact = Config.model_validate(reference)
-    exact_spec = engine_spec(exact.router().catalog.models[job.model], exact.models[job.model])
+    exact_spec = engine_spec(Config.model_validate(reference).router().catalog.models[job.model])
     loss: Loss = module.loss(spec, exact_spec, ids)
     return loss
 

@@ -93,11 +93,11 @@ class TunedModel:
 
     def _values(self, config: Config) -> dict[str, Value]:
         entry = config.router().catalog.models[self.name]
-        values: dict[str, Value] = self._module.current(self._spec(config), entry.default_cache)
+        values: dict[str, Value] = self._module.current(self._spec(config), entry.default_cache.name)
         return values
 
     def _spec(self, config: Config) -> EngineSpec:
-        return engine_spec(config.router().catalog.models[self.name], config.models[self.name])
+        return engine_spec(config.router().catalog.models[self.name])
 
     # --- settings as configurations -------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from tests.config.conftest import Loader, ToyOptions
 def test_options_hold_the_fields_of_the_engine_and_the_common_ones_that_it_declares(toml: Loader) -> None:
     config = toml('[models.m]\nbackend = "toy"\nmodel_path = "/w"\nspeed = 2.5\nn_ctx = 64\nparallel = 3\n').config
     assert engine_options(config.models["m"]) == ToyOptions(speed=2.5, path="/w")
-    spec = engine_spec(config.router().catalog.models["m"], config.models["m"])
+    spec = engine_spec(config.router().catalog.models["m"])
     assert (spec.model, spec.options, spec.caches) == ("m", ToyOptions(speed=2.5, path="/w"), {"m": CacheInfo(64, 3)})
 
 

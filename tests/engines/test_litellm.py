@@ -215,7 +215,7 @@ def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
         litellm.verify()
     model = {"backend": "litellm", "litellm_model": "openai/gpt"}
     config = load_config(env={}, overrides={"models": {"any": model}}).config
-    made = define_model(config.router().catalog.models["any"], config.models["any"])
+    made = define_model(config.router().catalog.models["any"])
     assert made.model.fault is not None
     assert "modelyard[litellm]" in made.model.fault.message
 

@@ -18,6 +18,7 @@ from modelyard.router.router import (
     compile_globs,
     glob_covers,
     target_of,
+    with_default_sampling,
 )
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings, RouteSettings
 
@@ -57,7 +58,7 @@ MESSAGES = "/v1/messages"
 
 def model(name: str, *caches: tuple[str, int], aliases: tuple[str, ...] = ()) -> ModelEntry:
     entries = {cache: CacheEntry(cache, name, CacheInfo(window)) for cache, window in caches}
-    return ModelEntry(name=name, backend="toy", aliases=aliases, caches=entries, default_cache=caches[0][0])
+    return ModelEntry(name=name, settings=ModelSettings(backend="toy", aliases=list(aliases)), caches=entries)
 
 
 CATALOG = Catalog.of(
@@ -206,9 +207,8 @@ def test_sampling_defaults_are_layered() -> None:
     general = DecodingSettings(top_k=9, temperature=0.1, max_tokens=64)
     catalog = build_router(models, {}, decoding=general).catalog
     assert catalog.models["m"].sampling == Sampling(temperature=0.1, top_k=5)
-    assert catalog.models["m"].configured_sampling == Sampling(temperature=0.1, top_k=5)
     assert (catalog.models["m"].max_tokens, catalog.models["m"].stop) == (64, ("END",))
-    assert build_router({"n": ModelSettings()}, {}).catalog.models["n"].sampling == Sampling(temperature=0.7, top_p=0.9)
+    assert with_default_sampling(Sampling()) == Sampling(temperature=0.7, top_p=0.9)
 
 
 @pytest.mark.parametrize(

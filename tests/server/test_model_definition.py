@@ -31,7 +31,7 @@ def defined(**settings: Any) -> ModelDefinition:
         "caches": {"main": {"model": "demo", "n_ctx": 4096, "parallel": 2, "description": "talk"}},
     }
     config = load_config(env={}, overrides=overrides).config
-    return define_model(config.router().catalog.models["demo"], config.models["demo"])
+    return define_model(config.router().catalog.models["demo"])
 
 
 def test_notes_explain_the_origin_of_every_part():
@@ -63,7 +63,7 @@ def test_a_model_of_the_library_tells_what_it_can_do_before_its_files_are_read(
 ) -> None:
     config = load_config(overrides={"models": {"m": {"backend": "fake"}}}).config
     entry = config.router().catalog.models["m"]
-    model = define_later(entry, config.models["m"], LibraryModel(LibraryEntry("m", "m.gguf"), **held)).model
+    model = define_later(entry, LibraryModel(LibraryEntry("m", "m.gguf"), **held)).model
     assert model.define is not None
     assert capability_names(effective_capabilities(model)) == capabilities
 

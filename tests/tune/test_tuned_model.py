@@ -59,7 +59,7 @@ def test_a_cache_knob_is_set_in_the_first_cache_or_in_the_model():
 def test_a_changed_configuration_makes_another_engine():
     old = config(main={"flash_attn": True}, fast={})
     new = with_changes(old, config_changes(old, "m", KNOBS, {"n_threads": 2, "flash_attn": "off", "parallel": 3}))
-    spec = engine_spec(new.router().catalog.models["m"], new.models["m"])
+    spec = engine_spec(new.router().catalog.models["m"])
     assert spec.options.n_threads == 2
     assert spec.options.flash_attn == "off"
     assert spec.caches["main"].flash_attn is False
@@ -70,13 +70,13 @@ def test_a_changed_configuration_makes_another_engine():
 def test_an_option_under_an_alias_is_replaced():
     old = config({"gguf_flash_attn": "off"})
     new = with_changes(old, config_changes(old, "m", KNOBS, {"flash_attn": "on"}))
-    assert engine_spec(new.router().catalog.models["m"], new.models["m"]).options.flash_attn == "on"
+    assert engine_spec(new.router().catalog.models["m"]).options.flash_attn == "on"
 
 
 @pytest.mark.parametrize("model", [{"n_threads": 1, "gguf_flash_attn": "off"}, {"options": {"n_threads": 1}}, {}])
 def test_a_configuration_without_knobs_has_engine_defaults(model):
     plain = without_knobs(config(model, main={"n_threads": 1, "parallel": 4, "flash_attn": False}), "m", KNOBS)
-    spec = engine_spec(plain.router().catalog.models["m"], plain.models["m"])
+    spec = engine_spec(plain.router().catalog.models["m"])
     assert spec.options.n_threads is None
     assert spec.options.flash_attn is None
     assert spec.caches["main"].n_threads is None
@@ -139,7 +139,7 @@ def test_a_derived_value_is_written_only_if_it_would_be_wrong():
 def test_a_setting_becomes_the_configuration_of_a_trial():
     model = llama(n_threads=1, caches={"main": {"model": "m", "n_ctx": 512, "flash_attn": False}})
     found = Config.model_validate(model.trial_config(model.current.but({"flash_attn": "on", "type_v": "q8_0"})))
-    spec = engine_spec(found.router().catalog.models["m"], found.models["m"])
+    spec = engine_spec(found.router().catalog.models["m"])
     assert spec.caches["main"].flash_attn is True
     assert spec.caches["main"].type_v == "q8_0"
 

@@ -77,7 +77,7 @@ def test_a_gpu_needs_no_check_for_slow_flash_attention() -> None:
 def spec_of(raw: dict[str, Any], folder: Path) -> EngineSpec:
     (folder / "c.json").write_text(json.dumps(raw))
     config = load_config(folder / "c.json", env={}).config
-    return engine_spec(config.router().catalog.models["m"], config.models["m"])
+    return engine_spec(config.router().catalog.models["m"])
 
 
 def parameters(spec: EngineSpec, cache: str) -> Any:

@@ -60,7 +60,7 @@ def test_complete_definition_becomes_a_command_line(tmp_path: Path) -> None:
     (tmp_path / "pool.json").write_text(json.dumps(POOL))
     config = load_config(tmp_path / "pool.json", env={}).config
     (name,) = config.models
-    spec = engine_spec(config.router().catalog.models[name], config.models[name])
+    spec = engine_spec(config.router().catalog.models[name])
     options = engine_options(config.models[name])
     assert isinstance(options, Options)
     assert command_line(str(options.llama_server_binary), Path(options.path), options, spec.caches, SOCKET) == [

@@ -134,7 +134,7 @@ def pool_spec(folder: Path, name: str) -> EngineSpec:
     """The spec of a definition in the llm-pool guide."""
     (folder / "pool.json").write_text(json.dumps({"engine": {"models": {name: DEFINITIONS[name]}}}))
     config = load_config(folder / "pool.json", env={}).config
-    return engine_spec(config.router().catalog.models[name], config.models[name])
+    return engine_spec(config.router().catalog.models[name])
 
 
 def added_arguments(**fields: Any) -> dict[str, Any]:
