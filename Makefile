@@ -63,7 +63,7 @@ rebuild-engine: $(BASE) ## compile llama.cpp for this machine again; CC, CXX and
 	@$(BIN)/modelyard setup --rebuild
 
 # Three processes for two cores, because tests also wait; files begin in the order of tests/conftest.py.
-test: check ## format, lint, types, layers and tests: everything that must pass
+test: check browser ## format, lint, types, layers and tests: everything that must pass
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: install ## format, lint, types and layers only
@@ -71,6 +71,10 @@ check: install ## format, lint, types and layers only
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Where no browser can be installed it says what is missing; the tests in a browser are then skipped, and fail in CI.
+browser: install
+	@$(BIN)/python setup/browser.py || echo "the tests of the workbench in a browser will be skipped" >&2
 
 test-clients: install ## install the real coding agents (about 2 GB, once) and run each against a running server
 	$(BIN)/python setup/clients.py
@@ -128,4 +132,4 @@ hostile: install ## two hostile keys beside three honest ones for ten minutes; A
 bench-reuse: install ## run real agents and count the tokens that are evaluated again
 	$(BIN)/python -m bench.reuse $(ARGS)
 
-.PHONY: help install rebuild-engine serve test check test-clients test-compliance test-recipes test-cluster test-litellm vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak hostile
+.PHONY: help install rebuild-engine serve test check browser test-clients test-compliance test-recipes test-cluster test-litellm vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse fuzz soak hostile

@@ -1,7 +1,7 @@
 """Finds Chrome or Chromium with its driver for the tests of the workbench, or installs Debian's.
 
-`python setup/browser.py` prints both paths, or why there is no browser. An installed browser is preferred. As root, apt
-installs one; without root, apt's packages are unpacked into the cache folder.
+`python setup/browser.py` prints both paths, or why there is no browser and what to do; `make test` runs it. An installed
+browser is preferred. As root, apt installs one; without root, apt's packages are unpacked into the cache folder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 DRIVER = "chromedriver"
 PACKAGES = ("chromium", "chromium-driver", "fonts-dejavu-core")
 _TIMEOUT_S = 900
+_TRIES, _PAUSE_S = 3, 10.0  # a package mirror may fail once
 
 
 class Browser(NamedTuple):
@@ -59,11 +61,16 @@ def install() -> Browser:
     if (found := find()) is not None:
         return found
     if shutil.which("apt-get") is None:
-        raise NoBrowser("Chrome or Chromium and chromedriver are not installed; install them")
-    if os.geteuid() == 0:
-        _install_with_apt()
-    else:
-        _install_without_root(browser_dir())
+        raise NoBrowser("Chrome or Chromium and chromedriver are not installed, and there is no apt: install them")
+    for left in reversed(range(_TRIES)):
+        try:
+            _install_with_apt() if os.geteuid() == 0 else _install_without_root(browser_dir())
+            break
+        except NoBrowser as error:
+            if not left:
+                raise
+            print(f"{error}; trying again", file=sys.stderr)
+            time.sleep(_PAUSE_S)
     if (found := find()) is None:
         raise NoBrowser("apt did not install chromium and chromedriver")
     return found

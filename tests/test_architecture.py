@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "modelyard"
 
 
 def load_tree() -> ModuleType:
@@ -44,4 +46,17 @@ def test_the_pages_that_everyone_reads_stay_short() -> None:
     assert len(text.splitlines()) <= 250
     terms = [line for line in text.partition("## Glossary")[2].splitlines() if line.startswith("| ")][1:]
     assert len(terms) <= 30
-    assert len((ROOT / "docs" / "performance.md").read_text().splitlines()) <= 120
+    results = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    assert len(results) <= 220
+    assert max(map(len, results)) <= 200, "a line that packs many figures is a table"
+
+
+def test_every_package_stands_in_the_layers_and_in_the_page() -> None:
+    packages = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    packages -= {"__init__", "__main__"}
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = set(re.findall(r"modelyard\.(\w+)", " ".join(contracts[0]["layers"])))
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    drawn = page[page.index("## The layers") : page.index("- `protocols`, `router`")]
+    assert layers == packages
+    assert {name for name in packages if re.search(rf"\b{name}\b", drawn)} == packages

@@ -124,6 +124,29 @@ def test_install_prepares_the_tools_and_both_libraries_once(checkout: Checkout) 
     assert checkout.runs[before:] == ["modelyard serve"]
 
 
+def install_tools(checkout: Checkout) -> None:
+    assert checkout.make("install", "3.12.1").returncode == 0
+    for name in ("ruff", "mypy", "lint-imports", "pytest"):
+        checkout.interpreter("3.12.1", f".venv/bin/{name}")
+
+
+def test_the_browser_of_the_tests_is_installed_before_they_run(checkout: Checkout) -> None:
+    install_tools(checkout)
+    assert checkout.make("test", "3.12.1").returncode == 0
+    assert checkout.runs[-2] == "python setup/browser.py"
+    assert checkout.runs[-1].startswith("pytest ")
+
+
+def test_without_a_browser_the_tests_run_and_say_what_they_skip(checkout: Checkout) -> None:
+    install_tools(checkout)
+    python = checkout.venv / "bin" / "python"
+    python.write_text(python.read_text().replace("case", 'case "$*" in *browser.py) exit 1 ;; esac\ncase', 1))
+    done = checkout.make("test", "3.12.1")
+    assert done.returncode == 0, done.stderr
+    assert "the tests of the workbench in a browser will be skipped" in done.stderr
+    assert checkout.runs[-1].startswith("pytest ")
+
+
 COPY_UV = 'mkdir -p .venv/uv/bin && cp "$0" .venv/uv/bin/uv'
 
 
