@@ -1,7 +1,7 @@
 """Finds Chrome or Chromium with its driver for the tests of the workbench, or installs Debian's.
 
-`python setup/browser.py` prints both paths, or why there is no browser and what to do; `make test` runs it. An installed
-browser is preferred. As root, apt installs one; without root, apt's packages are unpacked into the cache folder.
+`python setup/browser.py` prints both paths, or why there is no browser; `make test` runs it. An installed browser is
+preferred. As root, apt installs one; without root, apt's packages are unpacked into the cache folder.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, Self
 
 import typer
 from rich.markup import escape
-from typer.core import TyperGroup
 
 from modelyard.accounts.settings import KeyRole
 from modelyard.cli.console import (
@@ -33,18 +32,7 @@ from modelyard.cli.console import (
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.server.client import Json, ServerClient, find_url
 
-
-class KeysGroup(TyperGroup):
-    """`modelyard keys FILE` is `modelyard keys cluster FILE`: there was only this one."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
-            args = ["cluster", *args]
-        return super().resolve_command(ctx, args)
-
-
 keys_app = typer.Typer(
-    cls=KeysGroup,
     no_args_is_help=True,
     help="List, create and revoke API keys; create the keys of a cluster.",
     rich_markup_mode="rich",

@@ -1,7 +1,7 @@
 """Renders a request to the prompt that a model reads: tools and messages → chat template → token ids.
 
 Needs no loaded engine: prompts are counted and checked before anything is leased. Client text is shielded on the way,
-so that a control token that is spelled in it stays text. Assistant text is shielded too (a model may quote a control token),
+so that a control token that it spells stays text. Assistant text is shielded too (a model may quote a control token),
 except for reasoning tags, which templates search for.
 """
 

@@ -382,8 +382,8 @@ def test_several_gateways_share_a_scheduler_if_weights_or_limits_are_shared(monk
 
 def test_keys_are_created_once(tmp_path: Path):
     file = tmp_path / "cluster.keys"
-    assert invoke("keys", str(file)).exit_code == 0
-    again = invoke("keys", str(file))
+    assert invoke("keys", "cluster", str(file)).exit_code == 0
+    again = invoke("keys", "cluster", str(file))
     assert again.exit_code == 2
     assert "exists already" in again.stderr
 
