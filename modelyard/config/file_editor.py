@@ -220,7 +220,7 @@ class TomlText:
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
-    def _blocks(self) -> list[TomlBlock]:
+    def blocks(self) -> list[TomlBlock]:
         headers = [statement for statement in self._statements if statement.is_header]
         starts = [self._with_comment_above(header.line - 1) for header in headers]
         ends = [*starts[1:], len(self._lines)] if headers else []
@@ -244,7 +244,7 @@ class TomlText:
     def _replaced(self, start: int, end: int, lines: Sequence[str]) -> str:
         return "\n".join([*self._lines[:start], *lines, *self._lines[end:]])
 
-    def _with_block(self, at: int, lines: Sequence[str]) -> str:
+    def with_block(self, at: int, lines: Sequence[str]) -> str:
         """A section before the line `at`, with an empty line before and after it."""
         before, after = self._lines[:at], self._lines[at:]
         while before and not before[-1].strip():
@@ -254,7 +254,7 @@ class TomlText:
         gap = [""] if before else []
         return "\n".join([*before, *gap, *lines, *([""] if after else []), *after]).rstrip("\n") + "\n"
 
-    def _without_lines(self, start: int, end: int) -> str:
+    def without_lines(self, start: int, end: int) -> str:
         """An empty line that separated the removed ones from the rest goes with them."""
         before, after = self._lines[:start], self._lines[end:]
         while after and not after[0].strip() and (not before or not before[-1].strip()):
@@ -270,12 +270,12 @@ class TomlText:
             if holds and (text := self._with_changed_statement(statement, path, value)) is not None:
                 yield text
         key, section = path[-1], path[:-1]
-        block = next((block for block in self._blocks() if block.path == section), None)
+        block = next((block for block in self.blocks() if block.path == section), None)
         if block is not None:
             yield self._with_key(block, str(key), value)
-        elif (outer := next((block for block in self._blocks() if block.path == section[:-1]), None)) and section:
+        elif (outer := next((block for block in self.blocks() if block.path == section[:-1]), None)) and section:
             yield self._with_key(outer, str(section[-1]), {key: value})
-        yield self._with_block(self._place_for(path), toml_lines_of(f"[{toml_key(*section)}]", {str(key): value}))
+        yield self.with_block(self.place_for(path), toml_lines_of(f"[{toml_key(*section)}]", {str(key): value}))
 
     def _with_changed_statement(self, statement: TomlStatement, path: ConfigPath, value: Any) -> str | None:
         """Its comment stays."""
@@ -297,37 +297,37 @@ class TomlText:
         new = f"{indent}{toml_key(key)} = {toml_value(value)}".split("\n")
         return self._replaced(block.content_end, block.content_end, new)
 
-    def _place_for(self, path: ConfigPath) -> int:
+    def place_for(self, path: ConfigPath) -> int:
         """Behind the last section of the same kind, else at the end."""
-        alike = [block.content_end for block in self._blocks() if block.path[0] == path[0]]
+        alike = [block.content_end for block in self.blocks() if block.path[0] == path[0]]
         return alike[-1] if alike else len(self._lines)
 
     def without(self, path: ConfigPath) -> Iterator[str]:
         for statement in self._statements:
             if not statement.is_header and statement.path == path:
-                yield self._without_lines(statement.line - 1, statement.end)
-        blocks = [block for block in self._blocks() if block.path[: len(path)] == path]
+                yield self.without_lines(statement.line - 1, statement.end)
+        blocks = [block for block in self.blocks() if block.path[: len(path)] == path]
         if blocks:
             text = "\n".join(self._lines)
             for block in reversed(blocks):
-                text = TomlText(text)._without_lines(block.start, block.content_end)
+                text = TomlText(text).without_lines(block.start, block.content_end)
             yield text
 
     # --- entries of a list of sections --------------------------------------------------------------------------------
 
     def with_entry(self, path: ConfigPath, table: Table) -> str:
-        found = [block for block in self._blocks() if block.path == path]
-        at = found[0].start if found else self._place_for(path)
-        return self._with_block(at, toml_lines_of(f"[[{toml_key(*path[:-1])}]]", table))
+        found = [block for block in self.blocks() if block.path == path]
+        at = found[0].start if found else self.place_for(path)
+        return self.with_block(at, toml_lines_of(f"[[{toml_key(*path[:-1])}]]", table))
 
     def with_moved_entry(self, path: ConfigPath, to: int) -> str:
-        blocks = [block for block in self._blocks() if block.path[: len(path)] == path]
+        blocks = [block for block in self.blocks() if block.path[: len(path)] == path]
         if not blocks:
             return ""
         moved = self._lines[blocks[0].start : blocks[-1].content_end]
-        rest = TomlText(self._without_lines(blocks[0].start, blocks[-1].content_end))
-        found = [block for block in rest._blocks() if block.path == (*path[:-1], to)]
-        return rest._with_block(found[0].start if found else rest._place_for(path), moved)
+        rest = TomlText(self.without_lines(blocks[0].start, blocks[-1].content_end))
+        found = [block for block in rest.blocks() if block.path == (*path[:-1], to)]
+        return rest.with_block(found[0].start if found else rest.place_for(path), moved)
 
 
 def _toml_item(value: Any) -> Any:

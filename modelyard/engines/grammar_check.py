@@ -28,7 +28,7 @@ _LIMITS = Limits(cpu_s=5, wall_s=20, memory=(1 << 30) + 2 * STACK_BYTES)
 
 
 def _load_library() -> None:
-    for module in ("llguidance", "llguidance.gbnf_to_lark", "llguidance._tokenizer"):
+    for module in ("llguidance", "llguidance.gbnf_to_lark"):
         import_module(module)
 
 
@@ -69,8 +69,7 @@ class _Bytes:
 
 def compile_with_bytes(grammar: str) -> None:
     """Takes as long as with a real vocabulary. Errors do not count: they may be about the vocabulary."""
-    from llguidance import LLMatcher, LLTokenizer
-    from llguidance._tokenizer import TokenizerWrapper
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     grammar = _TOKEN_IDS.sub(lambda found: _ID.sub(_HIGHEST_ID, found.group()), grammar)
     vocabulary: Any = _Bytes(sorted(set(_CONTROL_TOKEN.findall(grammar)))[:1000])

@@ -197,17 +197,14 @@ def _asset(name: str) -> bytes:
 # --- the schema -------------------------------------------------------------------------------------------------------
 
 
-def describe(app: FastAPI) -> None:
-    """Replace the app's schema with one that has every route in it; made at the first look, then kept."""
+class DescribedApp(FastAPI):
+    """Its schema has every route in it, also those that FastAPI does not read; made at the first look, then kept."""
 
-    def schema() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _add(made)
-            app.openapi_schema = made
-        return app.openapi_schema
-
-    app.openapi = schema  # type: ignore[method-assign]
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = get_openapi(title=self.title, version=self.version, routes=self.routes)
+            _add(self.openapi_schema)
+        return self.openapi_schema
 
 
 def _add(schema: dict[str, Any]) -> None:

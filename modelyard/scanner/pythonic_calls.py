@@ -171,7 +171,7 @@ class PythonLiteralReader(JsonReader):
         is_string = char in _QUOTES
         if is_string:
             parts: list[str] = []
-            yield from PythonLiteralReader(self._buffer, parts.append)._string(char)
+            yield from PythonLiteralReader(self._buffer, parts.append).key()
             first = "".join(parts)
         else:
             first = yield from self._literal()

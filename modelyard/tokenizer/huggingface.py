@@ -134,6 +134,30 @@ class TokenizerModel(Struct, frozen=True):
     unk_token: str | None = None
 
 
+class BpeModel(Struct, frozen=True):
+    """A model of the type BPE whole: what the library's class takes."""
+
+    vocab: dict[str, int]
+    merges: list[str | tuple[str, str]]
+    dropout: float | None = None
+    unk_token: str | None = None
+    continuing_subword_prefix: str | None = None
+    end_of_word_suffix: str | None = None
+    fuse_unk: bool | None = None
+    byte_fallback: bool | None = None
+    ignore_merges: bool | None = None
+
+    def without_cache(self) -> BPE:
+        """The library's cache of words, one per thread and model, outlives the model: up to 4 MiB for each load."""
+        merges = [tuple(one.split(" ", 1)) if isinstance(one, str) else one for one in self.merges]
+        options = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return BPE(**(options | {"merges": merges, "cache_capacity": 0}))
+
+
+class _BpeFile(Struct, frozen=True):
+    model: BpeModel
+
+
 class TokenizerFile(Struct, frozen=True):
     """The parts of a tokenizer.json that are read here; the library reads the vocabulary."""
 
@@ -269,6 +293,7 @@ _FIM_MIDDLES = ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end
 _FIM_REPOSITORIES = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>", "<REPO>")
 _FIM_FILES = ("<|file_sep|>", "<file_sep>")
 _decoder = msgspec.json.Decoder(TokenizerFile)
+_bpe_decoder = msgspec.json.Decoder(_BpeFile)
 
 # The library would distribute a handful of words over threads, which takes three times as long.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -376,14 +401,13 @@ class HuggingFaceTokenizer:
         try:
             file = _decoder.decode(text)
             tokenizer = HfTokenizer.from_str(text)
+            if isinstance(tokenizer.model, BPE):
+                tokenizer.model = _bpe_decoder.decode(text).model.without_cache()
         except Exception as error:  # the library raises plain Exception
             raise InvalidRequest(
                 f"{where} is not a valid tokenizer.json: {error}. Download it again from the source model's repository",
                 code="tokenizer_broken",
             ) from error
-        if isinstance(tokenizer.model, BPE):
-            # The library's cache of words, one per thread and model, outlives the model: up to 4 MiB for each load.
-            tokenizer.model._resize_cache(0)
         return cls(tokenizer, file, special)
 
     @cached_property

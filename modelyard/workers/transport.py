@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import ipaddress
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -254,25 +253,6 @@ def _create_socket(context: _Context, kind: int, endpoint: str) -> zmq.Socket[by
     return created
 
 
-def _find_send_with_gil() -> Callable[[int, bytes, int, int], int] | None:
-    """ZeroMQ's own send, called without releasing the GIL; None if it is not found.
-
-    pyzmq releases the GIL for every frame. A non-blocking send takes microseconds, but an engine thread that gets the
-    GIL meanwhile keeps it for a while, and the second frame of the message waits for it.
-    """
-    try:
-        from zmq.backend.cython import _zmq
-
-        send = ctypes.PyDLL(_zmq.__file__).zmq_send
-    except (ImportError, OSError, AttributeError):
-        return None
-    send.argtypes, send.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-    return cast("Callable[[int, bytes, int, int], int]", send)
-
-
-_send_with_gil = _find_send_with_gil()
-
-
 # --- the listening side ---------------------------------------------------------------------------------------------
 
 
@@ -309,7 +289,7 @@ class RouterSocket:
             self._context.destroy(0)
             raise Unavailable(f"cannot listen on {endpoint}: {error.strerror}", code="endpoint_unusable") from error
         self.endpoint = str(router.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._socket, self._handle = router, router.underlying
+        self._socket = router
         self._reader = _SocketReader(router, self._on_frames)
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -323,12 +303,8 @@ class RouterSocket:
         if self._socket.closed:
             return True  # this says nothing about the peer
         try:
-            # If the fast call fails, repeat it with pyzmq, which raises the reason.
-            if _send_with_gil is None or _send_with_gil(self._handle, peer, len(peer), _MORE) < 0:
-                _send(self._socket, peer, _MORE)
-                _send(self._socket, data, _LAST)
-            elif _send_with_gil(self._handle, data, len(data), _LAST) < 0:
-                _send(self._socket, data, _LAST)
+            _send(self._socket, peer, _MORE)
+            _send(self._socket, data, _LAST)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

@@ -14,7 +14,6 @@ import pytest
 import zmq
 
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.workers import transport
 from modelyard.workers.transport import (
     HIGH_WATER_MARK,
     ClusterKeys,
@@ -88,17 +87,6 @@ async def test_messages_arrive_in_order_in_both_directions(tcp: bool, with_keys:
             assert all(dealer_socket.send(data) for data in sent)
             await until(lambda: len(received) == len(sent))
             assert received == sent
-
-
-async def test_messages_are_sent_without_the_fast_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert transport._send_with_gil is not None
-    monkeypatch.setattr(transport, "_send_with_gil", None)
-    routers, answer = echo()
-    async with router(ipc_endpoint(), answer) as router_socket:
-        routers.append(router_socket)
-        async with dealer(router_socket.endpoint) as (dealer_socket, received, _):
-            dealer_socket.send(b"a\0b")
-            await until(lambda: received == [b"a\0b"])
 
 
 async def test_every_peer_gets_its_own_replies() -> None:

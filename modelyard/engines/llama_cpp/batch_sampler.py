@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numpy.random import MT19937
+from numpy.random import MT19937, RandomState
 
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.binding import lib, short
@@ -57,7 +57,8 @@ def uniform_numbers(seed: int) -> Callable[[], float]:
     """The numbers that llama.cpp draws with this seed: C++'s `mt19937` and `uniform_real_distribution<double>`. So a
     request with a seed gets the tokens that it would get there."""
     generator = MT19937(0)
-    generator._legacy_seeding(seed)
+    state: Any = RandomState(seed).get_state(legacy=False)
+    generator.state = state
     draw = generator.random_raw
 
     def number() -> float:

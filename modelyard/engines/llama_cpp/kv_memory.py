@@ -143,6 +143,10 @@ class KvMemory:
         """Whether exported KV can be cut after it is restored: it lacks what is behind a sliding window."""
         return self.can_rewind and not self._n_swa
 
+    def has_data(self, index: int) -> bool:
+        """A target of stream copies is empty until llama.cpp runs them."""
+        return index not in self._copy_targets
+
     def _is_writable(self, index: int) -> bool:
         return index not in self._copy_targets and index not in self._copy_sources
 
@@ -153,8 +157,7 @@ class KvMemory:
         checkpoint that is restored on it; a state copy omits what is behind a window, so it cannot be cut."""
         methods: list[CopyMethod] = ["stream"] if source is self and self.can_rewind else []
         can_cut = not (self.can_rewind and self._n_swa)
-        has_data = index not in source._copy_targets
-        if source.layout == self.layout and can_cut and self._is_writable(target) and has_data:
+        if source.layout == self.layout and can_cut and self._is_writable(target) and source.has_data(index):
             methods.append("state")
         return methods
 

@@ -44,7 +44,7 @@ from modelyard.http.admin.keys import KeyRoutes
 from modelyard.http.admin.peers import merge_requests
 from modelyard.http.auth import require
 from modelyard.http.errors import EXCEPTION_HANDLERS, error_response
-from modelyard.http.openapi import describe, page_routes
+from modelyard.http.openapi import DescribedApp, page_routes
 from modelyard.http.request_context import RequestContext, read_body
 from modelyard.http.settings import HttpSettings
 from modelyard.library.attempts import Attempts
@@ -505,7 +505,7 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 
 def build_admin_app(context: AdminContext | None, settings: HttpSettings) -> FastAPI:
     """`context` None: no admin API."""
-    app = FastAPI(
+    app = DescribedApp(
         title="Modelyard",
         version=__version__,
         docs_url=None,  # see page_routes
@@ -517,7 +517,6 @@ def build_admin_app(context: AdminContext | None, settings: HttpSettings) -> Fas
     app.router.routes += page_routes() if settings.docs else []
     if context is not None:
         app.include_router(admin_router(context, settings))
-    describe(app)
     return app
 
 
