@@ -363,7 +363,7 @@ def conversation_cost(tokenizer: Path) -> ConversationCost:
 
 def _renderer(tokenizer: Path) -> Renderer:
     config = load_config(env={}, overrides=fake_config(tokenizer, 0)).config
-    return define_model(config.router().catalog.models["bench"]).model.pipeline.renderer
+    return define_model(config.router().catalog.models["bench"]).pipeline.renderer
 
 
 class ConversationWriter:

@@ -76,7 +76,7 @@ def engine_target(config: Config, name: str, cache: CacheEntry, workload: Worklo
     async def opened(status: Status) -> AsyncIterator[LoadTarget]:
         entry = config.router().catalog.models[cache.model]
         _fetch_default(config, cache.model, status)
-        model = define_model(entry).model
+        model = define_model(entry)
         engine = model_spec(config, entry, model.fault).make()
         try:
             await engine.open(lambda done, what: status(f"{what} {done:.0%}"))

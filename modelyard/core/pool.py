@@ -61,17 +61,22 @@ class ReplicaSnapshot(Struct, frozen=True, kw_only=True):
     pid: int | None = None  # of the engine's process, if it has one
 
 
-class ModelSnapshot(Struct, frozen=True, kw_only=True):
-    """`estimate` is for one replica; `measured` are the bytes that the last load took."""
+class ModelStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A model as clients and administrators see it. `LeaseProvider.status` has the first group only: it goes to every
+    gateway after each change. `Pool.snapshot` has all; there `estimate` is for one replica, and `measured` are the
+    bytes that the last load took."""
 
     name: str
-    state: ModelState
+    state: ModelState = "stopped"
+    running: int = 0
+    waiting: int = 0
     reason: str = ""  # why it failed, was lost, or was unloaded
     phase: str = ""  # of a load
     progress: float = 0.0
-    waiting: int = 0
+    capabilities: Capabilities = Capabilities()
+    loads_on_request: bool = False  # stopped, and the next request for it loads it
+
     waiting_tokens: int = 0
-    running: int = 0
     slots: int = 0  # of all ready replicas
     replicas: tuple[ReplicaSnapshot, ...] = ()
     replicas_wanted: int = 0
@@ -79,8 +84,6 @@ class ModelSnapshot(Struct, frozen=True, kw_only=True):
     target_inflight: int | None = None
     autoload: bool = False
     idle_ttl_s: float | None = None
-    loads_on_request: bool = False  # stopped, and the next request for it loads it
-    capabilities: Capabilities = Capabilities()
     caches: Mapping[str, CacheInfo] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)  # until the next unload
     estimate: MemoryEstimate | None = None
@@ -121,8 +124,8 @@ class DeviceSnapshot(Struct, frozen=True):
 class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """`retiring` are models that a reload has replaced or removed and that finish their requests."""
 
-    models: Mapping[str, ModelSnapshot]
-    retiring: tuple[ModelSnapshot, ...] = ()
+    models: Mapping[str, ModelStatus]
+    retiring: tuple[ModelStatus, ...] = ()
     devices: tuple[DeviceSnapshot, ...] = ()
 
 
@@ -262,17 +265,6 @@ class Ticket(Protocol):
 
     async def lease(self) -> Lease: ...
     def cancel(self) -> None: ...
-
-
-class ModelStatus(Struct, frozen=True):
-    state: ModelState
-    running: int = 0
-    waiting: int = 0
-    reason: str = ""  # reason it failed or was lost
-    phase: str = ""  # of a load
-    progress: float = 0.0
-    capabilities: Capabilities = Capabilities()
-    loads_on_request: bool = False  # stopped; the next request loads it
 
 
 class LeaseProvider(Protocol):

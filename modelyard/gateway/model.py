@@ -91,6 +91,7 @@ class Model(Struct, frozen=True, kw_only=True):
     count_media: Callable[[Sequence[Media]], list[int]] | None = None  # their tokens, without a loaded engine
     fault: ModelyardError | None = None  # why it could not be defined; requests for it fail with this
     define: Callable[[], Model] | None = None  # it is not defined yet: reads its files, at the first request
+    notes: tuple[tuple[str, str], ...] = ()  # where its parts come from, as rows for `modelyard models explain`
 
     def sampling_for(self, request: Request) -> Sampling:
         """A request with its own temperature is not cut by the built-in `top_p`, which belongs to the built-in one."""

@@ -19,8 +19,6 @@ from modelyard.http.request_context import GEMINI_METHODS, RequestContext, is_ge
 from modelyard.protocols import anthropic_messages, gemini, openai_chat
 from modelyard.router.router import ModelEntry
 
-_STOPPED = ModelStatus("stopped")
-
 
 class ModelEndpoints:
     def __init__(self, gateway: Gateway, started: int) -> None:
@@ -73,7 +71,9 @@ class ModelEndpoints:
     def _cards(self, names: Iterable[str], *, answering: bool = False) -> list[ModelCard]:
         catalog, statuses = self._gateway.router.catalog, self._gateway.leases.status()
         entries = {name: catalog.models.get(name) or catalog.models[catalog.aliases[name]] for name in names}
-        found = ((name, entry, statuses.get(entry.name, _STOPPED)) for name, entry in entries.items())
+        found = (
+            (name, entry, statuses.get(entry.name) or ModelStatus(name=entry.name)) for name, entry in entries.items()
+        )
         return [self._card(name, entry, status) for name, entry, status in found if not answering or _answers(status)]
 
     def _card(self, name: str, entry: ModelEntry, status: ModelStatus) -> ModelCard:

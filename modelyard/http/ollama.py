@@ -22,7 +22,7 @@ from starlette.routing import Route
 from modelyard import __version__
 from modelyard.accounts.owner import Role
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, TooLarge, Unimplemented
-from modelyard.core.pool import ModelSnapshot, Pool
+from modelyard.core.pool import ModelStatus, Pool
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import capability_names
 from modelyard.gateway.request_work import RequestWork
@@ -123,7 +123,7 @@ class OllamaEndpoints:
         rows = await asyncio.to_thread(lambda: [self._row(one.name, one.name, one) for one in ready])
         return _json(wire.write_ps(rows))
 
-    def _row(self, name: str, model: str, loaded: ModelSnapshot | None = None) -> wire.OllamaModel:
+    def _row(self, name: str, model: str, loaded: ModelStatus | None = None) -> wire.OllamaModel:
         file = self._describe(model)
         estimate = loaded.estimate if loaded is not None else None
         size = (loaded.measured if loaded is not None else None) or (estimate.total if estimate else 0)

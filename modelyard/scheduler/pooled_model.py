@@ -17,13 +17,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from modelyard.core.engine import Capabilities, Engine, MemoryEstimate
 from modelyard.core.errors import Cancelled, Internal, ModelyardError, Timeout
 from modelyard.core.pool import (
     Lease,
     LeaseRequest,
-    ModelSnapshot,
     ModelSpec,
     ModelState,
     ModelStatus,
@@ -554,14 +554,15 @@ class PooledModel:
     def status(self) -> ModelStatus:
         state = self.state
         return ModelStatus(
-            state,
-            self.running,
-            self.waiting,
-            self.reason,
-            self.phase,
-            self.progress,
-            self.capabilities,
-            state == "stopped" and self.loads_on_request and not self.spec.is_faulty,
+            name=self.name,
+            state=state,
+            running=self.running,
+            waiting=self.waiting,
+            reason=self.reason,
+            phase=self.phase,
+            progress=self.progress,
+            capabilities=self.capabilities,
+            loads_on_request=state == "stopped" and self.loads_on_request and not self.spec.is_faulty,
         )
 
     def need_on(self, node: str) -> DeviceBytes:
@@ -588,18 +589,12 @@ class PooledModel:
             need_by_node=self.need_by_node,
         )
 
-    def snapshot(self, clock: Clock) -> ModelSnapshot:
-        now, status, oldest = clock.now(), self.status, self.waiting_since
+    def snapshot(self, clock: Clock) -> ModelStatus:
+        now, oldest = clock.now(), self.waiting_since
         service_times = [queue.service_s for queue in self.queues.values() if queue.service_s is not None]
-        return ModelSnapshot(
-            name=self.name,
-            state=status.state,
-            reason=self.reason,
-            phase=self.phase,
-            progress=self.progress,
-            waiting=status.waiting,
+        return replace(
+            self.status,
             waiting_tokens=self.waiting_tokens,
-            running=self.running,
             slots=sum(replica.max_running for replica in self.ready),
             replicas=tuple(_replica_snapshot(replica) for replica in self.replicas),
             replicas_wanted=self.desired,
@@ -607,8 +602,6 @@ class PooledModel:
             target_inflight=self.spec.target_inflight,
             autoload=self.spec.autoload,
             idle_ttl_s=self.idle_ttl_s,
-            loads_on_request=status.loads_on_request,
-            capabilities=status.capabilities,
             caches=self.active_spec.caches,
             overrides=self.overrides,
             estimate=self.estimate,

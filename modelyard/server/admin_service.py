@@ -20,14 +20,14 @@ from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unav
 from modelyard.core.pool import Pool
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
-from modelyard.http.admin.context import ModelDetails, ReloadResult
+from modelyard.http.admin.context import ReloadResult
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.progress import ProgressReporter
 from modelyard.mcp.servers import McpServers
 from modelyard.mcp.settings import McpSettings
 from modelyard.server.engine_factory import model_specs, names_files, override_schemas, prepare_engines, with_overrides
 from modelyard.server.memory_estimate import available_memory, estimate_memory
-from modelyard.server.model_definition import ModelDefinition, define_later, define_model, trial_fault
+from modelyard.server.model_definition import define_later, define_model, trial_fault
 from modelyard.telemetry.masking import add_paths, add_secrets
 from modelyard.telemetry.system import MachineMemory, read_memory
 from modelyard.workers.remote_pool import RemotePool
@@ -55,18 +55,17 @@ class AdminService:
     def config(self) -> Config:
         return self._config
 
-    def details(self, model: str) -> ModelDetails:
+    def describe(self, model: str) -> dict[str, Any]:
         settings = self._config.models[model]
-        return ModelDetails(
-            backend=settings.backend or "",
-            enabled=bool(settings.enabled),
-            aliases=tuple(settings.aliases),
-            description=settings.description,
-            has_window=self._gateway.has_window(model),
-            is_in_library=model in self._config.library_models,
-            overrides=override_schemas(self._config, model),
-            definition=public_settings(settings),
-        )
+        return {
+            "backend": settings.backend or "",
+            "enabled": bool(settings.enabled),
+            "aliases": settings.aliases,
+            "description": settings.description,
+            "in_library": model in self._config.library_models,  # and not in a file: it can be removed with its files
+            "overrides": override_schemas(self._config, model),
+            "definition": public_settings(settings),
+        }
 
     def names_files(self, model: str, overrides: Mapping[str, Any]) -> bool:
         return names_files(self._config.models[model], overrides)
@@ -145,7 +144,7 @@ class AdminService:
         place = await asyncio.to_thread(store_tokenizer, folder, found.tokenizer, found.files)
         entry = config.router().catalog.models[model]
         settings = entry.settings.model_copy(update={"tokenizer_path": str(place)})
-        defined = (await asyncio.to_thread(define_model, replace(entry, settings=settings))).model
+        defined = await asyncio.to_thread(define_model, replace(entry, settings=settings))
         if self._config is config:  # otherwise the configuration was reloaded meanwhile
             self._gateway.models = {**self._gateway.models, model: defined}
             log.info("fetched the tokenizer of %s from its worker", model)
@@ -173,8 +172,7 @@ class AdminService:
                 progress = ProgressReporter(write_line=logging.getLogger("modelyard.library").info)
                 await asyncio.to_thread(prepare_engines, loaded.config, progress, self._config)
             kept = _unchanged(self._config, loaded.config, self._gateway.models) if keep_unchanged else {}
-            definitions = await asyncio.to_thread(define_models, loaded.config, kept)
-            defined = kept | {name: definition.model for name, definition in definitions.items()}
+            defined = kept | await asyncio.to_thread(define_models, loaded.config, kept)
             models = {name: defined[name] for name in loaded.config.models}
             self._check_models_in_use(await asyncio.to_thread(new_faults, self._gateway.models, models))
             if isinstance(self._pool, RemotePool) and not local_only:
@@ -276,7 +274,7 @@ def _fault(model: Model) -> ModelyardError | None:
     return model.fault or trial_fault(model)
 
 
-def define_models(config: Config, skip: Collection[str] = ()) -> dict[str, ModelDefinition]:
+def define_models(config: Config, skip: Collection[str] = ()) -> dict[str, Model]:
     """All but `skip`. Models of the library are defined at their first request: there may be many."""
     return {
         name: define_later(entry, held)

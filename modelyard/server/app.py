@@ -128,7 +128,7 @@ def compose(
     accounts.admission.limit = config.http.max_memory_bytes or total_ram() // 4
     check_bind(config.http, accounts.ring.keys)
     metrics, router = Metrics(), config.router()
-    models = {name: definition.model for name, definition in define_models(config).items()}
+    models = define_models(config)
     scheduler = pool or make_scheduler(config, env)
     scheduler.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
     store, shared = _store(config, scheduler)

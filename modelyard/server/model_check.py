@@ -112,7 +112,7 @@ def _model_faults(
             yield ("backend",), "its library is not on this machine yet: modelyard serve sets it up.", "note"
     if hasattr(module, "faults"):
         faults += [((*option.split("."),), message) for option, message in module.faults(spec)]
-    model = define_model(entry).model if is_set_up and not faults else None
+    model = define_model(entry) if is_set_up and not faults else None
     faults += _definition_faults(settings, model)
     if model is not None and (unused := _unused_format(settings, model)) is not None:
         yield ("prompt_format",), unused, "note"

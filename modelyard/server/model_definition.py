@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
 from msgspec.structs import replace
 
 from modelyard import plugins
@@ -33,12 +32,7 @@ from modelyard.tokenizer import FileTokenizer, open_tokenizer
 from modelyard.workers.interpreter import interpreter_path
 
 
-class ModelDefinition(Struct):
-    model: Model
-    notes: list[tuple[str, str]] = field(default_factory=list)  # rows for `modelyard models explain`
-
-
-def define_model(entry: ModelEntry) -> ModelDefinition:
+def define_model(entry: ModelEntry) -> Model:
     settings, notes = entry.settings, _cache_notes(entry)
     try:
         module = plugins.load("engines", entry.backend)
@@ -50,15 +44,17 @@ def define_model(entry: ModelEntry) -> ModelDefinition:
         translates = _translates(settings, text)
         capabilities = _capabilities(settings, module, options)
     except ModelyardError as error:
-        return ModelDefinition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
+        return _model(entry, "text", fault=error, notes=[*notes, ("fault", error.message)])
     remote = getattr(module, "REMOTE", False)
     recommended = _recommended_sampling(module, options, notes)
-    model = _model(entry, kind, text, remote, translates=translates, capabilities=capabilities, file=recommended)
+    model = _model(
+        entry, kind, text, remote, translates=translates, capabilities=capabilities, file=recommended, notes=notes
+    )
     if capabilities is not None and "modalities" not in settings.model_fields_set:
         model = replace(model, modalities=capabilities.modalities)
     if len(model.modalities) > 1 and hasattr(module, "count_media"):
         model = replace(model, count_media=partial(_count_media, module, options, settings.python))
-    return ModelDefinition(model, notes)
+    return model
 
 
 def _count_media(module: Any, options: Any, python: str | None, media: Sequence[Media]) -> list[int]:
@@ -81,14 +77,14 @@ def _recommended_sampling(module: Any, options: Any, notes: list[tuple[str, str]
     return Sampling(**values)
 
 
-def define_later(entry: ModelEntry, held: LibraryModel) -> ModelDefinition:
+def define_later(entry: ModelEntry, held: LibraryModel) -> Model:
     """A model that reads its files at its first request. What it can do is told by what the library knows of it."""
     settings = entry.settings
     try:
         module = plugins.load("engines", entry.backend)
         kind = plugins.engine_kind(module, engine_options(settings))
     except ModelyardError as error:
-        return ModelDefinition(_model(entry, "text", fault=error))
+        return _model(entry, "text", fault=error)
     expected = replace(
         UNKNOWN_ENGINE,
         generates=held.task == "chat",
@@ -99,7 +95,7 @@ def define_later(entry: ModelEntry, held: LibraryModel) -> ModelDefinition:
         infill=False,
     )
     model = _model(entry, kind, remote=getattr(module, "REMOTE", False), capabilities=expected)
-    return ModelDefinition(replace(model, define=lambda: define_model(entry).model))
+    return replace(model, define=lambda: define_model(entry))
 
 
 def trial_fault(model: Model) -> ModelyardError | None:
@@ -141,6 +137,7 @@ def _model(
     translates: bool = False,
     capabilities: Capabilities | None = None,
     file: Sampling = DEFAULT_SAMPLING,
+    notes: Sequence[tuple[str, str]] = (),
 ) -> Model:
     """`file`: what its file recommends, for what the settings do not set."""
     configured = entry.sampling.over(file)
@@ -163,6 +160,7 @@ def _model(
         spm_infill=entry.settings.spm_infill,
         capabilities=capabilities,
         fault=fault,
+        notes=tuple(notes),
     )
 
 

@@ -223,7 +223,7 @@ def _create_engine(job: TrialJob) -> tuple[ModelEntry, Engine, Model]:
 def _read_model(job: TrialJob) -> tuple[Config, ModelEntry, Model]:
     config = Config.model_validate(job.config)
     entry = config.router().catalog.models[job.model]
-    model = define_model(entry).model
+    model = define_model(entry)
     if model.fault is not None:
         raise model.fault
     return config, entry, model

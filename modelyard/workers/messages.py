@@ -48,7 +48,7 @@ from modelyard.core.pool import LeaseRequest, ModelStateChange, ModelStatus
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.workers.definitions import define, message_options
 
-VERSION = 7
+VERSION = 8
 
 # --- the wire form of errors ----------------------------------------------------------------------------------------
 

@@ -216,8 +216,8 @@ def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
     model = {"backend": "litellm", "litellm_model": "openai/gpt"}
     config = load_config(env={}, overrides={"models": {"any": model}}).config
     made = define_model(config.router().catalog.models["any"])
-    assert made.model.fault is not None
-    assert "modelyard[litellm]" in made.model.fault.message
+    assert made.fault is not None
+    assert "modelyard[litellm]" in made.fault.message
 
 
 def test_litellm_is_remote_and_holds_no_weights() -> None:

@@ -36,7 +36,7 @@ def config() -> Config:
 
 @cache
 def model() -> Model:
-    return define_model(config().router().catalog.models["demo"]).model
+    return define_model(config().router().catalog.models["demo"])
 
 
 def make_request(text: str = "hi", **more: Any) -> Request:

@@ -183,7 +183,7 @@ PICTURE = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
 
 def test_images_are_sent_after_the_tokens_if_the_template_writes_a_placeholder() -> None:
     loaded = load_config(env={}, overrides=demo_config(modalities=["text", "image"], chat_template=SEEING)).config
-    seeing = define_model(loaded.router().catalog.models["demo"]).model
+    seeing = define_model(loaded.router().catalog.models["demo"])
     request = make_request(messages=(Message("user", (Text("look"), Image(PICTURE))),))
     prepared = replace(prepare(request), model=seeing).engine_prompt(0)
     assert [each.data for each in prepared.parts if isinstance(each, Media)] == [b"a picture"]

@@ -34,7 +34,10 @@ from tests.live_server import demo_config
     ],
 )
 def test_overall_status_of_several_models(states: list[Any], verdict: str) -> None:
-    assert health_status({str(number): ModelStatus(state) for number, state in enumerate(states)}) == verdict
+    assert (
+        health_status({str(number): ModelStatus(name="m", state=state) for number, state in enumerate(states)})
+        == verdict
+    )
 
 
 async def test_a_healthy_server_reports_every_field() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from modelyard.core.engine import CacheInfo, EngineInfo, MemoryEstimate
 from modelyard.core.errors import ModelyardError
-from modelyard.core.pool import KeyLimits, LeaseRequest, ModelSnapshot, ModelSpec
+from modelyard.core.pool import KeyLimits, LeaseRequest, ModelSpec, ModelStatus
 from modelyard.scheduler.memory_planner import MemoryLimits, MemoryPlanner
 from modelyard.scheduler.pooled_model import Clock
 from modelyard.scheduler.scheduler import Scheduler
@@ -163,7 +163,7 @@ class Harness:
             await asyncio.wait(tasks)
             await run_ready()
 
-    def snapshot(self, name: str = "a") -> ModelSnapshot:
+    def snapshot(self, name: str = "a") -> ModelStatus:
         return self.scheduler.snapshot().models[name]
 
     def states(self) -> dict[str, str]:

@@ -23,21 +23,6 @@ from modelyard.telemetry.system import MachineMemory
 Endpoints = Mapping[Role, tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]]
 
 
-class ModelDetails(Struct, frozen=True, kw_only=True):
-    """A model's definition beyond what the pool knows. `overrides` are the fields that one load may change, each with
-    its JSON Schema; `definition` contains no secrets. `has_window`: its window is known, which that of a remote
-    model may not be."""
-
-    backend: str
-    enabled: bool = False
-    aliases: tuple[str, ...] = ()
-    description: str = ""
-    has_window: bool = True
-    is_in_library: bool = False  # and not in the configuration: it can be removed with its files
-    overrides: Mapping[str, Any] = {}
-    definition: Mapping[str, Any] = {}
-
-
 class ReloadResult(Struct, frozen=True, kw_only=True):
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
@@ -48,7 +33,10 @@ class ReloadResult(Struct, frozen=True, kw_only=True):
 class AdminOperations(Protocol):
     """Implemented by `modelyard.server.admin_service`."""
 
-    def details(self, model: str) -> ModelDetails: ...
+    def describe(self, model: str) -> dict[str, Any]:
+        """What the admin API shows of its settings, without secrets, and the overrides of a load as JSON Schemas."""
+        ...
+
     async def memory(self) -> MachineMemory: ...
     async def estimate(self, model: str, overrides: Mapping[str, Any]) -> MemoryEstimate: ...
     def names_files(self, model: str, overrides: Mapping[str, Any]) -> bool: ...

@@ -36,7 +36,7 @@ from modelyard.core.errors import (
     NotFound,
     Unavailable,
 )
-from modelyard.core.pool import ModelSnapshot, ModelStateChange, Pool
+from modelyard.core.pool import ModelStateChange, ModelStatus, Pool
 from modelyard.core.request import Caller
 from modelyard.http.admin import schemas
 from modelyard.http.admin.context import AdminContext, ConfigChange, ConfigEditing, Endpoints
@@ -209,20 +209,21 @@ class AdminRoutes:
             command.add_done_callback(_retrieve)
         return _json(self._describe(request, self._snapshot(name)), 200 if wait else 202)
 
-    def _snapshot(self, name: str) -> ModelSnapshot:
+    def _snapshot(self, name: str) -> ModelStatus:
         found = self._context.pool.snapshot().models.get(name)
         if found is None:
             raise NotFound(f"no model {name!r} is configured", code="model_not_found")
         return found
 
-    def _describe(self, request: StarletteRequest, snapshot: ModelSnapshot) -> dict[str, Any]:
+    def _describe(self, request: StarletteRequest, snapshot: ModelStatus) -> dict[str, Any]:
         """With the output of its process, which may quote prompts, for those who may read logs."""
         gateway, service = self._context.gateway, self._context.service
         engines = self._context.pool.engines(snapshot.name)
         loaded = engines[0].info.capabilities if engines else None
         can = gateway.capabilities.effective(gateway.models[snapshot.name], loaded)
         lines = self._log_tail(snapshot.name) if includes(RequestContext.of(request.scope).role, "operator") else []
-        return schemas.model(snapshot, service.details(snapshot.name), can, lines)
+        about, has_window = service.describe(snapshot.name), gateway.has_window(snapshot.name)
+        return schemas.model(snapshot, about, can, lines, has_window=has_window)
 
     async def memory(self) -> Response:
         return _json(schemas.memory(await self._context.service.memory(), self._context.pool.snapshot()))
@@ -230,8 +231,8 @@ class AdminRoutes:
     async def caches(self) -> Response:
         pool = self._context.pool
         seen = pool.snapshot().models.values()
-        known = self._context.service.details
-        rows = (schemas.caches(m.name, m.caches, pool.engines(m.name), known(m.name).has_window) for m in seen)
+        has_window = self._context.gateway.has_window
+        rows = (schemas.caches(m.name, m.caches, pool.engines(m.name), has_window(m.name)) for m in seen)
         return _json({"data": [row for of_model in rows for row in of_model]})
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ class AdminRoutes:
     async def route(self, model: str, endpoint: str = "/v1/chat/completions") -> Response:
         gateway = self._context.gateway
         target, found = gateway.model_for(model, Caller(trace="", endpoint=endpoint, allow_remote=True))
-        return _json(schemas.route(model, endpoint, target, self._context.service.details(found.name).backend))
+        return _json(schemas.route(model, endpoint, target, gateway.router.catalog.models[found.name].backend))
 
     async def routes(self) -> Response:
         return _json({"object": "list", "data": self._context.service.routes()})

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from modelyard.core.engine import CacheStats, Capabilities, Engine, MemoryEstimate
-from modelyard.core.pool import DeviceSnapshot, ModelSnapshot, PoolSnapshot, RequestSnapshot
+from modelyard.core.pool import DeviceSnapshot, ModelStatus, PoolSnapshot, RequestSnapshot
 from modelyard.gateway.gateway import RunningRequest
-from modelyard.http.admin.context import ModelDetails
 from modelyard.router.router import Target
 from modelyard.telemetry.history import INTERVAL_S, HistoryInterval, RequestRecord
 from modelyard.telemetry.request_capture import CapturedRequest
@@ -20,8 +19,9 @@ from modelyard.telemetry.system import MachineMemory
 Json = dict[str, Any]
 
 
-def model(seen: ModelSnapshot, about: ModelDetails, can: Capabilities, log: Iterable[str]) -> Json:
-    plain = msgspec.to_builtins(seen)
+def model(seen: ModelStatus, about: Json, can: Capabilities, log: Iterable[str], *, has_window: bool) -> Json:
+    """`about`: what the pool does not know, as `AdminOperations.describe` has it."""
+    caches: Json = msgspec.to_builtins(seen.caches)
     return {
         "id": seen.name,
         "object": "model",
@@ -30,29 +30,33 @@ def model(seen: ModelSnapshot, about: ModelDetails, can: Capabilities, log: Iter
         "reason": seen.reason,
         "phase": seen.phase,
         "progress": seen.progress,
-        "backend": about.backend,
-        "aliases": list(about.aliases),
-        "description": about.description,
+        "backend": about["backend"],
+        "aliases": about["aliases"],
+        "description": about["description"],
         "queue": _queue(seen),
-        "replicas": {"wanted": seen.replicas_wanted, "max": seen.replica_max, "items": plain["replicas"]},
+        "replicas": {
+            "wanted": seen.replicas_wanted,
+            "max": seen.replica_max,
+            "items": msgspec.to_builtins(seen.replicas),
+        },
         "capabilities": msgspec.to_builtins(can),
-        "caches": plain["caches"] if about.has_window else _without_windows(plain["caches"]),
+        "caches": caches if has_window else _without_windows(caches),
         "load_constraints": {
-            "overrides": dict(about.overrides),
+            "overrides": about["overrides"],
             "replica_max": seen.replica_max,
             "target_inflight": seen.target_inflight,
             "idle_ttl_s": seen.idle_ttl_s,
         },
-        "overrides": plain["overrides"],
+        "overrides": msgspec.to_builtins(seen.overrides),
         "memory": {"estimate": _memory(seen.estimate), "measured": seen.measured},
-        "enabled": about.enabled,
-        "in_library": about.is_in_library,
+        "enabled": about["enabled"],
+        "in_library": about["in_library"],
         "autoload": seen.autoload,
         "loads_on_request": seen.loads_on_request,
         "loads": seen.loads,
         "load_s": seen.load_s,
         "last_used": seen.last_used,
-        "definition": dict(about.definition),
+        "definition": about["definition"],
         "log": list(log),
     }
 
@@ -61,7 +65,7 @@ def _without_windows(caches: Json) -> Json:
     return {name: cache | {"window": None} for name, cache in caches.items()}
 
 
-def _queue(seen: ModelSnapshot) -> Json:
+def _queue(seen: ModelStatus) -> Json:
     return {
         "waiting": seen.waiting,
         "waiting_tokens": seen.waiting_tokens,
