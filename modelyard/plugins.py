@@ -56,8 +56,12 @@ def engine_kind(module: ModuleType, options: object) -> Literal["text", "chat"]:
 
 
 def is_remote_engine(name: str | None) -> bool:
-    """Whether the engine's models run on a server elsewhere. An unknown engine is reported where it is loaded."""
-    return name in names("engines") and bool(getattr(load("engines", name), "REMOTE", False))
+    """Whether the engine's models run on a server elsewhere. An engine that is unknown, or whose library is missing, is
+    reported where it is loaded."""
+    try:
+        return name in names("engines") and bool(getattr(load("engines", name), "REMOTE", False))
+    except MissingLibrary:
+        return False
 
 
 def unknown(kind: str, name: str, known: Sequence[str]) -> UnknownPlugin:

@@ -121,16 +121,11 @@ def find_cache(config: Config, model: str | None, cache: str | None) -> CacheEnt
 
 
 def model_name(config: Config, cache: CacheEntry) -> str:
-    """A model name that requests can use to reach this cache. Routes come before names: a route for `*` hides names."""
+    """A model name that requests can use to reach this cache."""
     router = config.router()
     entry = router.catalog.models[cache.model]
-    patterns = (pattern.replace("*", "") for route in config.routes for pattern in route.match)
-    for name in (entry.name, *entry.settings.aliases, cache.name, *filter(None, patterns)):
-        try:
-            target = router.resolve(name, "/v1/chat/completions")
-        except NotFound:
-            continue
-        if (target.model, target.cache) == (cache.model, cache.name):
+    for name in (entry.name, *entry.settings.aliases, cache.name):
+        if router.resolve(name, "/v1/chat/completions").cache == cache.name:
             return name
     raise InvalidRequest(
         f"no route or name leads to the cache {cache.name} of {cache.model}: measure it in process, without --http"

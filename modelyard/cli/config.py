@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from modelyard.config.problems import ConfigPath, ConfigProblem
     from modelyard.config.settings import LoadedConfig
     from modelyard.core.engine import AvailableMemory
-    from modelyard.router.router import CacheEntry, Catalog, ModelEntry, Router
+    from modelyard.router.router import CacheEntry, Catalog, ModelEntry, Rule
     from modelyard.server.memory_estimate import ModelMemory
 
 
@@ -185,7 +185,7 @@ def describe_config(loaded: LoadedConfig) -> ConfigDescription:
         sources=[str(source) for source in loaded.sources],
         models=[_model_row(entry) for entry in catalog.models.values()],
         caches=[_cache_row(cache, catalog) for cache in catalog.caches.values()],
-        routes=[*_configured_routes(loaded, catalog), *_routes_by_name(router), *_default_route(loaded, catalog)],
+        routes=[_rule_row(rule, catalog) for rule in router.rules()],
     )
 
 
@@ -208,27 +208,11 @@ def _cache_row(cache: CacheEntry, catalog: Catalog) -> CacheRow:
     return CacheRow(cache.name, cache.model, window, info.parallel, tokens, overflow, info.description)
 
 
-def _configured_routes(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:
-    for route in loaded.config.routes:
-        cache = catalog.caches[route.cache] if route.cache else catalog.find(route.model or "")
-        if cache is not None:
-            match, endpoint = " | ".join(route.match), route.endpoint or "*"
-            window, others = _window(cache, catalog), tuple(route.fallback)
-            yield RouteRow(match, endpoint, cache.model, cache.name, window, route.allow_remote, others)
-
-
-def _default_route(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:
-    """Names that no model has."""
-    if (cache := catalog.find(loaded.config.default_model or "")) is not None:
-        yield RouteRow("any other", "*", cache.model, cache.name, _window(cache, catalog), False)
-
-
-def _routes_by_name(router: Router) -> Iterator[RouteRow]:
-    """Ids and aliases, except those that a route overrides."""
-    for name in router.names():
-        target, own = router.resolve(name, "/"), router.catalog.find(name)
-        if own is not None and target.cache == own.name:
-            yield RouteRow(name, "*", target.model, target.cache, _window(own, router.catalog), target.allow_remote)
+def _rule_row(rule: Rule, catalog: Catalog) -> RouteRow:
+    route, target = rule.route, rule.route.target
+    match = "any other" if rule.kind == "default" else " | ".join(route.match) + (" (override)" * route.override)
+    window, others = _window(catalog.caches[target.cache], catalog), tuple(each.cache for each in target.fallbacks)
+    return RouteRow(match, route.endpoint or "*", target.model, target.cache, window, target.allow_remote, others)
 
 
 # --- modelyard config -------------------------------------------------------------------------------------------------

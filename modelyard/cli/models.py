@@ -155,8 +155,8 @@ def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
     from modelyard.server.model_definition import define_model
 
     catalog = config.router().catalog
-    entry = catalog.models.get(name) or catalog.models.get(catalog.aliases.get(name, ""))
-    if entry is not None:
+    if (cache := catalog.find(name)) is not None:
+        entry = catalog.models[cache.model]
         rows = [("model", entry.name), ("engine", entry.backend), *models.describe_file(entry.settings.path)]
         if (of_library := config.library_models.get(entry.name)) is not None:
             rows += _library_rows(of_library, entry.settings)

@@ -193,8 +193,7 @@ def _prepare(model: str, config: Path | None) -> tuple[str, dict[str, str]]:
     if name is None:
         name = pull_model(model).name
         configured = load_or_exit(config, quiet=True).config
-    cache = configured.router().catalog.find(name)
-    wanted = cache.model if cache is not None else name
+    wanted = run_or_exit(configured.router().resolve, name, "").model
     only = {other: {"enabled": other == wanted, "autoload": True} for other in configured.models}
     loaded = load_or_exit(config, {"models": only}, quiet=True)
     run_or_exit(prepare, loaded.config, make_progress())
@@ -202,8 +201,7 @@ def _prepare(model: str, config: Path | None) -> tuple[str, dict[str, str]]:
 
 
 def _configured_name(config: Config, model: str) -> str | None:
-    catalog = config.router().catalog
-    return model if model in (*catalog.models, *catalog.caches, *catalog.aliases) else None
+    return model if config.router().catalog.find(model) is not None else None
 
 
 def _wait_until_listening(server: ServerClient, temporary: TemporaryServer) -> None:

@@ -13,13 +13,14 @@ from modelyard.config.problems import ConfigPath, ProblemLevel, Table, errors_by
 from modelyard.config.settings import FOREIGN_SECTIONS, Config, engine_options, keys_by_section, options_input
 from modelyard.core.errors import InvalidRequest
 from modelyard.prompt import template_source
-from modelyard.router.router import build_catalog, glob_covers
-from modelyard.router.settings import MODEL_KEYS, CacheSettings, ModelSettings, RouteSettings
+from modelyard.router.router import Route, Router, build_catalog, glob_covers
+from modelyard.router.settings import MODEL_KEYS, CacheSettings, ModelSettings
 from modelyard.scanner import formats
 from modelyard.workers import interpreter
 from modelyard.workers.transport import endpoint_error
 
 ConfigFinding = tuple[ConfigPath, str, ProblemLevel]
+_NAMES_SHOWN = 3
 
 
 def check_config(config: Config, merged: Table, env: Mapping[str, str]) -> Iterator[ConfigFinding]:
@@ -34,7 +35,7 @@ def check_config(config: Config, merged: Table, env: Mapping[str, str]) -> Itera
     yield from _check_routes(config, merged.get("routes"), public, caches)
     yield from _check_mcp(config, merged, env)
     yield from _check_fallbacks(config, public, caches)
-    yield from _check_unreachable_routes(config.routes)
+    yield from _check_shadows(config)
     yield from _check_aliases(config)
     yield from _check_keys(config, env)
     for field in ("ssl_certfile", "ssl_keyfile"):
@@ -221,25 +222,55 @@ def _check_mcp(config: Config, merged: Table, env: Mapping[str, str]) -> Iterato
         yield ("mcp",), message, "unavailable"
 
 
-def _check_unreachable_routes(routes: list[RouteSettings]) -> Iterator[ConfigFinding]:
-    for number, route in enumerate(routes):
-        for earlier in range(number):
-            if _covers(routes[earlier], route):
+def _check_shadows(config: Config) -> Iterator[ConfigFinding]:
+    """Routes that take the names of other models, those that may be meant to, and those that nothing reaches."""
+    try:
+        router = config.router()
+    except InvalidRequest:
+        return  # a name that does not exist is reported by the other checks
+    for number, route in enumerate(router.routes):
+        found = list(router.shadowed(number))
+        for name, cache, is_taken in found:
+            if is_taken:
+                message = f"takes {name!r}, a name of the model {cache.model}: {route.target.model} answers to it."
+                yield ("routes", number), message, "warning"
+        kept = [name for name, _, is_taken in found if not is_taken]
+        if kept and "*" not in route.match:
+            names = ", ".join(kept[:_NAMES_SHOWN]) + (" and others" if kept[_NAMES_SHOWN:] else "")
+            message = f"does not apply to {names}: a pattern leaves the names of other models alone, unless override"
+            yield ("routes", number), f"{message} is true.", "warning"
+        for earlier, other in enumerate(router.routes[:number]):
+            if _covers(other, route) and not _has_own_names(router, route, other):
                 message = f"is never reached: routes[{earlier}] matches everything that it matches."
                 yield ("routes", number), message, "warning"
                 break
 
 
-def _covers(earlier: RouteSettings, later: RouteSettings) -> bool:
-    if not glob_covers(earlier.endpoint or "*", later.endpoint or "*"):
+def _covers(earlier: Route, later: Route) -> bool:
+    """An exact name comes before every pattern, and only `override` takes the names of other models."""
+    if not glob_covers(earlier.endpoint or "*", later.endpoint or "*") or later.override > earlier.override:
         return False
-    return all(any(glob_covers(wide.lower(), narrow.lower()) for wide in earlier.match) for narrow in later.match)
+    return all(
+        narrow in earlier.exact if narrow in later.exact else any(glob_covers(wide, narrow) for wide in earlier.match)
+        for narrow in later.match
+    )
+
+
+def _has_own_names(router: Router, route: Route, earlier: Route) -> bool:
+    """Whether a pattern matches names of its own model, which the earlier one for another model leaves alone."""
+    model = router.catalog.models[route.target.model]
+    if earlier.override or earlier.target.model == model.name:
+        return False
+    return any(route.matches(name.lower()) for name in (model.name, *model.settings.aliases, route.target.cache))
 
 
 def _check_aliases(config: Config) -> Iterator[ConfigFinding]:
     taken = dict.fromkeys(config.models, "the id of a model")
     for name, model in config.models.items():
         for number, alias in enumerate(model.aliases):
+            cache = config.caches.get(alias)
+            if cache is not None and cache.model != name:
+                yield ("models", name, "aliases", number), f"{alias!r} is a cache of {cache.model!r}.", "error"
             if alias in taken:
                 yield ("models", name, "aliases", number), f"{alias!r} is already {taken[alias]}.", "error"
             taken.setdefault(alias, f"an alias of {name!r}")

@@ -305,18 +305,31 @@ def resolve_parallel(
 
 
 def _shape_of(model: ModelSettings) -> ModelShape | None:
+    facts = _facts_of(model)
+    if facts is None and is_default(model.path):
+        return DEFAULT_SHAPE  # it is fetched when the server starts
+    return None if facts is None else facts.shape
+
+
+def _facts_of(model: ModelSettings) -> ModelFacts | None:
+    """None if its file is not here, or is no model: loading explains it."""
     if model.path is None:
         return None
     store = _FactsStore(keep=True)
     try:
-        found = find_model_file(model.path) or Path(model.path).expanduser()
-        if is_default(model.path) and not found.exists():
-            return DEFAULT_SHAPE  # it is fetched when the server starts
-        shape = store.read(found).shape
-    except (ModelyardError, OSError):  # loading explains it
+        facts = store.read(find_model_file(model.path) or Path(model.path).expanduser())
+    except (ModelyardError, OSError):
         return None
     store.save()
-    return shape
+    return facts
+
+
+def can_chat(name: str, model: ModelSettings) -> bool:
+    """Whether a model of the configuration has a chat template, as far as its file is here to tell."""
+    if model.chat_template is not None or model.prompt_format is not None or (facts := _facts_of(model)) is None:
+        return True
+    path = find_model_file(model.path or "") or Path(model.path or "").expanduser()
+    return facts.shape.purpose.task == "chat" and (facts.has_template or _finds_template(path, name))
 
 
 def _reason(shape: ModelShape, window: int, longest: int, budget: MemoryBudget, on_gpu: bool) -> str:
@@ -394,16 +407,15 @@ def _library_model(
         return LibraryModel(entry, table, task, stamp=facts.stamp, task=task)
     plural = "s" if choice.parallel > 1 else ""
     reason = f"{choice.parallel} conversation{plural} of {choice.window} tokens: {choice.reason}"
-    thinking, talks = facts.switches_thinking, facts.has_template or _finds_template(entry)
+    own = entry.settings.get("chat_template") or entry.settings.get("prompt_format")
+    thinking, talks = facts.switches_thinking, bool(facts.has_template or own or _finds_template(path, entry.name))
     return LibraryModel(entry, table, reason, is_chat=talks, stamp=facts.stamp, switches_thinking=thinking)
 
 
-def _finds_template(entry: LibraryEntry) -> bool:
-    """Whether a model has a template outside of its file: by its settings, its folder or its name."""
-    path, own = Path(entry.path), entry.settings
+def _finds_template(path: Path, name: str) -> bool:
+    """Whether a model has a template outside of its file: in its folder, or by its name."""
     with suppress(InvalidRequest):  # a template that cannot be read: the definition reports it
-        found = find_template(folder=path if path.is_dir() else path.parent, name=entry.name)
-        return bool(found.missing is None or own.get("chat_template") or own.get("prompt_format"))
+        return find_template(folder=path if path.is_dir() else path.parent, name=name).missing is None
     return True
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
@@ -226,8 +225,7 @@ def _embedded_defaults(layers: list[ConfigLayer], in_library: Sequence[LibraryMo
 
 
 def _library_tables(layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> dict[str, Table]:
-    """Without models that another source defines in full, and without those whose name leads elsewhere."""
-    routes: Any = next((layer.data["routes"] for layer in reversed(layers) if "routes" in layer.data), [])
+    """Without models that another source defines in full, and without those whose name another source gives away."""
     taken = {name for layer in layers for name, table in _tables(layer.data.get("models")) if _defines_model(table)}
     taken |= {name for layer in layers for name, _ in _tables(layer.data.get("caches"))}
     aliases = {
@@ -240,25 +238,12 @@ def _library_tables(layers: list[ConfigLayer], in_library: Sequence[LibraryModel
     return {
         model.entry.name: deepcopy(model.table)
         for model in in_library
-        if model.table is not None
-        and model.entry.name not in taken | aliases
-        and not _is_routed(model.entry.name, routes)
+        if model.table is not None and model.entry.name not in taken | aliases
     }
 
 
 def _tables(section: Any) -> Iterable[tuple[str, Any]]:
     return section.items() if isinstance(section, dict) else ()
-
-
-def _is_routed(name: str, routes: Any) -> bool:
-    """Whether a route for all paths takes this name."""
-    for route in routes if isinstance(routes, list) else ():
-        if isinstance(route, dict) and not route.get("endpoint") and route.get("model") != name:
-            patterns = route.get("match", "*")
-            patterns = patterns if isinstance(patterns, list) else [patterns]
-            if any(isinstance(each, str) and fnmatchcase(name.lower(), each.lower()) for each in patterns):
-                return True
-    return False
 
 
 def _mark(config: Config, layers: list[ConfigLayer], in_library: Sequence[LibraryModel]) -> None:

@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, Va
 from modelyard import plugins
 from modelyard.accounts.settings import AccountSettings, KeySettings
 from modelyard.accounts.usage import Price
-from modelyard.config.library_models import EMBEDDED_SOURCE, LIBRARY_SOURCE, LibraryModel, folder_backend
+from modelyard.config.library_models import EMBEDDED_SOURCE, LIBRARY_SOURCE, LibraryModel, can_chat, folder_backend
 from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import ModelyardError
@@ -75,9 +75,10 @@ class Config(BaseModel):
         description="Reload the configuration when one of its files changes. SIGHUP and the admin API reload it, too.",
     )
 
-    # Not settings: the models that come from the library, and whether no source defines a model.
+    # Not settings: found when the sources are loaded.
     _library_models: Mapping[str, LibraryModel] = PrivateAttr(default_factory=dict)
     _is_embedded: bool = PrivateAttr(default=False)
+    _unnamed_model: str | None = PrivateAttr(default=None)  # answers requests that name no model
 
     @property
     def library_models(self) -> Mapping[str, LibraryModel]:
@@ -89,6 +90,7 @@ class Config(BaseModel):
 
     def mark(self, library_models: Mapping[str, LibraryModel], is_embedded: bool) -> None:
         self._library_models, self._is_embedded = library_models, is_embedded
+        self._unnamed_model = self._find_unnamed_model()
 
     def prices(self) -> dict[str, Price]:
         """Of the models that have one."""
@@ -100,14 +102,15 @@ class Config(BaseModel):
 
     def router(self) -> Router:
         return build_router(
-            self.models, self.caches, self.routes, self.default_model, self.decoding, self._unnamed_model()
+            self.models, self.caches, self.routes, self.default_model, self.decoding, self._unnamed_model
         )
 
-    def _unnamed_model(self) -> str | None:
-        """The first model of this machine that is loaded at the start, else the only one."""
+    def _find_unnamed_model(self) -> str | None:
+        """Of the models of this machine that are loaded at the start, the first that can chat; else the only one."""
         local = [name for name, model in self.models.items() if not plugins.is_remote_engine(model.backend)]
-        loaded = [name for name in local if self.models[name].enabled is not False]
-        return loaded[0] if loaded else local[0] if len(local) == 1 else None
+        loaded = [name for name in local if self.models[name].enabled is not False] or local[: len(local) == 1]
+        first = loaded[0] if loaded else None
+        return next((name for name in loaded if can_chat(name, self.models[name])), first) if loaded[1:] else first
 
     def without_faults(self) -> Config:
         """What is left of a configuration with errors, for checks of each model: without routes, aliases, caches of

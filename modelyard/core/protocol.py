@@ -29,7 +29,8 @@ class WireError(Struct, frozen=True):
 
 
 class ModelCard(Struct, frozen=True):
-    """A model as the model lists show it. `context` is the window of one conversation; None if unknown."""
+    """A model as the model lists show it. `context` is the window of one conversation; None if unknown. `root` is the
+    model that answers to the name, and `route` the rule that chose it, if the name is not its own."""
 
     id: str
     created: int
@@ -41,6 +42,8 @@ class ModelCard(Struct, frozen=True):
     aliases: tuple[str, ...] = ()
     modalities: tuple[str, ...] = ("text",)
     capabilities: tuple[str, ...] = ("completion", "chat")
+    root: str = ""
+    route: str = ""
 
 
 class EventWriter(Protocol):

@@ -4,20 +4,21 @@ of Mistral's SDKs theirs."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 
+from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.core.errors import InvalidRequest
 from modelyard.core.pool import ModelStatus
 from modelyard.core.protocol import ModelCard
 from modelyard.gateway.gateway import Gateway
-from modelyard.gateway.model import Model, capability_names
+from modelyard.gateway.model import capability_names
 from modelyard.http.request_context import GEMINI_METHODS, RequestContext, is_gemini
 from modelyard.protocols import anthropic_messages, gemini, openai_chat
-from modelyard.router.router import ModelEntry
+from modelyard.router.router import Target
 
 
 class ModelEndpoints:
@@ -58,56 +59,37 @@ class ModelEndpoints:
 
     def answering(self, context: RequestContext) -> list[ModelCard]:
         """The models that can answer this caller."""
-        return self._cards(self._names(context), answering=True)
+        names = self._gateway.names(context.allowed, context.path)
+        targets, statuses = {name: self._gateway.target(name, context.path) for name in names}, self._statuses()
+        return [
+            self._card(name, target, status)
+            for name, target in targets.items()
+            if _answers(status := statuses.get(target.model) or ModelStatus(name=target.model))
+        ]
 
     def card(self, name: str, context: RequestContext) -> ModelCard:
         """Of any name that a request may use."""
-        known = [name] if name in self._names(context) else []
-        return next(iter(self._cards(known)), None) or self._routed(name, context)
+        if name not in self._gateway.names(context.allowed, context.path):
+            self._gateway.model_for(name, context.caller())  # raises if the caller may not use it
+        context.target = target = self._gateway.target(name, context.path)
+        return self._card(name, target, self._statuses().get(target.model) or ModelStatus(name=target.model))
 
-    def _names(self, context: RequestContext) -> Sequence[str]:
-        return self._gateway.names(context.allowed, context.path)
+    def _statuses(self) -> Mapping[str, ModelStatus]:
+        return self._gateway.leases.status()
 
-    def _cards(self, names: Iterable[str], *, answering: bool = False) -> list[ModelCard]:
-        catalog, statuses = self._gateway.router.catalog, self._gateway.leases.status()
-        entries = {name: catalog.models.get(name) or catalog.models[catalog.aliases[name]] for name in names}
-        found = (
-            (name, entry, statuses.get(entry.name) or ModelStatus(name=entry.name)) for name, entry in entries.items()
-        )
-        return [self._card(name, entry, status) for name, entry, status in found if not answering or _answers(status)]
-
-    def _card(self, name: str, entry: ModelEntry, status: ModelStatus) -> ModelCard:
-        window = self._gateway.target(name, "/v1/models").window if self._gateway.has_window(entry.name) else None
+    def _card(self, name: str, target: Target, status: ModelStatus) -> ModelCard:
+        """Of the model that answers to this name."""
+        gateway, entry = self._gateway, self._gateway.router.catalog.models[target.model]
+        window = target.window if gateway.has_window(entry.name) else None
         aliases = tuple(entry.settings.aliases) if name == entry.name else ()
-        model = self._gateway.models.get(entry.name)
+        model = gateway.models.get(entry.name)
+        card = ModelCard(name, self._started, window, window, status.state, aliases=aliases)
+        card = replace(card, root=entry.name, route=target.rule)
         if model is None:
-            modalities = tuple(entry.settings.modalities)
-            return ModelCard(name, self._started, window, window, status.state, aliases=aliases, modalities=modalities)
-        return self._model_card(name, model, window, status, aliases)
-
-    def _routed(self, name: str, context: RequestContext) -> ModelCard:
-        target, model = self._gateway.model_for(name, context.caller())
-        status = self._gateway.leases.status()
-        if target.model not in status:
-            raise NotFound(f"no model {name!r}", code="model_not_found")
-        window = target.window if self._gateway.has_window(target.model) else None
-        return self._model_card(name, model, window, status[target.model])
-
-    def _model_card(
-        self, name: str, model: Model, window: int | None, status: ModelStatus, aliases: tuple[str, ...] = ()
-    ) -> ModelCard:
-        engine = self._gateway.leases.engine(model.name)
-        can = self._gateway.capabilities.effective(model, None if engine is None else engine.info.capabilities)
-        return ModelCard(
-            name,
-            self._started,
-            window,
-            window,
-            status.state,
-            aliases=aliases,
-            modalities=model.modalities,
-            capabilities=capability_names(can),
-        )
+            return replace(card, modalities=tuple(entry.settings.modalities))
+        engine = gateway.leases.engine(entry.name)
+        can = gateway.capabilities.effective(model, None if engine is None else engine.info.capabilities)
+        return replace(card, modalities=model.modalities, capabilities=capability_names(can))
 
 
 def _answers(status: ModelStatus) -> bool:

@@ -362,11 +362,12 @@ async def _result(task: asyncio.Task[None]) -> ModelyardError | None:
 class OllamaEmbed(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = wire.read_embed(body)
-        result = await self._gateway.embed(request, context.caller(), work)
+        result = await self._gateway.embed(request, self.caller(request.model, context), work)
         return wire.write_embed(result.vectors, result.prompt_tokens, request, time.perf_counter() - context.arrived)
 
 
 class OllamaEmbeddings(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
-        result = await self._gateway.embed(wire.read_embeddings(body), context.caller(), work)
+        request = wire.read_embeddings(body)
+        result = await self._gateway.embed(request, self.caller(request.model, context), work)
         return wire.write_embeddings(result.vectors)

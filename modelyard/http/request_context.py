@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from urllib.parse import quote
 
 from msgspec import Struct, field
 from starlette.types import Receive, Scope, Send
@@ -18,6 +19,7 @@ from modelyard.core.request import Caller, Priority
 from modelyard.gateway.fallbacks import fallback_header
 from modelyard.gateway.request_work import run_in_request_thread
 from modelyard.http.settings import HttpSettings
+from modelyard.router.router import Target
 
 if TYPE_CHECKING:
     from modelyard.gateway.gateway import EventSource
@@ -51,8 +53,8 @@ def is_gemini(path: str, headers: Mapping[str, str] = {}) -> bool:
 class RequestContext(Struct):
     """`path` has no trailing slash. `key` names the API key. `status` is the reply's status, 0 until it is sent.
 
-    `error` is the code of the error that the client was sent; the middleware counts it. `reuse`, `ignored` and
-    `fallback` become response headers.
+    `error` is the code of the error that the client was sent; the middleware counts it. `reuse`, `ignored`, `fallback`
+    and, if a rule chose the model, `target` become response headers.
     """
 
     trace: str
@@ -70,6 +72,7 @@ class RequestContext(Struct):
     reuse: CacheReuse | None = None
     ignored: tuple[str, ...] = ()
     fallback: str = ""
+    target: Target | None = None
     reservation: RequestReservation | None = None
 
     @staticmethod
@@ -104,7 +107,7 @@ class RequestContext(Struct):
 
     def read_result(self, source: EventSource) -> None:
         """Take over what the response headers and the log line report about a stream."""
-        self.reuse, self.ignored = source.reuse, source.ignored
+        self.reuse, self.ignored, self.target = source.reuse, source.ignored, source.prepared.target
         if skipped := source.prepared.skipped:
             self.fallback = fallback_header(skipped, source.prepared.model.name)
 
@@ -114,11 +117,17 @@ class RequestContext(Struct):
         headers: Headers = [(b"content-type", content_type), (b"x-request-id", trace), (b"request-id", trace)]
         if self.reuse is not None:
             headers.append((b"x-modelyard-cache", self.reuse.header.encode()))
+        if self.target is not None and (rule := self.target.rule):
+            headers += [(b"x-modelyard-model", _quoted(self.target.model)), (b"x-modelyard-route", _quoted(rule))]
         if self.fallback:
             headers.append((b"x-modelyard-fallback", self.fallback.encode()))
         if self.ignored:
             headers.append((b"x-modelyard-ignored", ", ".join(self.ignored).encode()))
         return headers
+
+
+def _quoted(text: str) -> bytes:
+    return quote(text, safe="/:@*?![] |").encode()
 
 
 def _deadline(value: str) -> float:

@@ -56,6 +56,8 @@ _EXPOSED_HEADERS = (
     "request-id",
     "retry-after",
     "x-queue-position",
+    "x-modelyard-model",
+    "x-modelyard-route",
     "x-modelyard-ignored",
     "x-modelyard-fallback",
 )

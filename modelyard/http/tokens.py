@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, TooLarge
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
-from modelyard.core.request import Request
+from modelyard.core.request import Caller, Request
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
 from modelyard.gateway.request_work import RequestWork
@@ -122,17 +122,24 @@ class JsonEndpoint:
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         raise NotImplementedError
 
+    def caller(self, model: str, context: RequestContext) -> Caller:
+        """Who asks for this model; the response headers name the rule if one chooses it."""
+        context.target = self._gateway.router.resolve(model, context.path)
+        return context.caller()
+
 
 class CountTokens(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await self._gateway.read(self._protocol, body, context.headers, context.key, work)
-        return anthropic_messages.write_count(await self._gateway.count(request, context.caller(), work))
+        caller = self.caller(request.model, context)
+        return anthropic_messages.write_count(await self._gateway.count(request, caller, work))
 
 
 class InputTokens(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await self._gateway.read(self._protocol, body, context.headers, context.key, work)
-        return openai_responses.write_input_tokens(await self._gateway.count(request, context.caller(), work))
+        caller = self.caller(request.model, context)
+        return openai_responses.write_input_tokens(await self._gateway.count(request, caller, work))
 
 
 class ChatInputTokens(JsonEndpoint):
@@ -142,13 +149,15 @@ class ChatInputTokens(JsonEndpoint):
         if not (await _run(work, 1, decode, _body_decoder, body)).model:
             body = encode(await _run(work, 1, decode, _object_decoder, body) | {"model": DEFAULT_MODEL})
         request = await self._gateway.read(self._protocol, body, context.headers, context.key, work)
-        return openai_responses.write_input_tokens(await self._gateway.count(request, context.caller(), work))
+        caller = self.caller(request.model, context)
+        return openai_responses.write_input_tokens(await self._gateway.count(request, caller, work))
 
 
 class EmbeddingsEndpoint(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await _run(work, 1, openai_embeddings.read_request, body, context.headers)
-        result = await self._gateway.embed(request, context.caller(), work)
+        caller = self.caller(request.model, context)
+        result = await self._gateway.embed(request, caller, work)
         return openai_embeddings.write_reply(result.vectors, result.prompt_tokens, request)
 
 
@@ -157,21 +166,24 @@ class LlamaEmbedding(JsonEndpoint):
 
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await _run(work, 1, openai_embeddings.read_llama_request, body)
-        result = await self._gateway.embed(request, context.caller(), work)
+        caller = self.caller(request.model, context)
+        result = await self._gateway.embed(request, caller, work)
         return openai_embeddings.write_llama_reply(result.vectors)
 
 
 class ScoreEndpoint(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         requests = await _run(work, 1, score.read_request, body, context.headers)
-        rankings = [await self._gateway.rerank(request, context.caller(), work) for request in requests]
+        caller = self.caller(requests[0].model, context)
+        rankings = [await self._gateway.rerank(request, caller, work) for request in requests]
         return score.write_reply(rankings, requests[0].model)
 
 
 class RerankEndpoint(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await _run(work, 1, rerank.read_request, body, context.headers)
-        return rerank.write_reply(await self._gateway.rerank(request, context.caller(), work), request)
+        caller = self.caller(request.model, context)
+        return rerank.write_reply(await self._gateway.rerank(request, caller, work), request)
 
 
 class TokenEndpoint(JsonEndpoint):
@@ -179,7 +191,8 @@ class TokenEndpoint(JsonEndpoint):
 
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         parsed = await _run(work, 1, decode, _body_decoder, body)
-        target, model = await self._gateway.defined_model(parsed.model or DEFAULT_MODEL, context.caller())
+        name = parsed.model or DEFAULT_MODEL
+        target, model = await self._gateway.defined_model(name, self.caller(name, context))
         request = TokenRequest(parsed, model, target.window, body, context.headers, work)
         is_slow = not getattr(model.pipeline.tokenizer, "is_linear", True)
         if is_slow or parsed.messages is not None:  # a template may take long, whatever the size of the request

@@ -171,8 +171,7 @@ class TargetServer(ServerClient):
         )
 
     def _routes_background(self) -> bool:
-        """Whether a route takes the background model. A server whose default model answers to every name has none:
-        another model would be loaded for it."""
+        """Whether a route of its own takes the background model, not one for every name."""
         try:
             routed = self._model(BACKGROUND_MODEL)
         except NotFound:
@@ -181,7 +180,7 @@ class TargetServer(ServerClient):
             other = self._model(_NO_MODEL)
         except NotFound:
             return True
-        return bool(routed.get("context_length") != other.get("context_length"))
+        return bool(routed.get("route") != other.get("route"))
 
     def _suitable_model(self, agent: Agent | None) -> str:
         cards = self.get("/v1/models")["data"]

@@ -1,24 +1,26 @@
-"""The router: resolves a requested model name and path to a model, a cache and a window. Pure.
+"""The router: which model and which of its caches answer to a name, and why. Pure; nothing else decides it.
 
-The first match wins:
+The first match wins. Names and patterns ignore case and the tag `:latest`, which Ollama's clients append; `endpoint`,
+if a route has one, must match the path as well.
 
-    1. the configured routes: `match` on the requested name (ignoring case) and `endpoint` on the path
-    2. the id of a model, in its default cache
-    3. an alias of a model, in its default cache
+    1. a route that has exactly this name in `match`
+    2. a pattern of a route. For the id or alias of a model it only chooses among that model's caches, and the name of a
+       cache it leaves alone, unless the route has `override`
+    3. the id or an alias of a model, in its default cache
     4. the name of a cache
-    5. an id or alias, ignoring case and the tag `:latest`, which Ollama's clients append
-    6. the default model
-    7. NotFound, with the names that exist
+    5. the default model
+    6. NotFound, with the names that exist
 
-The catalog holds all models with their names, caches and defaults.
+So a name that is listed is never answered by another model, unless a route says so. The catalog holds all models with
+their names, caches and defaults.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase, translate
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -35,6 +37,7 @@ _MAX_NAME = 256
 _MAX_LISTED = 20
 DEFAULT_WINDOW = 4096
 LATEST = ":latest"
+Reason = Literal["id", "alias", "cache", "route", "default", "unnamed"]  # why a model answers to a name
 DEFAULT_TYPE = "f16"
 DEFAULT_SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
@@ -101,14 +104,18 @@ class Catalog(Struct, frozen=True):
 
     def find(self, name: str) -> CacheEntry | None:
         """By model id, by alias (both in the model's default cache), or by the name of a cache; last in any case."""
-        model = self.models.get(name) or self.models.get(self.aliases.get(name, ""))
-        if model is None and (cache := self.caches.get(name)) is not None:
-            return cache
-        if model is None:
+        return found[0] if (found := self.look_up(name)) is not None else None
+
+    def look_up(self, name: str) -> tuple[CacheEntry, Reason] | None:
+        """As `find`, with what the name is."""
+        if name not in self.models and name not in self.aliases:
+            if (cache := self.caches.get(name)) is not None:
+                return cache, "cache"
             folded = name.lower()
-            known = self.folded.get(folded) or self.folded.get(folded.removesuffix(LATEST), "")
-            model = self.models.get(known) or self.models.get(self.aliases.get(known, ""))
-        return model.default_cache if model else None
+            name = self.folded.get(folded) or self.folded.get(folded.removesuffix(LATEST), "")
+        reason: Reason = "id" if name in self.models else "alias"
+        model = self.models.get(self.aliases.get(name, name))
+        return (model.default_cache, reason) if model is not None else None
 
     def names(self) -> tuple[str, ...]:
         """The public names: ids, each followed by its aliases."""
@@ -180,8 +187,8 @@ def glob_covers(wide: str, narrow: str) -> bool:
 
 
 class Target(Struct, frozen=True):
-    """Where a request goes. `allow_remote` is the route's consent; a key or a request may give it as well. `route` is
-    the `match` of the route that led here, if one did."""
+    """Where a request goes, and `why`. `allow_remote` is the route's consent; a key or a request may give it as well.
+    `route` is the `match` of the route that led here, if one did."""
 
     model: str
     cache: str
@@ -193,22 +200,48 @@ class Target(Struct, frozen=True):
     mcp: tuple[str, ...] = ()  # servers whose tools the model is offered
     fallbacks: tuple[Target, ...] = ()  # tried in this order if this one cannot answer
     fallback_wait_s: float | None = None  # until the next one is tried
+    why: Reason = "id"
+
+    @property
+    def rule(self) -> str:
+        """The rule that chose this model for a name that is not its own; empty if the client named it."""
+        return " | ".join(self.route) if self.why == "route" else "default_model" if self.why == "default" else ""
+
+
+def is_pattern(text: str) -> bool:
+    return not set("*?[").isdisjoint(text)
 
 
 class Route(Struct, frozen=True):
-    """A compiled rule. `endpoint` is None if it applies to every path."""
+    """A compiled rule. `match` are its globs in lower case; those without wildcards are also in `exact`, the others in
+    `pattern`. `paths` is None if it applies to every path."""
 
-    match: re.Pattern[str]
-    endpoint: re.Pattern[str] | None
+    match: tuple[str, ...]
+    endpoint: str | None
     target: Target
+    override: bool
+    exact: frozenset[str]
+    pattern: re.Pattern[str] | None
+    paths: re.Pattern[str] | None
 
     @classmethod
-    def of(cls, match: Sequence[str], endpoint: str | None, target: Target) -> Route:
-        names = compile_globs(pattern.lower() for pattern in match)
-        return cls(names, compile_globs([endpoint]) if endpoint else None, target)
+    def of(cls, match: Sequence[str], endpoint: str | None, target: Target, *, override: bool = False) -> Route:
+        names = tuple(name.lower() for name in match)
+        exact, patterns = frozenset(n for n in names if not is_pattern(n)), [n for n in names if is_pattern(n)]
+        pattern, paths = compile_globs(patterns) if patterns else None, compile_globs([endpoint]) if endpoint else None
+        return cls(names, endpoint, target, override, exact, pattern, paths)
 
-    def matches(self, model: str, endpoint: str) -> bool:
-        return bool(self.match.match(model)) and (self.endpoint is None or bool(self.endpoint.match(endpoint)))
+    def names(self, name: str) -> bool:
+        return name in self.exact or name.removesuffix(LATEST) in self.exact
+
+    def matches(self, name: str) -> bool:
+        return self.pattern is not None and bool(self.pattern.match(name))
+
+    def replaces(self, target: Target) -> bool:
+        """Whether its patterns apply to a name that is already of this target: they may choose another cache of a model
+        that was named, but not of a cache that was named."""
+        own = self.target
+        return self.override or (own.model == target.model and (target.why != "cache" or own.cache == target.cache))
 
 
 class Router:
@@ -221,13 +254,12 @@ class Router:
         default: Target | None = None,
         unnamed: Target | None = None,
     ) -> None:
-        self.catalog = catalog
-        self._routes = tuple(routes)
-        self._default, self._unnamed = default, unnamed
+        self.catalog, self.routes = catalog, tuple(routes)
+        self.default, self._unnamed = default, unnamed
         self._resolved: dict[tuple[str, str], Target] = {}
 
     def __repr__(self) -> str:
-        return f"<Router [{len(self.catalog.models)} models, {len(self._routes)} routes]>"
+        return f"<Router [{len(self.catalog.models)} models, {len(self.routes)} routes]>"
 
     def resolve(self, model: str, endpoint: str) -> Target:
         target = self._resolved.get((model, endpoint))
@@ -244,14 +276,19 @@ class Router:
         return self.catalog.names()
 
     def _find(self, model: str, endpoint: str) -> Target:
-        name = model.lower()
-        for route in self._routes:
-            if route.matches(name, endpoint):
+        name, known = model.lower(), self.catalog.look_up(model)
+        own = None if known is None else target_of(*known)
+        routes = [route for route in self.routes if route.paths is None or route.paths.match(endpoint)]
+        for route in routes:
+            if route.names(name):
                 return route.target
-        if (cache := self.catalog.find(model)) is not None:
-            return target_of(cache)
-        if self._default is not None:
-            return self._default
+        for route in routes:
+            if route.matches(name) and (own is None or route.replaces(own)):
+                return route.target
+        if own is not None:
+            return own
+        if self.default is not None:
+            return self.default
         if model == DEFAULT_MODEL and self._unnamed is not None:
             return self._unnamed
         names = self.names()
@@ -262,12 +299,42 @@ class Router:
             f"The model {shown!r} does not exist here. Models: {listed}{more}.", code="model_not_found", param="model"
         )
 
+    # --- the rules, for people ----------------------------------------------------------------------------------------
 
-def target_of(
-    cache: CacheEntry, *, allow_remote: bool = False, route: Sequence[str] = (), mcp: Sequence[str] = ()
-) -> Target:
-    window, shared = cache.info.window, cache.share_across_keys
-    return Target(cache.model, cache.name, window, cache.strict, allow_remote, shared, tuple(route), tuple(mcp))
+    def rules(self) -> Iterator[Rule]:
+        """What decides where a name leads, in this order: exact routes, names of models, patterns, the default."""
+        routes = [(bool(route.exact), Rule("route", route, number)) for number, route in enumerate(self.routes)]
+        yield from (rule for is_exact, rule in routes if is_exact)
+        for name in self.names():
+            target, own = self.resolve(name, ""), self.catalog.look_up(name)
+            if own is not None and own[0].model == target.model:
+                yield Rule(own[1], Route.of([name], None, target))
+        yield from (rule for is_exact, rule in routes if not is_exact)
+        if self.default is not None:
+            yield Rule("default", Route.of(["*"], None, self.default))
+
+    def shadowed(self, number: int) -> Iterator[tuple[str, CacheEntry, bool]]:
+        """The names of other models that a route matches, with what they name, and whether the route takes them."""
+        route = self.routes[number]
+        for name in dict.fromkeys((*self.names(), *self.catalog.caches)):
+            found, folded = self.catalog.look_up(name), name.lower()
+            if found is None or found[0].model == route.target.model:
+                continue
+            if route.names(folded) or route.matches(folded):
+                yield name, found[0], route.names(folded) or route.override
+
+
+class Rule(Struct, frozen=True):
+    """One line of what decides where names lead. `number` is the route's place in the configuration."""
+
+    kind: Reason
+    route: Route
+    number: int | None = None
+
+
+def target_of(cache: CacheEntry, why: Reason, **more: Any) -> Target:
+    shared = cache.share_across_keys
+    return Target(cache.model, cache.name, cache.info.window, cache.strict, share_across_keys=shared, why=why, **more)
 
 
 def build_router(
@@ -282,32 +349,23 @@ def build_router(
     `unnamed_model` answers requests that name none, as those of llama-server's clients, if there is no default."""
     catalog = build_catalog(models, caches, decoding or DecodingSettings())
 
-    def find(
-        model: str | None,
-        cache: str | None,
-        setting: str,
-        *,
-        allow_remote: bool = False,
-        route: Sequence[str] = (),
-        mcp: Sequence[str] = (),
-    ) -> Target:
+    def find(model: str | None, cache: str | None, setting: str, why: Reason, **more: Any) -> Target:
         name = cache if cache is not None else model or ""
         found = catalog.caches.get(name) if cache is not None else catalog.find(name)
         if found is None:
             kind = "cache" if cache is not None else "model"
             raise InvalidRequest(f"{setting}: there is no {kind} {name!r}", param=setting)
-        return target_of(found, allow_remote=allow_remote, route=route, mcp=mcp)
+        return target_of(found, why, **more)
 
-    def route_target(number: int, route: RouteSettings) -> Target:
+    def compiled(number: int, route: RouteSettings) -> Route:
         setting = f"routes[{number}]"
-        common: Any = {"allow_remote": route.allow_remote, "route": route.match, "mcp": route.mcp}
-        first = find(route.model, route.cache, setting, **common)
-        if not route.fallback:
-            return first
-        others = tuple(find(name, None, f"{setting}.fallback", **common) for name in route.fallback)
-        return replace(first, fallbacks=others, fallback_wait_s=route.fallback_wait_s)
+        common = {"allow_remote": route.allow_remote, "route": tuple(route.match), "mcp": tuple(route.mcp)}
+        target = find(route.model, route.cache, setting, "route", **common)
+        if route.fallback:
+            others = tuple(find(name, None, f"{setting}.fallback", "route", **common) for name in route.fallback)
+            target = replace(target, fallbacks=others, fallback_wait_s=route.fallback_wait_s)
+        return Route.of(route.match, route.endpoint, target, override=route.override)
 
-    default = find(default_model, None, "default_model") if default_model else None
-    unnamed = target_of(cache) if unnamed_model and (cache := catalog.find(unnamed_model)) is not None else None
-    rules = [Route.of(route.match, route.endpoint, route_target(number, route)) for number, route in enumerate(routes)]
-    return Router(catalog, rules, default, unnamed)
+    default = find(default_model, None, "default_model", "default") if default_model else None
+    unnamed = find(unnamed_model, None, "unnamed_model", "unnamed") if unnamed_model else None
+    return Router(catalog, [compiled(number, route) for number, route in enumerate(routes)], default, unnamed)

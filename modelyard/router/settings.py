@@ -144,14 +144,20 @@ _PARAMETERS = tuple(f.name for f in struct_fields(Sampling))
 
 
 class RouteSettings(BaseModel):
-    """One rule of the router. The first rule whose `match` and `endpoint` match a request applies."""
+    """One rule of the router: a name without wildcards comes before every pattern, then the first match applies."""
 
     model_config = ConfigDict(extra="forbid")
 
     match: OneOrMore = Field(
         default_factory=lambda: ["*"],
         min_length=1,
-        description="Glob, or list of globs, on the requested model name; case is ignored.",
+        description="Glob, or list of globs, on the requested model name; case is ignored. One without wildcards comes "
+        "before all others.",
+    )
+    override: bool = Field(
+        default=False,
+        description="Let a pattern also take the names of other models: this route answers to the ids, aliases and "
+        "caches that it matches. Otherwise a pattern leaves them alone.",
     )
     endpoint: str | None = Field(
         default=None,

@@ -71,19 +71,22 @@ class AdminService:
         return names_files(self._config.models[model], overrides)
 
     def routes(self) -> list[dict[str, Any]]:
-        """The rules that decide where a model name leads, in their order: routes, aliases, then the default."""
-        config = self._config
-        rows: list[dict[str, Any]] = [{"kind": "route", **route.model_dump()} for route in config.routes]
-        rows += [
-            {"kind": "alias", "match": [alias], "endpoint": None, "model": name, "cache": None}
-            for name, model in config.models.items()
-            for alias in model.aliases
+        """The rules that decide where a model name leads, in their order. `index`: the place in the configuration."""
+        return [
+            {
+                "kind": rule.kind,
+                "index": rule.number,
+                "match": list(rule.route.match),
+                "endpoint": rule.route.endpoint,
+                "override": rule.route.override,
+                "model": rule.route.target.model,
+                "cache": rule.route.target.cache,
+                "fallback": [each.cache for each in rule.route.target.fallbacks],
+                "allow_remote": rule.route.target.allow_remote,
+                "mcp": list(rule.route.target.mcp),
+            }
+            for rule in self._gateway.router.rules()
         ]
-        if config.default_model:
-            rows.append(
-                {"kind": "default", "match": ["*"], "endpoint": None, "model": config.default_model, "cache": None}
-            )
-        return rows
 
     async def memory(self) -> MachineMemory:
         return await asyncio.to_thread(read_memory)

@@ -62,11 +62,11 @@ def test_rows_show_the_effective_configuration(loaded: LoadedConfig) -> None:
         CacheRow("n", "n", 64, 1, 64, "clamp"),
     ]
     assert rows.routes == [
-        RouteRow("*haiku* | *mini*", "/v1/*", "m", "fast", 50),
-        RouteRow("out*", "*", "n", "n", 64, allow_remote=True),
         RouteRow("m", "*", "m", "main", 100),
         RouteRow("big", "*", "m", "main", 100),
         RouteRow("n", "*", "n", "n", 64),
+        RouteRow("*haiku* | *mini*", "/v1/*", "m", "fast", 50),
+        RouteRow("out*", "*", "n", "n", 64, allow_remote=True),
     ]
 
 

@@ -115,8 +115,17 @@ def test_duplicate_key_names_are_an_error(toml: Loader) -> None:
         ('[[routes]]\nmodel = "n"\nfallback_wait_s = 1', "routes[0].fallback_wait_s: is not used"),
         ('[[routes]]\ncache = "main"\n[[routes]]\nmatch = "X*"\nmodel = "n"', "routes[1]: is never reached: routes[0]"),
         (
-            '[[routes]]\nmatch = ["*a*", "b"]\ncache = "main"\n[[routes]]\nmatch = ["B", "xA"]\nmodel = "n"',
+            '[[routes]]\nmatch = ["*a*", "b"]\ncache = "main"\n[[routes]]\nmatch = ["B", "*xA"]\nmodel = "n"',
             "routes[1]: is never reached: routes[0]",
+        ),
+        ('[[routes]]\nmatch = "N"\ncache = "main"', "routes[0]: takes 'n', a name of the model n: m answers to it."),
+        (
+            '[[routes]]\nmatch = "*"\noverride = true\ncache = "main"',
+            "routes[0]: takes 'n', a name of the model n: m answers to it.",
+        ),
+        (
+            '[[routes]]\nmatch = ["n*"]\ncache = "main"',
+            "routes[0]: does not apply to n: a pattern leaves the names of other models alone, unless override",
         ),
         ('[caches.two]\nmodel = "n"\nn_ctx = 1\n[models.n]\nn_ctx = 5', "models.n.n_ctx: is not used"),
         ("[models.n]\nforce_prompt_format = true", "force_prompt_format: is not used: prompt_format is not set"),

@@ -315,15 +315,19 @@ def test_variables_change_library_models():
     assert load(env={"MODELYARD_MODELS__MY_MODEL_V2__N_CTX": "128"}).models["My-Model.v2"].n_ctx == 128
 
 
-def test_routes_aliases_and_caches_of_the_configuration_win():
-    add("gpt-x")
+def test_aliases_and_caches_of_the_configuration_win():
     add("fast")
     add("nick")
     own = '[models.own]\nbackend = "fake"\naliases = ["nick"]\n[caches.fast]\nmodel = "own"\nn_ctx = 9\n'
-    routes = '[[routes]]\nmatch = "GPT-*"\nmodel = "own"\n[[routes]]\nmatch = "*"\nmodel = "own"\nendpoint = "/x"\n'
-    config = load(own + routes)
-    assert list(config.models) == ["own"]
-    assert config.router().resolve("gpt-x", "/").model == "own"
+    assert list(load(own).models) == ["own"]
+
+
+def test_a_pulled_model_answers_to_its_name_whatever_the_patterns_of_routes():
+    add("gpt-x")
+    own = '[models.own]\nbackend = "fake"\n[[routes]]\nmatch = ["GPT-*", "*"]\nmodel = "own"\n'
+    router = load(own).router()
+    assert [router.resolve(name, "/").model for name in ("gpt-x", "gpt-y")] == ["gpt-x", "own"]
+    assert load(own + "override = true\n").router().resolve("gpt-x", "/").model == "own"
 
 
 def test_routes_and_the_default_may_name_library_models():
@@ -380,6 +384,21 @@ def test_a_model_without_a_chat_template_answers_to_its_own_name_only():
     assert [model.is_chat for model in read_library_models(BUDGET)] == [True, False]
     assert load().router().resolve("claude-sonnet", "/").model == "talker"
     assert load().router().resolve("base", "/").model == "base"
+
+
+def test_a_request_that_names_no_model_gets_one_that_can_chat():
+    Path("base.gguf").write_bytes(gguf_bytes())
+    Path("talker.gguf").write_bytes(gguf_bytes(template="{{ messages }}"))
+    models = "".join(f'[models.{name}]\npath = "{name}.gguf"\n' for name in ("base", "talker"))
+    assert load(models).router().resolve("default", "/").model == "talker"
+    assert load(f"{models}enabled = false").router().resolve("default", "/").model == "base"
+    assert (
+        load(models.replace('base.gguf"', 'base.gguf"\nprompt_format = "generic"'))
+        .router()
+        .resolve("default", "/")
+        .model
+        == "base"
+    )
 
 
 @pytest.mark.parametrize("source", ["name", "settings", "folder"])

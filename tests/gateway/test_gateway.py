@@ -184,7 +184,7 @@ async def test_a_request_with_a_key_cannot_give_its_own_consent() -> None:
 
 async def test_an_unknown_model_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = GatewayHarness()
-    monkeypatch.setattr(harness.gateway.router, "_routes", ())
+    monkeypatch.setattr(harness.gateway.router, "routes", ())
     error = await refusal(harness, NotFound, model="unknown")
     assert "demo" in error.message
 

@@ -33,7 +33,7 @@ class Source:
 
     reuse = None
     ignored: tuple[str, ...] = ()
-    prepared = SimpleNamespace(skipped=())
+    prepared = SimpleNamespace(skipped=(), target=None)
 
     def __init__(self, *batches: list[Event], hook: Any = None) -> None:
         self._batches, self._hook = list(batches), hook

@@ -213,7 +213,7 @@ async def test_an_internal_error_is_reported_and_logged_once(
     def broken(_: object) -> None:
         raise ZeroDivisionError("the secret plan")
 
-    monkeypatch.setattr("modelyard.http.models.ModelEndpoints._cards", broken)
+    monkeypatch.setattr("modelyard.http.models.ModelEndpoints._statuses", broken)
     async with app_client() as client:
         reply = await client.get("/v1/models", headers={"anthropic-version": "1"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "api_error")

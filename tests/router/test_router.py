@@ -66,14 +66,17 @@ CATALOG = Catalog.of(
 )
 
 
-def route(match: str, cache: str, endpoint: str | None = None, *, allow_remote: bool = False) -> Route:
-    return Route.of([match], endpoint, target_of(CATALOG.caches[cache], allow_remote=allow_remote))
+def route(
+    match: str, cache: str, endpoint: str | None = None, *, allow_remote: bool = False, override: bool = False
+) -> Route:
+    target = target_of(CATALOG.caches[cache], "route", route=(match,), allow_remote=allow_remote)
+    return Route.of([match], endpoint, target, override=override)
 
 
 def test_the_first_matching_route_wins() -> None:
     router = Router(CATALOG, [route("*haiku*", "fast"), route("*", "main")])
-    assert router.resolve("claude-3-5-haiku", MESSAGES) == Target("Big", "fast", 50)
-    assert router.resolve("claude-sonnet-4", MESSAGES) == Target("Big", "main", 100)
+    assert router.resolve("claude-3-5-haiku", MESSAGES) == Target("Big", "fast", 50, route=("*haiku*",), why="route")
+    assert router.resolve("claude-sonnet-4", MESSAGES) == Target("Big", "main", 100, route=("*",), why="route")
 
 
 def test_routes_ignore_the_case_of_the_requested_name() -> None:
@@ -88,14 +91,80 @@ def test_a_route_can_be_limited_to_endpoints() -> None:
     assert router.resolve("x", "/v1/chat/completions").cache == "main"
 
 
-def test_routes_override_ids_and_aliases() -> None:
-    router = Router(CATALOG, [route("*", "small")])
-    assert router.resolve("Big", MESSAGES).model == router.resolve("opus", MESSAGES).model == "small"
+NAMES = ("Big", "big:latest", "opus", "OPUS", "fast-one", "main", "fast", "small", "Small:latest")
 
 
-@pytest.mark.parametrize(("name", "cache"), [("Big", "main"), ("opus", "main"), ("fast", "fast"), ("small", "small")])
-def test_ids_aliases_and_caches_resolve_without_a_route(name: str, cache: str) -> None:
-    assert Router(CATALOG).resolve(name, MESSAGES).cache == cache
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pattern_leaves_the_names_of_other_models_alone(name: str) -> None:
+    named = Router(CATALOG).resolve(name, MESSAGES)
+    for cache in ("main", "small"):
+        router = Router(CATALOG, [route("*", cache)])
+        assert router.resolve(name, MESSAGES).model == named.model
+        assert router.resolve("unknown", MESSAGES).cache == cache
+
+
+def test_a_pattern_takes_the_names_of_other_models_only_if_the_route_says_so() -> None:
+    router = Router(CATALOG, [route("*", "small", override=True)])
+    assert {router.resolve(name, MESSAGES).model for name in NAMES} == {"small"}
+
+
+@pytest.mark.parametrize("name", ["Big", "opus", "big:latest"])
+def test_a_pattern_chooses_among_the_caches_of_the_model_that_was_named(name: str) -> None:
+    router = Router(CATALOG, [route("*", "small"), route("*", "fast", "/v1/messages*")])
+    assert router.resolve(name, MESSAGES).cache == "fast"
+    assert router.resolve(name, "/v1/chat/completions").cache == "main"
+
+
+def test_a_pattern_leaves_the_name_of_a_cache_alone() -> None:
+    router = Router(CATALOG, [route("*", "main")])
+    assert (router.resolve("fast", MESSAGES).cache, router.resolve("fast", MESSAGES).why) == ("fast", "cache")
+    assert router.resolve("main", MESSAGES).route == ("*",)
+
+
+def test_a_route_without_wildcards_comes_before_patterns_and_names() -> None:
+    router = Router(CATALOG, [route("*", "main", override=True), route("claude", "fast"), route("OPUS", "small")])
+    assert router.resolve("Claude:latest", MESSAGES).cache == "fast"
+    assert router.resolve("opus", MESSAGES).model == "small"
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "why"),
+    [("Big", "main", "id"), ("opus", "main", "alias"), ("fast", "fast", "cache"), ("small", "small", "id")],
+)
+def test_ids_aliases_and_caches_resolve_without_a_route(name: str, cache: str, why: str) -> None:
+    target = Router(CATALOG).resolve(name, MESSAGES)
+    assert (target.cache, target.why, target.rule) == (cache, why, "")
+
+
+ROUTES = st.builds(
+    route,
+    st.sampled_from(["*", "*a*", "b*", "big", "fast", "opus", "[a-s]*", "?mall", "x"]),
+    st.sampled_from(["main", "fast", "small"]),
+    st.sampled_from([None, "/v1/messages*", "/v1/*"]),
+)
+
+
+@given(st.lists(ROUTES, max_size=5), st.sampled_from(NAMES), st.sampled_from([MESSAGES, "/v1/chat/completions", ""]))
+@settings(deadline=None, max_examples=300)
+def test_no_pattern_makes_another_model_answer_to_a_known_name(routes: list[Route], name: str, path: str) -> None:
+    target, named = Router(CATALOG, routes).resolve(name, path), Router(CATALOG).resolve(name, path)
+    is_exact = any(each.names(name.lower()) for each in routes)
+    assert is_exact or target.model == named.model
+
+
+def test_the_rules_are_listed_in_the_order_in_which_they_apply() -> None:
+    router = Router(
+        CATALOG, [route("*", "fast"), route("opus", "small")], target_of(CATALOG.caches["small"], "default")
+    )
+    rows = [(rule.kind, rule.route.match, rule.route.target.cache, rule.number) for rule in router.rules()]
+    assert rows == [
+        ("route", ("opus",), "small", 1),
+        ("id", ("big",), "fast", None),
+        ("alias", ("fast-one",), "fast", None),
+        ("id", ("small",), "small", None),
+        ("route", ("*",), "fast", 0),
+        ("default", ("*",), "small", None),
+    ]
 
 
 def test_unknown_names_go_to_the_default_model() -> None:
@@ -171,7 +240,7 @@ def test_the_first_cache_of_a_model_is_its_default() -> None:
     }
     router = build_router({"m": ModelSettings(), "n": ModelSettings()}, caches, [RouteSettings(match=["x"], model="m")])
     assert router.resolve("m", "/") == Target("m", "slow", 2, strict=True)
-    assert router.resolve("x", "/") == Target("m", "slow", 2, strict=True, route=("x",))
+    assert router.resolve("x", "/") == Target("m", "slow", 2, strict=True, route=("x",), why="route")
     assert router.catalog.caches["slow"].info == CacheInfo(2, 1, "q8_0", "f16", "d")
 
 
@@ -188,15 +257,15 @@ def test_a_route_refers_to_a_cache_or_to_any_name_of_a_model() -> None:
     caches = {"one": CacheSettings(model="m", n_ctx=1), "two": CacheSettings(model="m", n_ctx=2)}
     routes = [RouteSettings(match=["a"], cache="two"), RouteSettings(match=["b"], model="big", allow_remote=True)]
     router = build_router(models, caches, routes, "big")
-    assert router.resolve("a", "/") == Target("m", "two", 2, route=("a",))
-    assert router.resolve("b", "/") == Target("m", "one", 1, allow_remote=True, route=("b",))
-    assert router.resolve("unheard of", "/") == Target("m", "one", 1)
+    assert router.resolve("a", "/") == Target("m", "two", 2, route=("a",), why="route")
+    assert router.resolve("b", "/") == Target("m", "one", 1, allow_remote=True, route=("b",), why="route")
+    assert router.resolve("unheard of", "/") == Target("m", "one", 1, why="default")
 
 
 def test_a_request_that_names_no_model_is_answered_by_the_one_for_it() -> None:
     models = {"m": ModelSettings(), "n": ModelSettings(n_ctx=9)}
     router = build_router(models, {}, unnamed_model="n")
-    assert router.resolve("default", "/completion") == Target("n", "n", 9)
+    assert router.resolve("default", "/completion") == Target("n", "n", 9, why="unnamed")
     with pytest.raises(NotFound):
         router.resolve("unheard of", "/")
     assert build_router(models, {}, default_model="m", unnamed_model="n").resolve("default", "/").model == "m"

@@ -164,6 +164,8 @@ def _model(card: ModelCard, for_mistral: bool) -> dict[str, Any]:
         "object": "model",
         "created": card.created,
         "owned_by": card.owned_by,
+        "root": card.root or card.id,
+        **({"route": card.route} if card.route else {}),
         "name": card.display_name or card.id,
         "context_length": card.context,
         "max_model_len": card.context,

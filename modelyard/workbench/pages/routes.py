@@ -26,9 +26,8 @@ def page(session: PageSession) -> None:
         error_label = ui.label("").classes("error text")
         error_label.set_visibility(False)
         with ui.element("div").classes("stats") as stats:
-            model, cache, window, backend, overflow, remote = (
-                Stat(label) for label in ("model", "cache", "window", "engine", "too long", "leaves this machine")
-            )
+            labels = ("model", "cache", "why", "window", "engine", "too long", "leaves this machine")
+            model, cache, why, window, backend, overflow, remote = map(Stat, labels)
         stats.set_visibility(False)
 
     async def resolve() -> None:
@@ -46,6 +45,7 @@ def page(session: PageSession) -> None:
             return
         model.set(route["model"])
         cache.set(route["cache"])
+        why.set(" | ".join(route["route"]) if route["why"] == "route" else _REASONS[route["why"]])
         window.set(f"{fmt.count(route['window'])} tokens")
         backend.set(route["backend"])
         overflow.set("refused" if route["strict"] else "answer shortened")
@@ -59,7 +59,7 @@ def page(session: PageSession) -> None:
             ui.label("Rules").classes("name").props("role=heading aria-level=2")
             add = ui.button("Add a route", icon="add", on_click=lambda: ui.navigate.to("/routes/edit"))
             add.props("outline no-caps size=sm")
-        ui.label("The first one that matches applies. A name of a model or cache always leads there.").classes("muted")
+        ui.label(_ORDER).classes("muted")
         table = ui.table(rows=[], columns=_COLUMNS, row_key="number").props("flat dense wrap-cells").classes("w-full")
         table.add_slot("body-cell-edit", _EDIT_CELL)
         table.on("edit", lambda event: ui.navigate.to(f"/routes/edit?index={int(event.args)}"))
@@ -70,9 +70,20 @@ def page(session: PageSession) -> None:
     ui.timer(0, lambda: session.perform(list_rules()), once=True)
 
 
-_EDIT_CELL = """<q-td :props="props"><q-btn v-if="props.row.kind == 'route'" flat round dense size="sm" icon="edit"
-  color="grey" :aria-label="'Edit route ' + props.row.number"
-  @click="$parent.$emit('edit', props.row.number - 1)" /></q-td>"""
+_REASONS = {
+    "id": "its name",
+    "alias": "its alias",
+    "cache": "its cache",
+    "default": "default model",
+    "unnamed": "first model",
+}
+_ORDER = (
+    "The first one that matches applies. A pattern chooses among the caches of a model that was named, and leaves the "
+    "names of other models alone, unless it overrides them."
+)
+_EDIT_CELL = """<q-td :props="props"><q-btn v-if="props.row.index != null" flat round dense size="sm" icon="edit"
+  color="grey" :aria-label="'Edit route ' + (props.row.index + 1)"
+  @click="$parent.$emit('edit', props.row.index)" /></q-td>"""
 _COLUMNS = [
     {"name": name, "label": label, "field": name, "align": "left"}
     for name, label in (
@@ -89,7 +100,8 @@ def rule_row(number: int, rule: Json) -> Json:
     target = " · ".join(str(rule[part]) for part in ("model", "cache") if rule.get(part))
     return {
         "number": number,
-        "kind": rule["kind"],
+        "index": rule["index"],
+        "kind": rule["kind"] + (" (override)" if rule["override"] else ""),
         "match": ", ".join(rule["match"]),
         "endpoint": rule["endpoint"] or "any",
         "target": target or fmt.MISSING,
