@@ -193,6 +193,7 @@ class ArgumentWriter:
         self._name = ""
         self._lists: dict[str, list[str]] = {}  # the values of parameters that are lists
         self._is_held = False  # the last value is one of a list and was not passed on yet
+        self._is_repeated = False  # a parameter was given twice
         self.given: set[str] = set()
 
     @property
@@ -212,7 +213,7 @@ class ArgumentWriter:
             self._raw = []
             return
         self.flush()
-        self._calls.is_repeated = self._calls.is_repeated or name in self.given
+        self._is_repeated = self._is_repeated or name in self.given
         self._calls.append(f'{", " if self.given else "{"}"{escape_json(name)}": ')
         self.given.add(name)
         self._name = name
@@ -254,7 +255,7 @@ class ArgumentWriter:
 
     def finish(self) -> None:
         self.flush()
-        self._calls.finish("}" if self.given else "{}")
+        self._calls.finish("}" if self.given else "{}", is_repeated=self._is_repeated)
 
     def finish_at_end(self, buffer: TextBuffer) -> None:
         """The output ends before the call does: complete if the model ended it and nothing required is missing."""

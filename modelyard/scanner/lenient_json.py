@@ -241,7 +241,7 @@ def repair_json(text: str) -> str | None:
     buffer = TextBuffer({})
     out: list[str] = []
     buffer.push(text)
-    buffer.ended = True
+    buffer.end()
     try:
         for _ in JsonReader(buffer, out.append, is_whole=True).read():
             pass

@@ -245,12 +245,32 @@ class TextBuffer:
         self.text = self.text[self.pos :] + text if self.pos < len(self.text) else text
         self.pos = 0
 
+    def end(self, truncated: bool = False) -> None:
+        """Nothing follows."""
+        self.ended, self.truncated = True, truncated
+
+    def move_to(self, pos: int) -> None:
+        """Go on from there. What is skipped is no part of a call."""
+        self.pos = pos
+
     @property
     def is_empty(self) -> bool:
         return self.pos >= len(self.text)
 
+    def begin_reading(self, marker: str = "", recorded: str | None = None) -> None:
+        """A reader begins behind a marker, which is shown with the rest if it fails. `recorded` begins the record."""
+        self.uncommitted, self.recorded = [marker], None if recorded is None else [recorded]
+
+    def end_reading(self) -> None:
+        self.uncommitted = self.recorded = None
+
     def commit(self) -> None:
         self.uncommitted = []
+
+    def drop_marker(self) -> None:
+        """The marker before the reader is not shown, whatever comes."""
+        if self.uncommitted:
+            self.uncommitted[0] = ""
 
     def encoded(self, marker: str) -> str:
         """How this marker, or a text that contains one, is spelled in `text`."""
@@ -523,7 +543,7 @@ class MarkerTable:
         False: it is the beginning of another element, and nothing was skipped.
         """
         text, size = found.group(), len(found.group())
-        buffer.pos = found.start()
+        buffer.move_to(found.start())
         if text.endswith("=") or text in self._tag_starts:
             limit = size + NAME_LIMIT
             while not (end := _TAG_END.search(buffer.text, buffer.pos + size, buffer.pos + limit)):
@@ -534,7 +554,7 @@ class MarkerTable:
                 size = end.end() - buffer.pos
             elif text in self._tag_starts:
                 return False
-        buffer.pos += size
+        buffer.move_to(buffer.pos + size)
         return True
 
     def is_at_marker(self, buffer: TextBuffer) -> bool:
@@ -611,8 +631,8 @@ def _skip_opening(
     found = _ATTRIBUTE.match(rest)
     is_call = is_marker or calls.is_broken or (not is_quoted and calls.knows(found[1] if found else ""))
     is_cut = buffer.is_empty and " " not in rest  # the output ends inside the tag
-    if is_whole and not is_closed and buffer.uncommitted:
-        del buffer.uncommitted[0]  # the beginning of a tag alone quotes nothing
+    if is_whole and not is_closed:
+        buffer.drop_marker()  # the beginning of a tag alone quotes nothing
     if not is_call or not (is_closed or is_cut):
         raise ParseError("a quoted tag")
     return None
@@ -628,8 +648,7 @@ def _skip_marker(_: TextBuffer, calls: CallBuilder, *, is_tag: bool) -> Incremen
 
 def _skip_closing(_: TextBuffer, calls: CallBuilder, *, name: str) -> Incremental[str | None]:
     yield from ()
-    if calls.quoted.get(name, 0) > 0:
-        calls.quoted[name] -= 1
+    if calls.closes_quoted(name):
         raise ParseError("the end of a quoted tag")
     return None
 

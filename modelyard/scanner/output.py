@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -36,12 +36,13 @@ TokenText = Callable[[int], tuple[str, bytes]]  # token id → its text and byte
 class BlockWriter:
     """Writes the events of one reply: at most one block is open, and the deltas of one feed are joined."""
 
-    __slots__ = ("_events", "_logprobs", "index", "kind", "parts")
+    __slots__ = ("_events", "_logprobs", "_parts", "add", "index", "kind")
 
     def __init__(self) -> None:
         self.index = -1
         self.kind: BlockKind | None = None
-        self.parts: list[str] = []  # the text of the open block since its last delta
+        self._parts: list[str] = []  # the text of the open block since its last delta
+        self.add: Callable[[str], None] = self._parts.append  # more text of the open block
         self._logprobs: list[TokenLogprob] = []
         self._events: list[Event] = []
 
@@ -50,7 +51,7 @@ class BlockWriter:
             if self.kind is not None:
                 self.close()
             self._open(kind)
-        self.parts.append(text)
+        self._parts.append(text)
         if logprobs:
             self._logprobs.extend(logprobs)
 
@@ -68,20 +69,23 @@ class BlockWriter:
     def close(self, complete: bool = True) -> None:
         if self.kind is None:
             return
-        if self.parts or self._logprobs:
+        if self._parts or self._logprobs:
             self._flush()
         self._events.append(BlockEnd(self.index, complete=complete))
         self.kind = None
 
     def _flush(self) -> None:
-        if (text := "".join(self.parts)) or self._logprobs:
+        text = "".join(self._parts)
+        self._parts.clear()
+        if self._logprobs:
             self._events.append(BlockDelta(self.index, text, tuple(self._logprobs)))
             self._logprobs.clear()
-        self.parts.clear()
+        elif text:
+            self._events.append(BlockDelta(self.index, text))
 
     def take_events(self) -> list[Event]:
         """All events since the last call."""
-        if self.parts:
+        if self._parts:
             self._flush()
         events, self._events = self._events, []
         return events
@@ -259,6 +263,17 @@ class VisibleOutput:
         """From here on. Stop strings in the prompt have no effect."""
         self._stops = StopStrings(stop) if stop else None
 
+    def add_logprob(self, token_text: TokenText, end: int, logprob: IdLogprob) -> None:
+        """Of the token that ends at this position of the input."""
+        if self.logprobs is None:
+            self.logprobs = LogprobTracker(token_text)
+        self.logprobs.add(end, logprob)
+
+    def place_logprobs(self, start: int, end: int) -> None:
+        """This part of the input is shown next."""
+        if self.logprobs:
+            self.logprobs.show(start, end, self.seen)
+
     @property
     def is_blank(self) -> bool:
         """The block has no visible characters yet."""
@@ -424,13 +439,15 @@ class CallBuilder:
     _is_sent = False
     _unknown: UnknownTool | None = None
     _after_unknown = ""
+    _parallel = True
+    _count_before = _drafts_before = 0  # how many there were when the reader began
+    _broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
     tool: Tool | None = None
-    is_repeated = False  # an argument of the open call is given twice
     count = 0
-    parallel = True
     kind: VisibleKind = "text"  # how a call that cannot be read is shown
     is_drafting = False
     is_broken = False  # a call could not be read, and its end has not come yet
+    expects_evidence = False
 
     def __init__(
         self,
@@ -449,7 +466,70 @@ class CallBuilder:
         self._held: list[str] = []
         self.warnings: list[str] = []
         self.drafts: list[tuple[str, Tool | None, str]] = []  # name, tool and arguments of calls inside reasoning
-        self.quoted: dict[str, int] = {}  # how many tags are open that are shown because they belong to no call
+        self._draft_text: list[str] = []  # their raw text
+        self._quoted: dict[str, int] = {}  # how many tags are open that are shown because they belong to no call
+
+    def allow_one(self) -> None:
+        """From here on."""
+        self._parallel = False
+
+    def enter(self, kind: VisibleKind) -> None:
+        """A region of this kind begins."""
+        self.kind = kind
+
+    def end_prompt(self) -> None:
+        """Calls of the prompt do not count."""
+        self.count = 0
+        self.take_drafts()
+
+    def begin_reading(self, is_drafting: bool) -> None:
+        self.is_drafting, self._count_before, self._drafts_before = is_drafting, self.count, len(self.drafts)
+
+    @property
+    def has_new_draft(self) -> bool:
+        """Since the reader began."""
+        return len(self.drafts) > self._drafts_before
+
+    def end_reading(self, draft_text: Sequence[str] | None = None) -> None:
+        """`draft_text` is what was read, if it is a draft."""
+        self.is_drafting = False
+        self.is_broken = self.is_broken and self.count == self._count_before
+        if draft_text:
+            self._draft_text += draft_text
+
+    def add_to_drafts(self, text: str) -> None:
+        """More of the text between drafts."""
+        self._draft_text.append(text)
+
+    def take_drafts(self) -> str:
+        """The raw text of the drafts, which are none."""
+        text = "".join(self._draft_text)
+        self.drafts.clear()
+        self._draft_text.clear()
+        return text
+
+    def mark_broken(self, ends: tuple[str, ...]) -> None:
+        """A call could not be read. One of `ends` ends it."""
+        self.is_broken, self._broken_ends = True, ends
+
+    def end_broken(self, marker: str) -> bool:
+        """Whether this marker is the end of the call that could not be read."""
+        if self.is_broken and marker in self._broken_ends:
+            self.is_broken = False
+            return True
+        return False
+
+    def open_quoted(self, names: Iterable[str]) -> None:
+        """These tags are shown because they belong to no call."""
+        for name in names:
+            self._quoted[name] = self._quoted.get(name, 0) + 1
+
+    def closes_quoted(self, name: str) -> bool:
+        """Whether the end of a tag of this name is one of a tag that is shown."""
+        is_quoted = self._quoted.get(name, 0) > 0
+        if is_quoted:
+            self._quoted[name] -= 1
+        return is_quoted
 
     @property
     def is_open(self) -> bool:
@@ -461,7 +541,7 @@ class CallBuilder:
     @property
     def is_done(self) -> bool:
         """No further call is wanted, although the reader may be in the middle of several."""
-        return (self.count > 0 and not self.parallel) or self._visible.stop_string is not None
+        return (self.count > 0 and not self._parallel) or self._visible.stop_string is not None
 
     @property
     def is_custom(self) -> bool:
@@ -506,8 +586,8 @@ class CallBuilder:
 
     def append(self, text: str) -> None:
         if self._is_sent:
-            self._blocks.parts.append(text)
-            self._buffer.uncommitted = []
+            self._blocks.add(text)
+            self._buffer.commit()
             return
         self._held.append(text)
         if text and self._stream and self.is_offered and not (self.is_drafting or self.is_custom or self.is_done):
@@ -520,13 +600,13 @@ class CallBuilder:
             return
         namespace = self.tool.namespace if self.tool else None
         self._blocks.start_call(self._new_id(), self._name or "", namespace, self.is_custom)
-        self._blocks.parts.extend(self._held)
+        self._blocks.add("".join(self._held))
         self._held.clear()
         self._is_sent = True
         self._buffer.commit()
 
-    def finish(self, arguments: str = "") -> None:
-        """The arguments are complete and valid."""
+    def finish(self, arguments: str = "", *, is_repeated: bool = False) -> None:
+        """The arguments are complete and valid. `is_repeated`: one of them is given twice."""
         if arguments:
             self.append(arguments)
         if self.is_drafting:
@@ -537,7 +617,7 @@ class CallBuilder:
             if self.is_custom:
                 self._held = [custom_input("".join(self._held))]
             if not self._is_sent:
-                if self.is_repeated:
+                if is_repeated:
                     self._held = [_without_repetition("".join(self._held))]
                 self._send()
             if self._is_sent:
@@ -567,10 +647,6 @@ class CallBuilder:
         self._unknown, self._after_unknown = unknown, ""
         self.feed_evidence(rest)
 
-    @property
-    def expects_evidence(self) -> bool:
-        return self._unknown is not None
-
     def feed_evidence(self, text: str) -> None:
         """More of the text that follows the name of a tool that is not offered."""
         self._after_unknown += text
@@ -579,6 +655,7 @@ class CallBuilder:
             self._unknown = None
         elif len(self._after_unknown) > _EVIDENCE_LIMIT:
             self._unknown = None
+        self.expects_evidence = self._unknown is not None
 
     def show_message(self, kind: VisibleKind, text: str) -> None:
         """Show a block of text or reasoning, such as a message to an unknown recipient, in place of the open call."""
@@ -617,7 +694,7 @@ class CallBuilder:
         return was_sent
 
     def _reset(self) -> None:
-        self._name, self.tool, self._is_sent, self.is_repeated = None, None, False, False
+        self._name, self.tool, self._is_sent = None, None, False
         self._held = []
         self._buffer.commit()
 

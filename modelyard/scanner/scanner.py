@@ -14,7 +14,7 @@ from modelyard.core.output_format import OutputFormat, Reader, StartReader, Swit
 from modelyard.core.request import Tool
 from modelyard.core.tokenizer import Piece
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, UnknownTool, marker_table
-from modelyard.scanner.output import BlockWriter, CallBuilder, LogprobTracker, TokenText, VisibleOutput, cut_end
+from modelyard.scanner.output import BlockWriter, CallBuilder, TokenText, VisibleOutput, cut_end
 
 _QUOTE = re.compile(r"(?:(?<=[\s(\[{=:>*])|(?<![^\n]))[`\"'“«]\Z")  # a quotation begins behind a space or bracket
 _CLOSING_QUOTES = {"`": "`", '"': '"', "'": "'", "“": "”", "«": "»"}
@@ -29,14 +29,11 @@ class Scanner:
     only if pieces carry log probabilities.
     """
 
-    _reader: Generator[None, None, str | None] | None = None
-    _reader_start: StartReader | None = None
-    _broken_ends: tuple[str, ...] = ()  # what ends the last call that could not be read
-    _calls_before = _drafts_before = 0  # how many there were when the reader started
-    _prompt_end = 0  # the position in the input where the prompt ends: text before it is not repeated
-    _text_before = _last_text = ""  # the last two pieces of the visible text
-    _passes_text = True  # no marker is open or begun: text without a `_first_char` is shown at once
-    reasoning_tokens = 0
+    __slots__ = (
+        *("_actions", "_blocks", "_buffer", "_calls", "_first_char", "_format", "_last_text", "_passes_text"),
+        *("_prompt_end", "_reader", "_reader_start", "_region", "_table", "_text_before", "_token_text", "_visible"),
+        "reasoning_tokens",
+    )
 
     def __init__(
         self,
@@ -72,17 +69,23 @@ class Scanner:
             new_id=new_id,
             stream=tool_stream,
         )
-        self._draft_text: list[str] = []  # the raw text of calls inside reasoning
         self._token_text = token_text
+        self._reader: Generator[None, None, str | None] | None = None
+        self._reader_start: StartReader | None = None
+        self._prompt_end = 0  # the position in the input where the prompt ends: text before it is not repeated
+        self._text_before = self._last_text = ""  # the last two pieces of the visible text
+        self._passes_text = True  # no marker is open or begun: text without a `_first_char` is shown at once
+        self.reasoning_tokens = 0
         self._enter(format.start_region)
         if prefill:
             self._read_prefill(prefill)
         if format.start_reader is not None and self._reader is None and self._buffer.is_empty:
-            self._start_reader(format.start_reader, [])
+            self._start_reader(format.start_reader)
         self._first_char = table.any_first_char
         if stop:
             self.set_stop_strings(stop)
-        self._calls.parallel = parallel
+        if not parallel:
+            self._calls.allow_one()
 
     def set_stop_strings(self, stop: Sequence[str]) -> None:
         """For the text from here on."""
@@ -102,8 +105,7 @@ class Scanner:
     @property
     def is_done(self) -> bool:
         """Nothing that may still come will be shown: generation can stop."""
-        calls = self._calls  # as `calls.is_done`, which readers ask; this is asked after each feed
-        return self._visible.stop_string is not None or (calls.count > 0 and not calls.parallel)
+        return self._calls.is_done
 
     @property
     def is_thinking(self) -> bool:
@@ -123,18 +125,16 @@ class Scanner:
         return self._calls.warnings
 
     def feed(self, pieces: Sequence[Piece]) -> list[Event]:
-        if not self._pass(pieces):
+        if not (self._passes_text and self._pass(pieces)):
             for piece in pieces:
                 if self.is_done:
                     break
-                if len(pieces) == 1 or not self._pass((piece,)):
+                if len(pieces) == 1 or not (self._passes_text and self._pass((piece,))):
                     self._step(piece)
         return self._blocks.take_events()
 
     def _pass(self, pieces: Sequence[Piece]) -> bool:
         """Show all pieces at once if none of them needs a closer look. False: nothing was done."""
-        if not self._passes_text:
-            return False
         if len(pieces) == 1:  # the usual case
             piece = pieces[0]
             if piece.special or piece.logprob is not None:
@@ -148,12 +148,13 @@ class Scanner:
                 text += piece.text
         if self._first_char.search(text):
             return False
-        self._text_before, self._last_text = self._last_text, text
         kind = self._region.kind
-        if self._visible.flowing == kind:
-            self._blocks.parts.append(text)
-        elif text:
-            self._visible.show(kind, text)
+        if text:  # a token that ends in half a character has none
+            self._text_before, self._last_text = self._last_text, text
+            if self._visible.flowing == kind:
+                self._blocks.add(text)
+            else:
+                self._visible.show(kind, text)
         if kind == "thinking":
             self.reasoning_tokens += len(pieces)
         return True
@@ -170,7 +171,7 @@ class Scanner:
         return cut_end(events, open_block, self._table.without_cut_marker) if is_cut else events
 
     def _decide_rest(self, truncated: bool) -> None:
-        self._buffer.ended, self._buffer.truncated = True, truncated
+        self._buffer.end(truncated)
         if self._reader is not None or not self._buffer.is_empty:
             self._advance()
         if self._calls.drafts and not self.is_done:
@@ -193,8 +194,7 @@ class Scanner:
         if self._calls.expects_evidence:
             self._calls.feed_evidence(text)
         if piece.logprob is not None and self._token_text:
-            visible.logprobs = visible.logprobs or LogprobTracker(self._token_text)
-            visible.logprobs.add(buffer.dropped + len(buffer.text), piece.logprob)
+            visible.add_logprob(self._token_text, buffer.dropped + len(buffer.text), piece.logprob)
         self._advance()
         if self._reader is None and self._region.kind == "thinking":
             self.reasoning_tokens += 1
@@ -206,18 +206,23 @@ class Scanner:
         return self._buffer.foreign_code(piece.text) if self._reader is not None else ""
 
     def _advance(self) -> None:
-        while not self.is_done and (self._scan() if self._reader is None else self._run_reader()):
+        calls = self._calls
+        while not calls.is_done and (self._scan() if self._reader is None else self._run_reader()):
             pass
-        calls, is_between_markers = self._calls, self._reader is None and self._buffer.is_empty
-        needs_position = calls.drafts or calls.expects_evidence or self._visible.logprobs is not None
-        self._passes_text = is_between_markers and not needs_position and not self.is_done
+        if self._reader is None and self._buffer.is_empty:
+            needs_position = calls.drafts or calls.expects_evidence or self._visible.logprobs is not None
+            self._passes_text = not (needs_position or calls.is_done)
+        else:
+            self._passes_text = False
 
     def _scan(self) -> bool:
         """Show text up to the next marker and act on it. False: more input is needed."""
         buffer = self._buffer
         found = self._table.find(buffer)
         if found is None:
-            self._show_to(len(buffer.text) if buffer.ended else self._table.partial_start(buffer))
+            end = len(buffer.text) if buffer.ended else self._table.partial_start(buffer)
+            if end > buffer.pos:
+                self._show_to(end)
             return False
         self._show_to(found.start())
         if found.group() in self._table.quotable and (quote := self._opened_quote()) is not None:
@@ -228,7 +233,7 @@ class Scanner:
                 return True
         if self._visible.stop_string is None:
             from_model = found.group()[max(0, self._prompt_end - buffer.dropped - found.start()) :]
-            buffer.pos = found.end()
+            buffer.move_to(found.end())
             self._skip_logprobs()
             self._act(found.group(), from_model)
         return True
@@ -238,19 +243,19 @@ class Scanner:
         if buffer.dropped + buffer.pos < self._prompt_end:  # the prompt ended in a possible marker that is text
             prompt_end = min(end, self._prompt_end - buffer.dropped)
             visible.recall(self._region.kind, buffer.text[buffer.pos : prompt_end])
-            buffer.pos = prompt_end
+            buffer.move_to(prompt_end)
         if end > buffer.pos:
             start, text = buffer.dropped + buffer.pos, buffer.text[buffer.pos : end]
             if not text.isascii():
                 text = buffer.without_foreign(text)
-            buffer.pos = end
+            buffer.move_to(end)
             if self._calls.drafts:
                 if text.isspace():
-                    self._draft_text.append(text)
+                    self._calls.add_to_drafts(text)
                     return
                 self._show_drafts()
             if visible.logprobs:
-                visible.logprobs.show(start, buffer.dropped + end, visible.seen)
+                visible.place_logprobs(start, buffer.dropped + end)
             self._text_before, self._last_text = self._last_text, text
             visible.show(self._region.kind, text)
 
@@ -262,17 +267,15 @@ class Scanner:
     def _quote(self, marker: str) -> None:
         """A marker between quotes, such as `<tool_call>` in Markdown, is text."""
         buffer, visible, start = self._buffer, self._visible, self._buffer.dropped + self._buffer.pos
-        buffer.pos += len(marker)
+        buffer.move_to(buffer.pos + len(marker))
         if not self._calls.drafts:
-            if visible.logprobs:
-                visible.logprobs.show(start, buffer.dropped + buffer.pos, visible.seen)
+            visible.place_logprobs(start, buffer.dropped + buffer.pos)
             self._text_before, self._last_text = self._last_text, marker
             visible.quote(self._region.kind, buffer.spelled(marker))
 
     def _show_drafts(self) -> None:
         """Reasoning goes on after calls: it only quotes them."""
-        text, self._draft_text = "".join(self._draft_text), []
-        self._calls.drafts.clear()
+        text = self._calls.take_drafts()
         self._visible.mark_gap()
         self._visible.show(self._region.kind, self._table.remove_tags(text))
         self._visible.mark_gap()
@@ -286,43 +289,42 @@ class Scanner:
         action = self._actions.get(marker)
         if marker not in self._table.bare:
             self._visible.mark_gap()
-        if self._calls.is_broken and marker in self._broken_ends:
-            self._calls.is_broken = False
+        self._calls.end_broken(marker)
         if isinstance(action, SwitchRegion):
             if self._calls.drafts and marker not in self._table.turn_end_codes:
                 self._show_drafts()
             self._visible.end_block()
             self._enter(action.region)
             if action.reader is not None:
-                self._start_reader(action.reader, [])
+                self._start_reader(action.reader)
         elif isinstance(action, StartReader):
-            self._buffer.begin_call(action.closing)
-            self._calls_before, self._drafts_before = self._calls.count, len(self._calls.drafts)
             is_quoting = self._region.kind == "thinking" and not self._format.has_messages
-            self._calls.is_drafting = is_quoting and not self._format.calls_in_reasoning
-            self._buffer.recorded = [marker] if self._calls.is_drafting else None
-            self._start_reader(action.reader, [from_model if action.bare else marker], action)
+            is_drafting = is_quoting and not self._format.calls_in_reasoning
+            self._buffer.begin_call(action.closing)
+            self._calls.begin_reading(is_drafting)
+            self._start_reader(
+                action.reader, action, from_model if action.bare else marker, marker if is_drafting else None
+            )
 
-    def _start_reader(self, reader: Reader, uncommitted: list[str], start: StartReader | None = None) -> None:
-        self._buffer.uncommitted, self._reader_start, self._passes_text = uncommitted, start, False
+    def _start_reader(
+        self, reader: Reader, start: StartReader | None = None, marker: str = "", recorded: str | None = None
+    ) -> None:
+        self._buffer.begin_reading(marker, recorded)
+        self._reader_start, self._passes_text = start, False
         self._reader = reader(self._buffer, self._calls)
 
     def _enter(self, region: str) -> None:
         self._region = self._format.regions[region]
         self._actions = self._table.actions[region]
-        self._calls.kind = self._region.kind
+        self._calls.enter(self._region.kind)
 
     def _run_reader(self) -> bool:
         assert self._reader is not None  # noqa: S101
         try:
             next(self._reader)
         except StopIteration as over:
-            self._reader, self._buffer.uncommitted = None, None
             self._visible.mark_gap()
-            if len(self._calls.drafts) > self._drafts_before:
-                self._draft_text += self._buffer.recorded or ()
-            self._calls.is_drafting, self._buffer.recorded = False, None
-            self._calls.is_broken = self._calls.is_broken and self._calls.count == self._calls_before
+            self._end_reader(is_draft=self._calls.has_new_draft)
             if over.value is not None:
                 if self._calls.drafts:
                     self._show_drafts()
@@ -335,6 +337,11 @@ class Scanner:
         finally:
             self._skip_logprobs()
         return True
+
+    def _end_reader(self, *, is_draft: bool) -> None:
+        self._calls.end_reading(self._buffer.recorded if is_draft else None)
+        self._buffer.end_reading()
+        self._reader = None
 
     # --- broken calls -----------------------------------------------------------------------------------------------
 
@@ -351,20 +358,18 @@ class Scanner:
         is_cut = is_cut and start is not None and not start.bare and self._calls.is_cut(text)
         was_sent = self._calls.abort(is_cut)
         if is_cut:  # what is left of the call is not text
-            buffer.pos = len(buffer.text)
+            buffer.move_to(len(buffer.text))
             if not was_sent:
                 self._visible.end_block()
-        if self._calls.drafts:  # the calls before this one
-            follows = text.strip() != ""  # reasoning goes on after them
-            if len(self._calls.drafts) > self._drafts_before or not follows:
-                self._draft_text += buffer.recorded or ()
-                text = ""
-            if follows:
-                self._show_drafts()
-        self._calls.is_drafting, buffer.recorded = False, None
-        self._reader, buffer.uncommitted = None, None
+        has_drafts, follows = bool(self._calls.drafts), text.strip() != ""  # reasoning goes on after the drafts
+        is_draft = has_drafts and (self._calls.has_new_draft or not follows)
+        self._end_reader(is_draft=is_draft)
+        if has_drafts and follows:
+            self._show_drafts()
+        if is_draft:
+            text = ""
         if start and (is_call or not start.bare):
-            self._calls.is_broken, self._broken_ends = True, tuple(map(buffer.encoded, start.closing))
+            self._calls.mark_broken(tuple(map(buffer.encoded, start.closing)))
         if not (is_cut or (was_sent and buffer.truncated and buffer.is_empty)):
             self._show_uncommitted(text)
         if isinstance(error, UnknownTool):
@@ -377,8 +382,7 @@ class Scanner:
             cleaned = self._table.remove_tags(text)
         else:
             cleaned = self._table.remove_markers(text)
-            for name in self._table.openings(cleaned):
-                self._calls.quoted[name] = self._calls.quoted.get(name, 0) + 1
+            self._calls.open_quoted(self._table.openings(cleaned))
         if cleaned != text:
             self._visible.mark_gap()
         if cleaned:
@@ -403,7 +407,7 @@ class Scanner:
     def _show_to_closing(self, closing: tuple[str, ...]) -> Incremental[None]:
         """Up to the closing tag or the next marker. Tags that count only inside of calls are not text here."""
         buffer = self._buffer
-        finder, closing = self._table.inside_call(closing), tuple(map(buffer.encoded, closing))
+        finder = self._table.inside_call(closing)
         while True:
             found = finder.find(buffer)
             end = len(buffer.text) if buffer.ended else finder.partial_start(buffer)
@@ -420,8 +424,7 @@ class Scanner:
                     self._show_to(start - buffer.dropped + len(text))
                     continue
                 self._visible.mark_gap()
-                if text in closing:
-                    self._calls.is_broken = False
+                if self._calls.end_broken(text):
                     return
 
     def _show_to_bracket(self, depth: int, *, was_sent: bool) -> Incremental[bool]:
@@ -459,12 +462,10 @@ class Scanner:
         self._advance()
         self._blocks.discard_prompt()
         self._visible.end_prompt()
-        self._calls.count = 0
-        self._calls.drafts.clear()
-        self._draft_text.clear()
+        self._calls.end_prompt()
         self._prompt_end = buffer.dropped + len(buffer.text)
-        if self._reader is not None and buffer.uncommitted is not None:
-            buffer.uncommitted[:] = [""]  # in place of the marker
+        if self._reader is not None:
+            buffer.begin_reading(recorded=None if buffer.recorded is None else "")  # what came before is the prompt
 
 
 def _find_bracket(text: str, start: int, end: int, depth: int) -> tuple[int, int]:

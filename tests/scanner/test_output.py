@@ -53,7 +53,7 @@ def test_blocks_of_the_prompt_are_discarded_except_for_an_open_call() -> None:
     blocks = BlockWriter()
     blocks.write("text", "of the prompt")
     blocks.start_call("c", "f", None, False)
-    blocks.parts.append('{"a"')
+    blocks.add('{"a"')
     blocks.discard_prompt()
     assert blocks.take_events() == [BlockStart(0, "tool_call", "c", "f"), BlockDelta(0, '{"a"')]
 

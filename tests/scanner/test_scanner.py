@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
+import modelyard.scanner
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart
 from modelyard.core.request import Tool
 from modelyard.core.tokenizer import IdLogprob, Piece
@@ -453,3 +456,44 @@ def test_a_call_that_a_limit_cuts_off_inside_its_text_is_shown_once(
             (cut,) = scan(chunks, format, truncated=True, tools=(tool,), tool_stream=stream)
             assert (cut.kind, cut.complete) == ("tool_call", False)
             assert (text if kind == "custom" else arguments).startswith(cut.text), arguments[:end]
+
+
+# --- state has one owner ----------------------------------------------------------------------------------------------
+
+_CHANGES = {"append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "remove", "setdefault", "update"}
+
+
+def _is_own(node: ast.expr) -> bool:
+    """A local name, or an attribute of `self`."""
+    if isinstance(node, ast.Tuple):
+        return all(map(_is_own, node.elts))
+    while isinstance(node, ast.Subscript | ast.Starred):
+        node = node.value
+    return isinstance(node, ast.Name) or (
+        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    )
+
+
+def _changed(node: ast.AST) -> list[ast.expr]:
+    """What this statement or call changes in place."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = list(node.targets)
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        targets = [node.target]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+        targets = [node.func.value] if isinstance(node.func.value, ast.Attribute) else []
+    return targets
+
+
+def test_the_state_of_every_part_is_changed_by_its_own_methods_only() -> None:
+    """The scanner, its buffer, blocks, visible output and calls. Only an exception collects notes on its way up."""
+    package = Path(modelyard.scanner.__file__).parent
+    found = [
+        f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(target)}"
+        for path in sorted(package.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        for target in _changed(node)
+        if not _is_own(target) and not ast.unparse(target).startswith("error.")
+    ]
+    assert found == []

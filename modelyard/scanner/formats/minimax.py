@@ -129,8 +129,7 @@ def _read_invoke(buffer: TextBuffer, calls: CallBuilder) -> Incremental[None]:
     schema = calls.tool.parameters if calls.tool else {}
     reader = _ElementReader(buffer, calls.append, schema)
     yield from reader.read()
-    calls.is_repeated = reader.is_repeated
-    calls.finish()
+    calls.finish(is_repeated=reader.is_repeated)
 
 
 def _read_name(buffer: TextBuffer) -> Incremental[str]:
