@@ -1,4 +1,4 @@
-"""The HTTP client of the load generator: aiohttp's, with the time of every read.
+"""The HTTP client of the load generator: that of the upstreams, with the time of every read.
 
 A response is kept as it arrives and interpreted after its last byte: parsing events must not delay the reads that are
 being timed.
@@ -10,14 +10,12 @@ import asyncio
 import time
 from urllib.parse import SplitResult, urlsplit
 
-import aiohttp
-import httpx
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.upstream_client import environment_proxy
+from modelyard.engines.upstream_client import UpstreamClient
+from modelyard.engines.upstream_connection import ClientError, ConnectFailed, environment_proxy
 
-_CONNECT_S = 10.0
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -53,53 +51,43 @@ class HttpClient:
         self._headers = {"accept-encoding": "identity", "content-type": "application/json"}
         self._headers |= {"authorization": f"Bearer {key}"} if key else {}
         self._proxy = None if parts.hostname in _LOCAL_HOSTS else environment_proxy(url)
-        self._session: aiohttp.ClientSession | None = None
+        self._client: UpstreamClient | None = None
 
     async def send(self, method: str, path: str, body: bytes, limit_s: float) -> HttpResponse:
         """Never raises for a failure of the connection or the time limit: the response has the `error`."""
         response = HttpResponse(time.perf_counter())
         try:
-            async with (
-                asyncio.timeout(limit_s),
-                self._open_session().request(
-                    method, self._origin + path, data=body or None, proxy=self._proxy
-                ) as reply,
-            ):
-                response.status, response.headers = reply.status, {k.lower(): v for k, v in reply.headers.items()}
-                async for data in reply.content.iter_any():
-                    response.parts.append((time.perf_counter(), data))
-        except aiohttp.ConnectionTimeoutError:
-            response.error = f"cannot connect: no connection within {_CONNECT_S:g} s"
+            async with asyncio.timeout(limit_s):
+                await self._exchange(method, path, body, response)
         except TimeoutError:
             response.error = f"not finished within {limit_s:g} s"
-        except aiohttp.ClientConnectorError as error:
-            is_refused = isinstance(error.os_error, ConnectionRefusedError)
+        except ConnectFailed as error:
+            is_refused = isinstance(error.__cause__, ConnectionRefusedError)
             response.error = "connection refused" if is_refused else f"cannot connect: {error}"
-        except aiohttp.ClientHttpProxyError as error:
-            response.error = f"cannot connect: the proxy refused the connection: {error.status} {error.message}"
-        except aiohttp.ClientError as error:
+        except ClientError as error:
             response.error = f"the connection broke: {error}"
         response.ended = time.perf_counter()
         return response
 
-    def _open_session(self) -> aiohttp.ClientSession:
+    async def _exchange(self, method: str, path: str, body: bytes, response: HttpResponse) -> None:
+        reply = await self._open_client().send(method, path, body)
+        try:
+            response.status, response.headers = reply.status, reply.headers
+            while data := await reply.read():
+                response.parts.append((time.perf_counter(), data))
+        finally:
+            reply.close()
+
+    def _open_client(self) -> UpstreamClient:
         """It belongs to the event loop that sends the first request."""
-        if self._session is None:
+        if self._client is None:
             is_tls = self._origin.startswith("https:")
-            connector = aiohttp.TCPConnector(
-                limit=0, force_close=not is_tls, ssl=httpx.create_ssl_context() if is_tls else True
-            )
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_S),
-                auto_decompress=False,
-            )
-        return self._session
+            self._client = UpstreamClient(self._origin, headers=self._headers, proxy=self._proxy, keep_alive=is_tls)
+        return self._client
 
     async def aclose(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._client is not None:
+            await self._client.close()
 
 
 def _has_valid_port(parts: SplitResult) -> bool:

@@ -13,5 +13,6 @@ NOT_PLUGINS = frozenset(
         "tokenizer_check",
         "upstream",
         "upstream_client",
+        "upstream_connection",
     }
 )

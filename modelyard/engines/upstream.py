@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 from msgspec import Struct
 from msgspec.structs import astuple, replace
@@ -41,7 +40,8 @@ from modelyard.core.events import BlockDelta, Event, Failed, Finished, Started, 
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.engines.upstream_client import ClientResponse, InvalidResponse, UpstreamClient, environment_proxy
+from modelyard.engines.upstream_client import ClientResponse, InvalidResponse, ReadTimeout, UpstreamClient
+from modelyard.engines.upstream_connection import ClientError, ConnectFailed, ConnectTimeout, environment_proxy
 from modelyard.protocols import openai_embeddings, rerank
 from modelyard.telemetry.masking import add_secrets, header_secrets, mask_secrets, url_secrets
 from modelyard.telemetry.request_capture import current_capture
@@ -63,17 +63,16 @@ class UpstreamAddress(Struct, frozen=True, kw_only=True):
     is_child: bool = False  # a child process of ours: no proxy, no idle connections
 
 
-def transport_error(error: aiohttp.ClientError | TimeoutError, upstream: str) -> ModelyardError:
-    reason = str(error) or type(error).__name__
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
+def transport_error(error: ClientError, upstream: str) -> ModelyardError:
+    if isinstance(error, ConnectTimeout):
         return Unavailable(f"{upstream} did not accept the connection in time", code=UPSTREAM_UNREACHABLE)
-    if isinstance(error, TimeoutError):
+    if isinstance(error, ReadTimeout):
         return Timeout(f"{upstream} sent nothing for too long", code="upstream_timeout")
-    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError | aiohttp.InvalidURL):
-        return Unavailable(f"{upstream} cannot be reached: {reason}", code=UPSTREAM_UNREACHABLE)
+    if isinstance(error, ConnectFailed):
+        return Unavailable(f"{upstream} cannot be reached: {error}", code=UPSTREAM_UNREACHABLE)
     if isinstance(error, InvalidResponse):
         return Unavailable(f"{upstream} sent an answer that is not valid HTTP", code=UPSTREAM_LOST)
-    return Unavailable(f"{upstream} closed the connection: {reason}", code=UPSTREAM_LOST)
+    return Unavailable(f"{upstream} closed the connection: {error}", code=UPSTREAM_LOST)
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -309,7 +308,7 @@ class Upstream:
         """A response that is an answer. Raises RetryableError if there is none."""
         try:
             reply = await self._http.send("POST", path, body)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except ClientError as error:
             raise RetryableError(transport_error(error, self.address.name)) from error
         if reply.status < 300:
             return reply
@@ -346,7 +345,7 @@ class Upstream:
         """Everything that has arrived; empty at the end."""
         try:
             return await reply.read()
-        except (aiohttp.ClientError, aiohttp.SocketTimeoutError) as error:
+        except ClientError as error:
             raise transport_error(error, self.address.name) from error
 
     async def _read(self, reply: ClientResponse) -> bytes:
@@ -376,7 +375,7 @@ class Upstream:
         """Status and JSON of a short request; None if the reply is not JSON."""
         try:
             reply = await self._http.send(method, path, body)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except ClientError as error:
             raise transport_error(error, self.address.name) from error
         try:
             return reply.status, msgspec.json.decode(await self._read(reply))

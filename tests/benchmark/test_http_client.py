@@ -58,7 +58,7 @@ async def test_tls_goes_through_a_tunnel_and_a_refused_tunnel_is_an_error(monkey
         monkeypatch.setenv("no_proxy", "")
         response = await send("https://example.invalid/v1", path="/v1/models")
     assert heads[0].startswith(b"CONNECT example.invalid:443 HTTP/1.1\r\n")
-    assert response.error == "cannot connect: the proxy refused the connection: 403 Forbidden"
+    assert str(response.error).startswith("cannot connect: the proxy refused the connection: 403 Forbidden")
 
 
 def test_this_machine_is_reached_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

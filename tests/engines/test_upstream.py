@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 import pytest
 import uvloop
-from aiohttp.client_reqrep import ConnectionKey
 
 from modelyard.core.errors import (
     Cancelled,
@@ -47,28 +45,26 @@ from modelyard.engines.upstream import (
     reject_bare_prompts,
     transport_error,
 )
+from modelyard.engines.upstream_client import IncompleteResponse, ReadTimeout
+from modelyard.engines.upstream_connection import ClientError, ConnectFailed, ConnectionLost, ConnectTimeout
 from modelyard.protocols import openai_chat
 from tests.engines.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 
 # As in test_upstream_client.py.
 EVENT_LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
-_HOST = ConnectionKey("host", 1, False, True, None, None, None)
-
 
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
-        (aiohttp.ClientConnectorError(_HOST, OSError("refused")), Unavailable, "upstream_unreachable"),
-        (aiohttp.ConnectionTimeoutError(), Unavailable, "upstream_unreachable"),
-        (aiohttp.SocketTimeoutError(), Timeout, "upstream_timeout"),
-        (TimeoutError(), Timeout, "upstream_timeout"),
-        (aiohttp.ServerDisconnectedError(), Unavailable, "upstream_lost"),
-        (aiohttp.ClientOSError(104, "reset"), Unavailable, "upstream_lost"),
-        (aiohttp.ClientPayloadError("peer closed"), Unavailable, "upstream_lost"),
+        (ConnectFailed("refused"), Unavailable, "upstream_unreachable"),
+        (ConnectTimeout(), Unavailable, "upstream_unreachable"),
+        (ReadTimeout(), Timeout, "upstream_timeout"),
+        (ConnectionLost(), Unavailable, "upstream_lost"),
+        (IncompleteResponse("peer closed"), Unavailable, "upstream_lost"),
     ],
 )
-def test_transport_error_names_the_upstream(error: aiohttp.ClientError | TimeoutError, kind: type, code: str) -> None:
+def test_transport_error_names_the_upstream(error: ClientError, kind: type, code: str) -> None:
     mapped = transport_error(error, "the upstream of 'm'")
     assert (type(mapped), mapped.code) == (kind, code)
     assert "the upstream of 'm'" in mapped.message
@@ -155,7 +151,7 @@ async def test_a_proxy_that_refuses_the_tunnel_is_reported(monkeypatch: pytest.M
         monkeypatch.setenv("https_proxy", proxy.url)
         monkeypatch.setenv("no_proxy", "")
         connected = Upstream(UpstreamAddress(name="it", base_url="https://api.invalid/v1"))
-        with pytest.raises(Unavailable, match="it cannot be reached: 407"):
+        with pytest.raises(Unavailable, match="it cannot be reached: the proxy refused the connection: 407"):
             await connected.request_json("GET", "/x")
         await connected.close()
 

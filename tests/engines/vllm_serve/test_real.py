@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import aiohttp
+import httpx
 import psutil
 import pytest
 from msgspec.structs import replace
@@ -54,9 +54,9 @@ async def last_event(generation: object) -> Event:
 async def active_requests(served: VllmServeEngine) -> int:
     """The number of running and waiting requests by the metrics of vLLM."""
     address = served.server.upstream.address
-    connector = aiohttp.UnixConnector(address.socket) if address.socket else aiohttp.TCPConnector()
-    async with aiohttp.ClientSession(connector=connector, headers=address.headers) as session:
-        reply = await (await session.get(f"{address.base_url}/metrics")).text()
+    transport = httpx.AsyncHTTPTransport(uds=address.socket)
+    async with httpx.AsyncClient(transport=transport, headers=dict(address.headers)) as client:
+        reply = (await client.get(f"{address.base_url}/metrics")).text
     found = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", reply, re.MULTILINE)
     assert len(found) >= 2, reply[:500]
     return int(sum(map(float, found)))
