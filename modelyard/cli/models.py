@@ -101,18 +101,20 @@ def list_models(config: ConfigOption = None) -> None:
     [bold]modelyard models show NAME[/bold] tells more about one.
     """
     from modelyard.library import models
+    from modelyard.server.can_run import unrunnable_models
 
     loaded = load_or_exit(config)
     description = describe_config(loaded)
     contexts: dict[str, list[str]] = {}
     for cache in description.caches:
         contexts.setdefault(cache.model, []).append(f"{cache.parallel} × {cache.window or 'unknown'}")
-    configured = []
+    configured, faults = [], unrunnable_models(loaded.config, set_up=False)
     for m in description.models:
         if m.name in loaded.config.library_models:
             continue
         file = models.file_row(loaded.config.models[m.name].path)
-        notes = (file.note, f"also {', '.join(m.aliases)}" if m.aliases else "", m.description)
+        cannot = f"cannot run here: {faults[m.name]}" if m.name in faults else ""
+        notes = (cannot or file.note, f"also {', '.join(m.aliases)}" if m.aliases else "", m.description)
         context = ", ".join(contexts.get(m.name, ()))
         note = "; ".join(filter(None, notes))
         configured.append((m.name, m.backend, m.starts, file.size, file.quant, context, note))

@@ -26,6 +26,7 @@ from modelyard import libmtmd, plugins
 from modelyard.config.problems import Table
 from modelyard.core.engine import AvailableMemory, CacheInfo
 from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.units import format_size
 from modelyard.engines.hf_folder import CONFIG, read_config, read_json, read_template
 from modelyard.engines.llama_cpp.estimate import estimate_memory
 from modelyard.engines.llama_cpp.library import visible_memory
@@ -388,6 +389,8 @@ def _library_model(
     if backend["backend"] not in ("llama_cpp", "llama_server"):
         budget = other or machine_budget(of_llama_cpp=False)
     choice = choose_window(facts.shape, budget)
+    if (lacking := _lacking_memory(facts.shape, choice)) is not None:
+        return LibraryModel(entry, reason=lacking)
     if backend["backend"] in ("vllm", "vllm_serve"):
         backend |= _vllm_memory(facts.shape, choice, on_gpu=bool(budget.gpu))
     table: Table = {
@@ -410,6 +413,15 @@ def _library_model(
     own = entry.settings.get("chat_template") or entry.settings.get("prompt_format")
     thinking, talks = facts.switches_thinking, bool(facts.has_template or own or _finds_template(path, entry.name))
     return LibraryModel(entry, table, reason, is_chat=talks, stamp=facts.stamp, switches_thinking=thinking)
+
+
+def _lacking_memory(shape: ModelShape, choice: WindowChoice) -> str | None:
+    """Why a model can never be loaded, even alone on this machine."""
+    machine = system.total_ram() + sum(gpu.total for gpu in system.read_gpus())
+    needed = shape.weights + _beyond_weights(shape, {"": CacheInfo(choice.window, choice.parallel)}, on_gpu=False)
+    if needed <= machine:
+        return None
+    return f"needs about {format_size(needed)}, and this machine has {format_size(machine)}"
 
 
 def _finds_template(path: Path, name: str) -> bool:

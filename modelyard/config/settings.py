@@ -112,6 +112,15 @@ class Config(BaseModel):
         first = loaded[0] if loaded else None
         return next((name for name in loaded if can_chat(name, self.models[name])), first) if loaded[1:] else first
 
+    def needed_models(self) -> set[str]:
+        """What requests can reach, apart from models that only the library has: a server is ready when it has them."""
+        of_library = self._library_models
+        return {
+            name
+            for name, model in self.models.items()
+            if model.enabled is not False or (model.autoload and name not in of_library)
+        }
+
     def without_faults(self) -> Config:
         """What is left of a configuration with errors, for checks of each model: without routes, aliases, caches of
         unknown models, and options that the engine refuses."""

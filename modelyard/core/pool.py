@@ -32,6 +32,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     make: Callable[[], Engine]
     make_at: Callable[[str], Engine] | None = None
     estimate: Callable[[AvailableMemory], MemoryEstimate] | None = None  # may read files; called in a thread
+    check: Callable[[], None] | None = None  # raises if it cannot run here; may read files; called in a thread
     with_overrides: Callable[[Overrides], ModelSpec] | None = None
     identity: str = ""
     replicas: int = 1
@@ -40,7 +41,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     autoload: bool = False
     enabled: bool = False  # loaded when a reload adds it; at the start the server loads it
     idle_ttl_s: float | None = None  # None: never unloaded when idle
-    is_faulty: bool = False  # `make` is known to fail: a file or a library is missing
+    is_faulty: bool = False  # a load is known to fail
 
 
 # --- snapshots ------------------------------------------------------------------------------------------------------

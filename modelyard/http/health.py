@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -34,10 +34,18 @@ def health_status(models: Mapping[str, ModelStatus], is_connected: bool = True) 
 
 
 class HealthEndpoints:
+    """`needed` are the models that the configuration promises to requests."""
+
     def __init__(
-        self, gateway: Gateway, scrape: Callable[[], Awaitable[bytes]], *, has_workbench: bool = False
+        self,
+        gateway: Gateway,
+        scrape: Callable[[], Awaitable[bytes]],
+        needed: Callable[[], Collection[str]] = tuple,
+        *,
+        has_workbench: bool = False,
     ) -> None:
-        self._gateway, self._scrape, self._has_workbench = gateway, scrape, has_workbench
+        self._gateway, self._scrape, self._needed, self._has_workbench = gateway, scrape, needed, has_workbench
+        self._has_started = False
 
     async def health(self, request: HttpRequest) -> Response:
         models, is_connected = self._gateway.leases.status(), self._gateway.leases.is_connected
@@ -61,12 +69,19 @@ class HealthEndpoints:
         return _json({"status": "alive"}, 200)
 
     async def ready(self, _request: HttpRequest) -> Response:
-        """For load balancers: ready as soon as one model answers, or would load on request."""
-        leases, waiting = self._gateway.leases, self._without_tokenizer()
-        usable = [m for name, m in leases.status().items() if name not in waiting]
-        ready = leases.is_connected and any(m.state == "ready" or m.loads_on_request for m in usable)
+        """For load balancers. A server has started when every model that it needs answers, or would be loaded on
+        request: `modelyard check` says beforehand whether it will. Later one such model is enough, so that a model that
+        fails or is loaded again does not take the others with it."""
         if self._gateway.draining:
             return _json({"status": "draining"}, 503)
+        waiting, needed = self._without_tokenizer(), self._needed()
+        usable = {
+            name
+            for name, model in self._gateway.leases.status().items()
+            if name not in waiting and (model.state in ("ready", "draining") or model.loads_on_request)
+        }
+        self._has_started = self._has_started or usable.issuperset(needed)
+        ready = self._gateway.leases.is_connected and self._has_started and bool(usable or not needed)
         return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     def _without_tokenizer(self) -> set[str]:

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from types import FrameType
 from typing import Any, Protocol, cast
@@ -77,6 +77,7 @@ class HttpContext(Struct, frozen=True):
     files: Files | None = None
     batches: Batches | None = None
     owner: OwnerProof | None = None
+    needed: Callable[[], Collection[str]] = tuple  # the models without which the server is not ready
 
 
 def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp:
@@ -176,7 +177,9 @@ def _token_routes(context: HttpContext) -> list[Route]:
 
 def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
     models = ModelEndpoints(context.gateway, int(time.time()))
-    health = HealthEndpoints(context.gateway, context.scrape, has_workbench=context.workbench is not None)
+    health = HealthEndpoints(
+        context.gateway, context.scrape, context.needed, has_workbench=context.workbench is not None
+    )
     lookups = EngineLookups(context.gateway, models, context.library)
     pool = context.admin.pool if context.admin is not None else None
     tags = ollama.OllamaEndpoints(context.gateway, context.settings, pool, context.library)

@@ -160,6 +160,8 @@ class Replica:
     async def _live(self) -> None:
         try:
             before = await self._read_meter()
+            if self.spec.check is not None:
+                await asyncio.to_thread(self.spec.check)
             make_at = self.spec.make_at if self.node else None
             engine = self.engine = self.spec.make() if make_at is None else make_at(self.node)
             async with asyncio.timeout(self._load_timeout_s):

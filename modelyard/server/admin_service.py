@@ -25,6 +25,7 @@ from modelyard.library.cache_dir import cache_dir
 from modelyard.library.progress import ProgressReporter
 from modelyard.mcp.servers import McpServers
 from modelyard.mcp.settings import McpSettings
+from modelyard.server.can_run import unrunnable_models
 from modelyard.server.engine_factory import model_specs, names_files, override_schemas, prepare_engines, with_overrides
 from modelyard.server.memory_estimate import available_memory, estimate_memory
 from modelyard.server.model_definition import define_later, define_model, trial_fault
@@ -178,9 +179,11 @@ class AdminService:
             defined = kept | await asyncio.to_thread(define_models, loaded.config, kept)
             models = {name: defined[name] for name in loaded.config.models}
             self._check_models_in_use(await asyncio.to_thread(new_faults, self._gateway.models, models))
+            is_remote = isinstance(self._pool, RemotePool)
             if isinstance(self._pool, RemotePool) and not local_only:
                 await self._pool.reload()
-            return self._replace(loaded, models)
+            unrunnable = set() if is_remote else await asyncio.to_thread(unrunnable_models, loaded.config)
+            return self._replace(loaded, models, unrunnable)
         finally:
             self._busy = False
 
@@ -218,11 +221,12 @@ class AdminService:
         if broken:
             raise config_refused("; ".join(broken))
 
-    def _replace(self, loaded: LoadedConfig, models: Mapping[str, Model]) -> ReloadResult:
+    def _replace(self, loaded: LoadedConfig, models: Mapping[str, Model], unrunnable: Collection[str]) -> ReloadResult:
         """Without await: every request sees either the old configuration or the new one."""
         before, config = self._config, loaded.config
         router, keys = config.router(), read_keys(config.keys)
-        self._pool.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
+        faults = {name: model.fault for name, model in models.items()}
+        self._pool.reconfigure(model_specs(config, faults, unrunnable=unrunnable))
         self._gateway.router, self._gateway.models = router, models
         self._gateway.accounts.configure(keys, config.prices(), config.accounts.currency)
         self._reconfigure_mcp(config.mcp)

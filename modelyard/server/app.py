@@ -51,6 +51,7 @@ from modelyard.prompt.images import Images
 from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import AdminService, ConfigLoader, define_models
+from modelyard.server.can_run import unrunnable_models
 from modelyard.server.config_editor import ConfigEditor
 from modelyard.server.engine_factory import model_specs
 from modelyard.server.memory_estimate import available_memory
@@ -130,7 +131,8 @@ def compose(
     metrics, router = Metrics(), config.router()
     models = define_models(config)
     scheduler = pool or make_scheduler(config, env)
-    scheduler.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
+    faults = {name: model.fault for name, model in models.items()}
+    scheduler.reconfigure(model_specs(config, faults, unrunnable=unrunnable_models(config) if pool is None else ()))
     store, shared = _store(config, scheduler)
     objects = _client_objects(config, scheduler)
     gateway = Gateway(
@@ -351,6 +353,7 @@ def _build_http(
         objects.files,
         objects.batches,
         owner,
+        lambda: service.config.needed_models(),  # noqa: PLW0108  a reload replaces it
     )
     built = front.build_app(context, lifespan)
     return built

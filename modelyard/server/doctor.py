@@ -26,17 +26,19 @@ from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError
 from modelyard.config.settings import LoadedConfig
-from modelyard.core.errors import ModelyardError
+from modelyard.core.errors import ModelyardError, NotFound
 from modelyard.core.units import format_size
 from modelyard.engines.llama_cpp import gpu_library, selftest
 from modelyard.engines.llama_cpp.library import cpu_features, has_gpu_backend
 from modelyard.engines.llama_cpp.selftest import SelfTest
+from modelyard.engines.llama_server.server import find_binary as find_llama_server
+from modelyard.engines.vllm_serve.server import find_binary as find_vllm
 from modelyard.library import cores
 from modelyard.library.cache_dir import cache_dir, models_dir
 from modelyard.library.cgroup import cgroup_limits
 from modelyard.library.llama_cpp_package import BUILD_PREFIX, library_folder
-from modelyard.library.llama_server import binary_path
 from modelyard.plugins import MissingLibrary
+from modelyard.server.can_run import unrunnable_models
 from modelyard.server.running_servers import RunningServer, running_servers
 from modelyard.telemetry import gpus
 from modelyard.telemetry.gpus import FoundGpus, NvidiaDriver, Vendor
@@ -214,14 +216,20 @@ _PACKAGES = {
 }
 
 
-def engine_lines(which: Callable[[str], str | None] = shutil.which) -> Iterator[Line]:
-    fetched = binary_path()
-    binary = which("llama-server") or (str(fetched) if fetched.is_file() else None)
-    yield _binary_line("llama-server", binary, "backend llama_server")
-    yield _binary_line("vllm serve", which("vllm"), "backend vllm_serve")
+def engine_lines() -> Iterator[Line]:
+    """With the programs that the engines would start."""
+    yield _binary_line("llama-server", _program(find_llama_server), "backend llama_server")
+    yield _binary_line("vllm serve", _program(find_vllm), "backend vllm_serve")
     for title, (packages, use) in _PACKAGES.items():
         version = next(filter(None, map(_installed_version, packages)), None)
         yield Line(title, f"{version} ({use})" if version else f"not installed ({use})", "ok" if version else "note")
+
+
+def _program(find: Callable[[], str]) -> str | None:
+    try:
+        return find()
+    except NotFound:
+        return None
 
 
 def _installed_version(package: str) -> str | None:
@@ -259,6 +267,12 @@ def server_lines(config: Path | None, env: Mapping[str, str] = os.environ) -> It
         yield Line("configuration", error.message, "error", "modelyard check")
         return
     yield Line("configuration", ", ".join(map(str, loaded.sources)))
+    faults = unrunnable_models(loaded.config, set_up=False)
+    needed = loaded.config.needed_models()
+    for name, message in faults.items():
+        yield Line("model", f"{name}: {message}", "error" if name in needed else "note", "modelyard check")
+    if able := [name for name in loaded.config.models if name not in faults]:
+        yield Line("models", f"{', '.join(able)} can be loaded here")
     try:
         servers = running_servers(env)
     except (OSError, ModelyardError) as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,6 +20,7 @@ from modelyard.core.pool import ModelSpec, Overrides
 from modelyard.library.progress import ProgressReporter
 from modelyard.router.router import ModelEntry
 from modelyard.router.settings import ModelSettings
+from modelyard.server.can_run import require_runnable
 from modelyard.workers.process_engine import create_process_engine
 
 # Settings for one load of a model: which fields an engine lets an administrator change, and the changed definition.
@@ -124,10 +125,15 @@ PlaceEngine = Callable[[str, EngineSpec, str, str], Engine]
 
 
 def model_spec(
-    config: Config, entry: ModelEntry, fault: ModelyardError | None = None, place: PlaceEngine | None = None
+    config: Config,
+    entry: ModelEntry,
+    fault: ModelyardError | None = None,
+    place: PlaceEngine | None = None,
+    *,
+    can_run: bool = True,
 ) -> ModelSpec:
     """`fault`: the model could not be defined; loading it fails with this reason. `place` creates the engine if it does
-    not run in this process or a child of it."""
+    not run in this process or a child of it. `can_run`: as far as this machine was asked."""
     settings = entry.settings
     identity = _identity(entry)
 
@@ -153,6 +159,7 @@ def model_spec(
         make=make,
         make_at=make,
         estimate=estimate,
+        check=partial(require_runnable, entry, config.scheduler.memory_limits()) if place is None else None,
         with_overrides=lambda overrides: _spec_with_overrides(config, entry.name, fault, place, overrides),
         identity=identity,
         replicas=settings.replicas,
@@ -161,7 +168,7 @@ def model_spec(
         autoload=settings.autoload,
         enabled=bool(settings.enabled),
         idle_ttl_s=ttl or None,
-        is_faulty=fault is not None,
+        is_faulty=fault is not None or not can_run,
     )
 
 
@@ -192,10 +199,16 @@ def _spec_with_overrides(
 
 
 def model_specs(
-    config: Config, faults: Mapping[str, ModelyardError | None], place: PlaceEngine | None = None
+    config: Config,
+    faults: Mapping[str, ModelyardError | None],
+    place: PlaceEngine | None = None,
+    unrunnable: Collection[str] = (),
 ) -> dict[str, ModelSpec]:
-    entries = config.router().catalog.models
-    return {name: model_spec(config, entry, faults.get(name), place) for name, entry in entries.items()}
+    """`unrunnable`: the models that cannot be loaded on this machine."""
+    return {
+        name: model_spec(config, entry, faults.get(name), place, can_run=name not in unrunnable)
+        for name, entry in config.router().catalog.models.items()
+    }
 
 
 def _identity(entry: ModelEntry) -> str:

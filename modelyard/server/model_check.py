@@ -1,43 +1,36 @@
 """What keeps the models of a configuration from running on this machine: engines, programs, files, templates, memory.
 
-Nothing is loaded and nothing is fetched. A fault of a model that a request can reach is an error; that of one that only
-an administrator loads is a note, because a file may be meant for several machines. So is that of a model that only the
-library has.
+A fault of a model that a request can reach is an error; that of one that only an administrator loads is a note, because
+a file may be meant for several machines. So is that of a model that only the library has, and in the configuration of a
+gateway whose scheduler is elsewhere (`scheduler.endpoint`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import ssl
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 
-from msgspec import Struct
 from msgspec.structs import replace
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from modelyard import plugins
 from modelyard.accounts.file import has_created_keys
-from modelyard.config.library_models import LIBRARY_SOURCE, missing_hub_model
 from modelyard.config.problems import ConfigPath, ConfigProblem, ProblemLevel, format_path, problem_at
 from modelyard.config.settings import Config, LoadedConfig, engine_spec
 from modelyard.config.sources import with_lines
-from modelyard.core.engine import AvailableMemory, MemoryEstimate
+from modelyard.core.engine import MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.core.units import format_size
 from modelyard.gateway.model import Model, effective_capabilities
 from modelyard.http.auth import is_loopback
-from modelyard.library import default_model
 from modelyard.prompt.template_source import builtin, find_template
 from modelyard.router.router import ModelEntry
 from modelyard.router.settings import ModelSettings
-from modelyard.scheduler.memory_planner import MemoryLimits
-from modelyard.server.memory_estimate import ModelMemory, memory_parts
+from modelyard.server.can_run import run_faults, set_up_at_start
+from modelyard.server.memory_estimate import ModelMemory
 from modelyard.server.model_definition import define_model, trial_fault
 from modelyard.telemetry.system import MachineMemory
-from modelyard.workers import interpreter
 
 ModelFault = tuple[ConfigPath, str, ProblemLevel]
 _OPTIONS_THAT_SPLIT = ("n_gpu_layers", "llama_server_n_gpu_layers")  # such an engine puts the rest into RAM
@@ -49,7 +42,7 @@ def check_models(
     """The problems of the sources and of all models on this machine, in the order of the files; with `only`, those of
     the sources and of one model."""
     config, memory = loaded.config, {each.model: each.memory for each in estimates}
-    used = _used_models(loaded)
+    used = set() if config.scheduler.endpoint else config.needed_models()  # a scheduler elsewhere loads them
     found = [_graded(problem, used, config) for problem in loaded.problems]
     for entry in config.router().catalog.models.values():
         if only not in (None, entry.name):
@@ -60,17 +53,6 @@ def check_models(
     general = (*_server_faults(config), *_total_faults(config, memory, machine)) if only is None else ()
     found += [problem_at(loaded.layers, *each) for each in general]
     return with_lines(dict.fromkeys(found))
-
-
-def _used_models(loaded: LoadedConfig) -> set[str]:
-    """Models of the configuration that requests can reach. Those that only the library has are extras."""
-    configured = [layer for layer in loaded.layers if layer.source != LIBRARY_SOURCE]
-    entries = loaded.config.router().catalog.models.values()
-    return {
-        entry.name
-        for entry in entries
-        if (entry.enabled or entry.settings.autoload) and any(layer.has(("models", entry.name)) for layer in configured)
-    }
 
 
 def _graded(problem: ConfigProblem, used: set[str], config: Config) -> ConfigProblem:
@@ -86,54 +68,21 @@ def _model_faults(
     config: Config, entry: ModelEntry, memory: MemoryEstimate | None, machine: MachineMemory
 ) -> Iterator[ModelFault]:
     settings = entry.settings
-    if entry.backend not in plugins.names("engines"):
-        return  # reported by the checks of the configuration
-    if default_model.is_default(settings.path) and not default_model.is_fetched():
-        size = format_size(default_model.DEFAULT_MODEL.size)
-        yield ("path",), f"is not on this machine yet: modelyard serve fetches it ({size}).", "note"
-        return
-    if (source := missing_hub_model(settings)) is not None:
-        when = "modelyard serve fetches it from the hub" if entry.enabled else f"fetch it with modelyard pull {source}"
-        yield ("path" if settings.path is not None else "vllm_model",), f"is not on this machine yet: {when}.", "note"
-        return
     try:
-        spec = engine_spec(entry)
+        engine_spec(entry)
     except (ModelyardError, ValidationError):
-        return  # so are its options
-    module = plugins.load("engines", entry.backend)
-    faults, is_set_up = list[tuple[ConfigPath, str]](), True
-    try:
-        faults += _engine_faults(module, settings)
-    except plugins.MissingLibrary as error:
-        if not hasattr(module, "prepare"):
-            faults.append((("backend",), error.message))
-        else:
-            is_set_up = False
-            yield ("backend",), "its library is not on this machine yet: modelyard serve sets it up.", "note"
-    if hasattr(module, "faults"):
-        faults += [((*option.split("."),), message) for option, message in module.faults(spec)]
-    model = define_model(entry) if is_set_up and not faults else None
+        return  # its engine or its options are reported by the checks of the configuration
+    awaited = dict(set_up_at_start(entry))
+    yield from ((path, message, "note") for path, message in awaited.items())
+    found = run_faults(entry, config.scheduler.memory_limits(), machine, memory)
+    faults = [(path, message) for path, message in found if path not in awaited]
+    model = define_model(entry) if not awaited and not any(path for path, _ in faults) else None
     faults += _definition_faults(settings, model)
     if model is not None and (unused := _unused_format(settings, model)) is not None:
         yield ("prompt_format",), unused, "note"
     if model is not None and model.text is not None and not model.talks and effective_capabilities(model).generates:
         yield ("chat_template",), _sentence(f"{model.text.renderer.missing}"), "note"
     yield from ((path, _sentence(message), "error") for path, message in dict(reversed(faults)).items())
-    if memory is not None:
-        yield from _memory_faults(memory, spec.options, config.scheduler.memory_limits(), machine)
-
-
-def _engine_faults(module: ModuleType, settings: ModelSettings) -> Iterator[tuple[ConfigPath, str]]:
-    """With another interpreter, that interpreter must be able to run the engine. Raises MissingLibrary."""
-    try:
-        if settings.python is None:
-            plugins.verify(module)
-        elif interpreter.interpreter_exists(settings.python):  # else reported by the checks of the configuration
-            asyncio.run(interpreter.check_interpreter(settings.python))
-    except plugins.MissingLibrary:
-        raise
-    except ModelyardError as error:
-        yield ("backend" if settings.python is None else "python",), error.message
 
 
 def _definition_faults(settings: ModelSettings, model: Model | None) -> Iterator[tuple[ConfigPath, str]]:
@@ -219,43 +168,6 @@ def _not_writable(file: Path) -> str | None:
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-class _Capacity(Struct, frozen=True):
-    """Bytes of a device, and whose they are."""
-
-    bytes: int
-    owner: str
-
-
-def _capacities(
-    memory: MemoryEstimate, options: BaseModel, limits: MemoryLimits, machine: MachineMemory
-) -> list[_Capacity]:
-    """All that the memory must fit in."""
-    gpus = {gpu.uuid: gpu.total for gpu in machine.gpus}
-    allowed = limits.by_device(AvailableMemory(machine.ram_total, gpus))
-    if memory.device in ("", "cpu"):
-        found = [_Capacity(machine.ram_total, "this machine has {} of RAM")]
-        limit = ("cpu", "scheduler.memory_limit allows {}")
-    else:
-        splits = any(name in type(options).model_fields for name in _OPTIONS_THAT_SPLIT)
-        found = [_Capacity(sum(gpus.values()) + (machine.ram_total if splits else 0), "this machine has {}")]
-        limit = ("gpu", "scheduler.gpu_memory_limit allows {}")
-    if getattr(options, "overcommit", False):
-        found = []
-    return [*found, *([_Capacity(allowed[limit[0]], limit[1])] if limit[0] in allowed else [])]
-
-
-def _memory_faults(
-    memory: MemoryEstimate, options: BaseModel, limits: MemoryLimits, machine: MachineMemory
-) -> Iterator[ModelFault]:
-    for capacity in _capacities(memory, options, limits, machine):
-        if memory.total > capacity.bytes:
-            parts = ", ".join(f"{what} {format_size(size)}" for size, what in memory_parts(memory) if size)
-            message = f"needs about {format_size(memory.total)} ({parts}), and "
-            message += capacity.owner.format(format_size(capacity.bytes))
-            yield (), f"{message}. Use a smaller n_ctx, parallel or KV type, or a smaller model.", "error"
-            return
 
 
 def _total_faults(

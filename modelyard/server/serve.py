@@ -53,9 +53,10 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     """
     log.setup(config.log)
     check_bind(config.http, make_accounts(config).ring.keys)
-    prepare(config)
     scheduler = scheduler or config.scheduler.endpoint or None
     scheduler = None if scheduler is None else scheduler_address(scheduler)
+    if scheduler is None:  # else engines and weights are where the scheduler's workers are
+        prepare(config)
     split = config.http.workers > 1 or (config.workers.cluster and scheduler is None)
     if split and INDEX_VARIABLE not in os.environ:
         return _serve_supervised(config, path, http, debug, scheduler)

@@ -131,11 +131,13 @@ def test_a_gpu_that_no_prebuilt_library_supports_gets_the_build_command(env: dic
     assert (last.status, last.fix) == ("warning", "CMAKE_ARGS=-DGGML_CUDA=ON modelyard setup --build")
 
 
-def test_engines_that_are_not_installed_are_no_fault(tmp_path: Path) -> None:
+def test_engines_that_are_not_installed_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
     program = tmp_path / "llama-server"
     program.write_text("#!/bin/sh\necho 'version: 1.2.3' >&2\n")
     program.chmod(0o755)
-    lines = texts(engine_lines(lambda name: str(program) if name == "llama-server" else None))
+    lines = texts(engine_lines())
     assert lines[0] == f"ok llama-server: {program}, version: 1.2.3 (backend llama_server)"
     assert lines[1] == "note vllm serve: no such program (backend vllm_serve)"
     assert not any(line.startswith(("warning", "error")) for line in lines)

@@ -48,3 +48,8 @@ def tokenizer_path(options: Options) -> Path:
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     yield from try_options(("path", find_folder, spec.options.path))
+    if spec.options.device == "cuda" and find_spec("ctranslate2") is not None:
+        import ctranslate2
+
+        if not ctranslate2.get_cuda_device_count():
+            yield "device", "CTranslate2 finds no GPU on this machine: set auto or cpu"

@@ -22,6 +22,7 @@ from modelyard.engines.exllamav3.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.exllamav3.options import ExllamaOptions as Options
 from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.plugins import MissingLibrary
+from modelyard.telemetry.system import read_gpus
 
 KIND = "text"
 HOLDS_WEIGHTS = True
@@ -55,3 +56,5 @@ def tokenizer_path(options: Options) -> Path:
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     yield from try_options(("path", find_folder, spec.options.path))
+    if not read_gpus():
+        yield "backend", "ExLlamaV3 computes on NVIDIA GPUs, and this machine has none"

@@ -93,7 +93,7 @@ def _estimate_file(path: str, layers: str | None, spec: EngineSpec, machine: Ava
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     options: Options = spec.options
-    yield from try_call("llama_server_binary", lambda: find_binary(options))
+    yield from try_call("llama_server_binary", lambda: find_binary(options.llama_server_binary))
     yield from try_options(
         ("path", lambda path: require_complete(locate_model_file(path)), options.path),
         ("llama_server_draft_model_path", locate_model_file, options.llama_server_draft_model_path),

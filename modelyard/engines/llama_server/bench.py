@@ -23,7 +23,7 @@ _REPETITIONS = 2
 def program(options: LlamaServerOptions) -> Path | None:
     """The path of llama-bench; None if it is not installed."""
     try:
-        path = Path(find_binary(options)).with_name("llama-bench")
+        path = Path(find_binary(options.llama_server_binary)).with_name("llama-bench")
     except NotFound:
         return None
     return path if path.is_file() else None

@@ -76,7 +76,7 @@ def fitted_layers(options: LlamaServerOptions, model: Path) -> str | None:
     """The number of GPU layers that llama-fit-params chooses for this machine; -1: all. None without that program,
     which is expected beside llama-server."""
     try:
-        program = Path(find_binary(options)).with_name("llama-fit-params")
+        program = Path(find_binary(options.llama_server_binary)).with_name("llama-fit-params")
     except NotFound:
         return None
     if not program.is_file():

@@ -32,7 +32,7 @@ def server_command(spec: EngineSpec) -> ServerCommand:
     options, caches = cast(LlamaServerOptions, spec.options), spec.caches
     if len(caches) > 1:
         log.warning("%s: llama-server has one set of slots for the caches %s", spec.model, ", ".join(caches))
-    binary, model = find_binary(options), locate_model_file(options.path)
+    binary, model = find_binary(options.llama_server_binary), locate_model_file(options.path)
     host, port = options.llama_server_host, options.llama_server_port
     folder = tempfile.TemporaryDirectory(prefix="modelyard-llama-") if host is None and port is None else None
     address = ListenAddress.choose(folder, host, port)
@@ -47,10 +47,10 @@ def server_command(spec: EngineSpec) -> ServerCommand:
     )
 
 
-def find_binary(options: LlamaServerOptions) -> str:
+def find_binary(configured: str | None = None) -> str:
     return find_program(
         "llama_server_binary",
-        options.llama_server_binary,
+        configured,
         ("llama-server", downloads.binary_path()),
         "there is no llama-server on the PATH: set llama_server_binary, or download one with "
         "python setup/llama_server.py",

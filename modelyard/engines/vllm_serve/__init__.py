@@ -30,12 +30,12 @@ def tokenizer_path(options: Options) -> Path:
 
 def count_media(options: Options, media: Sequence[Media], python: str | None = None) -> list[int]:
     """As with vLLM in process, by the interpreter beside the program."""
-    return vllm.count_media(options, media, python or interpreter_of(find_binary(options)))
+    return vllm.count_media(options, media, python or interpreter_of(find_binary(options.vllm_serve_binary)))
 
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     options: Options = spec.options
-    yield from try_call("vllm_serve_binary", lambda: find_binary(options))
+    yield from try_call("vllm_serve_binary", lambda: find_binary(options.vllm_serve_binary))
     yield from try_options(
         ("chat_template", require_template, options.chat_template),
         *(("vllm_serve_library_path", option_faults.require_folder, path) for path in options.vllm_serve_library_path),

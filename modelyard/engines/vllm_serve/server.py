@@ -38,7 +38,7 @@ def server_command(spec: EngineSpec) -> ServerCommand:
     options = cast(VllmServeOptions, spec.options)
     if len(spec.caches) > 1:
         log.warning("%s: vLLM has one KV cache for the caches %s", spec.model, ", ".join(spec.caches))
-    binary, model = find_binary(options), model_folder.resolve_model(options)
+    binary, model = find_binary(options.vllm_serve_binary), model_folder.resolve_model(options)
     private = tempfile.TemporaryDirectory(prefix="modelyard-vllm-") if options.is_private else None
     address = ListenAddress.choose(
         private, options.vllm_serve_host, options.vllm_serve_port, options.vllm_serve_api_key
@@ -55,10 +55,10 @@ def server_command(spec: EngineSpec) -> ServerCommand:
     )
 
 
-def find_binary(options: VllmServeOptions) -> str:
+def find_binary(configured: str | None = None) -> str:
     return find_program(
         "vllm_serve_binary",
-        options.vllm_serve_binary,
+        configured,
         ("vllm", vllm_env.program()),
         "there is no vllm on the PATH: set vllm_serve_binary, or build one that runs without a GPU with make vllm-env",
     )

@@ -38,7 +38,6 @@ from modelyard.library.default_model import fetch
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_cpp import tiny_models
 from tests.engines.llama_cpp.media_files import picture, sound
-from tests.engines.llama_server import helpers
 from tests.engines.llama_server.helpers import (
     chat_request,
     engine,
@@ -224,14 +223,13 @@ async def test_missing_program_is_named() -> None:
 def test_program_is_searched_on_the_path_and_then_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelyard.library.llama_server.binary_path", lambda: tmp_path / "cached")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    options = helpers.options(llama_server_binary=None)
     with pytest.raises(NotFound, match="set llama_server_binary"):
-        find_binary(options)
+        find_binary()
     (tmp_path / "cached").touch(mode=0o755)
-    assert find_binary(options) == str(tmp_path / "cached")
+    assert find_binary() == str(tmp_path / "cached")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "llama-server").touch(mode=0o755)
-    assert find_binary(options) == str(tmp_path / "bin" / "llama-server")
+    assert find_binary() == str(tmp_path / "bin" / "llama-server")
 
 
 async def test_cancelled_load_stops_the_server() -> None:

@@ -238,16 +238,15 @@ async def test_missing_program_is_named() -> None:
 def test_program_is_searched_on_the_path_and_then_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    options = helpers.options(vllm_serve_binary=None)
     with pytest.raises(NotFound, match="make vllm-env"):
-        find_binary(options)
+        find_binary()
     cached = tmp_path / "vllm-env" / "bin" / "vllm"
     cached.parent.mkdir(parents=True)
     cached.touch(mode=0o755)
-    assert find_binary(options) == str(cached)
+    assert find_binary() == str(cached)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "vllm").touch(mode=0o755)
-    assert find_binary(options) == str(tmp_path / "bin" / "vllm")
+    assert find_binary() == str(tmp_path / "bin" / "vllm")
 
 
 async def test_load_reports_increasing_progress() -> None:
