@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from modelyard.core.request import Request
 from modelyard.core.store import ObjectStore
 from modelyard.gateway.conversations import Conversations
 from modelyard.gateway.records import OwnerProcess, Records
+from modelyard.gateway.stream import Stream
 from modelyard.protocols.common.json import encode
 from modelyard.protocols.common.openai_fields import field_of
 from modelyard.protocols.common.sse import frame
@@ -31,9 +32,6 @@ from modelyard.protocols.openai_responses.errors import write_failure
 from modelyard.protocols.openai_responses.reply import ResponsesStreamWriter
 from modelyard.protocols.openai_responses.stored import StoredResponse, make_stored
 from modelyard.telemetry.log import log_event
-
-if TYPE_CHECKING:
-    from modelyard.gateway.gateway import EventSource
 
 log = logging.getLogger("modelyard.gateway")
 
@@ -66,7 +64,7 @@ class BackgroundResponses:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(
-        self, source: EventSource, request: Request, key: str, observer: BackgroundObserver
+        self, source: Stream, request: Request, key: str, observer: BackgroundObserver
     ) -> tuple[str, bytes]:
         """Run a request that was started. Returns the response's id, and the object as it is now."""
         prepared = source.prepared
@@ -299,7 +297,7 @@ class BackgroundRun:
 
     def __init__(
         self,
-        source: EventSource,
+        source: Stream,
         request: Request,
         writer: ResponsesStreamWriter,
         frames: list[bytes],

@@ -8,20 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Self
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.events import CacheReuse, Event
+from modelyard.core.events import CacheReuse
 from modelyard.core.pool import Lease, Ticket
 from modelyard.gateway.prepared_request import PreparedRequest
-
-if TYPE_CHECKING:
-    from modelyard.gateway.gateway import ChoiceStream
+from modelyard.gateway.stream import ChoiceStream, EventBatch
 
 
 class MultiChoiceStream:
-    """The same interface as `ChoiceStream`: iterate, cancel, close."""
+    """A `Stream` of several others, which are read at the same time."""
 
     def __init__(
         self,
@@ -35,7 +33,7 @@ class MultiChoiceStream:
         self._on_close = on_close
         self.streams = [open_choice(i, _LeaseShare(self._shared)) for i in range(prepared.choices)]
         self._tasks: list[asyncio.Task[None]] = []
-        self._ready: deque[tuple[int, list[Event]]] = deque()
+        self._ready: deque[EventBatch] = deque()
         self._wake = asyncio.Event()
         self._running = prepared.choices
 
@@ -47,10 +45,10 @@ class MultiChoiceStream:
     def ignored(self) -> tuple[str, ...]:
         return self.streams[0].ignored
 
-    def __aiter__(self) -> MultiChoiceStream:
+    def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, list[Event]]:
+    async def __anext__(self) -> EventBatch:
         if not self._tasks:
             self._tasks = [self._start(stream) for stream in self.streams]
         while not self._ready:

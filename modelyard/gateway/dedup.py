@@ -13,22 +13,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Self
 
 from msgspec.structs import replace
 
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.events import CacheReuse, Event, Failed
+from modelyard.core.events import CacheReuse, Failed
 from modelyard.gateway.prepared_request import PreparedRequest
-
-if TYPE_CHECKING:
-    from modelyard.gateway.choices import MultiChoiceStream
-    from modelyard.gateway.gateway import ChoiceStream
+from modelyard.gateway.stream import EventBatch, Stream
 
 _MAX_BATCHES = 4096  # kept for new readers; a longer stream is not shared any more
 
 DedupKey = tuple[object, ...]
-EventBatch = tuple[int, list[Event]]
 
 
 def is_same_request(new: PreparedRequest, running: PreparedRequest) -> bool:
@@ -79,7 +75,7 @@ class RequestDeduplicator:
             reader.cancel(reason)
         return reader is not None
 
-    def share(self, stream: ChoiceStream | MultiChoiceStream) -> ChoiceStream | MultiChoiceStream | SharedReader:
+    def share(self, stream: Stream) -> Stream:
         """The stream as its own client reads it."""
         if not stream.prepared.is_shareable():
             return stream
@@ -95,7 +91,7 @@ class RequestDeduplicator:
 class SharedStream:
     """One stream and its readers. `batches` holds what arrived, from batch number `base` on."""
 
-    def __init__(self, source: ChoiceStream | MultiChoiceStream, registry: RequestDeduplicator, key: DedupKey) -> None:
+    def __init__(self, source: Stream, registry: RequestDeduplicator, key: DedupKey) -> None:
         self.source, self._registry, self._key = source, registry, key
         self.batches: deque[EventBatch] = deque()
         self.base = 0
@@ -167,7 +163,7 @@ class SharedStream:
 
 
 class SharedReader:
-    """One reader of a shared stream. The same interface as `ChoiceStream`."""
+    """One reader of a shared stream, and a `Stream` itself."""
 
     def __init__(
         self, prepared: PreparedRequest, shared: SharedStream, on_close: Callable[[], object] = lambda: None
@@ -187,7 +183,7 @@ class SharedReader:
     def ignored(self) -> tuple[str, ...]:
         return self._shared.source.ignored
 
-    def __aiter__(self) -> SharedReader:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> EventBatch:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Self
 from urllib.parse import quote
 
 from msgspec import Struct
@@ -35,16 +35,15 @@ from modelyard.core.errors import (
 )
 from modelyard.core.events import CacheReuse, Event, Failed, Measured, PromptRead, Started
 from modelyard.core.request import Caller, Request
+from modelyard.gateway.prepare import Preparer
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.request_work import RequestWork
+from modelyard.gateway.stream import EventBatch, Stream
 from modelyard.gateway.tool_rounds import ToolRounds
 from modelyard.router.router import Target
 from modelyard.telemetry.history import SkippedModel
 from modelyard.telemetry.log import log_event
-from modelyard.telemetry.request_capture import RequestCapture
-
-if TYPE_CHECKING:
-    from modelyard.gateway.gateway import EventSource, Gateway
+from modelyard.telemetry.metrics import Metrics
 
 log = logging.getLogger("modelyard.gateway")
 
@@ -114,20 +113,20 @@ class FallbackPlan(Struct, frozen=True):
 
 
 async def prepare_first(
-    gateway: Gateway, request: Request, caller: Caller, work: RequestWork | None, target: Target
+    preparer: Preparer, request: Request, caller: Caller, work: RequestWork | None, target: Target
 ) -> PreparedRequest:
     """For the first model that takes the request. Raises if none does."""
     size = 0 if work is None else work.size
     plan = FallbackPlan(request, size, (target, *target.fallbacks), (), target.fallback_wait_s)
-    return await _prepare_next(gateway, plan, caller, work or RequestWork(size, caller.deadline))
+    return await _prepare_next(preparer, plan, caller, work or RequestWork(size, caller.deadline))
 
 
-async def _prepare_next(gateway: Gateway, plan: FallbackPlan, caller: Caller, work: RequestWork) -> PreparedRequest:
+async def _prepare_next(preparer: Preparer, plan: FallbackPlan, caller: Caller, work: RequestWork) -> PreparedRequest:
     for number, target in enumerate(plan.targets):
         try:
-            prepared = await gateway.prepare(plan.request, caller, work, target=target)
+            prepared = await preparer.prepare(plan.request, caller, target, work)
         except ModelyardError as error:
-            plan = replace(plan, attempts=_failed(gateway, plan, target.model, error, caller.deadline))
+            plan = replace(plan, attempts=_failed(preparer.metrics, plan, target.model, error, caller.deadline))
             continue
         rest = plan.targets[number + 1 :]
         # The last model is waited for as any other.
@@ -138,27 +137,31 @@ async def _prepare_next(gateway: Gateway, plan: FallbackPlan, caller: Caller, wo
 
 
 def _failed(
-    gateway: Gateway, plan: FallbackPlan, model: str, error: ModelyardError, deadline: float | None
+    metrics: Metrics, plan: FallbackPlan, model: str, error: ModelyardError, deadline: float | None
 ) -> tuple[Attempt, ...]:
     """The attempts with this one. Raises if it is the end."""
     attempts = (*plan.attempts, Attempt(model, error))
     late = deadline is not None and time.monotonic() >= deadline
     if late or not leads_on(error):
         raise no_answer(attempts) if len(attempts) > 1 and not isinstance(error, Cancelled) else error
-    gateway.metrics.fell_back(model, attempts[-1].reason)
+    metrics.fell_back(model, attempts[-1].reason)
     log_event(log, logging.WARNING, "fallback", model=model, reason=attempts[-1].reason, why=error.message)
     return attempts
 
 
 class FallbackStream:
-    """The same interface as `ChoiceStream`: iterate, cancel, close. `prepared` is that of the model tried now."""
+    """The `Stream` of the model tried now; `prepared` is that model's."""
 
     def __init__(
-        self, prepared: PreparedRequest, plan: FallbackPlan, gateway: Gateway, capture: RequestCapture | None
+        self,
+        prepared: PreparedRequest,
+        plan: FallbackPlan,
+        preparer: Preparer,
+        start: Callable[[PreparedRequest], Stream],
     ) -> None:
-        self.prepared, self._plan, self._gateway, self._capture = prepared, plan, gateway, capture
-        self._source: EventSource | None = None
-        self._held: list[tuple[int, list[Event]]] = []  # before the first token
+        self.prepared, self._plan, self._preparer, self._start_model = prepared, plan, preparer, start
+        self._source: Stream | None = None
+        self._held: list[EventBatch] = []  # before the first token
         self._work: RequestWork | None = None
         self._cancelled: ModelyardError | None = None
         self._settled = self._over = False
@@ -172,10 +175,10 @@ class FallbackStream:
     def ignored(self) -> tuple[str, ...]:
         return () if self._source is None else self._source.ignored
 
-    def __aiter__(self) -> FallbackStream:
+    def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, list[Event]]:
+    async def __anext__(self) -> EventBatch:
         if not self._settled:
             try:
                 await self._settle()
@@ -213,7 +216,7 @@ class FallbackStream:
         if not plan.targets:
             raise no_answer(plan.attempts)
         self._work = RequestWork(plan.size, caller.deadline)
-        self.prepared = await _prepare_next(self._gateway, plan, caller, self._work)
+        self.prepared = await _prepare_next(self._preparer, plan, caller, self._work)
         if self._cancelled is not None:  # while it was prepared
             raise self._cancelled
         self._plan = self.prepared.plan or plan
@@ -221,7 +224,7 @@ class FallbackStream:
 
     def _start(self) -> None:
         try:
-            self._source = self._gateway.start(replace(self.prepared, plan=None), self._capture)
+            self._source = self._start_model(self.prepared)
         except ModelyardError as error:
             self._on_failed(error)
 
@@ -232,7 +235,7 @@ class FallbackStream:
         has_lease = self._source is not None
         self._source, self._held = None, []
         caller, model = self.prepared.caller, self.prepared.model.name
-        attempts = _failed(self._gateway, self._plan, model, self._cancelled or error, caller.deadline)
+        attempts = _failed(self._preparer.metrics, self._plan, model, self._cancelled or error, caller.deadline)
         if has_lease:  # its key has paid for a request
             caller = replace(caller, is_retry=True)
             self.prepared = replace(self.prepared, caller=caller)

@@ -2,7 +2,7 @@
 
     Started · (the model's blocks · results)* · the model's last blocks · Finished
 
-Each round is a generation of its own, by `Gateway.prepare` and `Gateway.generate`; between two rounds no slot is held.
+Each round is prepared and generated as a request of its own; between two rounds no slot is held.
 The calls of one turn run at the same time. The round is the last one if the model calls no server's tool, if it also
 calls a tool of the client, or if a call needs the client's approval. Whatever goes wrong with a call is its result.
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -49,16 +49,14 @@ from modelyard.core.request import (
     ToolChoice,
     ToolResult,
 )
+from modelyard.gateway.prepare import Preparer
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.server_tools import ServerTool, ServerTools
+from modelyard.gateway.stream import EventBatch, Stream, StreamServices
 from modelyard.mcp.connection import McpResult, failed_call
 from modelyard.prompt.images import check_data
 from modelyard.telemetry.history import RequestRecord, ToolRun
 from modelyard.telemetry.log import log_event
-from modelyard.telemetry.request_capture import RequestCapture
-
-if TYPE_CHECKING:
-    from modelyard.gateway.gateway import EventSource, Gateway
 
 log = logging.getLogger("modelyard.gateway")
 
@@ -67,17 +65,23 @@ _PARAGRAPH = "\n\n"  # between the texts of two rounds, for a client that sees o
 
 
 class ToolRounds:
-    """The same interface as `ChoiceStream`: iterate, cancel, close."""
+    """A `Stream` of one generation after the other, with the results of tools between them."""
 
     def __init__(
-        self, prepared: PreparedRequest, tools: ServerTools, gateway: Gateway, capture: RequestCapture | None
+        self,
+        prepared: PreparedRequest,
+        tools: ServerTools,
+        preparer: Preparer,
+        generate: Callable[[PreparedRequest], Stream],
+        services: StreamServices,
+        on_close: Callable[[ToolRounds], None],
     ) -> None:
         self.prepared, self.tools = prepared, tools
-        self._gateway, self._capture = gateway, capture
+        self._preparer, self._generate, self._services, self._on_close = preparer, generate, services, on_close
         self._request = prepared.request
         self._cancelled: ModelyardError | None = None
         self._calls: set[asyncio.Task[McpResult]] = set()
-        self._source: EventSource | None = None if tools.approved else gateway.generate(prepared, capture)
+        self._source: Stream | None = None if tools.approved else generate(prepared)
         self._output = _Output(tools)
         self._usage, self._timings = Usage(), Timings()
         self._recorded = False
@@ -110,10 +114,10 @@ class ToolRounds:
             since=prepared.created,
         )
 
-    def __aiter__(self) -> ToolRounds:
+    def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, list[Event]]:
+    async def __anext__(self) -> EventBatch:
         return 0, await self._stream.__anext__()
 
     def cancel(self, reason: ModelyardError | None = None) -> None:
@@ -130,7 +134,7 @@ class ToolRounds:
             self._source.close()
         for call in self._calls:
             call.cancel()
-        self._gateway.forget_rounds(self)
+        self._on_close(self)
         if not self._recorded:
             self._record(Failed(self._cancelled or Cancelled("the client disconnected")))
 
@@ -199,15 +203,13 @@ class ToolRounds:
         if number:
             caller = replace(caller, is_retry=True)  # the request was counted against its key's limits before
         try:
-            prepared = await self._gateway.prepare(
-                request, caller, server_tools=self.tools, target=self.prepared.target
-            )
+            prepared = await self._preparer.prepare(request, caller, self.prepared.target, server_tools=self.tools)
         except ContextOverflow:
             if not number:
                 raise
             return self._last(Finished("window", Usage()))
         self._check_cancelled()
-        self._source = self._gateway.generate(prepared, self._capture)
+        self._source = self._generate(prepared)
         return None
 
     async def _read_round(self, turn: _Turn) -> AsyncIterator[list[Event]]:
@@ -283,7 +285,7 @@ class ToolRounds:
             chars = sum(len(part.text) for part in made.content if isinstance(part, Text))
             run = ToolRun(tool.label, tool.name, made.status, seconds, chars)
             self.tools.runs.append(run)
-            self._gateway.metrics.tool_called(self.tools.servers.metric_name(tool.connection), made.status, seconds)
+            self._services.metrics.tool_called(self.tools.servers.metric_name(tool.connection), made.status, seconds)
             level = logging.INFO if made.status == "ok" else logging.WARNING
             fields: dict[str, Any] = {"server": run.server, "tool": run.tool, "status": run.status, "chars": chars}
             log_event(log, level, "tool call", ms=round(seconds * 1000), **fields)
@@ -313,7 +315,7 @@ class ToolRounds:
             return Text("[audio, which is not passed on]")
         if isinstance(part, Image):
             try:
-                await asyncio.to_thread(check_data, part.url, self._gateway.images.max_bytes)
+                await asyncio.to_thread(check_data, part.url, self._preparer.images.max_bytes)
             except ModelyardError as error:
                 return Text(f"[image: {error.message}]")
         return part
@@ -355,7 +357,7 @@ class ToolRounds:
             cost=sum(record.cost for record in tools.records),
             skipped=prepared.skipped,
         )
-        self._gateway.history.add(made)
+        self._services.history.add(made)
         return last
 
 

@@ -35,7 +35,7 @@ class EngineLookups:
 
     async def props(self, request: HttpRequest) -> Response:
         target, model = await self._model(request)
-        entry, engine = self._gateway.router.catalog.models[model.name], self._gateway.leases.engine(model.name)
+        entry, engine = self._gateway.lookup.router.catalog.models[model.name], self._gateway.leases.engine(model.name)
         limit = -1 if model.max_tokens is None else model.max_tokens
         params = generation_settings(model.sampling) | {"n_predict": limit, "max_tokens": limit, "stop": model.stop}
         body: dict[str, Any] = {
@@ -82,7 +82,7 @@ class EngineLookups:
 
     def _lm_studio(self, card: ModelCard) -> dict[str, Any]:
         """Reads the model's file."""
-        model = self._gateway.target(card.id, "/v1/models").model
+        model = self._gateway.lookup.target(card.id, "/v1/models").model
         file = ModelFile() if self._library is None else self._library.describe(model)
         is_loaded = card.state == "ready"
         kinds = {"embedding": "embeddings", "vision": "vlm"}
@@ -105,7 +105,7 @@ class EngineLookups:
 
     async def _model(self, request: HttpRequest) -> tuple[Target, Model]:
         name = request.query_params.get("model") or DEFAULT_MODEL
-        return await self._gateway.defined_model(name, RequestContext.of(request.scope).caller())
+        return await self._gateway.lookup.find_defined(name, RequestContext.of(request.scope).caller())
 
 
 _MODALITIES = {"vision": "image", "video": "video", "audio": "audio"}

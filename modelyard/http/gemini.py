@@ -79,18 +79,18 @@ class WithPath:
 class GeminiCount(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await work.run(gemini.read_count_request, body, context.headers)
-        return gemini.write_count(await self._gateway.count(request, self.caller(request.model, context), work))
+        return gemini.write_count(await self._gateway.inputs.count(request, self.caller(request.model, context), work))
 
 
 class GeminiEmbed(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = embeddings.read_embed(body, context.headers)
-        result = await self._gateway.embed(request, self.caller(request.model, context), work)
+        result = await self._gateway.inputs.embed(request, self.caller(request.model, context), work)
         return embeddings.write_embedding(result.vectors, request)
 
 
 class GeminiBatchEmbed(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = embeddings.read_batch_embed(body, context.headers)
-        result = await self._gateway.embed(request, self.caller(request.model, context), work)
+        result = await self._gateway.inputs.embed(request, self.caller(request.model, context), work)
         return embeddings.write_embeddings(result.vectors, request)

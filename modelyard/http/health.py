@@ -61,7 +61,7 @@ class HealthEndpoints:
         context = RequestContext.of(request.scope)
         is_admin = context.role != "member"
         if context.key or is_admin:  # anonymous clients do not see which models run
-            visible = self._gateway.visible_models(context.allowed)
+            visible = self._gateway.lookup.visible_models(context.allowed)
             body["models"] = {name: _row(model, is_admin) for name, model in models.items() if name in visible}
         return _json(body, 503 if status == "unhealthy" else 200)
 
@@ -87,7 +87,7 @@ class HealthEndpoints:
     def _without_tokenizer(self) -> set[str]:
         """The models whose tokenizer has not arrived, or could not be read: they cannot answer. Models of the library
         are defined at their first request."""
-        models = self._gateway.models
+        models = self._gateway.lookup.models
         return {name for name, m in models.items() if m.kind == "text" and m.define is None and m.text is None}
 
     async def metrics(self, request: HttpRequest) -> Response:

@@ -16,9 +16,10 @@ from modelyard.core.events import Event, Failed, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway.background_responses import BackgroundObserver
-from modelyard.gateway.gateway import EventSource, Gateway, end_of_stage
-from modelyard.gateway.request_work import RequestWork
+from modelyard.gateway.gateway import Gateway
+from modelyard.gateway.request_work import RequestWork, end_of_stage
 from modelyard.gateway.stored_responses import StoredResponses
+from modelyard.gateway.stream import Stream
 from modelyard.http.connection import LARGE_BYTES, cancel_on_disconnect, ping_on_half_close
 from modelyard.http.errors import as_modelyard_error, public_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
@@ -102,7 +103,7 @@ class InferenceEndpoint:
         reply = await self._gateway.load(request, exchange.context.caller())
         await send_json(exchange.send, exchange.context, 200, self._protocol.write_reply([reply], request))
 
-    async def _reply(self, source: EventSource, request: Request, exchange: Exchange) -> None:
+    async def _reply(self, source: Stream, request: Request, exchange: Exchange) -> None:
         context = exchange.context
         stop_watching = cancel_on_disconnect(exchange.scope, exchange.receive, source)
         builders = [ReplyBuilder() for _ in range(source.prepared.choices)]
@@ -125,7 +126,7 @@ class InferenceEndpoint:
             exchange.capture.response(body)
         await send_json(exchange.send, context, 200, body)
 
-    def _stream(self, source: EventSource, request: Request, exchange: Exchange) -> Awaitable[None]:
+    def _stream(self, source: Stream, request: Request, exchange: Exchange) -> Awaitable[None]:
         context = exchange.context
         recorder = exchange.stored.recorder(request, context.key) if exchange.stored is not None else None
 
@@ -137,7 +138,7 @@ class InferenceEndpoint:
             writer.clock = time.time
         return EventStream(source, writer, write_error, exchange, self._pings, recorder).run()
 
-    async def _run_in_background(self, source: EventSource, request: Request, exchange: Exchange) -> None:
+    async def _run_in_background(self, source: Stream, request: Request, exchange: Exchange) -> None:
         """Answer at once, or send the events as long as the client reads them."""
         context, capture = exchange.context, exchange.capture
         background = None if exchange.stored is None else exchange.stored.background
@@ -240,7 +241,7 @@ class EventStream:
 
     def __init__(
         self,
-        source: EventSource,
+        source: Stream,
         writer: EventWriter,
         write_error: Callable[[ModelyardError], WireError],
         exchange: Exchange,

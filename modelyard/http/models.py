@@ -59,8 +59,8 @@ class ModelEndpoints:
 
     def answering(self, context: RequestContext) -> list[ModelCard]:
         """The models that can answer this caller."""
-        names = self._gateway.names(context.allowed, context.path)
-        targets, statuses = {name: self._gateway.target(name, context.path) for name in names}, self._statuses()
+        names = self._gateway.lookup.names(context.allowed, context.path)
+        targets, statuses = {name: self._gateway.lookup.target(name, context.path) for name in names}, self._statuses()
         return [
             self._card(name, target, status)
             for name, target in targets.items()
@@ -69,9 +69,9 @@ class ModelEndpoints:
 
     def card(self, name: str, context: RequestContext) -> ModelCard:
         """Of any name that a request may use."""
-        if name not in self._gateway.names(context.allowed, context.path):
-            self._gateway.model_for(name, context.caller())  # raises if the caller may not use it
-        context.target = target = self._gateway.target(name, context.path)
+        if name not in self._gateway.lookup.names(context.allowed, context.path):
+            self._gateway.lookup.find(name, context.caller())  # raises if the caller may not use it
+        context.target = target = self._gateway.lookup.target(name, context.path)
         return self._card(name, target, self._statuses().get(target.model) or ModelStatus(name=target.model))
 
     def _statuses(self) -> Mapping[str, ModelStatus]:
@@ -79,16 +79,16 @@ class ModelEndpoints:
 
     def _card(self, name: str, target: Target, status: ModelStatus) -> ModelCard:
         """Of the model that answers to this name."""
-        gateway, entry = self._gateway, self._gateway.router.catalog.models[target.model]
-        window = target.window if gateway.has_window(entry.name) else None
+        gateway, entry = self._gateway, self._gateway.lookup.router.catalog.models[target.model]
+        window = target.window if gateway.lookup.has_window(entry.name) else None
         aliases = tuple(entry.settings.aliases) if name == entry.name else ()
-        model = gateway.models.get(entry.name)
+        model = gateway.lookup.models.get(entry.name)
         card = ModelCard(name, self._started, window, window, status.state, aliases=aliases)
         card = replace(card, root=entry.name, route=target.rule)
         if model is None:
             return replace(card, modalities=tuple(entry.settings.modalities))
         engine = gateway.leases.engine(entry.name)
-        can = gateway.capabilities.effective(model, None if engine is None else engine.info.capabilities)
+        can = gateway.lookup.capabilities.effective(model, None if engine is None else engine.info.capabilities)
         return replace(card, modalities=model.modalities, capabilities=capability_names(can))
 
 

@@ -104,9 +104,11 @@ class OllamaEndpoints:
 
     async def tags(self, request: HttpRequest) -> Response:
         """Every model that can answer, also under its other names."""
-        status, router = self._gateway.leases.status(), self._gateway.router
+        status, router = self._gateway.leases.status(), self._gateway.lookup.router
         allowed = RequestContext.of(request.scope).allowed
-        names = {name: router.resolve(name, "/api/tags").model for name in self._gateway.names(allowed, "/api/tags")}
+        names = {
+            name: router.resolve(name, "/api/tags").model for name in self._gateway.lookup.names(allowed, "/api/tags")
+        }
         shown = {
             name: model
             for name, model in names.items()
@@ -118,7 +120,7 @@ class OllamaEndpoints:
     async def ps(self, request: HttpRequest) -> Response:
         await _refresh(self._pool)
         loaded = [] if self._pool is None else self._pool.snapshot().models.values()
-        visible = self._gateway.visible_models(RequestContext.of(request.scope).allowed)
+        visible = self._gateway.lookup.visible_models(RequestContext.of(request.scope).allowed)
         ready = [one for one in loaded if one.state in ("ready", "draining") and one.name in visible]
         rows = await asyncio.to_thread(lambda: [self._row(one.name, one.name, one) for one in ready])
         return _json(wire.write_ps(rows))
@@ -141,7 +143,9 @@ class OllamaEndpoints:
             parameters=file.parameters,
             quantization=file.quantization,
             parent=file.parent,
-            context=self._gateway.target(name, "/api/ps").window if self._gateway.has_window(model) else None,
+            context=self._gateway.lookup.target(name, "/api/ps").window
+            if self._gateway.lookup.has_window(model)
+            else None,
             loaded_size=size,
             gpu_size=int(size * share) if on_gpu else 0,
             expires=expires,
@@ -153,9 +157,9 @@ class OllamaEndpoints:
     async def show(self, request: HttpRequest) -> Response:
         name = wire.read_model(await self._body(request)).chosen
         context = RequestContext.of(request.scope)
-        target, model = await self._gateway.defined_model(name, context.caller())
+        target, model = await self._gateway.lookup.find_defined(name, context.caller())
         engine = self._gateway.leases.engine(target.model)
-        can = self._gateway.capabilities.effective(model, None if engine is None else engine.info.capabilities)
+        can = self._gateway.lookup.capabilities.effective(model, None if engine is None else engine.info.capabilities)
         file = await asyncio.to_thread(self._describe, target.model, details=True)
         row = await asyncio.to_thread(self._row, name, target.model)
         shown = wire.OllamaDescription(
@@ -184,7 +188,7 @@ class OllamaEndpoints:
         return await _progress(request, lambda on_status: library.pull(name, on_status), body.stream is not False)
 
     def _is_configured(self, name: str) -> bool:
-        return self._gateway.router.catalog.find(name) is not None
+        return self._gateway.lookup.router.catalog.find(name) is not None
 
     async def delete(self, request: HttpRequest) -> Response:
         library, body = self._changes(request, "operator"), wire.read_model(await self._body(request))
@@ -204,7 +208,7 @@ class OllamaEndpoints:
 
     def _own_name(self, name: str) -> str:
         """The id of the model that a client's name means."""
-        cache = self._gateway.router.catalog.find(name)
+        cache = self._gateway.lookup.router.catalog.find(name)
         if cache is None:
             raise NotFound(f"model {name!r} not found", code="model_not_found", param="model")
         return cache.model
@@ -362,12 +366,12 @@ async def _result(task: asyncio.Task[None]) -> ModelyardError | None:
 class OllamaEmbed(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = wire.read_embed(body)
-        result = await self._gateway.embed(request, self.caller(request.model, context), work)
+        result = await self._gateway.inputs.embed(request, self.caller(request.model, context), work)
         return wire.write_embed(result.vectors, result.prompt_tokens, request, time.perf_counter() - context.arrived)
 
 
 class OllamaEmbeddings(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = wire.read_embeddings(body)
-        result = await self._gateway.embed(request, self.caller(request.model, context), work)
+        result = await self._gateway.inputs.embed(request, self.caller(request.model, context), work)
         return wire.write_embeddings(result.vectors)

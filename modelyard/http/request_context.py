@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from urllib.parse import quote
 
 from msgspec import Struct, field
@@ -18,11 +18,9 @@ from modelyard.core.protocol import INLINE_BYTES, WireError
 from modelyard.core.request import Caller, Priority
 from modelyard.gateway.fallbacks import fallback_header
 from modelyard.gateway.request_work import run_in_request_thread
+from modelyard.gateway.stream import Stream
 from modelyard.http.settings import HttpSettings
 from modelyard.router.router import Target
-
-if TYPE_CHECKING:
-    from modelyard.gateway.gateway import EventSource
 
 ADMIN_PATH = "/v1/admin"
 SHUTTING_DOWN = "shutting_down"
@@ -105,7 +103,7 @@ class RequestContext(Struct):
     def failed(self, error: ModelyardError) -> None:
         self.error = self.error or error.code or error.kind
 
-    def read_result(self, source: EventSource) -> None:
+    def read_result(self, source: Stream) -> None:
         """Take over what the response headers and the log line report about a stream."""
         self.reuse, self.ignored, self.target = source.reuse, source.ignored, source.prepared.target
         if skipped := source.prepared.skipped:

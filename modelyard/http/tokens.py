@@ -124,7 +124,7 @@ class JsonEndpoint:
 
     def caller(self, model: str, context: RequestContext) -> Caller:
         """Who asks for this model; the response headers name the rule if one chooses it."""
-        context.target = self._gateway.router.resolve(model, context.path)
+        context.target = self._gateway.lookup.router.resolve(model, context.path)
         return context.caller()
 
 
@@ -132,14 +132,14 @@ class CountTokens(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await self._gateway.read(self._protocol, body, context.headers, context.key, work)
         caller = self.caller(request.model, context)
-        return anthropic_messages.write_count(await self._gateway.count(request, caller, work))
+        return anthropic_messages.write_count(await self._gateway.inputs.count(request, caller, work))
 
 
 class InputTokens(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await self._gateway.read(self._protocol, body, context.headers, context.key, work)
         caller = self.caller(request.model, context)
-        return openai_responses.write_input_tokens(await self._gateway.count(request, caller, work))
+        return openai_responses.write_input_tokens(await self._gateway.inputs.count(request, caller, work))
 
 
 class ChatInputTokens(JsonEndpoint):
@@ -150,14 +150,14 @@ class ChatInputTokens(JsonEndpoint):
             body = encode(await _run(work, 1, decode, _object_decoder, body) | {"model": DEFAULT_MODEL})
         request = await self._gateway.read(self._protocol, body, context.headers, context.key, work)
         caller = self.caller(request.model, context)
-        return openai_responses.write_input_tokens(await self._gateway.count(request, caller, work))
+        return openai_responses.write_input_tokens(await self._gateway.inputs.count(request, caller, work))
 
 
 class EmbeddingsEndpoint(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await _run(work, 1, openai_embeddings.read_request, body, context.headers)
         caller = self.caller(request.model, context)
-        result = await self._gateway.embed(request, caller, work)
+        result = await self._gateway.inputs.embed(request, caller, work)
         return openai_embeddings.write_reply(result.vectors, result.prompt_tokens, request)
 
 
@@ -167,7 +167,7 @@ class LlamaEmbedding(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await _run(work, 1, openai_embeddings.read_llama_request, body)
         caller = self.caller(request.model, context)
-        result = await self._gateway.embed(request, caller, work)
+        result = await self._gateway.inputs.embed(request, caller, work)
         return openai_embeddings.write_llama_reply(result.vectors)
 
 
@@ -175,7 +175,7 @@ class ScoreEndpoint(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         requests = await _run(work, 1, score.read_request, body, context.headers)
         caller = self.caller(requests[0].model, context)
-        rankings = [await self._gateway.rerank(request, caller, work) for request in requests]
+        rankings = [await self._gateway.inputs.rerank(request, caller, work) for request in requests]
         return score.write_reply(rankings, requests[0].model)
 
 
@@ -183,7 +183,7 @@ class RerankEndpoint(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         request = await _run(work, 1, rerank.read_request, body, context.headers)
         caller = self.caller(request.model, context)
-        return rerank.write_reply(await self._gateway.rerank(request, caller, work), request)
+        return rerank.write_reply(await self._gateway.inputs.rerank(request, caller, work), request)
 
 
 class TokenEndpoint(JsonEndpoint):
@@ -192,7 +192,7 @@ class TokenEndpoint(JsonEndpoint):
     async def handle(self, body: bytes, context: RequestContext, work: RequestWork) -> bytes:
         parsed = await _run(work, 1, decode, _body_decoder, body)
         name = parsed.model or DEFAULT_MODEL
-        target, model = await self._gateway.defined_model(name, self.caller(name, context))
+        target, model = await self._gateway.lookup.find_defined(name, self.caller(name, context))
         request = TokenRequest(parsed, model, target.window, body, context.headers, work)
         is_slow = not getattr(model.pipeline.tokenizer, "is_linear", True)
         if is_slow or parsed.messages is not None:  # a template may take long, whatever the size of the request

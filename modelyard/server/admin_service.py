@@ -86,7 +86,7 @@ class AdminService:
                 "allow_remote": rule.route.target.allow_remote,
                 "mcp": list(rule.route.target.mcp),
             }
-            for rule in self._gateway.router.rules()
+            for rule in self._gateway.lookup.router.rules()
         ]
 
     async def memory(self) -> MachineMemory:
@@ -119,14 +119,14 @@ class AdminService:
 
     def fetch_tokenizer(self, model: str) -> None:
         """Call it when an engine of the model is open: its worker has the tokenizer that is missing here."""
-        held = self._gateway.models.get(model)
+        held = self._gateway.lookup.models.get(model)
         absent = held is not None and held.fault is not None and held.fault.code in _FILES_ELSEWHERE
         if absent and model not in self._fetching and not self._config.models[model].tokenizer_path:
             self._fetching[model] = asyncio.get_running_loop().create_task(self._fetch(model))
 
     def fetch_tokenizers(self) -> None:
         """For all models whose engines are open."""
-        for name in self._gateway.models:
+        for name in self._gateway.lookup.models:
             if isinstance(self._pool, RemotePool) and self._pool.engines(name):
                 self.fetch_tokenizer(name)
 
@@ -150,7 +150,7 @@ class AdminService:
         settings = entry.settings.model_copy(update={"tokenizer_path": str(place)})
         defined = await asyncio.to_thread(define_model, replace(entry, settings=settings))
         if self._config is config:  # otherwise the configuration was reloaded meanwhile
-            self._gateway.models = {**self._gateway.models, model: defined}
+            self._gateway.lookup.models = {**self._gateway.lookup.models, model: defined}
             log.info("fetched the tokenizer of %s from its worker", model)
 
     async def close(self) -> None:
@@ -175,10 +175,10 @@ class AdminService:
             if not isinstance(self._pool, RemotePool):  # otherwise the engines are set up where they run
                 progress = ProgressReporter(write_line=logging.getLogger("modelyard.library").info)
                 await asyncio.to_thread(prepare_engines, loaded.config, progress, self._config)
-            kept = _unchanged(self._config, loaded.config, self._gateway.models) if keep_unchanged else {}
+            kept = _unchanged(self._config, loaded.config, self._gateway.lookup.models) if keep_unchanged else {}
             defined = kept | await asyncio.to_thread(define_models, loaded.config, kept)
             models = {name: defined[name] for name in loaded.config.models}
-            self._check_models_in_use(await asyncio.to_thread(new_faults, self._gateway.models, models))
+            self._check_models_in_use(await asyncio.to_thread(new_faults, self._gateway.lookup.models, models))
             is_remote = isinstance(self._pool, RemotePool)
             if isinstance(self._pool, RemotePool) and not local_only:
                 await self._pool.reload()
@@ -227,7 +227,7 @@ class AdminService:
         router, keys = config.router(), read_keys(config.keys)
         faults = {name: model.fault for name, model in models.items()}
         self._pool.reconfigure(model_specs(config, faults, unrunnable=unrunnable))
-        self._gateway.router, self._gateway.models = router, models
+        self._gateway.lookup.router, self._gateway.lookup.models = router, models
         self._gateway.accounts.configure(keys, config.prices(), config.accounts.currency)
         self._reconfigure_mcp(config.mcp)
         self._config = config
@@ -237,10 +237,10 @@ class AdminService:
         return config_difference(before, config, tuple(str(problem) for problem in loaded.problems))
 
     def _reconfigure_mcp(self, settings: McpSettings) -> None:
-        if self._gateway.mcp is not None:
-            self._gateway.mcp.reconfigure(settings)
+        if self._gateway.preparer.mcp is not None:
+            self._gateway.preparer.mcp.reconfigure(settings)
         elif settings.is_on:
-            self._gateway.mcp = McpServers(settings)
+            self._gateway.preparer.mcp = McpServers(settings)
 
 
 def reread_config(load_config: ConfigLoader, before: Config) -> LoadedConfig:

@@ -97,7 +97,7 @@ class ServerApp(Struct):
         await self.objects.batches.close()
 
     def is_busy(self) -> bool:
-        return self.gateway.metrics.active > 0 or bool(self.gateway.running())
+        return self.gateway.metrics.active > 0 or bool(self.gateway.running.by_trace())
 
     async def stop(self) -> None:
         await _stop(self.gateway, self.scheduler, self.objects)
@@ -107,7 +107,7 @@ async def _stop(gateway: Gateway, scheduler: Scheduler | RemotePool, objects: Cl
     """End every running request with an error that its client can read; accept no new ones. Batches are put back first,
     and what background responses ended with is stored before the scheduler, which may have the store, is left."""
     await objects.batches.close()
-    gateway.stop(Unavailable("the server is shutting down", code="shutting_down"))
+    gateway.running.end(Unavailable("the server is shutting down", code="shutting_down"))
     await objects.background.close()
     await scheduler.close()
 
@@ -156,7 +156,7 @@ def compose(
     shared_metrics = SharedMetrics(Path(folder), index, metrics) if folder else None
     service = AdminService(config, scheduler, gateway, load_config)
     accounts.on_change = lambda: scheduler.set_limits(key_limits(accounts.ring.keys))
-    accounts.on_revoked = lambda key: gateway.end_requests(key, Cancelled("the API key was revoked"))
+    accounts.on_revoked = lambda key: gateway.running.end(Cancelled("the API key was revoked"), key)
     accounts.on_change()
     return ServerApp(
         config,
@@ -403,4 +403,4 @@ async def collect_garbage(gateway: Gateway, every_s: float = 60.0, look_s: float
             await asyncio.to_thread(trim_memory)
         elif waited >= every_s:
             waited, number = 0.0, number + 1
-            gc.collect(1 if number % 10 and gateway.running() else 2)
+            gc.collect(1 if number % 10 and gateway.running.by_trace() else 2)

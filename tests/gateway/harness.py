@@ -16,9 +16,9 @@ from modelyard.core.events import Event
 from modelyard.core.pool import ModelSpec
 from modelyard.core.request import Caller, Message, Request, Text
 from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.gateway.choices import MultiChoiceStream
-from modelyard.gateway.gateway import ChoiceStream, Gateway
+from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import Model
+from modelyard.gateway.stream import Stream
 from modelyard.prompt.images import Images
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.scheduler.settings import SchedulerOptions
@@ -132,7 +132,7 @@ class GatewayHarness:
     def waiting(self) -> int:
         return self.scheduler.status()["demo"].waiting
 
-    async def start(self, text: str = "hi", **request: Any) -> ChoiceStream | MultiChoiceStream:
+    async def start(self, text: str = "hi", **request: Any) -> Stream:
         return self.gateway.start(await self.gateway.prepare(make_request(text, **request), CALLER))
 
     async def generation(self, number: int = 0) -> ManualGeneration:
@@ -150,6 +150,6 @@ async def wait_until(condition: Any) -> None:
     raise AssertionError("the condition never became true")
 
 
-async def read_events(stream: ChoiceStream | MultiChoiceStream) -> list[Event]:
+async def read_events(stream: Stream) -> list[Event]:
     """All events in order of arrival."""
     return [event for _, batch in [item async for item in stream] for event in batch]

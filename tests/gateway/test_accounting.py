@@ -12,7 +12,8 @@ from modelyard.accounts.usage import Price, UsageCounts
 from modelyard.core.errors import QuotaExceeded, Unavailable
 from modelyard.core.events import BlockDelta, BlockStart, Started, Usage
 from modelyard.core.request import Caller
-from modelyard.gateway.gateway import ChatOutput, Gateway
+from modelyard.gateway.gateway import Gateway
+from modelyard.gateway.output import ChatOutput
 from modelyard.gateway.prepared_request import estimated_tokens
 from tests.gateway.harness import GatewayHarness, ids, make_request, read_events
 

@@ -106,7 +106,7 @@ async def test_the_output_tokens_are_recorded_with_the_prompt() -> None:
     async with GatewayHarness() as harness:
         await run(harness, conversation(LONG, "hi"), 0)
         await run(harness, conversation(LONG, "again"), 0)
-        (prompts,) = harness.gateway._diagnostics._sessions._prompts.values()
+        (prompts,) = harness.gateway._services.diagnostics._sessions._prompts.values()
     assert [one.output for one in prompts] == [len(ids("Hello."))] * 2
 
 
@@ -119,7 +119,7 @@ async def test_key_and_session_are_separate_parts_of_the_session_id() -> None:
             (await harness.generation(index)).finish()
             await reading
             stream.close()
-        assert len(harness.gateway._diagnostics._sessions) == 2
+        assert len(harness.gateway._services.diagnostics._sessions) == 2
 
 
 RULES, BILLING = "You are an agent who works with files. ", "x-anthropic-billing-header: cc_version=1; cch={};"

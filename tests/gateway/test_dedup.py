@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from modelyard.core.errors import BY_ADMINISTRATOR, Cancelled, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Sampling, Text
-from modelyard.gateway.choices import MultiChoiceStream
-from modelyard.gateway.dedup import RequestDeduplicator, SharedReader, is_same_request
-from modelyard.gateway.gateway import ChoiceStream
+from modelyard.gateway.dedup import RequestDeduplicator, is_same_request
 from modelyard.gateway.prepared_request import PreparedRequest
+from modelyard.gateway.stream import Stream
 from tests.gateway.harness import CALLER, GatewayHarness, make_request, read_events, wait_until
 
 GREEDY = Sampling(temperature=0)
@@ -31,7 +30,7 @@ class Readers:
 
     def __init__(self, harness: GatewayHarness) -> None:
         self.harness = harness
-        self.streams: list[ChoiceStream | MultiChoiceStream | SharedReader] = []
+        self.streams: list[Stream] = []
         self.tasks: list[asyncio.Task[list[Event]]] = []
 
     async def send(self, *, caller: Caller = CALLER, **fields: Any) -> int:
@@ -41,7 +40,7 @@ class Readers:
         await asyncio.sleep(0)
         return len(self.streams) - 1
 
-    async def _read(self, stream: ChoiceStream | MultiChoiceStream | SharedReader) -> list[Event]:
+    async def _read(self, stream: Stream) -> list[Event]:
         try:
             return await read_events(stream)
         finally:
@@ -53,7 +52,7 @@ class Readers:
 
     @property
     def open(self) -> int:
-        return len(self.harness.gateway._dedup)
+        return len(self.harness.gateway.running.dedup)
 
 
 @asynccontextmanager
@@ -320,7 +319,7 @@ async def test_stop_reaches_every_reader_with_its_reason() -> None:
         for _ in range(2):
             await clients.send()
         generation = await clients.harness.generation()
-        clients.harness.gateway.stop(error := Unavailable("the server stops"))
+        clients.harness.gateway.running.end(error := Unavailable("the server stops"))
         generation.end("cancelled")
         assert [(await task)[-1] for task in clients.tasks] == [Failed(error), Failed(error)]
 
@@ -387,7 +386,7 @@ async def test_an_administrator_cancels_a_request_that_joined_and_the_first_one_
         await clients.send()
         joined = await clients.send(caller=replace(CALLER, trace="joined"))
         reason = Cancelled(BY_ADMINISTRATOR)
-        assert clients.harness.gateway.cancel("joined", reason) == 1
+        assert clients.harness.gateway.running.cancel("joined", reason) == 1
         assert (await clients.tasks[joined])[-1] == Failed(reason)
         assert not clients.tasks[0].done()
-        assert clients.harness.gateway.cancel("joined", reason) == 0  # it has ended
+        assert clients.harness.gateway.running.cancel("joined", reason) == 0  # it has ended

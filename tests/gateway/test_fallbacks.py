@@ -74,7 +74,7 @@ class TwoPlaces(GatewayHarness):
     def __init__(self, **more: Any) -> None:
         super().__init__(slots=1, options=SchedulerOptions(max_waiting=0), **more)
         route = RouteSettings(match=["x"], cache="main", fallback=["fast"])
-        self.gateway.router = build_router(config().models, config().caches, [route])
+        self.gateway.lookup.router = build_router(config().models, config().caches, [route])
 
     async def open(self) -> Any:
         return self.gateway.start(await self.gateway.prepare(make_request(model="x"), CALLER))
@@ -113,13 +113,13 @@ async def test_nothing_of_a_failed_answer_is_seen_and_its_slot_is_free() -> None
 
 async def test_a_client_that_leaves_between_two_models_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async with TwoPlaces(start_error=errors.Unavailable("lost")) as harness:
-        stream, prepare = await harness.open(), harness.gateway.prepare
+        stream, prepare = await harness.open(), harness.gateway.preparer.prepare
 
         async def leave(*args: Any, **more: Any) -> Any:
             stream.cancel()
             return await prepare(*args, **more)
 
-        monkeypatch.setattr(harness.gateway, "prepare", leave)
+        monkeypatch.setattr(harness.gateway.preparer, "prepare", leave)
         (last,) = await read_events(stream)
         assert isinstance(last, Failed)
         assert isinstance(last.error, errors.Cancelled)
@@ -133,7 +133,7 @@ async def test_a_server_that_stops_tries_no_other_model() -> None:
         reading = asyncio.ensure_future(read_events(stream))
         generation = await harness.generation()
         generation.accept()
-        harness.gateway.stop(errors.Unavailable("the server is shutting down", code="shutting_down"))
+        harness.gateway.running.end(errors.Unavailable("the server is shutting down", code="shutting_down"))
         generation.end("cancelled")
         (last,) = await reading
         assert isinstance(last, Failed)

@@ -61,9 +61,10 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.core.tokenizer import FimTokens, IdLogprob
-from modelyard.gateway.gateway import ChatOutput, TextOutput, gateway_timings
+from modelyard.gateway.output import ChatOutput, TextOutput
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
 from modelyard.gateway.request_work import RequestWork
+from modelyard.gateway.stream import gateway_timings
 from modelyard.router.router import Target
 from tests.gateway.harness import (
     CALLER,
@@ -83,7 +84,7 @@ async def refusal(harness: GatewayHarness, kind: type[ModelyardError], caller: C
     with pytest.raises(kind) as caught:
         await harness.gateway.prepare(make_request(**request), caller)
     with pytest.raises(kind):
-        await harness.gateway.count(make_request(**request), caller)
+        await harness.gateway.inputs.count(make_request(**request), caller)
     assert (harness.running, harness.waiting) == (0, 0)
     return caught.value
 
@@ -124,7 +125,7 @@ async def test_a_required_call_is_a_constraint(choice: ToolChoice) -> None:
 async def test_requests_that_arrive_together_run_stage_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     async with GatewayHarness() as harness:
         steps: list[str] = []
-        renderer = harness.gateway.models["demo"].pipeline.renderer
+        renderer = harness.gateway.lookup.models["demo"].pipeline.renderer
         for step in ("quick_text", "tokens"):
             original = getattr(renderer, step)
             monkeypatch.setattr(renderer, step, lambda *a, o=original, s=step: (steps.append(s), o(*a))[1])
@@ -138,12 +139,12 @@ async def test_requests_that_arrive_together_run_stage_by_stage(monkeypatch: pyt
 
 async def test_a_request_that_a_reload_overtakes_is_prepared_for_the_new_model() -> None:
     async with GatewayHarness() as harness:
-        gateway, old = harness.gateway, harness.gateway.models["demo"]
+        gateway, old = harness.gateway, harness.gateway.lookup.models["demo"]
         new = msgspec.structs.replace(old, text=msgspec.structs.replace(old.pipeline), system_prompt="Be brief.")
         preparing = asyncio.ensure_future(gateway.prepare(make_request("Hello"), CALLER))
         await asyncio.sleep(0)  # it is rendered
         assert not preparing.done()
-        gateway.models = {**gateway.models, "demo": new}
+        gateway.lookup.models = {**gateway.lookup.models, "demo": new}
         prepared = await preparing
     assert prepared.model is new
     assert "Be brief." in prepared.prompts[0].text
@@ -166,9 +167,9 @@ async def test_a_route_can_give_consent_for_all_clients_whose_key_does_not_forbi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = GatewayHarness(remote=True)
-    target = harness.gateway.router.resolve("demo", CALLER.endpoint)
+    target = harness.gateway.lookup.router.resolve("demo", CALLER.endpoint)
     consenting = msgspec.structs.replace(target, allow_remote=True)
-    monkeypatch.setattr(harness.gateway.router, "resolve", lambda *_: consenting)
+    monkeypatch.setattr(harness.gateway.lookup.router, "resolve", lambda *_: consenting)
     assert await harness.gateway.prepare(make_request(), CALLER)
     assert await harness.gateway.prepare(make_request(), msgspec.structs.replace(CALLER, key="ann"))
     forbidden = msgspec.structs.replace(CALLER, key="ann", forbid_remote=True)
@@ -184,7 +185,7 @@ async def test_a_request_with_a_key_cannot_give_its_own_consent() -> None:
 
 async def test_an_unknown_model_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = GatewayHarness()
-    monkeypatch.setattr(harness.gateway.router, "routes", ())
+    monkeypatch.setattr(harness.gateway.lookup.router, "routes", ())
     error = await refusal(harness, NotFound, model="unknown")
     assert "demo" in error.message
 
@@ -251,7 +252,7 @@ async def test_a_long_prompt_overflows_before_a_lease_is_taken() -> None:
     harness = GatewayHarness()
     with pytest.raises(ContextOverflow) as caught:
         await harness.gateway.prepare(make_request("word " * 30_000), CALLER)
-    assert caught.value.prompt_tokens == await harness.gateway.count(make_request("word " * 30_000), CALLER)
+    assert caught.value.prompt_tokens == await harness.gateway.inputs.count(make_request("word " * 30_000), CALLER)
     assert harness.running == 0
 
 
@@ -268,7 +269,9 @@ async def test_a_huge_prompt_is_refused_without_tokenizing_all_of_it(text: str) 
 async def test_a_client_that_leaves_while_its_prompt_is_tokenized_is_not_served() -> None:
     harness = GatewayHarness()
     work = RequestWork(3_000_000)
-    counting = asyncio.create_task(harness.gateway.count(make_request("word after word " * 200_000), CALLER, work))
+    counting = asyncio.create_task(
+        harness.gateway.inputs.count(make_request("word after word " * 200_000), CALLER, work)
+    )
     await asyncio.sleep(0)
     work.cancel()
     with pytest.raises(Cancelled):
@@ -291,12 +294,12 @@ async def test_prompts_rendered_in_a_thread_have_the_same_tokens(monkeypatch: py
         GatewayHarness(),
         make_request(messages=tuple(Message("user", (Text(f"word {i}"),)) for i in range(100))),
     )
-    counted = await harness.gateway.count(long, CALLER)
-    raw = await harness.gateway.count(make_request(messages=(), prompts=("one two", "three")), CALLER)
-    monkeypatch.setattr("modelyard.gateway.gateway._INLINE_MESSAGES", 0)
-    monkeypatch.setattr("modelyard.gateway.gateway._INLINE_CHARS", 0)
-    assert await harness.gateway.count(long, CALLER) == counted
-    assert await harness.gateway.count(make_request(messages=(), prompts=("one two", "three")), CALLER) == raw
+    counted = await harness.gateway.inputs.count(long, CALLER)
+    raw = await harness.gateway.inputs.count(make_request(messages=(), prompts=("one two", "three")), CALLER)
+    monkeypatch.setattr("modelyard.gateway.prepare._INLINE_MESSAGES", 0)
+    monkeypatch.setattr("modelyard.gateway.prepare._INLINE_CHARS", 0)
+    assert await harness.gateway.inputs.count(long, CALLER) == counted
+    assert await harness.gateway.inputs.count(make_request(messages=(), prompts=("one two", "three")), CALLER) == raw
 
 
 @pytest.mark.parametrize("id", [model().pipeline.tokenizer.size, 10**9])
@@ -305,7 +308,7 @@ async def test_a_token_id_outside_the_vocabulary_is_refused(id: int) -> None:
     error = await refusal(harness, InvalidRequest, messages=(), prompts=((1, id),))
     assert (error.param, str(id) in error.message) == ("prompt", True)
     with pytest.raises(InvalidRequest) as caught:
-        await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=((id,),)), CALLER)
+        await harness.gateway.inputs.embed(EmbeddingRequest(model="demo", inputs=((id,),)), CALLER)
     assert caught.value.param == "input"
 
 
@@ -313,18 +316,18 @@ async def test_counting_needs_no_engine_and_matches_the_prompt() -> None:
     harness = GatewayHarness()
     assert harness.scheduler.status()["demo"].state == "stopped"
     prepared = await harness.gateway.prepare(make_request("one two three"), CALLER)
-    assert await harness.gateway.count(make_request("one two three"), CALLER) == len(prepared.prompts[0].ids)
+    assert await harness.gateway.inputs.count(make_request("one two three"), CALLER) == len(prepared.prompts[0].ids)
 
 
 async def test_a_chat_engine_that_is_not_loaded_cannot_count() -> None:
     with pytest.raises(Unimplemented):
-        await GatewayHarness(kind="chat", text=None).gateway.count(make_request(), CALLER)
+        await GatewayHarness(kind="chat", text=None).gateway.inputs.count(make_request(), CALLER)
 
 
 async def test_an_engine_without_embeddings_refuses_and_releases_its_slot() -> None:
     async with GatewayHarness() as harness:
         with pytest.raises(Unsupported) as caught:
-            await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("ho")))), CALLER)
+            await harness.gateway.inputs.embed(EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("ho")))), CALLER)
         assert caught.value.code == "embeddings_unsupported"
         assert harness.running == 0
 
@@ -339,7 +342,7 @@ async def test_stop_fails_running_and_queued_requests_with_its_reason() -> None:
     error = Unavailable("the server is shutting down")
     async with GatewayHarness(slots=1) as harness:
         holder, waiter = await harness.start(), await harness.start()
-        harness.gateway.stop(error)
+        harness.gateway.running.end(error)
         for stream in (waiter, holder):
             _, events = await anext(stream)
             assert [event.error for event in events if hasattr(event, "error")] == [error]
@@ -979,7 +982,9 @@ def reading_harness(**changes: Any) -> GatewayHarness:
 async def test_texts_get_the_tokens_that_belong_around_them_and_ids_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model().pipeline.tokenizer, "wrapping", ([1], [2]))
     async with reading_harness() as harness:
-        made = await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("hi")))), CALLER)
+        made = await harness.gateway.inputs.embed(
+            EmbeddingRequest(model="demo", inputs=("hi", tuple(ids("hi")))), CALLER
+        )
         assert [vector[0] for vector in made.vectors] == [len(ids("hi")) + 2, len(ids("hi"))]
         assert made.vectors[0][1] == 1
         assert harness.running == 0
@@ -988,22 +993,22 @@ async def test_texts_get_the_tokens_that_belong_around_them_and_ids_do_not(monke
 async def test_the_best_documents_come_first_and_the_request_is_recorded() -> None:
     async with reading_harness() as harness:
         request = RerankRequest(model="demo", query="q", documents=("a", "a b c d", "a b"), top_n=2)
-        found = await harness.gateway.rerank(request, CALLER)
+        found = await harness.gateway.inputs.rerank(request, CALLER)
         assert [index for index, _ in found.scores] == [1, 2]
         (record,) = harness.gateway.history.recent(5)
         assert (record.model, record.status, record.usage.prompt) == ("demo", "end", found.prompt_tokens)
         with pytest.raises(ContextOverflow) as caught:
-            await harness.gateway.rerank(msgspec.structs.replace(request, documents=("word " * 5000,)), CALLER)
+            await harness.gateway.inputs.rerank(msgspec.structs.replace(request, documents=("word " * 5000,)), CALLER)
         assert caught.value.window == 4096
 
 
 async def test_an_input_as_long_as_the_window_fits() -> None:
     async with reading_harness() as harness:
         token = ids("hi")[0]
-        made = await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=((token,) * 4096,)), CALLER)
+        made = await harness.gateway.inputs.embed(EmbeddingRequest(model="demo", inputs=((token,) * 4096,)), CALLER)
         assert made.prompt_tokens == 4096
         with pytest.raises(ContextOverflow) as caught:
-            await harness.gateway.embed(EmbeddingRequest(model="demo", inputs=((token,) * 4097,)), CALLER)
+            await harness.gateway.inputs.embed(EmbeddingRequest(model="demo", inputs=((token,) * 4097,)), CALLER)
         assert (caught.value.prompt_tokens, caught.value.window) == (4097, 4096)
 
 

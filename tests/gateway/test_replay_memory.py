@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from modelyard.core.errors import Unavailable
-from modelyard.core.events import Block, Finished, Reply, Started, Usage
+from modelyard.core.events import Block, Finished, Reply, Started, Usage, collect_reply
 from modelyard.core.request import Message, Reasoning, Request, Text, Thinking, Tool, ToolCall
-from modelyard.gateway.gateway import ChoiceStream
 from modelyard.gateway.replay_memory import (
     GeneratedCall,
     ReplayMemory,
-    as_message,
     call_ids,
     generated_calls,
-    generated_reply,
     restored,
     with_line_breaks,
 )
@@ -29,7 +27,7 @@ from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin
 from modelyard.store import MemoryStore
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from tests.gateway.harness import GatewayHarness, read_events
+from tests.gateway.harness import CALLER, GatewayHarness, read_events
 from tests.prompt.histories import CHAT_TEMPLATES, TOOL, make_message, make_request, tool_result
 from tests.tokenizer import sample_tokenizers
 
@@ -148,31 +146,30 @@ GENERATED_TEXT = (
 )
 
 
-async def generated(**request: Any) -> tuple[Any, ...] | None:
+async def next_turn(**request: Any) -> tuple[Any, ...]:
+    """The parts of a reply as the next prompt has them, after the client has returned the text and the calls."""
     async with GatewayHarness() as harness:
         stream = await harness.start(**request)
         reading = asyncio.create_task(read_events(stream))
         (await harness.generation()).finish(GENERATED_TEXT)
-        last = (await reading)[-1]
+        reply = collect_reply(await reading)
         stream.close()
-        assert isinstance(last, Finished)
-        source = stream if isinstance(stream, ChoiceStream) else stream._shared.source  # type: ignore[union-attr]
-        reply = generated_reply(source.prepared, source.events, source.output.ids, last.usage)
-    return None if reply is None else as_message(reply).parts
+        returned = tuple(replace(call, arguments=" " + call.arguments) for call in reply.calls)
+        messages = (Message("assistant", (Text("Looking."), *returned)), Message("user", (Text("Go on."),)))
+        prepared = await harness.gateway.prepare(Request(model="demo", messages=messages), CALLER)
+        return prepared.request.messages[0].parts
 
 
 @pytest.mark.parametrize("visible", [True, False, None])
 async def test_reasoning_is_recorded_even_if_hidden(visible: bool | None) -> None:
-    parts = await generated(tools=(LOOK,), reasoning=Reasoning(visible=visible))
-    assert parts is not None
-    thought, text, call = parts
+    thought, text, call = await next_turn(tools=(LOOK,), reasoning=Reasoning(visible=visible))
     assert (thought, text) == (Thinking("Why not."), Text("Looking."))
     assert isinstance(call, ToolCall)
     assert call.arguments == '{"b":1}'
 
 
 async def test_a_reply_without_tools_is_not_recorded() -> None:
-    assert await generated() is None
+    assert await next_turn() == (Text("Looking."),)
 
 
 # --- restoring: reserialised, reordered or omitted parts become the generated text; changed parts stay ----------------

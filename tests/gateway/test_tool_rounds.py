@@ -59,7 +59,7 @@ class RoundsHarness(GatewayHarness):
         servers = McpServers(McpSettings.model_validate({"servers": {"math": {"command": "x"}}, **settings}), {})
         self.tools = ManualTools()
         servers._configured = {"math": self.tools}  # type: ignore[dict-item]
-        self.gateway.mcp = servers
+        self.gateway.preparer.mcp = servers
         self.events: list[Event] = []
 
     async def begin(self, *own: Tool, **request: Any) -> asyncio.Task[None]:
@@ -111,10 +111,10 @@ async def test_the_next_round_begins_with_the_call_and_its_result(harness: Round
     write_calls(await harness.generation(0), "add")
     await harness.called(0)
     assert harness.running == 0  # no slot is held while the tool runs
-    assert harness.gateway.running()["t1"].tools == ("math.add",)
+    assert harness.gateway.running.by_trace()["t1"].tools == ("math.add",)
     harness.tools.answer(0, Text("three"))
     second = await harness.generation(1)
-    prompt = harness.gateway.models["demo"].pipeline.tokenizer.decode(second.prompt.parts[0].ids)  # type: ignore[union-attr]
+    prompt = harness.gateway.lookup.models["demo"].pipeline.tokenizer.decode(second.prompt.parts[0].ids)  # type: ignore[union-attr]
     assert prompt.index("<tool_call>") < prompt.index("three")
     second.finish("It is three.")
     await reading
@@ -126,7 +126,7 @@ async def test_the_next_round_begins_with_the_call_and_its_result(harness: Round
     assert harness.record.status == "end"
     assert harness.record.usage == harness.reply().finished.usage
     assert [(run.server, run.tool, run.status) for run in harness.record.calls] == [("math", "add", "ok")]
-    assert not harness.gateway.running()
+    assert not harness.gateway.running.by_trace()
 
 
 async def test_calls_of_one_turn_run_at_the_same_time_and_keep_their_order(harness: RoundsHarness) -> None:
@@ -145,7 +145,7 @@ async def test_a_cancelled_request_cancels_its_calls(harness: RoundsHarness) -> 
     reading = await harness.begin()
     write_calls(await harness.generation(0), "add", "add")
     await harness.called(1)
-    assert harness.gateway.cancel("t1", Cancelled("an administrator cancelled it")) == 1
+    assert harness.gateway.running.cancel("t1", Cancelled("an administrator cancelled it")) == 1
     await reading
     assert harness.tools.cancelled == 2
     assert harness.events[-1] == Failed(Cancelled("an administrator cancelled it"))
@@ -167,7 +167,7 @@ async def test_a_shutdown_ends_a_request_whose_tool_runs(harness: RoundsHarness)
     reading = await harness.begin()
     write_calls(await harness.generation(0), "add")
     await harness.called(0)
-    harness.gateway.stop(Unavailable("the server is shutting down"))
+    harness.gateway.running.end(Unavailable("the server is shutting down"))
     await reading
     assert harness.events[-1] == Failed(Unavailable("the server is shutting down"))
 
@@ -250,7 +250,7 @@ async def test_a_model_that_cannot_call_tools_gets_none_of_its_route(harness: Ro
         "routes": [{"match": "*", "cache": "main", "mcp": "math"}],
         "mcp": {"servers": {"math": {"command": "x"}}},
     }
-    harness.gateway.router = load_config(env={}, overrides=demo_config() | routes).config.router()
+    harness.gateway.lookup.router = load_config(env={}, overrides=demo_config() | routes).config.router()
     offered = await harness.gateway.prepare(make_request(), CALLER)
     assert [tool.name for tool in offered.request.tools] == ["add"]
     info = harness.engine.info
@@ -268,7 +268,7 @@ async def test_more_calls_than_allowed_are_not_run() -> None:
         await harness.called(0)
         harness.tools.answer(0, Text("y" * 300))
         last = await harness.generation(1)
-        tools = harness.gateway.models["demo"].pipeline.tokenizer.decode(last.prompt.parts[0].ids)  # type: ignore[union-attr]
+        tools = harness.gateway.lookup.models["demo"].pipeline.tokenizer.decode(last.prompt.parts[0].ids)  # type: ignore[union-attr]
         assert '"description": "Add."' not in tools  # it must answer now
         last.finish("Enough.")
         await reading

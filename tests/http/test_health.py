@@ -72,7 +72,7 @@ async def test_a_gateway_whose_tokenizer_has_not_arrived_is_unhealthy() -> None:
     """The model is up in another process, and its tokenizer is still on its way here."""
     app = make_app()
     await load_all(app)
-    app.gateway.models = {name: replace(model, text=None) for name, model in app.gateway.models.items()}
+    app.gateway.lookup.models = {name: replace(model, text=None) for name, model in app.gateway.lookup.models.items()}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app.app), base_url=URL) as client:
         reply = await client.get("/health")
         assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")

@@ -83,7 +83,7 @@ async def test_the_rules_of_the_admin_api_are_those_of_check() -> None:
 
 
 async def test_the_endpoint_chooses_a_cache_of_the_model_that_was_named() -> None:
-    router = make_app(CONFIG).gateway.router
+    router = make_app(CONFIG).gateway.lookup.router
     assert [router.resolve("first", path).cache for path in ("/v1/messages", "/v1/responses")] == ["fast", "main"]
 
 

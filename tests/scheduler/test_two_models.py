@@ -21,8 +21,7 @@ from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Request, Sampling, Text
-from modelyard.gateway.choices import MultiChoiceStream
-from modelyard.gateway.gateway import ChoiceStream
+from modelyard.gateway.stream import Stream
 from modelyard.server.app import ServerApp, compose
 from tests.engines.llama_cpp.helpers import model_file
 from tests.engines.llama_cpp.short_model import short_model_file
@@ -66,16 +65,14 @@ async def server(folder: Path, *, n_ctx: int = 256, file: Path | None = None) ->
         await app.gateway.close()
 
 
-async def started(
-    app: ServerApp, model: str, text: str, max_tokens: int = 2, **more: Any
-) -> ChoiceStream | MultiChoiceStream:
+async def started(app: ServerApp, model: str, text: str, max_tokens: int = 2, **more: Any) -> Stream:
     request = Request(
         model=model, messages=(Message("user", (Text(text),)),), sampling=SAMPLING, max_tokens=max_tokens, **more
     )
     return app.gateway.start(await app.gateway.prepare(request, CALLER))
 
 
-async def read(answer: ChoiceStream | MultiChoiceStream) -> list[Event]:
+async def read(answer: Stream) -> list[Event]:
     events = [event for _, batch in [each async for each in answer] for event in batch]
     answer.close()
     return events
@@ -129,7 +126,7 @@ async def test_load_measurements_are_saved(tmp_path: Path):
 @pytest.mark.parametrize("force", [False, True])
 async def test_unload_during_a_stream(tmp_path: Path, force: bool):
     async with server(tmp_path, n_ctx=2048 if force else 256) as app:
-        stops = app.gateway.models["a"].pipeline.stop_ids
+        stops = app.gateway.lookup.models["a"].pipeline.stop_ids
         endless = {"sampling": Sampling(temperature=0.0, logit_bias=dict.fromkeys(stops, -100.0))} if force else {}
         request = Request(
             **{"model": "a", "messages": (Message("user", (Text("Tell a story."),)),), "sampling": SAMPLING}

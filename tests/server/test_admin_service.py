@@ -228,22 +228,22 @@ async def test_a_pulled_model_reads_its_files_at_its_first_request(
     await built.scheduler.load("demo")
     transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        kept = built.gateway.models["demo"]
+        kept = built.gateway.lookup.models["demo"]
         models.pull(str(write_model(tmp_path / "tiny.gguf")))
         await built.admin.reload_library()
-        assert built.gateway.models["demo"] is kept, "what has not changed is not read again"
-        assert built.gateway.models["tiny"].text is None
+        assert built.gateway.lookup.models["demo"] is kept, "what has not changed is not read again"
+        assert built.gateway.lookup.models["tiny"].text is None
         assert "tiny: 8 conversations of 256 tokens: as trained" in caplog.text
         assert (await client.get("/health")).json()["tokenizer_loaded"]
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
         replies = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(3)))
         assert [reply.status_code for reply in replies] == [200] * 3
-        defined = built.gateway.models["tiny"]
+        defined = built.gateway.lookup.models["tiny"]
         assert defined.text is not None
         count = await client.post("/tokenize", json={"model": "tiny", "content": "hello"})
         assert count.status_code == 200
         await built.admin.reload_library()
-        assert built.gateway.models["tiny"] is defined
+        assert built.gateway.lookup.models["tiny"] is defined
         models.remove_model("tiny")
         await built.admin.reload_library()
         assert (await client.post("/v1/chat/completions", json=body)).json()["error"]["code"] == "model_not_found"

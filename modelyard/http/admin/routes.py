@@ -220,9 +220,9 @@ class AdminRoutes:
         gateway, service = self._context.gateway, self._context.service
         engines = self._context.pool.engines(snapshot.name)
         loaded = engines[0].info.capabilities if engines else None
-        can = gateway.capabilities.effective(gateway.models[snapshot.name], loaded)
+        can = gateway.lookup.capabilities.effective(gateway.lookup.models[snapshot.name], loaded)
         lines = self._log_tail(snapshot.name) if includes(RequestContext.of(request.scope).role, "operator") else []
-        about, has_window = service.describe(snapshot.name), gateway.has_window(snapshot.name)
+        about, has_window = service.describe(snapshot.name), gateway.lookup.has_window(snapshot.name)
         return schemas.model(snapshot, about, can, lines, has_window=has_window)
 
     async def memory(self) -> Response:
@@ -231,7 +231,7 @@ class AdminRoutes:
     async def caches(self) -> Response:
         pool = self._context.pool
         seen = pool.snapshot().models.values()
-        has_window = self._context.gateway.has_window
+        has_window = self._context.gateway.lookup.has_window
         rows = (schemas.caches(m.name, m.caches, pool.engines(m.name), has_window(m.name)) for m in seen)
         return _json({"data": [row for of_model in rows for row in of_model]})
 
@@ -245,8 +245,8 @@ class AdminRoutes:
         own: bool = False,
     ) -> Response:
         """`since` (unix time): requests that ended before it are left out."""
-        running = self._context.gateway.running()
-        seen = (*self._context.pool.requests(), *self._context.gateway.calling_tools())
+        running = self._context.gateway.running.by_trace()
+        seen = (*self._context.pool.requests(), *self._context.gateway.running.calling_tools())
         live = [schemas.live(one, running.get(one.trace)) for one in seen]
         recent = takewhile(lambda one: one.at >= since, self._context.gateway.history.recent(limit))
         ended = [schemas.finished(one) for one in recent]
@@ -257,12 +257,12 @@ class AdminRoutes:
 
     async def request(self, request: StarletteRequest, id: str, own: bool = False) -> Response:
         trace, context = id.removeprefix("req_"), self._context
-        running = context.gateway.running().get(trace)
-        seen = (*context.pool.requests(), *context.gateway.calling_tools())
+        running = context.gateway.running.by_trace().get(trace)
+        seen = (*context.pool.requests(), *context.gateway.running.calling_tools())
         live = [schemas.live(one, running) for one in seen if one.trace == trace]
         ended = [schemas.finished(one) for one in context.gateway.history.find(trace)]
         texts = schemas.captured(context.captures.find(trace))
-        if texts is None and running is not None and (watched := context.gateway.watch(trace)) is not None:
+        if texts is None and running is not None and (watched := context.gateway.running.watch(trace)) is not None:
             prompt, output = watched
             texts = {"request": None, "prompt": prompt, "output": output, "response": None}
         if not ended and running is None and not own:
@@ -276,7 +276,7 @@ class AdminRoutes:
     async def cancel(self, request: StarletteRequest, id: str, own: bool = False) -> Response:
         trace = id.removeprefix("req_")
         ended = self._context.pool.cancel(trace)
-        ended += self._context.gateway.cancel(trace, Cancelled(BY_ADMINISTRATOR))
+        ended += self._context.gateway.running.cancel(trace, Cancelled(BY_ADMINISTRATOR))
         if not ended and not own:
             answers = await self._context.peers.request(
                 "POST", f"requests/{quote(id, safe='')}/cancel", request.headers
@@ -323,8 +323,8 @@ class AdminRoutes:
 
     async def route(self, model: str, endpoint: str = "/v1/chat/completions") -> Response:
         gateway = self._context.gateway
-        target, found = gateway.model_for(model, Caller(trace="", endpoint=endpoint, allow_remote=True))
-        return _json(schemas.route(model, endpoint, target, gateway.router.catalog.models[found.name].backend))
+        target, found, _ = gateway.lookup.find(model, Caller(trace="", endpoint=endpoint, allow_remote=True))
+        return _json(schemas.route(model, endpoint, target, gateway.lookup.router.catalog.models[found.name].backend))
 
     async def routes(self) -> Response:
         return _json({"object": "list", "data": self._context.service.routes()})

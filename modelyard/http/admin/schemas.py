@@ -10,7 +10,7 @@ import msgspec
 
 from modelyard.core.engine import CacheStats, Capabilities, Engine, MemoryEstimate
 from modelyard.core.pool import DeviceSnapshot, ModelStatus, PoolSnapshot, RequestSnapshot
-from modelyard.gateway.gateway import RunningRequest
+from modelyard.gateway.running import RunningRequest
 from modelyard.router.router import Target
 from modelyard.telemetry.history import INTERVAL_S, HistoryInterval, RequestRecord
 from modelyard.telemetry.request_capture import CapturedRequest

@@ -114,7 +114,7 @@ async def test_a_running_request_ends_when_its_key_is_revoked(tmp_path: Path) ->
         made = await create(boss)
 
         async def revoke() -> None:
-            while not app.gateway.running():  # noqa: ASYNC110
+            while not app.gateway.running.by_trace():  # noqa: ASYNC110
                 await asyncio.sleep(0)
             await boss.delete(f"/v1/admin/keys/{made['id']}")
 
