@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
+from modelyard.core.request import LOCAL_USER
+
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _MAX_NAME = 64
 _MAX_MODELS, _MAX_PATTERN = 100, 256
@@ -121,6 +123,8 @@ class NewKey(KeyRules):
     def _printable(cls, value: str) -> str:
         if not value.isprintable() or value != value.strip():
             raise ValueError("a name has printable characters, and no spaces at its ends")
+        if value.startswith(LOCAL_USER):
+            raise ValueError(f"names that begin with {LOCAL_USER} are those of the machine's users")
         return value
 
 

@@ -330,6 +330,14 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
+LOCAL_USER = "uid:"  # begins what scopes the state of another user of the machine, on a server without keys
+
+
+def is_api_key(key: str) -> bool:
+    """Whether a caller's `key` names an API key, and not a user of a server without keys."""
+    return bool(key) and not key.startswith(LOCAL_USER)
+
+
 class Reservation(Protocol):
     """What a request has reserved of the server's memory and of its key's budget: `modelyard.accounts.admission`."""
 
@@ -338,7 +346,8 @@ class Reservation(Protocol):
 
 
 class Caller(Struct, frozen=True, kw_only=True, gc=False):
-    """Who sent the request, and to which endpoint. `key` names the API key (never its secret) and scopes all state."""
+    """Who sent the request, and to which endpoint. `key` names the API key (never its secret) and scopes all state. On
+    a server without keys it is "" for the server's own user, and `uid:…` for another one of the machine."""
 
     trace: str
     endpoint: str

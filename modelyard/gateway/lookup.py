@@ -13,7 +13,7 @@ from modelyard.accounts.keys import may_use
 from modelyard.core.engine import Capabilities, Engine
 from modelyard.core.errors import Forbidden, Unavailable
 from modelyard.core.pool import LeaseProvider
-from modelyard.core.request import Caller
+from modelyard.core.request import Caller, is_api_key
 from modelyard.gateway.model import CapabilityCache, Model
 from modelyard.router.router import Router, Target
 
@@ -100,14 +100,14 @@ def _may_leave(caller: Caller, target: Target, consent: bool) -> bool:
     consent counts only on a server without keys."""
     if caller.forbid_remote:
         return False
-    return target.allow_remote or caller.allow_remote or (consent and not caller.key)
+    return target.allow_remote or caller.allow_remote or (consent and not is_api_key(caller.key))
 
 
 def _remote_not_allowed(name: str, caller: Caller) -> Forbidden:
     how = "send the header x-modelyard-allow-remote: true (in the pool dialect also the field allow_remote), or set"
-    if caller.key:
+    if has_key := is_api_key(caller.key):
         how = f"the key {caller.key!r} may not use it; the administrator can set"
-    where = "your key" if caller.forbid_remote else "its route or your key" if caller.key else "its route"
+    where = "your key" if caller.forbid_remote else "its route or your key" if has_key else "its route"
     return Forbidden(
         f"the model {name!r} runs on a remote service; {how} allow_remote = true on {where}", code="remote_not_allowed"
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from modelyard.accounts.keys import Key, KeyRing
 from modelyard.accounts.owner import OWNER_HEADER, OwnerProof, Role, includes
 from modelyard.core.errors import Forbidden, InvalidRequest, Unauthenticated
+from modelyard.core.request import is_api_key
 from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
 
@@ -77,7 +78,8 @@ class Authenticator:
         self._has_workbench, self._has_docs = settings.workbench, settings.docs
         self._origins = frozenset(settings.cors_origins or ("*",)) if settings.cors_enabled else frozenset()
 
-    def admit(self, context: RequestContext) -> None:
+    def admit(self, context: RequestContext, user: Callable[[], str] = str) -> None:
+        """`user` tells which user of the machine the client is: see `local_user`."""
         if self._is_loopback:
             self._check_host(context.headers.get("host", ""))
         if (origin := context.headers.get("origin")) is not None:
@@ -85,7 +87,7 @@ class Authenticator:
         if context.headers.get("sec-fetch-site") == "cross-site" and is_workbench(context.path):
             message = "the workbench is not opened by other web pages: type its address, or use a bookmark"
             raise Forbidden(message, code="cross_site")  # each page takes memory, also one in a foreign <img>
-        self._identify(context)
+        self._identify(context, user)
 
     def _check_host(self, header: str) -> None:
         """DNS rebinding: a web page that resolves its name to 127.0.0.1 still sends that name in Host."""
@@ -115,8 +117,9 @@ class Authenticator:
         )
 
     def act_for(self, context: RequestContext, name: str) -> None:
-        """Admit what runs without its client, with the key of this name; "" on a server without keys."""
-        if not name and not self._keys.keys:
+        """Admit what runs without its client, with the key of this name, or for a user of a server without keys."""
+        if not is_api_key(name) and not self._keys.keys:
+            context.key = name
             return
         now = time.time()
         key = next((key for key in self._keys.keys if key.name == name and key.state(now) == "active"), None)
@@ -128,10 +131,10 @@ class Authenticator:
         context.key, context.role, context.allowed = key.name, key.role, key.models
         context.allow_remote, context.forbid_remote = key.allow_remote is True, key.allow_remote is False
 
-    def _identify(self, context: RequestContext) -> None:
+    def _identify(self, context: RequestContext, user: Callable[[], str]) -> None:
         is_owner = OWNER_HEADER in context.headers and self._owner.is_proved(context.headers[OWNER_HEADER])
         if not self._keys.keys and self._is_loopback:
-            context.role = "local"
+            context.role, context.key = "local", "" if is_owner else user()
             context.allow_remote = context.headers.get("x-modelyard-allow-remote", "").lower() == "true"
         elif (key := self._keys.match(_secrets(context.headers))) is not None:
             self._use(context, key)

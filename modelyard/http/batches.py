@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Scope
 from modelyard.accounts.admission import Admission
 from modelyard.core.batch import Batch
 from modelyard.core.errors import Conflict, ModelyardError
+from modelyard.core.request import is_api_key
 from modelyard.gateway.batches import Batches, LineReply
 from modelyard.gateway.records import new_id
 from modelyard.gateway.request_work import run_sized
@@ -76,7 +77,7 @@ class BatchEndpoints:
 
 def _consenting(batch: Batch, context: RequestContext) -> Batch:
     """On a server without keys a request consents to remote models, for each of the batch's requests."""
-    return msgspec.structs.replace(batch, allow_remote=context.allow_remote and not context.key)
+    return msgspec.structs.replace(batch, allow_remote=context.allow_remote and not is_api_key(context.key))
 
 
 # --- Anthropic's batches --------------------------------------------------------------------------------------------

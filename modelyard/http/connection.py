@@ -26,6 +26,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.http.errors import write_error
+from modelyard.http.local_user import local_user
 from modelyard.http.request_context import RequestContext
 from modelyard.telemetry.log import log_event
 from modelyard.write_coalescing import CoalescingTransport, WriteCoalescer
@@ -41,6 +42,7 @@ log = logging.getLogger("modelyard.http")
 # registers how to send a ping.
 
 _SCOPE_KEY = "modelyard.on_disconnect"
+_USER_KEY = "modelyard.user"
 _PINGS_KEY = "modelyard.on_half_close"
 
 DisconnectCallbacks = set[Callable[[], object]]
@@ -84,6 +86,12 @@ def ping_on_half_close(scope: Scope, ping: Callable[[], None]) -> Callable[[], o
     return partial(pings.discard, ping)
 
 
+def user_of(scope: Scope) -> Callable[[], str]:
+    """Tells which user of the machine the client is."""
+    asked: Callable[[], str] | None = scope.get(_USER_KEY)
+    return asked or partial(local_user, scope.get("client"), scope.get("server"))
+
+
 # --- the connection ---------------------------------------------------------------------------------------------------
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -125,6 +133,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._close_timer: asyncio.TimerHandle | None = None
         self._on_disconnect: DisconnectCallbacks = set()
         self._pings: DisconnectCallbacks = set()
+        self._user: str | None = None
         self._earlier: list[RequestResponseCycle] = []  # replies that come before that of `cycle`
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -150,6 +159,12 @@ class LimitedConnection(HttpToolsProtocol):
         scope: Any = self.scope
         if scope is not None:
             withdraw_callbacks(scope)
+
+    def _find_user(self) -> str:
+        """Once for a connection: the other end belongs to one user."""
+        if self._user is None:
+            self._user = local_user(self.client, cast("tuple[str, int]", self.server))
+        return self._user
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
@@ -236,7 +251,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # `_parse` decides
         scope: Any = self.scope
-        scope[_SCOPE_KEY], scope[_PINGS_KEY] = self._on_disconnect, self._pings
+        scope[_SCOPE_KEY], scope[_PINGS_KEY], scope[_USER_KEY] = self._on_disconnect, self._pings, self._find_user
         before = self.cycle
         super().on_headers_complete()
         scope["headers"] = self.headers.copy()  # a trailer is no header (RFC 9110, 6.5.1)

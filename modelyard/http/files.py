@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive
 
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, TooLarge
+from modelyard.core.request import is_api_key
 from modelyard.core.store import FileRecord
 from modelyard.gateway.files import CHUNK, Files, in_chunks
 from modelyard.http.auth import GOOGLE_KEY
@@ -204,7 +205,7 @@ class UploadEndpoint:
         start = gemini.read_start(await body.body(), context.headers)
         _check_size(str(start.bytes), self._files.max_bytes)
         query = {"upload_id": await self._files.begin(context.key, start.filename, _PURPOSE, start.mime_type)}
-        if context.key:
+        if is_api_key(context.key):
             query["key"] = context.headers.get(GOOGLE_KEY, "")
         url = f"{_base_url(request)}{context.path}?{urlencode(query)}"
         return _json({}, {_STATUS: "active", "x-goog-upload-url": url})

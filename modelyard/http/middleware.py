@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelyard.accounts.admission import Admission
 from modelyard.core.errors import ModelyardError, NotFound, TooLarge, Unavailable
 from modelyard.http.auth import GOOGLE_KEY, Authenticator, is_workbench
+from modelyard.http.connection import user_of
 from modelyard.http.errors import as_modelyard_error, write_error
 from modelyard.http.request_context import (
     CONTEXT_KEY,
@@ -149,7 +150,7 @@ class RequestMiddleware:
         try:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
-            self._authenticator.admit(context)
+            self._authenticator.admit(context, user_of(scope))
             if method not in _READING and self.is_draining():
                 raise _shutting_down()
             current_client.set(context.key)
@@ -185,7 +186,7 @@ class RequestMiddleware:
         try:
             if size > self._max_header_bytes:
                 raise _too_large(self._max_header_bytes)
-            self._authenticator.admit(context)
+            self._authenticator.admit(context, user_of(scope))
             if self.is_draining():
                 raise _shutting_down()
             if app is None:

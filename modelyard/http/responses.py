@@ -260,6 +260,8 @@ class _Connection:
             "raw_path": b"/v1/responses",
             "query_string": b"",
             "headers": self._scope["headers"],
+            "client": self._scope["client"],
+            "server": self._scope["server"],
             RESPONSES_KEY: self._stored,
         }
         offer_callbacks(scope, self._callbacks)

@@ -19,6 +19,7 @@ import pytest
 
 from modelyard.library.cache_dir import run_dir
 from tests.cli_process import ServerProcess, run, serve
+from tests.e2e.helpers import wait_until
 
 OTHER_USER = """
 import encodings.idna, http.client, json, os, sys  # before it loses the right to read them
@@ -150,6 +151,94 @@ def test_another_user_cannot_read_the_texts_of_requests(server: ServerProcess) -
     assert [status for status, _ in replies] == [403] * len(refused) + [200] * len(allowed)
     trace = stored.removeprefix("resp_")  # who knows the id of a stored response can read it
     assert not [text for _, text in replies if "walrus" in text or trace in text]
+
+
+def send(server: ServerProcess, path: str, body: Any) -> Any:
+    return httpx.post(server.url + path, json=body, timeout=60).json()
+
+
+def stored_objects(server: ServerProcess, text: str) -> dict[str, str]:
+    """One object of each kind, with this text; by the path at which its owner reads it."""
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    upload = {"file": ("a.jsonl", json.dumps(line | {"custom_id": text}).encode())}
+    file = httpx.post(server.url + "/v1/files", files=upload, data={"purpose": "batch"}).json()["id"]
+    work = {"endpoint": "/v1/chat/completions", "completion_window": "24h", "metadata": {"text": text}}
+    batch = send(server, "/v1/batches", work | {"input_file_id": file})["id"]
+    requests = [{"custom_id": text, "params": CHAT | {"max_tokens": 5}}]
+    messages = send(server, "/v1/messages/batches", {"requests": requests})["id"]
+    response = send(server, "/v1/responses", {"model": "demo", "input": text})["id"]
+    background = send(server, "/v1/responses", {"model": "demo", "input": text, "background": True})["id"]
+    items = [{"type": "message", "role": "user", "content": text}]
+    conversation = send(server, "/v1/conversations", {"items": items})["id"]
+    return {
+        f"/v1/files/{file}": file,
+        f"/v1/files/{file}/content": text,
+        f"/v1beta/files/{file}": file,
+        f"/v1/batches/{batch}": text,
+        f"/v1/messages/batches/{messages}": messages,
+        f"/v1/responses/{response}": response,
+        f"/v1/responses/{response}/input_items": text,
+        f"/v1/responses/{background}": background,
+        f"/v1/conversations/{conversation}/items": text,
+    }
+
+
+LISTS = ("/v1/files", "/v1beta/files", "/v1/batches", "/v1/messages/batches")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
+def test_another_user_sees_no_files_batches_responses_or_conversations_of_the_owner(server: ServerProcess) -> None:
+    objects = stored_objects(server, "walrus-of-mine")
+    for path, text in objects.items():
+        assert text in httpx.get(server.url + path).text, path
+    ids = {path.split("/")[3] if "messages" not in path else path.split("/")[4] for path in objects}
+    for path in LISTS:
+        assert any(id in httpx.get(server.url + path).text for id in ids), path
+    response = next(id for id in ids if id.startswith("resp_"))
+    conversation = next(id for id in ids if id.startswith("conv_"))
+    file = next(id for id in ids if id.startswith("file-"))
+    named = [{"role": "user", "content": [{"type": "input_file", "file_id": file}]}]
+    tried = [
+        *(("GET", path, None) for path in objects),
+        *(("DELETE", path, None) for path in objects if path.count("/") == 3 and "batches" not in path),
+        *(("POST", f"{path}/cancel", None) for path in objects if "batches" in path),
+        ("POST", "/v1/responses", {"model": "demo", "input": "hi", "previous_response_id": response}),
+        ("POST", "/v1/responses", {"model": "demo", "input": "hi", "conversation": conversation}),
+        ("POST", "/v1/responses", {"model": "demo", "input": named}),
+        ("POST", "/v1/batches", {"input_file_id": file, "endpoint": "/v1/responses", "completion_window": "24h"}),
+    ]
+    _, replies = other_user(server, *tried, *(("GET", path, None) for path in LISTS))
+    refused, lists = replies[: len(tried)], replies[len(tried) :]
+    assert [reply for reply in zip(tried, refused, strict=True) if reply[1][0] not in (400, 404)] == []
+    assert [status for status, _ in lists] == [200] * len(LISTS)
+    assert not [text for _, text in replies if "walrus-of-mine" in text]
+    assert not [text for _, text in lists if any(id in text for id in ids)]
+    for path, text in objects.items():
+        assert text in httpx.get(server.url + path).text, f"{path} was not deleted"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
+def test_another_user_has_objects_of_its_own_which_the_owner_does_not_list(server: ServerProcess) -> None:
+    before = httpx.get(server.url + "/v1/messages/batches").text
+    requests = [{"custom_id": "a", "params": CHAT | {"max_tokens": 5}}]
+    _, ((_, made), (_, response)) = other_user(
+        server,
+        ("POST", "/v1/messages/batches", {"requests": requests}),
+        ("POST", "/v1/responses", {"model": "demo", "input": "seal-of-theirs"}),
+    )
+    batch, stored = json.loads(made)["id"], json.loads(response)["id"]
+
+    def theirs(path: str) -> Any:
+        _, ((status, text),) = other_user(server, ("GET", path, None))
+        assert status == 200, text
+        return text
+
+    wait_until(lambda: '"processing_status":"ended"' in theirs(f"/v1/messages/batches/{batch}"), "their batch runs")
+    assert "Hello there." in theirs(f"/v1/messages/batches/{batch}/results")
+    assert stored in theirs(f"/v1/responses/{stored}")
+    for path in (f"/v1/messages/batches/{batch}", f"/v1/responses/{stored}"):
+        assert httpx.get(server.url + path).status_code == 404
+    assert httpx.get(server.url + "/v1/messages/batches").text == before
 
 
 def test_another_user_cannot_end_a_request(server: ServerProcess) -> None:
