@@ -166,21 +166,21 @@ async def graph_rates(
     """Of long streams and of requests that come and go: on the CPU and in the graph, in alternating rounds."""
     engine = await decode_step.open_engine(file, 1, streams)
     context, kind = engine._contexts[0], _SAMPLED["temperature"]
-    samplers = context.graph_samplers
+    sampler = context.graph_sampler
     found: dict[str, dict[str, list[float]]] = {"long": {}, "short": {}}
     try:
-        if samplers is None:
+        if sampler is None:
             raise SystemExit("llama.cpp's graph does not sample this model: it needs an NVIDIA GPU that has all layers")
         for round_ in range(rounds):
             for where in ("cpu", "graph") if round_ % 2 else ("graph", "cpu"):
-                context.graph_samplers = samplers
+                context.graph_sampler = sampler
                 await rate(engine, streams, 8, _GREEDY, round_)  # ends sampling in the graph
                 for number in range(_MOST_REQUESTS if where == "graph" else 0):
                     await rate(engine, streams, 2, kind, number)
-                    if samplers.of(0) is not None:
+                    if sampler.is_active:
                         break
                 if where == "cpu":
-                    context.graph_samplers = None
+                    context.graph_sampler = None
                 found["long"].setdefault(where, []).append(await rate(engine, streams, tokens, kind, round_))
                 found["short"].setdefault(where, []).append(await coming_rate(engine, streams, round_, requests))
     finally:

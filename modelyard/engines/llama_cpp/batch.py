@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from modelyard.engines.llama_cpp.batch_sampler import BatchSampler
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.sampler import BatchSampler
 
 IntArray = npt.NDArray[np.int32]
 
@@ -117,8 +117,9 @@ class DecodeBatch:
         # No job has a mask, a script or logprobs: its sampler's tokens are its output.
         self.is_simple = all(job.is_simple for job in self.jobs)
         self.is_greedy = all(job.is_greedy for job in self.jobs)
-        self.graph_samplers = [job.graph_sampler for job in self.jobs if job.graph_sampler is not None]  # all or none
-        self.sampler = _batch_sampler(self.jobs) if self.is_simple and not self.graph_samplers else None
+        self.graph_sampler = next((job.graph_sampler for job in self.jobs), None)  # of all or none
+        is_batched = self.is_simple and self.graph_sampler is None and all(job.sampler.is_batched for job in self.jobs)
+        self.sampler = BatchSampler([job.sampler for job in self.jobs]) if is_batched and self.jobs else None
         self._stop_ids = frozenset[int]().union(*(job.stop_ids for job in self.jobs))
         self._deadline = min((job.prompt.deadline or inf for job in self.jobs), default=inf)
         self.check_limits()
@@ -152,14 +153,6 @@ class DecodeBatch:
         now = time.time()
         for job in self.jobs:
             job.slot.tokens, job.slot.last_used = job.evaluated_ids, now
-
-
-def _batch_sampler(jobs: Sequence[LlamaCppJob]) -> BatchSampler | None:
-    samplers = [job.sampler.batched for job in jobs]
-    usable = [sampler for sampler in samplers if sampler is not None]
-    if not usable or len(usable) < len(jobs):
-        return None
-    return BatchSampler(usable)
 
 
 # --- llama_batch ------------------------------------------------------------------------------------------------------

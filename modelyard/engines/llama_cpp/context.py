@@ -30,11 +30,11 @@ from modelyard.engines.llama_cpp.batch import (
     plan_batch,
 )
 from modelyard.engines.llama_cpp.binding import lib, short, waiting
-from modelyard.engines.llama_cpp.graph_sampler import GraphSamplers
+from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
 from modelyard.engines.llama_cpp.job import LlamaCppJob, StepOutput
+from modelyard.engines.llama_cpp.logits import logits_row, logits_rows, token_logprob
 from modelyard.engines.llama_cpp.media import MediaEncoder, Vectors
 from modelyard.engines.llama_cpp.options import ContextLayout, Options
-from modelyard.engines.llama_cpp.sampler import logits_row, logits_rows, token_logprob
 from modelyard.engines.llama_cpp.sequence_manager import create_sequence_managers
 from modelyard.engines.llama_cpp.sequences import AdapterSet
 from modelyard.engines.llama_cpp.speculation import Drafts, Speculator
@@ -64,7 +64,7 @@ class LlamaContext:
         self._is_async = bool(lib.llama_supports_gpu_offload())
         self._adapters = adapters
         self._active_adapters: AdapterSet = ()  # of the context, since the last step
-        self.graph_samplers: GraphSamplers | None = None  # if the graph may sample
+        self.graph_sampler: GraphSampler | None = None  # if the graph may sample
         self.speculator: Speculator | None = None
         self.encoder: MediaEncoder | None = None  # of a model that takes images or audio
         self._uniform: DecodeBatch | None = None  # all jobs, while all of them generate
@@ -82,17 +82,17 @@ class LlamaContext:
         job.slot, accepted = self.caches[job.cache].assign(job)
         self.jobs[job.slot.index] = job
         job.start(accepted.cached_tokens)
-        if self.graph_samplers is not None:
-            self._choose_sampler(self.graph_samplers, job)
+        if self.graph_sampler is not None:
+            self._choose_sampler(self.graph_sampler, job)
         if self.speculator is not None:
             self.speculator.begin(job.slot.index, job)
         self._emit(job, [accepted], False)
 
-    def _choose_sampler(self, samplers: GraphSamplers, new: LlamaCppJob) -> None:
+    def _choose_sampler(self, sampler: GraphSampler, new: LlamaCppJob) -> None:
         """The graph samples all jobs or none."""
-        samplers.admit(new.lone_temperature, (job.lone_temperature for job in self.jobs.values()))
-        for index, job in self.jobs.items():
-            job.graph_sampler = samplers.of(index)
+        sampler.admit(new.lone_temperature, (job.lone_temperature for job in self.jobs.values()))
+        for job in self.jobs.values():
+            job.graph_sampler = sampler if sampler.is_active else None
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -180,8 +180,8 @@ class LlamaContext:
         self.kv.after_decode(0, 0.0)
 
     def _sample_all(self, batch: DecodeBatch, logits: int) -> list[int]:
-        if batch.graph_samplers:
-            return [sampler.sample(self._raw, row) for row, sampler in enumerate(batch.graph_samplers)]
+        if (graph := batch.graph_sampler) is not None:
+            return [graph.sample(sequence, row) for row, sequence in enumerate(batch.by_sequence)]
         rows = logits_rows(logits, len(batch), self._n_vocab)
         if batch.is_greedy:
             best: list[int] = rows.argmax(1).tolist()
@@ -439,5 +439,5 @@ class LlamaContext:
             self.speculator.close()
         lib.llama_synchronize(self._raw)
         lib.llama_free(self._raw)
-        if self.graph_samplers is not None:
-            self.graph_samplers.close()
+        if self.graph_sampler is not None:
+            self.graph_sampler.close()

@@ -45,14 +45,15 @@ from modelyard.engines.llama_cpp.context import LlamaContext
 from modelyard.engines.llama_cpp.embedding import Embedder
 from modelyard.engines.llama_cpp.estimate import max_outputs, rows_per_stream
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMasks, token_piece
-from modelyard.engines.llama_cpp.graph_sampler import MAX_SEQUENCES, GraphSamplers
+from modelyard.engines.llama_cpp.graph_sampler import MAX_SEQUENCES, GraphSampler
 from modelyard.engines.llama_cpp.job import LlamaCppJob, ReasoningLimit
 from modelyard.engines.llama_cpp.kv_store import KvStore, store_folder
 from modelyard.engines.llama_cpp.media import MediaEncoder, Projector
 from modelyard.engines.llama_cpp.media_tokens import text_ids
 from modelyard.engines.llama_cpp.model_shape import ModelShape
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options, context_layouts, model_capabilities
-from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
+from modelyard.engines.llama_cpp.sampler import Sampler
+from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
 from modelyard.engines.llama_cpp.sequence_manager import SequenceManager, share_caches
 from modelyard.engines.llama_cpp.speculation import DraftModel, NgramDrafter, Speculator
 from modelyard.library import variants
@@ -169,7 +170,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
             context.speculator = self._create_speculator(context)
             if in_graph and (sequences := layout.info.parallel) <= MAX_SEQUENCES:
                 has_memory = partial(loading.has_memory_left, options)
-                context.graph_samplers = GraphSamplers(raw, sequences, accepts=sampled > 1, has_memory=has_memory)
+                context.graph_sampler = GraphSampler(raw, sequences, accepts=sampled > 1, has_memory=has_memory)
         if self._projector is not None:
             encoder = MediaEncoder(self._projector, options.media_cache_mb << 20, self.wake)
             defer(encoder.close)
@@ -335,7 +336,7 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
         self._adapters.check(job.prompt.adapters)
         if cache.running >= cache.info.parallel:
             raise Overloaded(f"the cache {cache.name!r} has no free sequence")
-        job.sampler = JobSampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, text_ids(job.ids))
+        job.sampler = Sampler(job.prompt.sampling, self._dry, self.n_vocab, cache.info.window, text_ids(job.ids))
         if job.prompt.reasoning is not None:
             job.reasoning = ReasoningLimit(job.prompt.reasoning, partial(token_piece, self._vocab))
         next(context for context in self._contexts if job.cache in context.caches).admit(job)

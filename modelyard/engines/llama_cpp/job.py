@@ -19,10 +19,11 @@ from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.in_process import Finish, InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
 from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
+from modelyard.engines.llama_cpp.logits import token_logprob
 from modelyard.engines.llama_cpp.media import MediaChunk, MediaPrompt, Vectors
 from modelyard.engines.llama_cpp.media_tokens import count_positions
 from modelyard.engines.llama_cpp.options import LOGIT_ROWS
-from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob
+from modelyard.engines.llama_cpp.sampler import Sampler
 from modelyard.engines.llama_cpp.sequences import SequenceSlot
 
 _MAX_CHARACTER = 4  # bytes
@@ -86,7 +87,7 @@ class LlamaCppJob(InProcessJob):
     that samples instead.
     """
 
-    sampler: JobSampler
+    sampler: Sampler
     slot: SequenceSlot
 
     def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop, arrival: int) -> None:
@@ -252,7 +253,7 @@ class LlamaCppJob(InProcessJob):
         if self.scripted is not None:
             return next(self.scripted, next(iter(self.stop_ids), -1))
         if self.graph_sampler is not None:
-            return self.graph_sampler.sample(context, row)
+            return self.graph_sampler.sample(self.slot.index, row)
         if self.mask is None and not self._min_output:
             return self.sampler.sample(context, row)
         logits = self.sampler.logits(context, row)

@@ -19,7 +19,7 @@ from modelyard.core.knobs import Loss
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.batch import LlamaBatch
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.sampler import logits_row
+from modelyard.engines.llama_cpp.logits import logits_row
 from modelyard.library.model_files import locate_model_file
 
 LogProbabilities = npt.NDArray[np.float32]

@@ -1,383 +1,500 @@
-"""A request's sampling settings as the sampler of its job, and log probabilities of the raw distribution."""
+"""Chooses tokens: `Sampler` for one job, `BatchSampler` for all jobs of a step in one pass over the logits.
+
+On a GPU each microsecond here is one for which it waits. So no weight of the whole vocabulary is computed:
+
+    temperature 0         the best logit
+    top_k                 numpy finds the top tokens, llama.cpp's samplers draw one of them
+    no top_k, no seed     rejection: top tokens are proposed by their weight, the others by an upper bound of it;
+                          min_p and top_p then accept the token or not
+    no top_k, a seed      numpy on the row alone: truncation leaves some dozens of tokens, and without it the draw goes
+                          by sums of blocks. For 49,152 tokens 0.03 to 0.1 ms instead of up to 4 ms
+    anything else         llama.cpp's chain on the whole row, alone (`sampler_chain.py`)
+
+The order is llama.cpp's: top_p, min_p, temperature.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import secrets
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from threading import Lock
-from typing import Any
+from math import inf, isfinite, log, nextafter
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
+from numpy.random import MT19937, RandomState
 
 from modelyard.core.request import Sampling
-from modelyard.core.tokenizer import IdLogprob
-from modelyard.engines.llama_cpp.batch_sampler import MIN_TEMPERATURE, BatchSampler, NumpySampler, TopKSampler
-from modelyard.engines.llama_cpp.binding import LogitBias, lib, short, waiting
-from modelyard.engines.llama_cpp.logit_columns import Row
+from modelyard.engines.llama_cpp.binding import short
+from modelyard.engines.llama_cpp.logit_columns import (
+    GROUP,
+    LINES,
+    Columns,
+    ColumnSearch,
+    Row,
+    Rows,
+    TokenIds,
+    TopTokens,
+    columns_of,
+)
+from modelyard.engines.llama_cpp.logits import logit_processor, logits_row
+from modelyard.engines.llama_cpp.sampler_chain import (
+    MIN_TEMPERATURE,
+    DrySamplers,
+    is_greedy,
+    is_supported_by_numpy,
+    top_k_chain,
+    whole_chain,
+    with_named_samplers,
+)
 
-PENALTY_WINDOW = 64  # tokens that penalties look back at
-# llama.cpp's order
-SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
-_NO_PENALTIES = (1.0, 0.0, 0.0)
-_ALL_TOKENS = 1 << 24  # no window is longer
-_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
-_MAX_DRY_SAMPLERS = 8
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
-
-class DrySamplers:
-    """The DRY samplers of one model. Creating one takes long, copying it does not: those that were used last are kept.
-
-    `prepare` creates one on another thread than the engine's, which then copies it.
-    """
-
-    def __init__(self, vocab: Any) -> None:
-        self._vocab = vocab
-        self._created: dict[tuple[Any, ...], int] = {}  # the most recently used last
-        self._lock = Lock()  # never held while a sampler is created: the engine's thread must not wait for that
-
-    def prepare(self, s: Sampling, window: int) -> None:
-        if s.dry_multiplier:
-            short.sampler_free(self.copy(s, window))
-
-    def copy(self, s: Sampling, window: int) -> int:
-        base, allowed = _value(s.dry_base, 1.75), _value(s.dry_allowed_length, 2)
-        settings = s.dry_multiplier, base, allowed, _dry_window(s, window)
-        breakers = s.dry_sequence_breakers or _SEQUENCE_BREAKERS
-        with self._lock:
-            created = self._created.pop((*settings, breakers), None)
-            if created is not None:
-                self._created[(*settings, breakers)] = created
-                return int(short.sampler_clone(created))
-        words = (ctypes.c_char_p * len(breakers))(*(word.encode("utf-8", "replace") for word in breakers))
-        created = int(waiting.sampler_init_dry(self._vocab, *settings, words, len(breakers)))
-        copied = int(short.sampler_clone(created))
-        with self._lock:
-            if (duplicate := self._created.pop((*settings, breakers), None)) is not None:
-                short.sampler_free(duplicate)
-            self._created[(*settings, breakers)] = created
-            if len(self._created) > _MAX_DRY_SAMPLERS:
-                short.sampler_free(self._created.pop(next(iter(self._created))))
-        return copied
-
-    def close(self) -> None:
-        with self._lock:
-            for sampler in self._created.values():
-                short.sampler_free(sampler)
-            self._created.clear()
+_BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn
+_NUCLEUS = 256  # a top_p rarely keeps more tokens
+_PART = 16_384  # tokens whose weights are summed at once
+_BINS, _BINS_PER_NAT = 256, 8
+_BELOW_ONE = nextafter(1.0, 0.0)
+_OPEN_TOKENS = 24  # searched for a job without top_k: of a trained model they have most of the probability
+_NUCLEUS_TOKENS = 40  # with a top_p: more of them are accepted without the weights of the whole row
+_ROUNDS = 32, 256  # proposals of each row
+_LOG_GROUP = log(LINES * GROUP)
+_TOKEN = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+# llama_token_data_array
+_LIST = np.dtype(
+    {
+        "names": ["data", "size", "selected", "sorted"],
+        "formats": [np.uint64, np.uint64, np.int64, np.bool_],
+        "offsets": [0, 8, 16, 24],
+        "itemsize": 32,
+    }
+)
 
 
-class JobSampler:
-    """Samples a job's tokens: with numpy if possible, else with llama.cpp's sampler chain on all logits.
-
-    `prompt` are the job's first tokens: penalties and DRY look back into it, as in llama-server.
-    """
+class Sampler:
+    """Samples the tokens of one job. `prompt` are its first tokens: penalties and DRY look back into it, as in
+    llama-server."""
 
     def __init__(self, sampling: Sampling, dry: DrySamplers, n_vocab: int, window: int, prompt: Any = ()) -> None:
+        s = with_named_samplers(sampling)
+        if s.top_k is not None and s.top_k > n_vocab:  # memory is reserved for so many
+            s = replace(s, top_k=n_vocab)
+        seed = (s.seed if s.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
+        self.kind = _kind(s)
+        self.is_seeded, self.top_k = s.seed is not None, s.top_k or 0
+        self.temperature = 1.0 if s.temperature is None else max(s.temperature, MIN_TEMPERATURE)
+        self.top_p = 1.0 if s.top_p is None else s.top_p
+        self.min_gap = log(s.min_p) if s.min_p else -inf  # how far below the best logit others may be
+        self.chain: int | None = None
+        if self.kind == "top_k":
+            self.chain = top_k_chain(s, seed)
+        elif self.kind == "chain":
+            self.chain = whole_chain(s, dry, n_vocab, window, seed, prompt)
+        self._random = uniform_numbers(seed) if self.kind == "open" else None
         self._n_vocab = n_vocab
-        self._c_arrays: list[Any] = []  # the chain points to them
-        self._chain: int | None = None
-        self._draw: NumpySampler | TopKSampler | None = None
-        self._alone: BatchSampler | None = None  # it alone, once it is needed
-        self._processor = logit_processor(_with_named_samplers(sampling), n_vocab, prompt)
-        seed = (sampling.seed if sampling.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
-        sampling = _with_named_samplers(sampling)
-        if sampling.top_k is not None and sampling.top_k > n_vocab:  # memory is reserved for so many
-            sampling = replace(sampling, top_k=n_vocab)
-        greedy = _is_greedy(sampling)
-        if sampling.dry_multiplier or not (greedy or _is_supported_by_numpy(sampling)):
-            self._chain = self._create_chain(sampling, dry, window, seed, prompt)
-        elif sampling.top_k and sampling.top_k > 0 and not greedy:
-            self._draw = TopKSampler(sampling.top_k, _top_k_samplers(sampling, seed))
-        elif not greedy:
-            self._draw = NumpySampler(sampling, seed)
+        self._processor = logit_processor(s, n_vocab, prompt)
+        self._alone: BatchSampler | None = None  # of this job, once it is needed
 
     @property
     def is_greedy(self) -> bool:
         """It takes the best token of the unchanged logits."""
-        return self._draw is None and self._processor is None and self._chain is None
+        return self.kind == "greedy" and self._processor is None
 
     @property
-    def batched(self) -> NumpySampler | TopKSampler | None:
-        """What may sample together with that of other jobs: it alone decides, on the unchanged logits."""
-        return self._draw if self._processor is None else None
+    def is_batched(self) -> bool:
+        """It may sample together with those of other jobs: it alone decides, on the unchanged logits."""
+        return self.kind in ("top_k", "open") and self._processor is None
 
     @property
     def lone_temperature(self) -> float | None:
         """The temperature, if the request sets nothing else, not even a seed."""
-        draw = self._draw
-        if self._processor is not None or not isinstance(draw, NumpySampler) or draw.is_seeded or draw.truncates:
-            return None
-        return draw.temperature
+        is_lone = self.kind == "open" and self._processor is None and not self.is_seeded and not self.truncates
+        return self.temperature if is_lone else None
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.min_gap > -inf
 
     def logits(self, context: Any, row: int) -> Row:
         return logits_row(context, row, self._n_vocab)
 
     def sample(self, context: Any, row: int, logits: Row | None = None) -> int:
         """The token after that row of the last decode; penalties count it from now on. `logits`: its row, if known."""
-        if self._chain is not None:
-            token: int = short.sampler_sample(self._chain, context, row)
+        if self.kind == "chain":
+            token: int = short.sampler_sample(self.chain, context, row)
             return token
         if logits is None:
             logits = logits_row(context, row, self._n_vocab)
         return self._choose(logits) if self._processor is None else self._processor.sample(logits, self._choose)
 
     def _choose(self, logits: Row) -> int:
-        if self._draw is None:
+        if self.kind == "greedy":
             return int(logits.argmax())
         if self._alone is None:
-            self._alone = BatchSampler([self._draw])
+            self._alone = BatchSampler([self])
         return self._alone.sample(logits[None])[0]
 
     def close(self) -> None:
-        if isinstance(self._draw, TopKSampler):
-            self._draw.close()
-        chain, self._chain = self._chain, None
+        chain, self.chain = self.chain, None
         if chain is not None:
             short.sampler_free(chain)
 
-    # --- llama.cpp's chain --------------------------------------------------------------------------------------------
+    def sample_row(self, row: Row) -> int:
+        """With numpy: of a seeded job, or where a batch finds no token. If the logits are not finite, any token."""
+        token = None
+        if self._random is not None:
+            token = self._sample_truncated(row, self._random) if self.truncates else self._sample_all(row, self._random)
+        return int(row.argmax()) if token is None else token
 
-    def _create_chain(self, s: Sampling, dry: DrySamplers, window: int, seed: int, prompt: Any) -> int:
-        chain: int = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        for sampler in self._samplers(s, dry, window, seed):
-            short.sampler_chain_add(chain, sampler)
-        lookback = max(
-            0 if _penalty_strengths(s) == _NO_PENALTIES else _penalty_window(s, window),
-            _dry_window(s, window) if s.dry_multiplier else 0,
-        )
-        if lookback:
-            for token in np.asarray(prompt, np.int32)[-lookback:].tolist():
-                short.sampler_accept(chain, token)
-        return chain
-
-    def _samplers(self, s: Sampling, dry: DrySamplers, window: int, seed: int) -> Iterator[Any]:
-        """In llama.cpp's order, or in the request's. The bias comes first, and what chooses a token last."""
-        if s.logit_bias:
-            pairs = [LogitBias(token, bias) for token, bias in s.logit_bias.items() if 0 <= token < self._n_vocab]
-            biases = (LogitBias * len(pairs))(*pairs)
-            self._c_arrays.append(biases)
-            yield short.sampler_init_logit_bias(self._n_vocab, len(pairs), ctypes.addressof(biases))
-        chooses = _is_greedy(s) or bool(s.mirostat)
-        for name in SAMPLERS if s.samplers is None else s.samplers:
-            if name == "penalties" and (strengths := _penalty_strengths(s)) != _NO_PENALTIES:
-                yield short.sampler_init_penalties(self._n_vocab, _penalty_window(s, window), *strengths)
-            elif name == "dry" and s.dry_multiplier:
-                yield dry.copy(s, window)
-            elif name == "temperature" and not _is_greedy(s):
-                yield _temperature(s)
-            elif not chooses and (truncation := _truncation(name, s, seed)) is not None:
-                yield truncation
-        if _is_greedy(s):
-            yield short.sampler_init_greedy()
-        elif s.mirostat:
-            yield self._mirostat(s, seed)
-        elif _is_adaptive(s):
-            yield short.sampler_init_adaptive_p(s.adaptive_target, _value(s.adaptive_decay, 0.9), seed)
+    def truncate(self, row: Row) -> tuple[TokenIds, Floats]:
+        """The tokens that are left, and the gap of each to the best logit: 0 or negative."""
+        if self.top_p < 1:
+            ids = nucleus(row, self.top_p)
         else:
-            yield short.sampler_init_dist(seed)
+            ids = np.flatnonzero(row >= row.max() + np.float32(self.min_gap))
+        gaps = row[ids].astype(np.float64)
+        best = gaps.max(initial=-inf)
+        if not isfinite(best):
+            return ids[:0], gaps[:0]
+        gaps -= best
+        if self.min_gap > -inf:
+            near = gaps >= self.min_gap
+            ids, gaps = ids[near], gaps[near]
+        return ids, gaps
 
-    def _mirostat(self, s: Sampling, seed: int) -> Any:
-        tau, eta = _value(s.mirostat_tau, 5.0), _value(s.mirostat_eta, 0.1)
-        if s.mirostat == 1:
-            return short.sampler_init_mirostat(self._n_vocab, seed, tau, eta, 100)
-        return short.sampler_init_mirostat_v2(seed, tau, eta)
+    def _sample_truncated(self, row: Row, random: Callable[[], float]) -> int | None:
+        ids, gaps = self.truncate(row)
+        sums = np.exp(gaps / self.temperature).cumsum()
+        return int(ids[_draw(sums, random())]) if len(sums) else None
 
-
-def _top_k_samplers(s: Sampling, seed: int) -> Iterator[Any]:
-    for name in ("top_k", "top_p", "min_p"):
-        if (truncation := _truncation(name, s, seed)) is not None:
-            yield truncation
-    yield short.sampler_init_temp(max(_value(s.temperature, 1.0), MIN_TEMPERATURE))
-    yield short.sampler_init_dist(seed)
-
-
-def _temperature(s: Sampling) -> Any:
-    temperature = _value(s.temperature, 1.0)
-    if not s.dynatemp_range or s.mirostat:
-        return short.sampler_init_temp(temperature)
-    return short.sampler_init_temp_ext(temperature, s.dynatemp_range, _value(s.dynatemp_exponent, 1.0))
-
-
-def _truncation(name: str, s: Sampling, seed: int) -> Any | None:
-    """The sampler of that name, if the request sets its value."""
-    if name == "top_n_sigma" and s.top_n_sigma is not None and s.top_n_sigma > 0:
-        return short.sampler_init_top_n_sigma(s.top_n_sigma)
-    if name == "top_k" and s.top_k is not None and s.top_k > 0:
-        return short.sampler_init_top_k(s.top_k)
-    if name == "typ_p" and s.typical_p is not None and s.typical_p < 1:
-        return short.sampler_init_typical(s.typical_p, 1)
-    if name == "top_p" and s.top_p is not None and s.top_p < 1:
-        return short.sampler_init_top_p(s.top_p, 1)
-    if name == "min_p" and s.min_p:
-        return short.sampler_init_min_p(s.min_p, 1)
-    if name == "xtc" and s.xtc_probability:
-        return short.sampler_init_xtc(s.xtc_probability, _value(s.xtc_threshold, 0.1), 1, seed)
-    return None
+    def _sample_all(self, row: Row, random: Callable[[], float]) -> int | None:
+        """Draws a block by its sum, then a token of the block with the rest of the same random number."""
+        best = row.max()
+        if not isfinite(best):
+            return None
+        weights = row - best
+        weights /= np.float32(self.temperature)
+        np.exp(weights, out=weights)
+        starts = _block_starts(len(row))
+        sums = np.add.reduceat(weights, starts).astype(np.float64).cumsum()
+        target = random() * sums[-1]
+        block = min(int(sums.searchsorted(target, "right")), len(sums) - 1)
+        before = sums[block - 1] if block else 0.0
+        inner = weights[starts[block] : starts[block] + _BLOCK].cumsum(dtype=np.float64)
+        return int(starts[block]) + _draw(inner, (target - before) / (sums[block] - before))
 
 
-# sampler → the values without which it does nothing
-_VALUES = {
-    "penalties": ("repetition_penalty", "frequency_penalty", "presence_penalty"),
-    "dry": ("dry_multiplier",),
-    "top_n_sigma": ("top_n_sigma",),
-    "top_k": ("top_k",),
-    "typ_p": ("typical_p",),
-    "top_p": ("top_p",),
-    "min_p": ("min_p",),
-    "xtc": ("xtc_probability",),
-    "temperature": ("temperature", "dynatemp_range"),
-    "adaptive_p": ("adaptive_target",),
-}
+def _kind(s: Sampling) -> Literal["greedy", "top_k", "open", "chain"]:
+    """What chooses the token: argmax, llama.cpp's chain on the top tokens, numpy, or llama.cpp's chain on all."""
+    if s.dry_multiplier or not (is_greedy(s) or is_supported_by_numpy(s)):
+        return "chain"
+    if is_greedy(s):
+        return "greedy"
+    return "top_k" if s.top_k and s.top_k > 0 else "open"
 
 
-def _with_named_samplers(s: Sampling) -> Sampling:
-    """Without the values of samplers that `samplers` does not name."""
-    if s.samplers is None:
-        return s
-    unused = {value: None for name, values in _VALUES.items() if name not in s.samplers for value in values}
-    if s.temperature is not None and s.temperature <= 0:
-        unused.pop("temperature", None)  # the most likely token, as without any sampler
-    return replace(s, **unused)
+def uniform_numbers(seed: int) -> Callable[[], float]:
+    """The numbers that llama.cpp draws with this seed: C++'s `mt19937` and `uniform_real_distribution<double>`. So a
+    request with a seed gets the tokens that it would get there."""
+    generator = MT19937(0)
+    state: Any = RandomState(seed).get_state(legacy=False)
+    generator.state = state
+    draw = generator.random_raw
+
+    def number() -> float:
+        low, high = draw(2).tolist()
+        return float(min((low + high * 2.0**32) / 2.0**64, _BELOW_ONE))
+
+    return number
 
 
-def _is_greedy(s: Sampling) -> bool:
-    return s.top_k == 1 or (s.temperature is not None and s.temperature <= 0)
+def top_tokens(row: Row, count: int) -> TokenIds:
+    """The `count` most likely tokens, in order; fewer if no others are possible."""
+    ids = ColumnSearch().find(row[None], count).ids
+    return ids[np.argsort(-row[ids], kind="stable")[:count]]
 
 
-def _is_adaptive(s: Sampling) -> bool:
-    return s.adaptive_target is not None and s.adaptive_target >= 0
+def nucleus(row: Row, share: float) -> TokenIds:
+    """The fewest tokens whose probabilities add up to this share, unordered."""
+    best = row.max()
+    if not isfinite(best):
+        return np.zeros(0, np.intp)
+    target = share * total_weight(row, best)
+    ids = top_tokens(row, _NUCLEUS)
+    sums = np.exp(row[ids].astype(np.float64) - best).cumsum()
+    if sums[-1] < target:
+        gaps = best - row
+        weights = np.exp(-gaps)
+        return np.flatnonzero(weights >= _nucleus_bound(gaps, weights, target))
+    return ids[: int(sums.searchsorted(target)) + 1]
 
 
-def _is_supported_by_numpy(s: Sampling) -> bool:
-    if s.samplers is not None and not _is_usual_order(s.samplers):
-        return False
-    if _is_adaptive(s) or s.dynatemp_range or (s.top_n_sigma is not None and s.top_n_sigma > 0):
-        return False
-    return not (s.mirostat or s.xtc_probability or (s.typical_p is not None and s.typical_p < 1))
+def total_weight(row: Row, best: np.float32) -> float:
+    """By parts, because new memory of the size of a row takes as long as the work."""
+    total = 0.0
+    for start in range(0, len(row), _PART):
+        part = row[start : start + _PART] - best
+        total += float(np.exp(part, out=part).sum())
+    return total
 
 
-def _is_usual_order(samplers: Sequence[str]) -> bool:
-    places = [SAMPLERS.index(name) for name in samplers if name in SAMPLERS]
-    return places == sorted(places)
+def _nucleus_bound(gaps: Row, weights: Row, target: float) -> np.float32:
+    """The smallest of the largest weights that add up to the target. Sorting all takes ten times as long: a histogram
+    finds the bin of the bound, and only that bin is sorted."""
+    bins = np.minimum(gaps * _BINS_PER_NAT, _BINS - 1).astype(np.intp)
+    sums = np.bincount(bins, weights, _BINS).cumsum()
+    target = min(target, float(sums[-1]))  # it was summed in another order
+    at = int(sums.searchsorted(target))
+    falling = np.sort(weights[bins == at])[::-1]
+    before = sums[at - 1] if at else 0.0
+    place = int(falling.cumsum(dtype=np.float64).searchsorted(target - before))
+    bound: np.float32 = falling[min(place, len(falling) - 1)]
+    return bound
 
 
-def _penalty_window(s: Sampling, window: int) -> int:
-    last_n = PENALTY_WINDOW if s.repeat_last_n is None else s.repeat_last_n
-    return window if last_n < 0 else last_n
-
-
-def _penalty_strengths(s: Sampling) -> tuple[float, float, float]:
-    return s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0
-
-
-def _dry_window(s: Sampling, window: int) -> int:
-    last_n = s.dry_penalty_last_n
-    return window if last_n is None or last_n < 0 else last_n  # a negative number turns llama.cpp's DRY off
-
-
-def _value(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-# --- logit processors -------------------------------------------------------------------------------------------------
-
-
-class Penalties:
-    """Repetition, frequency and presence penalties for the last tokens."""
-
-    def __init__(
-        self,
-        repetition: float,
-        frequency: float,
-        presence: float,
-        recent: Sequence[int] | Any,
-        window: int = PENALTY_WINDOW,
-    ) -> None:
-        self._repetition, self._frequency, self._presence = repetition, frequency, presence
-        self.recent: deque[int] = deque((int(token) for token in recent[max(0, len(recent) - window) :]), window)
-
-    def penalized(self, row: Row) -> tuple[npt.NDArray[np.intp], Row]:
-        """The tokens that are penalized, and their new logits."""
-        ids, counts = np.unique(np.array(self.recent, np.intp), return_counts=True)
-        logits = row[ids]
-        # Dividing a negative logit would make the token more likely.
-        logits = np.where(logits <= 0, logits * self._repetition, logits / self._repetition)
-        return ids, (logits - counts * self._frequency - self._presence).astype(np.float32)
-
-
-class LogitProcessor:
-    """Biases and penalties. It changes the few logits in place while a token is chosen, and restores them.
-
-    llama.cpp looks up each token of the vocabulary in a table of recent ones instead.
-    """
-
-    def __init__(self, biases: Mapping[int, float], penalties: Penalties | None) -> None:
-        self._biased = np.fromiter(biases, np.intp, len(biases))
-        self._biases = np.fromiter(biases.values(), np.float32, len(biases))
-        self._penalties = penalties
-
-    def sample(self, row: Row, choose: Callable[[Row], int]) -> int:
-        before = row[self._biased]
-        row[self._biased] = before + self._biases
-        try:
-            return choose(row) if self._penalties is None else self._sample_penalized(self._penalties, row, choose)
-        finally:
-            row[self._biased] = before
-
-    def _sample_penalized(self, penalties: Penalties, row: Row, choose: Callable[[Row], int]) -> int:
-        ids, logits = penalties.penalized(row)
-        before = row[ids]
-        row[ids] = logits
-        try:
-            token = choose(row)
-        finally:
-            row[ids] = before
-        penalties.recent.append(token)
-        return token
-
-
-def logit_processor(s: Sampling, n_vocab: int, prompt: Any) -> LogitProcessor | None:
-    biases = {token: bias for token, bias in (s.logit_bias or {}).items() if 0 <= token < n_vocab}
-    strengths = _penalty_strengths(s)
-    window = _penalty_window(s, _ALL_TOKENS)
-    penalties = None if strengths == _NO_PENALTIES or not window else Penalties(*strengths, prompt, window)
-    return LogitProcessor(biases, penalties) if biases or penalties is not None else None
-
-
-# --- logits -----------------------------------------------------------------------------------------------------------
-
-
-def logits_row(context: Any, row: int, n_vocab: int) -> Row:
-    """A writable view of the row's logits, valid until the next decode."""
-    return _view(short.get_logits_ith(context, row), n_vocab)
+def _draw(sums: Floats, random: float) -> int:
+    """Never a token with probability 0: it adds nothing to the sums."""
+    return min(int(sums.searchsorted(random * sums[-1], "right")), len(sums) - 1)
 
 
 @lru_cache(64)
-def logits_rows(address: int, rows: int, n_vocab: int) -> Row:
-    """A view of all logits of a decode in which every row has logits: they are contiguous."""
-    return _view(address, rows * n_vocab).reshape(rows, n_vocab)
+def _block_starts(count: int) -> Any:
+    return np.arange(0, count, _BLOCK)
 
 
-@lru_cache(1024)
-def _view(address: int, count: int) -> Row:
-    """Creating a view takes longer than finding its maximum, and a context's buffer rarely moves."""
-    row: Any = (ctypes.c_float * count).from_address(address)
-    return np.frombuffer(row, np.float32)
+class BatchSampler:
+    """Samples the jobs of a step. A job with a top_k or a seed gets the token that it would get alone.
+
+    Jobs with neither draw from the whole vocabulary by rejection. A top token is proposed by its weight. Another token
+    is proposed as if all tokens of its group had the weight of the group's maximum, and accepted with the part of that
+    weight that it has. So no weight but those of the top tokens and of the maxima is needed.
+    """
+
+    def __init__(self, samplers: Sequence[Sampler]) -> None:
+        self._samplers, self._search = samplers, ColumnSearch()
+        self._limited = [at for at, each in enumerate(samplers) if each.kind == "top_k"]
+        self._open = [at for at, each in enumerate(samplers) if each.kind == "open" and not each.is_seeded]
+        searched = [_NUCLEUS_TOKENS if samplers[at].top_p < 1 else _OPEN_TOKENS for at in self._open]
+        self._count = max((0, *searched, *(samplers[at].top_k for at in self._limited)))
+        self._limited_lines, self._open_lines = np.array(self._limited, np.intp), np.array(self._open, np.intp)
+        self._lists = np.zeros(len(self._limited), _LIST)
+        self._addresses = [self._lists.ctypes.data + at * _LIST.itemsize for at in range(len(self._limited))]
+        self._resize(64 if self._limited else 0)
+        self._scale = np.ones((len(samplers), 1))
+        self._scale[self._open_lines, 0] = [1 / samplers[at].temperature for at in self._open]
+        self._min_gap = np.array([each.min_gap for each in samplers], np.float32)
+        self._top_p = np.array([each.top_p for each in samplers])
+        self._has_min_p = any(samplers[at].min_gap > -inf for at in self._open)
+        self._has_top_p = any(samplers[at].top_p < 1 for at in self._open)
+        self._random = np.random.default_rng() if self._open else None
+        self._layout: Columns | None = None
+        self._next: Numbers | None = None
+        self._memory, self._is_above = np.empty(0, np.float32), np.empty(0, np.bool_)  # for a whole row
+
+    def sample(self, rows: Rows) -> list[int]:
+        tokens = [-1] * len(rows)
+        if self._count:
+            top = self._search.find(rows, self._count)
+            if self._limited:
+                self._draw_limited(top, tokens)
+            if self._random is not None and top.groups is not None:
+                self._draw_open(self._random, rows, top, top.groups, tokens)
+        for at, token in enumerate(tokens):
+            if token < 0:
+                tokens[at] = self._samplers[at].sample_row(rows[at])
+        return tokens
+
+    def prepare(self) -> None:
+        """What the next step needs; call it while a GPU computes."""
+        if self._random is not None and self._next is None and self._layout is not None:
+            lines = self._open_lines
+            self._next = Numbers(self._random, self._layout, lines, self._scale[lines], _ROUNDS[0])
+
+    # --- jobs with a top_k --------------------------------------------------------------------------------------------
+
+    def _resize(self, count: int) -> None:
+        self._tokens = np.zeros(count, _TOKEN)
+        self._ids, self._logits = self._tokens["id"], self._tokens["logit"]
+
+    def _draw_limited(self, top: TopTokens, tokens: list[int]) -> None:
+        """Adds the tokens of these jobs, unless a row has none or its logits are not finite."""
+        count = len(top.ids)
+        if count > len(self._tokens):
+            self._resize(2 * count)
+        self._ids[:count], self._logits[:count] = top.ids, top.logits
+        starts = top.borders[self._limited_lines]
+        lists = self._lists
+        lists["data"] = starts * _TOKEN.itemsize + self._tokens.ctypes.data
+        lists["size"] = sizes = top.borders[self._limited_lines + 1] - starts
+        lists["selected"], lists["sorted"] = -1, False
+        usable = self._usable(top, sizes.tolist())
+        for at, address, is_usable in zip(self._limited, self._addresses, usable, strict=True):
+            if is_usable and (chain := self._samplers[at].chain) is not None:
+                short.sampler_apply(chain, address)
+        drawn = self._ids[starts + lists["selected"]].tolist()
+        for at, token, is_usable in zip(self._limited, drawn, usable, strict=True):
+            if is_usable:
+                tokens[at] = token
+
+    def _usable(self, top: TopTokens, sizes: list[int]) -> list[bool]:
+        if all(sizes) and isfinite(float(np.add.reduce(top.logits))):
+            return [True] * len(sizes)
+        borders = top.borders.tolist()
+        return [
+            size > 0 and bool(np.isfinite(top.logits[borders[at] : borders[at + 1]]).all())
+            for at, size in zip(self._limited, sizes, strict=True)
+        ]
+
+    # --- jobs with neither a top_k nor a seed -------------------------------------------------------------------------
+
+    def _draw_open(
+        self, random: np.random.Generator, rows: Rows, top: TopTokens, groups: Rows, tokens: list[int]
+    ) -> None:
+        """Adds the tokens of these jobs, unless no proposal is accepted."""
+        best = np.maximum.reduce(groups, axis=1)
+        sizes = (top.borders[1:] - top.borders[:-1]).tolist()
+        if not all(sizes) or not isfinite(sum(best.tolist())):
+            return
+        self._layout = columns_of(rows.shape[1])
+        self.prepare()
+        numbers, self._next = self._next, None
+        boxes = Boxes(rows, top, max(sizes), groups, best, self._scale)
+        waiting = self._open
+        for count in _ROUNDS:
+            if numbers is None:
+                numbers = Numbers(random, self._layout, np.array(waiting), self._scale[waiting], count)
+            self._draw_round(boxes, numbers, tokens)
+            waiting, numbers = [at for at in waiting if tokens[at] < 0], None
+            if not waiting:
+                return
+
+    def _draw_round(self, boxes: Boxes, numbers: Numbers, tokens: list[int]) -> None:
+        drawn, accepted = boxes.draw(numbers)
+        if self._has_min_p:
+            lowest = boxes.best + self._min_gap
+            accepted &= boxes.logits(numbers, drawn) >= lowest[numbers.lines][:, None]
+        first = accepted.argmax(1) + numbers.firsts
+        is_accepted, found = accepted.take(first), boxes.tokens(numbers, drawn, first)
+        if self._has_top_p:
+            self._keep_nucleus(boxes, numbers.lines, np.array(found), is_accepted)
+        for at, token, is_one in zip(numbers.lines.tolist(), found, is_accepted.tolist(), strict=True):
+            if is_one:
+                tokens[at] = token
+
+    def _keep_nucleus(self, boxes: Boxes, lines: TokenIds, found: TokenIds, is_accepted: Flags) -> None:
+        """A token is accepted if the tokens above it have less than top_p of all weights. The weights of the top tokens
+        are nearly all, and enough to accept most tokens. Otherwise all weights of the row are computed."""
+        logits = boxes.rows[lines, found]
+        above, least = boxes.weights_above(lines, logits)
+        is_inside = above < self._top_p[lines] * least
+        is_inside &= logits >= boxes.top.bounds[lines]
+        for at in (is_accepted > is_inside).nonzero()[0].tolist():
+            share = self._top_p[lines[at]]
+            is_accepted[at] = share >= 1 or self._share_above(boxes, lines[at], logits[at]) < share
+
+    def _share_above(self, boxes: Boxes, line: int, logit: np.float32) -> float:
+        """The probability of the tokens above this one, by the weights of all tokens of the row."""
+        row = boxes.rows[line]
+        if len(self._memory) != len(row):
+            self._memory, self._is_above = np.empty_like(row), np.empty(len(row), np.bool_)
+        weights = np.subtract(row, boxes.best[line], out=self._memory)
+        np.exp(weights, out=weights)
+        np.greater(row, logit, out=self._is_above)
+        return float(weights[self._is_above].sum()) / _sum(weights)
 
 
-def token_logprob(logits: Row, token: int, top: int, *, ranked: bool = False) -> IdLogprob:
-    """Of the model's own distribution, before any sampler or mask. `ranked`: with its rank among all tokens."""
-    peak = float(logits.max())
-    total = peak + float(np.log(np.exp(logits - peak).sum()))
-    best: tuple[tuple[int, float], ...] = ()
-    if top := min(top, len(logits)):
-        ids = np.argpartition(logits, -top)[-top:]
-        ids = ids[np.argsort(-logits[ids], kind="stable")]
-        best = tuple((int(i), float(logits[i]) - total) for i in ids)
-    rank = int((logits > logits[token]).sum()) + 1 if ranked else None
-    return IdLogprob(token, float(logits[token]) - total, best, rank)
+class Numbers:
+    """Random numbers for proposals of some rows."""
+
+    def __init__(
+        self, random: np.random.Generator, layout: Columns, lines: TokenIds, scale: Floats, count: int
+    ) -> None:
+        self.lines, self.firsts = lines, np.arange(len(lines)) * count
+        self.box, part, place = random.random((3, len(lines), count))
+        self.box *= 1 - 1e-12  # sums are rounded
+        self.part = np.log(part) / scale  # how far below its upper bound a logit may be
+        line, column = np.divmod((place * (LINES * GROUP)).astype(np.intp), GROUP)
+        self.column = column * layout.groups  # of a group, to which the group is added
+        self.place = self.column + layout.offsets[line] + lines[:, None] * layout.vocab  # in all logits, likewise
+        self.is_last = line == LINES - 1
+
+
+class Boxes:
+    """What is drawn by its weight: each top token of a row, and all other tokens of each of its groups together."""
+
+    def __init__(self, rows: Rows, top: TopTokens, tops: int, groups: Rows, best: Row, scale: Floats) -> None:
+        n_rows, starts = len(rows), top.borders[:-1]
+        self.rows, self.top, self.best = rows, top, best
+        self._layout = columns_of(rows.shape[1])
+        self._tops = tops  # places for top tokens; most rows fill them
+        count = self._tops + self._layout.groups
+        firsts = np.arange(0, n_rows * count, count)
+        self._group_firsts = firsts + self._tops
+        self._caps = np.minimum(groups, top.bounds[:, None])
+        weights = np.empty((n_rows, count))
+        weights[:, : self._tops] = -inf
+        weights.ravel()[np.arange(len(top.lines)) + (firsts - starts)[top.lines]] = top.logits
+        np.add(self._caps, _LOG_GROUP / scale, out=weights[:, self._tops :])
+        weights -= best[:, None]
+        weights *= scale
+        np.exp(weights, out=weights)
+        self._sums = weights.ravel().cumsum()
+        ends = self._sums[count - 1 :: count]
+        self._before = np.zeros(n_rows)
+        self._before[1:] = ends[:-1]
+        self._totals = ends - self._before
+
+    def draw(self, numbers: Numbers) -> tuple[TokenIds, Flags]:
+        """Boxes of each row in the order in which they are tried, counted from the first group, and whether they give a
+        token."""
+        lines = numbers.lines
+        targets = numbers.box * self._totals[lines][:, None]
+        targets += self._before[lines][:, None]
+        drawn = self._sums.searchsorted(targets, "right")
+        drawn -= self._group_firsts[lines][:, None]
+        accepted = drawn < 0
+        if max(drawn[:, 0].tolist()) < 0:  # the first are top tokens
+            return drawn, accepted
+        groups = np.maximum(drawn, 0)
+        values = self.rows.ravel().take(numbers.place + groups)
+        gaps = values - self._caps.ravel().take(groups + (lines * self._layout.groups)[:, None])
+        is_other = gaps > numbers.part
+        is_other &= values < self.top.bounds[lines][:, None]
+        if self._layout.short:
+            is_other &= ~numbers.is_last | (numbers.column + groups >= self._layout.short)
+        accepted |= is_other
+        return drawn, accepted
+
+    def tokens(self, numbers: Numbers, drawn: TokenIds, at: TokenIds) -> list[int]:
+        """Of one proposal of each row."""
+        vocab, ids, starts = self._layout.vocab, self.top.ids, (self.top.borders + self._tops).tolist()
+        found = zip(numbers.lines.tolist(), drawn.take(at).tolist(), numbers.place.take(at).tolist(), strict=True)
+        return [ids.item(starts[line] + box) if box < 0 else place + box - line * vocab for line, box, place in found]
+
+    def logits(self, numbers: Numbers, drawn: TokenIds) -> Row:
+        """Of all proposals."""
+        starts = self.top.borders[numbers.lines] + self._tops
+        tops = self.top.logits.take(np.minimum(drawn, -1) + starts[:, None], mode="clip")
+        others = self.rows.ravel().take(numbers.place + np.maximum(drawn, 0))
+        found: Row = np.where(drawn < 0, tops, others)
+        return found
+
+    def weights_above(self, lines: TokenIds, logits: Row) -> tuple[Row, Row]:
+        """The weight of the top tokens above these, and of all of them. The temperature is 1: it follows truncation."""
+        top, starts, limits = self.top, self.top.borders[:-1], logits
+        if len(lines) < len(self.rows):
+            limits = np.zeros(len(self.rows), np.float32)
+            limits[lines] = logits
+        weights = np.exp(top.logits - self.best[top.lines])
+        least = np.add.reduceat(weights, starts)
+        weights *= top.logits > limits[top.lines]
+        return np.add.reduceat(weights, starts)[lines], least[lines]
+
+
+def _sum(weights: Row) -> float:
+    """Of a whole row. numpy adds rows of a table faster than the numbers of one."""
+    whole = len(weights) // LINES * LINES
+    return float(np.add.reduce(weights[:whole].reshape(LINES, -1), axis=0).sum()) + float(weights[whole:].sum())

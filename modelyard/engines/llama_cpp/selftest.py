@@ -374,13 +374,14 @@ def _misreads_graph_samplers(lib: Any, context: Any, size: int) -> bool:
     not sample in its graph is not at fault."""
     from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
 
-    sampler, is_wrong = GraphSampler(1.0), False
-    if sampler.attach(context, 0):
-        token = (ctypes.c_int32 * 1)(_PROMPT[0])
-        decoded = lib.llama_decode(context, lib.llama_batch_get_one(token, 1))
-        is_wrong = decoded != 0 or not 0 <= sampler.sample(context, 0) < size
-        lib.llama_set_sampler(context, 0, None)
-    sampler.close()
+    sampler = GraphSampler(context, 1, accepts=False, has_memory=lambda: True)
+    sampler.start(1.0)
+    if not sampler.is_active:
+        return False
+    token = (ctypes.c_int32 * 1)(_PROMPT[0])
+    decoded = lib.llama_decode(context, lib.llama_batch_get_one(token, 1))
+    is_wrong = decoded != 0 or not 0 <= sampler.sample(0, 0) < size
+    sampler.detach()
     return is_wrong
 
 

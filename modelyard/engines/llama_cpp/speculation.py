@@ -23,9 +23,9 @@ from modelyard.engines.llama_cpp.batch import IntArray, LlamaBatch
 from modelyard.engines.llama_cpp.binding import lib, short
 from modelyard.engines.llama_cpp.estimate import require_supported
 from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.logits import logits_row
 from modelyard.engines.llama_cpp.model_shape import ModelShape, read_model_shape
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.engines.llama_cpp.sampler import logits_row
 from modelyard.engines.llama_cpp.sequences import common_prefix
 from modelyard.library.model_files import locate_model_file
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.batch import BatchSlice, DecodeBatch, SequenceWork, plan_batch
 from modelyard.engines.llama_cpp.job import LlamaCppJob
-from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
+from modelyard.engines.llama_cpp.sampler import Sampler
+from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
 from modelyard.engines.llama_cpp.sequences import SequenceSlot
 from tests.engines.llama_cpp.helpers import GREEDY, id_prompt
 
@@ -150,7 +151,7 @@ def generating_job(window: int = WINDOW, **fields: Any) -> LlamaCppJob:
     """With a prompt of three tokens and one generated token."""
     prompt = id_prompt([1, 2, 3], **({"logprobs": None} | fields))
     job = LlamaCppJob(prompt, asyncio.get_running_loop(), 1)
-    job.sampler = JobSampler(prompt.sampling, DrySamplers(None), 256, window)
+    job.sampler = Sampler(prompt.sampling, DrySamplers(None), 256, window)
     job.limit_output(window)
     job.start(0)
     job.n_past = 3

@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from modelyard.core.request import Sampling
-from modelyard.engines.llama_cpp.batch_sampler import BatchSampler, NumpySampler, TopKSampler, nucleus
 from modelyard.engines.llama_cpp.logit_columns import Row, Rows
-from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
+from modelyard.engines.llama_cpp.sampler import BatchSampler, Sampler, nucleus
+from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
 
 SEEDED = [
     Sampling(top_k=40, seed=1),
@@ -26,9 +26,9 @@ SEEDED = [
 ]
 
 
-def drawing(sampling: Sampling) -> NumpySampler | TopKSampler:
-    found = JobSampler(sampling, DrySamplers(None), 100, 64).batched
-    assert found is not None
+def drawing(sampling: Sampling) -> Sampler:
+    found = Sampler(sampling, DrySamplers(None), 100, 64)
+    assert found.is_batched
     return found
 
 

@@ -18,7 +18,7 @@ from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp import context, graph_sampler, loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
-from modelyard.engines.llama_cpp.graph_sampler import GraphSampler, GraphSamplers
+from modelyard.engines.llama_cpp.graph_sampler import GraphSampler
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.libllama import GpuDevice
@@ -39,8 +39,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     plain = GraphSampler.sample
 
-    def sample(sampler: GraphSampler, raw: Any, row: int) -> int:
-        found.append(plain(sampler, raw, row))
+    def sample(sampler: GraphSampler, sequence: int, row: int) -> int:
+        found.append(plain(sampler, sequence, row))
         return found[-1]
 
     monkeypatch.setattr(context.lib, "llama_supports_gpu_offload", lambda: True)
@@ -210,14 +210,14 @@ async def test_running_requests_join_it(drawn: list[int]) -> None:
 
 
 def test_requests_that_differ_soon_delay_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphSampler, "attach", lambda *_: True)
+    monkeypatch.setattr(GraphSampler, "_attach", lambda *_: True)
     monkeypatch.setattr(graph_sampler.short, "set_sampler", lambda *_: True)
-    samplers = GraphSamplers(None, 2, accepts=False, has_memory=lambda: True)
+    samplers = GraphSampler(None, 2, accepts=False, has_memory=lambda: True)
 
     def alike_until_it_begins() -> int:
         for count in range(1, 5000):
             samplers.admit(0.8, [0.8])
-            if samplers.of(0) is not None:
+            if samplers.is_active:
                 return count
         raise AssertionError("it never begins")
 
@@ -227,7 +227,7 @@ def test_requests_that_differ_soon_delay_the_next_time(monkeypatch: pytest.Monke
         for _ in range(more):
             samplers.admit(0.8, [0.8])
         samplers.admit(1.0, [0.8])
-        assert samplers.of(1) is None
+        assert not samplers.is_active
     assert waited == [16, 32, 64, 128, 16]
     samplers.close()
 

@@ -8,12 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from modelyard.core.request import Sampling
-from modelyard.engines.llama_cpp.batch_sampler import NumpySampler, nucleus, top_tokens
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.logit_columns import Row
+from modelyard.engines.llama_cpp.sampler import Sampler, nucleus, top_tokens
+from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
 from tests.engines.llama_cpp.logit_rows import ROWS, VOCAB, normal
+
+
+def seeded(sampling: Sampling, seed: int) -> Sampler:
+    return Sampler(replace(sampling, seed=seed), DrySamplers(None), VOCAB, 64)
 
 
 def truncated_by_llama_cpp(row: Row, sampling: Sampling) -> set[int]:
@@ -49,7 +55,7 @@ def _applied(chain: Any, row: Row) -> set[int]:
     ids=lambda s: f"{s.top_p}-{s.min_p}",
 )
 def test_truncation_leaves_what_llama_cpp_leaves(row: Row, sampling: Sampling) -> None:
-    ids, gaps = NumpySampler(sampling, 1).truncate(row)
+    ids, gaps = seeded(sampling, 1).truncate(row)
     left = {int(token) for token, gap in zip(ids, gaps, strict=True) if gap > -inf}
     expected = truncated_by_llama_cpp(row, sampling)
     # Both add up thousands of chances, in another order: the last token of a share may be on either side of it.
@@ -94,12 +100,12 @@ def test_a_nucleus_has_the_fewest_tokens_of_its_share(share: float) -> None:
 def test_tokens_are_sampled_by_their_probability(sampling: Sampling, count: int) -> None:
     row = np.full(count, -30, np.float32)
     row[:: count // 12] = normal(1.0, len(row[:: count // 12]))
-    sampler, draws = NumpySampler(sampling, 7), 1500
+    sampler, draws = seeded(sampling, 7), 1500
     kept, _ = sampler.truncate(row) if sampler.truncates else (np.arange(count), None)
     weights = np.zeros(count)
     weights[kept] = np.exp((row[kept] - row.max()).astype(np.float64) / (sampling.temperature or 1.0))
     expected = weights / weights.sum()
-    found = np.bincount([sampler.sample(row) for _ in range(draws)], minlength=count) / draws
+    found = np.bincount([sampler.sample_row(row) for _ in range(draws)], minlength=count) / draws
     assert np.abs(found - expected).max() < 0.04
     assert not found[expected < 1e-9].any()
 
@@ -108,20 +114,20 @@ def test_impossible_tokens_are_never_sampled() -> None:
     row = np.full(3000, -inf, np.float32)
     row[[5, 1234, 2999]] = [1.0, 2.0, 0.5]
     for sampling in (Sampling(), Sampling(top_p=0.999), Sampling(min_p=0.01)):
-        sampler = NumpySampler(sampling, 3)
-        assert {sampler.sample(row) for _ in range(200)} == {5, 1234, 2999}
+        sampler = seeded(sampling, 3)
+        assert {sampler.sample_row(row) for _ in range(200)} == {5, 1234, 2999}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1e-30), Sampling(temperature=1e-30, top_p=0.9)])
 def test_a_tiny_temperature_is_greedy(sampling: Sampling) -> None:
     row = normal(3.0)
-    assert NumpySampler(sampling, 1).sample(row) == row.argmax()
+    assert seeded(sampling, 1).sample_row(row) == row.argmax()
 
 
 def test_a_seed_reproduces_tokens() -> None:
     row = normal(1.0)
     runs = [
-        [sampler.sample(row) for _ in range(20)] for sampler in (NumpySampler(Sampling(), seed) for seed in (1, 1, 2))
+        [sampler.sample_row(row) for _ in range(20)] for sampler in (seeded(Sampling(), seed) for seed in (1, 1, 2))
     ]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
@@ -130,4 +136,4 @@ def test_a_seed_reproduces_tokens() -> None:
 @pytest.mark.parametrize("broken", [nan, inf, -inf])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9), Sampling(min_p=0.1)], ids=str)
 def test_logits_that_are_not_finite_give_some_token(broken: float, sampling: Sampling) -> None:
-    assert 0 <= NumpySampler(sampling, 1).sample(np.full(1000, broken, np.float32)) < 1000
+    assert 0 <= seeded(sampling, 1).sample_row(np.full(1000, broken, np.float32)) < 1000

@@ -17,16 +17,10 @@ from modelyard.core.engine import CacheInfo
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.binding import lib, short, waiting
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
-from modelyard.engines.llama_cpp.sampler import (
-    PENALTY_WINDOW,
-    DrySamplers,
-    JobSampler,
-    LogitProcessor,
-    Penalties,
-    Row,
-    logit_processor,
-    token_logprob,
-)
+from modelyard.engines.llama_cpp.logit_columns import Row
+from modelyard.engines.llama_cpp.logits import LogitProcessor, Penalties, logit_processor, token_logprob
+from modelyard.engines.llama_cpp.sampler import Sampler
+from modelyard.engines.llama_cpp.sampler_chain import PENALTY_WINDOW, DrySamplers
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.exact_models import VOCAB, exact_model
@@ -377,8 +371,8 @@ def test_a_seed_gives_the_tokens_of_llama_cpp(seed: int) -> None:
     """Temperature, top_k, top_p and min_p: what numpy computes here."""
     row = np.random.default_rng(seed).normal(0, 2.5, 3000).astype(np.float32)
     sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=seed)
-    ours = JobSampler(sampling, DrySamplers(None), len(row), 64)
-    assert ours.batched is not None
+    ours = Sampler(sampling, DrySamplers(None), len(row), 64)
+    assert ours.is_batched
     theirs = chain_tokens(
         row,
         60,
@@ -394,8 +388,8 @@ def test_a_seed_gives_the_tokens_of_llama_cpp(seed: int) -> None:
 
 def names_of(sampling: Sampling) -> list[str]:
     """The samplers of the chain that a request gets."""
-    made = JobSampler(sampling, DrySamplers(None), 100, 64)
-    chain = made._chain
+    made = Sampler(sampling, DrySamplers(None), 100, 64)
+    chain = made.chain
     assert chain is not None, "numpy computes it"
     count = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(("llama_sampler_chain_n", lib.raw))(chain)
     get = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(("llama_sampler_chain_get", lib.raw))
@@ -422,8 +416,8 @@ def test_each_sampler_of_llama_server_is_in_its_place(sampling: Sampling, names:
 def test_samplers_that_are_not_named_do_nothing() -> None:
     row = np.array([0.0, 1.0, 5.0, 4.9], np.float32)
     only_top_k = Sampling(samplers=("top_k",), top_k=2, top_p=0.0, repetition_penalty=100.0, seed=1)
-    drawn = {JobSampler(only_top_k, DrySamplers(None), 4, 64, [2]).batched is not None}
-    sampler = JobSampler(only_top_k, DrySamplers(None), 4, 64, [2])
+    drawn = {Sampler(only_top_k, DrySamplers(None), 4, 64, [2]).is_batched}
+    sampler = Sampler(only_top_k, DrySamplers(None), 4, 64, [2])
     assert drawn == {True}
     assert {sampler._choose(row) for _ in range(50)} == {2, 3}
 

@@ -11,7 +11,8 @@ import pytest
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.logit_columns import Row
-from modelyard.engines.llama_cpp.sampler import DrySamplers, JobSampler
+from modelyard.engines.llama_cpp.sampler import Sampler
+from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
 from tests.engines.llama_cpp.logit_rows import ROWS, VOCAB, normal
 
 KINDS = [
@@ -27,8 +28,8 @@ KINDS = [
 ]
 
 
-def sampler_of(sampling: Sampling, count: int = VOCAB) -> JobSampler:
-    return JobSampler(sampling, DrySamplers(None), count, 64)
+def sampler_of(sampling: Sampling, count: int = VOCAB) -> Sampler:
+    return Sampler(sampling, DrySamplers(None), count, 64)
 
 
 def drawn_by_llama_cpp(row: Row, sampling: Sampling, draws: int) -> list[int]:
