@@ -60,9 +60,7 @@ def tokens_per_s(times: TokenTimes) -> float:
 
 def direct_path(engine: ExllamaEngine) -> RunPath:
     async def run(streams: int, tokens: int) -> TokenTimes:
-        jobs = [ExllamaJob(prompt(tokens), asyncio.get_running_loop()) for _ in range(streams)]
-        for job in jobs:
-            job.limit_output(WINDOW)
+        jobs = [ExllamaJob(prompt(tokens), asyncio.get_running_loop(), "main", WINDOW) for _ in range(streams)]
         times: TokenTimes = [[] for _ in jobs]
         await engine.run_on_thread(lambda: _drive_generator(engine, jobs, times))
         return times

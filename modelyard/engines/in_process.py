@@ -1,7 +1,7 @@
 """The life cycle that the in-process engines share.
 
-    open ─→ load ─→ generate: check ─→ submit ─→ tokens … End ─→ close
-                                                └→ the library fails ─→ all jobs end, `lost` resolves
+    open ─→ load ─→ generate: check ─→ create ─→ submit ─→ tokens … End ─→ close
+                                                         └→ the library fails ─→ all jobs end, `lost` resolves
 
 `InProcessJob` is one generation. `InProcessEngine` is the event loop's side of an engine: opening, checking prompts,
 closing, death. `ThreadedEngine` adds one thread that owns the model from loading to unloading. The thread takes jobs
@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from msgspec import Struct
 
-from modelyard.core.engine import Chunk, Control, End, EngineInfo, EngineSpec, Generation, OnProgress, Prompt
+from modelyard.core.engine import Chunk, Control, End, EngineInfo, EngineSpec, Generation, Media, OnProgress, Prompt
 from modelyard.core.errors import (
     ENGINE_DIED,
     ContextOverflow,
@@ -62,11 +62,12 @@ class InProcessJob:
     """One generation.
 
     It is created on the event loop that reads `queue`. Once submitted, it belongs to the engine's thread, except for
-    `cancelled`: any thread may set it, and the engine reads it between two steps.
+    `cancelled`: any thread may set it, and the engine reads it between two steps. `preparing` is work on another thread
+    that must be done before the engine's thread gets the job: compiling a grammar, reading images.
     """
 
-    def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop) -> None:
-        self.prompt, self.cache = prompt, prompt.cache
+    def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop, cache: str = "", window: int = 0) -> None:
+        self.prompt, self.cache = prompt, cache
         self.queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=self.cancel, loop=loop)
         self.prompt_tokens = prompt.n_tokens
         self.cached_tokens = self.output_tokens = self.max_output = 0
@@ -75,6 +76,8 @@ class InProcessJob:
         self.ended: bool = False
         self.created_at = time.perf_counter()
         self.first_token_at: float | None = None
+        self.preparing: Future[Any] | None = None
+        self.limit_output(window)
 
     def __repr__(self) -> str:
         progress = f"{self.output_tokens}/{self.max_output} output tokens"
@@ -150,25 +153,12 @@ class InProcessEngine(ABC, Generic[J]):
         """Ends all jobs and frees the model. Called once loading is over, also if it failed, and once per `close`."""
 
     @abstractmethod
-    def _create_job(self, prompt: Prompt) -> J: ...
+    def _create_job(self, prompt: Prompt, cache: str, window: int) -> J:
+        """The job, complete but for what its `preparing` adds. Raises if the engine lacks what only it knows of."""
 
     @abstractmethod
     def _submit(self, job: J) -> None:
-        """Runs a job that has been checked."""
-
-    def _check_support(self, prompt: Prompt) -> None:
-        """Raises if the engine lacks a feature that the prompt needs."""
-        if prompt.has_media:
-            self._check_media(prompt)
-        if prompt.prompt_logprobs is not None and not self.info.capabilities.prompt_logprobs:
-            raise Unsupported(
-                "this engine does not report a prompt's log probabilities", code="prompt_logprobs_unsupported"
-            )
-
-    def _check_media(self, prompt: Prompt) -> None:
-        """Raises if the engine cannot read the images or the audio of the prompt."""
-        del prompt
-        raise Unsupported("this engine reads text only", code="modality_unsupported")
+        """Runs the job."""
 
     # --- opening and closing ------------------------------------------------------------------------------------------
 
@@ -215,29 +205,38 @@ class InProcessEngine(ABC, Generic[J]):
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        job = self._create_job(prompt)
         try:
             self._require_open()
-            self._check(job)
+            cache = self._cache_name(prompt.cache)
+            window = self.spec.caches[cache].window
+            self._check(prompt, window)
+            job = self._create_job(prompt, cache, window)
         except ModelyardError as error:
-            job.fail(error)
-        else:
-            self._submit(job)
+            refused = InProcessJob(prompt, self._loop)
+            refused.fail(error)
+            return refused.queue
+        self._submit(job)
         return job.queue
 
-    def _check(self, job: J) -> None:
-        """Raises if the engine cannot run the job."""
-        job.cache = self._cache_name(job.prompt.cache)
-        window = self.spec.caches[job.cache].window
-        if job.prompt_tokens >= window:
-            raise ContextOverflow(job.prompt_tokens, window)
-        self._check_support(job.prompt)
-        ids = job.prompt.ids
+    def _check(self, prompt: Prompt, window: int) -> None:
+        """Raises if the engine cannot run the prompt, by what its capabilities say."""
+        capabilities = self.info.capabilities
+        if not capabilities.generates:
+            raise Unsupported("this model does not generate", code="model_has_no_chat")
+        if prompt.n_tokens >= window:
+            raise ContextOverflow(prompt.n_tokens, window)
+        for part in prompt.parts:
+            if isinstance(part, Media) and part.kind not in capabilities.modalities:
+                raise Unsupported(f"this model takes no {part.kind}", code="modality_unsupported")
+        if prompt.prompt_logprobs is not None and not capabilities.prompt_logprobs:
+            raise Unsupported(
+                "this engine does not report a prompt's log probabilities", code="prompt_logprobs_unsupported"
+            )
+        ids = prompt.ids
         if not ids:
             raise InvalidRequest("the prompt is empty")
         if min(ids) < 0 or max(ids) >= self.n_vocab:
             raise InvalidRequest(f"the prompt holds token ids outside 0…{self.n_vocab - 1}")
-        job.limit_output(window)
 
     def _cache_name(self, name: str) -> str:
         """A prompt that names no cache uses the first one."""
@@ -323,12 +322,6 @@ class ThreadedEngine(InProcessEngine[J]):
 
     # --- hooks on the event loop --------------------------------------------------------------------------------------
 
-    def _prepare(self, job: J) -> Future[Any] | None:
-        """Work on another thread that must be done before the engine's thread gets the job: compiling a grammar,
-        reading images."""
-        del job
-        return None
-
     def _release(self) -> None:
         """Frees what belongs to neither thread, such as grammar compilers. Called in a worker thread."""
 
@@ -370,11 +363,10 @@ class ThreadedEngine(InProcessEngine[J]):
                 item.fail(error)
 
     def _submit(self, job: J) -> None:
-        preparing = self._prepare(job)
-        if preparing is None:
+        if job.preparing is None:
             self._inbox.put(job)
         else:
-            waiting = asyncio.wrap_future(preparing, loop=self._loop)
+            waiting = asyncio.wrap_future(job.preparing, loop=self._loop)
             timer = self._loop.call_later(_PREPARE_S, self._give_up, job, waiting)
             waiting.add_done_callback(partial(self._prepared, job, timer))
 

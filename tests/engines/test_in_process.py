@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -71,13 +71,11 @@ class CountingEngine(ThreadedEngine[InProcessJob]):
     def _release(self) -> None:
         self.pool.shutdown(cancel_futures=True)
 
-    def _create_job(self, prompt: Prompt) -> InProcessJob:
-        return InProcessJob(prompt, self._loop)
-
-    def _prepare(self, job: InProcessJob) -> Future[Any] | None:
-        if job.prompt.constraint is None or self.prepare is None:
-            return None
-        return self.pool.submit(self.prepare)
+    def _create_job(self, prompt: Prompt, cache: str, window: int) -> InProcessJob:
+        job = InProcessJob(prompt, self._loop, cache, window)
+        if prompt.constraint is not None and self.prepare is not None:
+            job.preparing = self.pool.submit(self.prepare)
+        return job
 
     def _has_work(self) -> bool:
         return bool(self.jobs)
@@ -254,7 +252,7 @@ async def test_output_is_limited_by_the_window() -> None:
         (prompt(0), InvalidRequest, "empty"),
         (prompt(parts=(TokenRun([50]),)), InvalidRequest, "outside 0…49"),
         (prompt(parts=(TokenRun([-1]),)), InvalidRequest, "outside 0…49"),
-        (prompt(parts=(TokenRun([1]), Media("image", "0", b"", 1))), Unsupported, "text only"),
+        (prompt(parts=(TokenRun([1]), Media("image", "0", b"", 1))), Unsupported, "takes no image"),
         (prompt(deadline=1.0), Timeout, "deadline"),
     ],
 )

@@ -33,11 +33,19 @@ log = logging.getLogger(__name__)
 class Ct2Job(InProcessJob):
     """While its batch runs it belongs to the batch's thread."""
 
-    def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], None]) -> None:
-        super().__init__(prompt, loop)
+    def __init__(
+        self,
+        prompt: Prompt,
+        loop: asyncio.AbstractEventLoop,
+        cache: str,
+        window: int,
+        options: Ct2Options,
+        on_cancel: Callable[[], None],
+    ) -> None:
+        super().__init__(prompt, loop, cache, window)
         self._on_cancel = on_cancel
         self.stop_ids = frozenset(prompt.stop_ids)
-        self.arguments: dict[str, Any] = {}  # of `generate_batch`
+        self.arguments = generate_arguments(prompt, self.max_output, options)  # of `generate_batch`
 
     def cancel(self) -> None:
         super().cancel()
@@ -257,15 +265,7 @@ class Ct2Engine(InProcessEngine[Ct2Job]):
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _create_job(self, prompt: Prompt) -> Ct2Job:
-        return Ct2Job(prompt, self._loop, on_cancel=self._on_cancel)
-
-    def _check(self, job: Ct2Job) -> None:
-        super()._check(job)
-        job.arguments = generate_arguments(job.prompt, job.max_output, self.options)
-
-    def _check_support(self, prompt: Prompt) -> None:
-        super()._check_support(prompt)
+    def _create_job(self, prompt: Prompt, cache: str, window: int) -> Ct2Job:
         if prompt.constraint is not None:
             raise Unsupported(
                 "CTranslate2 cannot follow a schema or grammar: describe the format in the prompt",
@@ -275,6 +275,7 @@ class Ct2Engine(InProcessEngine[Ct2Job]):
             raise Unsupported("CTranslate2 takes no LoRA adapters", code="lora_unsupported")
         if prompt.logprobs is not None and is_beam_search(prompt.sampling):
             raise Unsupported("beam search has no logprobs: request one of the two", code="logprobs_unsupported")
+        return Ct2Job(prompt, self._loop, cache, window, self.options, self._on_cancel)
 
     def _submit(self, job: Ct2Job) -> None:
         """Jobs that arrive together should share a batch: the first waits `batch_window` for the others."""

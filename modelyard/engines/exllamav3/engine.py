@@ -19,7 +19,6 @@ import math
 import time
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,8 +188,8 @@ def load_library() -> ExllamaLibrary:
 
 
 class ExllamaJob(InProcessJob):
-    def __init__(self, prompt: Prompt, loop: AbstractEventLoop) -> None:
-        super().__init__(prompt, loop)
+    def __init__(self, prompt: Prompt, loop: AbstractEventLoop, cache: str, window: int) -> None:
+        super().__init__(prompt, loop, cache, window)
         self.filter: GrammarFilter | None = None  # set before the thread gets the job
         self.native: Any = None  # ExLlamaV3's own Job
         self.accepted: bool = False
@@ -482,28 +481,21 @@ class ExllamaEngine(ThreadedEngine[ExllamaJob]):
 
     # --- the event loop's side ----------------------------------------------------------------------------------------
 
-    def _create_job(self, prompt: Prompt) -> ExllamaJob:
-        return ExllamaJob(prompt, self._loop)
-
-    def _check_support(self, prompt: Prompt) -> None:
-        super()._check_support(prompt)
+    def _create_job(self, prompt: Prompt, cache: str, window: int) -> ExllamaJob:
         if prompt.adapters:
             raise Unsupported(
                 "ExLlamaV3 would apply a LoRA adapter to all jobs at once: use a model with the adapter merged into it",
                 code="lora_unsupported",
                 param="lora_adapter",
             )
+        job = ExllamaJob(prompt, self._loop, cache, window)
+        if prompt.constraint is not None and self._filters is not None:
+            job.preparing = self._filters.submit(partial(self._compile_filter, job, self._filters, prompt.constraint))
+        return job
 
-    def _prepare(self, job: ExllamaJob) -> Future[None] | None:
-        constraint, filters = job.prompt.constraint, self._filters
-        if constraint is None or filters is None:
-            return None
-
-        def compile_filter() -> None:
-            if not job.cancelled:
-                job.filter = filters.create(constraint)
-
-        return filters.submit(compile_filter)
+    def _compile_filter(self, job: ExllamaJob, filters: GrammarFilters, constraint: Constraint) -> None:
+        if not job.cancelled:
+            job.filter = filters.create(constraint)
 
     def stats(self) -> EngineStats:
         """Reads plain numbers only, while the thread runs."""

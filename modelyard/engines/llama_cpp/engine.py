@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,43 +211,26 @@ class LlamaCppEngine(ThreadedEngine[LlamaCppJob]):
 
     # --- the event loop's side ----------------------------------------------------------------------------------------
 
-    def _check(self, job: LlamaCppJob) -> None:
-        if not self.info.capabilities.generates:
-            raise Unsupported("this model does not generate", code="model_has_no_chat")
-        super()._check(job)
-
-    def _check_media(self, prompt: Prompt) -> None:
-        for part in prompt.parts:
-            if isinstance(part, Media) and part.kind not in self.info.capabilities.modalities:
-                raise Unsupported(f"this model takes no {part.kind}", code="modality_unsupported")
-        if prompt.prompt_logprobs is not None:
+    def _create_job(self, prompt: Prompt, cache: str, window: int) -> LlamaCppJob:
+        if prompt.has_media and prompt.prompt_logprobs is not None:
             raise Unsupported("the tokens of images have no log probabilities", code="prompt_logprobs_unsupported")
-        if not isinstance(prompt.parts[-1], TokenRun):
+        if prompt.has_media and not isinstance(prompt.parts[-1], TokenRun):
             raise InvalidRequest("a prompt cannot end with an image or audio", code="invalid_image")
-
-    def _create_job(self, prompt: Prompt) -> LlamaCppJob:
         self._job_count += 1
-        return LlamaCppJob(prompt, self._loop, self._job_count)
+        job = LlamaCppJob(prompt, self._loop, cache, window, self._job_count)
+        if prompt.constraint is not None or prompt.sampling.dry_multiplier or prompt.has_media:
+            with suppress(RuntimeError):  # the engine died meanwhile; its inbox rejects the job
+                job.preparing = self._masks.submit(partial(self._prepare, job, window))
+        return job
 
-    def _prepare(self, job: LlamaCppJob) -> Future[None] | None:
-        constraint, sampling = job.prompt.constraint, job.prompt.sampling
-        if constraint is None and not sampling.dry_multiplier and not job.prompt.has_media:
-            return None
-
-        def prepare() -> None:
-            if job.cancelled:
-                return
-            window = self.spec.caches[job.cache].window
-            if job.prompt.has_media:
-                self._read_media(job, window)
-            self._dry.prepare(sampling, window)
-            if constraint is not None:
-                job.mask = self._masks.create(constraint)
-
-        try:
-            return self._masks.submit(prepare)
-        except RuntimeError:  # the engine died meanwhile; its inbox rejects the job
-            return None
+    def _prepare(self, job: LlamaCppJob, window: int) -> None:
+        if job.cancelled:
+            return
+        if job.prompt.has_media:
+            self._read_media(job, window)
+        self._dry.prepare(job.prompt.sampling, window)
+        if job.prompt.constraint is not None:
+            job.mask = self._masks.create(job.prompt.constraint)
 
     def _read_media(self, job: LlamaCppJob, window: int) -> None:
         if self._projector is None:

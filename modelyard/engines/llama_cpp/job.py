@@ -90,15 +90,14 @@ class LlamaCppJob(InProcessJob):
     sampler: Sampler
     slot: SequenceSlot
 
-    def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop, arrival: int) -> None:
-        super().__init__(prompt, loop)
+    def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop, cache: str, window: int, arrival: int) -> None:
+        super().__init__(prompt, loop, cache, window)
         self.arrival = arrival
         ids = prompt.ids  # without media: `read_media` adds them
         self._ids = np.empty(self.prompt_tokens + min(prompt.max_tokens, 1024), np.int32)
         self._ids[: len(ids)] = ids
         self.length = len(ids)
         self.n_past = 0
-        self.limit = self.prompt_tokens + prompt.max_tokens  # the length at which it ends
         self.stop_ids = frozenset(prompt.stop_ids)
         self._min_output = prompt.sampling.min_output(prompt.max_tokens)
         self._ends = np.fromiter(self.stop_ids, np.intp, len(self.stop_ids))
@@ -117,7 +116,7 @@ class LlamaCppJob(InProcessJob):
 
     def limit_output(self, window: int) -> None:
         super().limit_output(window)
-        self.limit = self.prompt_tokens + self.max_output
+        self.limit = self.prompt_tokens + self.max_output  # the length at which it ends
 
     def read_media(self, prompt: MediaPrompt) -> None:
         """Before it is admitted: its ids with those of its images and audio."""

@@ -158,9 +158,15 @@ class VllmJob(InProcessJob):
     """Turns vLLM's outputs into chunks. `revoke_error` is why the engine, not its client, ends it early."""
 
     def __init__(
-        self, id: str, prompt: Prompt, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[VllmJob], None]
+        self,
+        id: str,
+        prompt: Prompt,
+        loop: asyncio.AbstractEventLoop,
+        cache: str,
+        window: int,
+        on_cancel: Callable[[VllmJob], None],
     ) -> None:
-        super().__init__(prompt, loop)
+        super().__init__(prompt, loop, cache, window)
         self.id, self._on_cancel = id, on_cancel
         self.request = VllmRequest({}, {})  # set before the job is started
         self.media = [part for part in prompt.parts if isinstance(part, Media)]

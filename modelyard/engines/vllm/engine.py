@@ -20,11 +20,10 @@ from modelyard.core.engine import (
     EngineInfo,
     EngineSpec,
     EngineStats,
-    Media,
     OnProgress,
     Prompt,
 )
-from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
+from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.engines.generation_queue import TokenDispatch
 from modelyard.engines.in_process import InProcessEngine
 from modelyard.engines.vllm.async_llm import AsyncLlmRunner, CacheCounters, EventLoopThread, VllmJob, load_library
@@ -117,24 +116,17 @@ class VllmEngine(InProcessEngine[VllmJob]):
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _create_job(self, prompt: Prompt) -> VllmJob:
-        return VllmJob(f"{self.spec.model}-{next(self._job_numbers)}", prompt, self._loop, self._on_cancel)
-
-    def _check_support(self, prompt: Prompt) -> None:
-        has_media = any(isinstance(part, Media) for part in prompt.parts)
-        if has_media and "image" not in self.info.capabilities.modalities:
-            raise Unsupported("this model reads text only", code="modality_unsupported")
-
-    def _check(self, job: VllmJob) -> None:
-        super()._check(job)
-        prompt, control_tokens = job.prompt, self._open_runner().control_tokens
-        constraint = prompt.constraint
+    def _create_job(self, prompt: Prompt, cache: str, window: int) -> VllmJob:
+        control_tokens, constraint = self._open_runner().control_tokens, prompt.constraint
+        id = f"{self.spec.model}-{next(self._job_numbers)}"
+        job = VllmJob(id, prompt, self._loop, cache, window, self._on_cancel)
         job.request = VllmRequest(
-            {"prompt_token_ids": prompt.ids, "cache_salt": f"{job.cache}/{self._evictions[job.cache]}/{prompt.scope}"},
+            {"prompt_token_ids": prompt.ids, "cache_salt": f"{cache}/{self._evictions[cache]}/{prompt.scope}"},
             sampling_arguments(prompt, job.max_output, self.n_vocab),
             None if constraint is None else structured_output_arguments(constraint, control_tokens),
             self._adapters.select(prompt.adapters),
         )
+        return job
 
     def _submit(self, job: VllmJob) -> None:
         runner = self._open_runner()

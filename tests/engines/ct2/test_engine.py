@@ -18,7 +18,7 @@ from modelyard.core.engine import Accepted, CacheInfo, Chunk, Control, End, Medi
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
 from modelyard.engines.ct2.engine import Ct2Batch, Ct2Engine, Ct2Job, next_batch
-from modelyard.engines.ct2.options import Ct2Options, generate_arguments
+from modelyard.engines.ct2.options import Ct2Options
 from tests.engines.ct2.helpers import GREEDY, model_folder, prompt, running, spec, text_of, tiny_folder
 from tests.engines.reading import assert_alike, end, ids, logprobs, read, until
 
@@ -225,7 +225,7 @@ REFUSED: list[tuple[Prompt, type[ModelyardError], str]] = [
     (Prompt(parts=(TokenRun([]),), max_tokens=1), InvalidRequest, "empty"),
     (Prompt(parts=(TokenRun([1, 49152]),), max_tokens=1), InvalidRequest, "outside 0…49151"),
     (Prompt(parts=(TokenRun([-1]),), max_tokens=1), InvalidRequest, "outside"),
-    (Prompt(parts=(TokenRun([1]), Media("image", "x", b"", 4)), max_tokens=1), Unsupported, "text only"),
+    (Prompt(parts=(TokenRun([1]), Media("image", "x", b"", 4)), max_tokens=1), Unsupported, "takes no image"),
     (Prompt(parts=(TokenRun([1]),), constraint=Constraint("json_object")), Unsupported, "schema or grammar"),
     (Prompt(parts=(TokenRun([1]),), adapters=(("law", 1.0),)), Unsupported, "LoRA"),
     (Prompt(parts=(TokenRun([1]),), logprobs=1, sampling=Sampling(beam_size=2)), Unsupported, "beam"),
@@ -359,10 +359,7 @@ def test_unloading_returns_the_memory_of_the_weights() -> None:
 
 def create_job(length: int, max_tokens: int, sampling: Sampling = GREEDY) -> Ct2Job:
     prompt = Prompt(parts=(TokenRun([1] * length),), sampling=sampling, max_tokens=max_tokens)
-    job = Ct2Job(prompt, asyncio.get_running_loop(), on_cancel=lambda: None)
-    job.limit_output(4096)
-    job.arguments = generate_arguments(prompt, job.max_output, Ct2Options(path="x"))
-    return job
+    return Ct2Job(prompt, asyncio.get_running_loop(), "main", 4096, Ct2Options(path="x"), on_cancel=lambda: None)
 
 
 # --- choosing a batch -------------------------------------------------------------------------------------------------

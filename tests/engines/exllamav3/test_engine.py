@@ -321,7 +321,7 @@ async def test_job_whose_grammar_compiles_while_the_engine_closes_ends_with_an_e
     ("fields", "kind", "message"),
     [
         ({"adapters": (("law", 1.0),)}, Unsupported, "all jobs at once"),
-        ({"parts": (TokenRun([1]), Media("image", "0", b"", 4))}, Unsupported, "text only"),
+        ({"parts": (TokenRun([1]), Media("image", "0", b"", 4))}, Unsupported, "takes no image"),
         ({"parts": ()}, InvalidRequest, "empty"),
         ({"parts": (TokenRun([N_VOCAB]),)}, InvalidRequest, f"outside 0…{N_VOCAB - 1}"),
         ({"parts": (TokenRun([-1]),)}, InvalidRequest, f"outside 0…{N_VOCAB - 1}"),

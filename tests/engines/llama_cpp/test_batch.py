@@ -150,9 +150,8 @@ SAMPLED = Sampling(temperature=1.0)
 def generating_job(window: int = WINDOW, **fields: Any) -> LlamaCppJob:
     """With a prompt of three tokens and one generated token."""
     prompt = id_prompt([1, 2, 3], **({"logprobs": None} | fields))
-    job = LlamaCppJob(prompt, asyncio.get_running_loop(), 1)
+    job = LlamaCppJob(prompt, asyncio.get_running_loop(), "main", window, 1)
     job.sampler = Sampler(prompt.sampling, DrySamplers(None), 256, window)
-    job.limit_output(window)
     job.start(0)
     job.n_past = 3
     job.append(4)

@@ -15,8 +15,7 @@ from tests.engines.llama_cpp.helpers import id_prompt
 
 def started_job(window: int = 64, **fields: Any) -> LlamaCppJob:
     """A prompt of three tokens, one of them cached."""
-    job = LlamaCppJob(id_prompt([1, 2, 3], **fields), asyncio.get_running_loop(), 1)
-    job.limit_output(window)
+    job = LlamaCppJob(id_prompt([1, 2, 3], **fields), asyncio.get_running_loop(), "main", window, 1)
     job.start(1)
     return job
 

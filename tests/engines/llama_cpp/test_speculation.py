@@ -319,7 +319,7 @@ class FixedDrafter:
 
 async def speculating(*tokens: int, measured: bool = True, **fields: Any) -> tuple[Speculator, dict[int, LlamaCppJob]]:
     speculator = Speculator(FixedDrafter(*tokens), 4, 64, measured=measured)
-    job = LlamaCppJob(id_prompt([1, 2, 3], **({"max_tokens": 50} | fields)), asyncio.get_running_loop(), 1)
+    job = LlamaCppJob(id_prompt([1, 2, 3], **({"max_tokens": 50} | fields)), asyncio.get_running_loop(), "main", 256, 1)
     speculator.begin(0, job)
     return speculator, {0: job}
 

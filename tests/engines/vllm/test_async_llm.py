@@ -22,9 +22,7 @@ from tests.engines.vllm.helpers import prompt as chat_prompt
 
 def create_job(prompt: Prompt | None = None, window: int = 100, **fields: Any) -> VllmJob:
     prompt = prompt or Prompt(parts=(TokenRun([1, 2, 3]),), **{"max_tokens": 9} | fields)
-    job = VllmJob("a", prompt, asyncio.get_running_loop(), on_cancel=lambda _: None)
-    job.limit_output(window)
-    return job
+    return VllmJob("a", prompt, asyncio.get_running_loop(), "main", window, on_cancel=lambda _: None)
 
 
 def output(ids: list[int], reason: str | None = None, logprobs: Any = None, cached: int = 0, prompt: Any = None) -> Any:
