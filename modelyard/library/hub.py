@@ -1,17 +1,13 @@
 """The Hugging Face hub, or any server with its HTTP API (HF_ENDPOINT): references, listings and downloads.
 
-A small client of our own on httpx instead of huggingface_hub, for these reasons:
+Listings, searches, tokens, addresses and the hub's own cache folder come from huggingface_hub. Downloads are our own:
+huggingface_hub (2.4) gives each attempt a file of its own and deletes it on failure, so that a process that is killed
+after 39 of 40 GB begins again, and it compares sizes only. Here
 
-- A file is hashed while it arrives. huggingface_hub compares sizes only, so that a file of 40 GB would be read again.
-- An interrupted download continues at its last byte, also if the process was killed.
-- Several files are one download: one lock, one check of the disk, one progress bar.
-- The files lie under their own names in the library's folder, where a configuration can name them.
-- Every case is tested against a local hub: cut connections, wrong hashes, a full disk, two processes.
-
-The API that is used: `GET /api/models?search=` (repositories), `GET /api/models/{repo}/revision/{revision}?blobs=true`
-(files with sizes and hashes, and the commit), `GET /api/models/{repo}/refs` (branches) and
-`GET /{repo}/resolve/{commit}/{file}` (with Range; it redirects to a CDN). The hub serves every file this way, whatever
-its storage.
+- an interrupted download continues at its last byte, also if the process was killed, and is hashed while it arrives;
+- several files are one download: one lock, one check of the disk, one progress bar;
+- the files lie under their own names in the library's folder, where a configuration can name them. What is in the hub's
+  cache folder already is linked there.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote, unquote, urlencode, urlsplit
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -37,7 +33,9 @@ from modelyard.library.cache_dir import file_lock
 from modelyard.library.progress import OnBytes, ProgressReporter, format_size
 
 if TYPE_CHECKING:
-    import httpx
+    from httpx2 import Response
+    from huggingface_hub import ModelInfo
+    from huggingface_hub.hf_api import RepoSibling
 
 T = TypeVar("T")
 
@@ -94,24 +92,13 @@ def _parse_path(path: str) -> HubReference | None:
 
 # --- the API ----------------------------------------------------------------------------------------------------------
 
-_TIMEOUT_S, _READ_TIMEOUT_S = 15.0, 30.0  # the second is between two pieces of data
+_READ_TIMEOUT_S = 30.0  # between two pieces of data
 _ATTEMPTS = 5  # in a row without a new byte
 _CHUNK = 1 << 20
 
 
 def endpoint(env: Mapping[str, str] = os.environ) -> str:
     return (env.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-
-
-def read_token(env: Mapping[str, str] = os.environ) -> str | None:
-    """$HF_TOKEN, else the token that `hf auth login` has stored."""
-    if token := env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN"):
-        return token.strip()
-    home = env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    try:
-        return Path(env.get("HF_TOKEN_PATH") or Path(home) / "token").expanduser().read_text().strip() or None
-    except OSError:
-        return None
 
 
 class HubFile(Struct, frozen=True):
@@ -154,45 +141,32 @@ class HubClient:
     """A connection to the hub. Every error of the hub or the network is one sentence."""
 
     def __init__(self, env: Mapping[str, str] = os.environ) -> None:
-        import httpx  # slow to import, and most servers never ask the hub
+        from huggingface_hub import HfApi, get_token  # slow to import, and most servers never ask the hub
 
-        self._url, self._token = endpoint(env), read_token(env)
-        headers = {"user-agent": f"modelyard/{__version__}"}
-        if self._token:  # httpx does not send it to the CDN that a download is redirected to
-            headers["authorization"] = f"Bearer {self._token}"
+        self._url, self._token = endpoint(env), get_token()
         if urlsplit(self._url).scheme not in ("http", "https"):
             raise InvalidRequest(f"HF_ENDPOINT is not an http or https URL: {self._url}")
-        try:
-            timeout = httpx.Timeout(_TIMEOUT_S, read=_READ_TIMEOUT_S)
-            self._http = httpx.Client(headers=headers, timeout=timeout, follow_redirects=True)
-        except (ImportError, ValueError) as error:  # a proxy of the environment that httpx cannot use
-            raise Unavailable(f"the hub cannot be reached: {error}", code="fetch_failed") from error
-
-    def __enter__(self) -> HubClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
+        self._api = HfApi(self._url, self._token or False, "modelyard", __version__)
 
     def list_files(self, repo: str, revision: str | None = None) -> HubListing:
-        path = f"/api/models/{repo}/revision/{quote(revision or 'main', safe='')}?blobs=true"
-        about = self._get_json(repo, path, dict[str, Any])
-        files = [_hub_file(item) for item in about.get("siblings") or []]
-        return HubListing(repo, str(about.get("sha") or revision or "main"), {file.name: file for file in files})
+        about = self._call(repo, lambda: self._api.model_info(repo, revision=revision or "main", files_metadata=True))
+        files = [_hub_file(sibling) for sibling in about.siblings or []]
+        return HubListing(repo, about.sha or revision or "main", {file.name: file for file in files})
 
     def search(self, text: str, limit: int) -> list[HubModel]:
         """Repositories with GGUF files whose names contain the words, most downloaded first."""
-        query = urlencode({"search": text, "filter": "gguf", "sort": "downloads", "direction": "-1", "limit": limit})
-        found = self._get_json("the list of models", f"/api/models?{query}", list[dict[str, Any]])
-        return [_hub_model(item) for item in found if _REPO.fullmatch(str(item.get("id", "")))]
+
+        def search() -> list[ModelInfo]:
+            return list(self._api.list_models(search=text, filter="gguf", sort="downloads", limit=limit))
+
+        return [_hub_model(found) for found in self._call("the list of models", search) if _REPO.fullmatch(found.id)]
 
     def list_branches(self, repo: str) -> list[str]:
-        refs = self._get_json(repo, f"/api/models/{repo}/refs", dict[str, Any])
-        return [str(branch["name"]) for branch in refs.get("branches") or [] if isinstance(branch, dict)]
+        return [branch.name for branch in self._call(repo, lambda: self._api.list_repo_refs(repo)).branches]
 
     def read_start(self, listing: HubListing, name: str, size: int) -> bytes:
         """The first bytes of a file: at most `size`."""
-        with self._request(listing.repo, self._file_url(listing, name), {"range": f"bytes=0-{size - 1}"}) as response:
+        with self.stream(listing, name, {"range": f"bytes=0-{size - 1}"}) as response:
             data = b""
             for chunk in response.iter_raw():
                 data += chunk
@@ -200,49 +174,56 @@ class HubClient:
                     break
             return data[:size]
 
-    def stream(self, listing: HubListing, name: str, start: int) -> Any:
-        """A context manager: the response from byte `start`, or from the first if the server ignores ranges."""
-        headers = {"accept-encoding": "identity"} | ({"range": f"bytes={start}-"} if start else {})
-        return self._request(listing.repo, self._file_url(listing, name), headers)
+    @contextmanager
+    def stream(self, listing: HubListing, name: str, headers: Mapping[str, str]) -> Iterator[Response]:
+        """The response to a request for a file, which may be whole where the server ignores ranges."""
+        from httpx2 import RemoteProtocolError
+        from huggingface_hub import get_session, hf_hub_url
 
-    def _file_url(self, listing: HubListing, name: str) -> str:
-        return f"/{listing.repo}/resolve/{listing.commit}/{quote(name)}"
+        url = hf_hub_url(listing.repo, name, revision=listing.commit, endpoint=self._url)
+        sent = {"user-agent": f"modelyard/{__version__}", "accept-encoding": "identity", **headers}
+        if self._token:  # it is not sent to the CDN that a download is redirected to
+            sent["authorization"] = f"Bearer {self._token}"
+        with get_session().stream("GET", url, headers=sent, timeout=_READ_TIMEOUT_S) as response:
+            if response.status_code >= 500:  # try again, like after a disconnect
+                raise RemoteProtocolError(f"the server answered {response.status_code}")
+            if response.status_code >= 400:
+                raise self._refused(listing.repo, response)
+            yield response
 
-    def _get_json(self, repo: str, path: str, kind: type[T]) -> T:
-        import httpx
+    def cached(self, listing: HubListing, name: str) -> Path | None:
+        """The file in the cache folder that huggingface_hub's own programs share."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(listing.repo, name, revision=listing.commit)
+        return Path(found).resolve() if isinstance(found, str) else None
+
+    def _call(self, repo: str, ask: Callable[[], T]) -> T:
+        from httpx2 import HTTPError, ReadError, RemoteProtocolError
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         for attempt in range(_ATTEMPTS):
             try:
-                with self._request(repo, path, {}) as response:
-                    return msgspec.json.decode(response.read(), type=kind)
-            except msgspec.MsgspecError:
-                message = f"{self._url} did not answer as a hub does: is HF_ENDPOINT right?"
-                raise Unavailable(message, code="fetch_failed") from None
-            except (httpx.ReadError, httpx.RemoteProtocolError) as error:  # a server that is restarting
+                return ask()
+            except (ReadError, RemoteProtocolError, HfHubHTTPError) as error:
+                if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+                    raise self._refused(repo, error.response) from None
                 if attempt == _ATTEMPTS - 1:
                     raise self.unreachable(repo, error) from error
-                pause(attempt)
-            except httpx.HTTPError as error:
+                pause(attempt)  # a server that is restarting
+            except (HTTPError, OfflineModeIsEnabled) as error:
                 raise self.unreachable(repo, error) from error
+            except (ValueError, KeyError, TypeError):
+                message = f"{self._url} did not answer as a hub does: is HF_ENDPOINT right?"
+                raise Unavailable(message, code="fetch_failed") from None
         raise AssertionError("unreachable")
-
-    @contextmanager
-    def _request(self, repo: str, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
-        import httpx
-
-        with self._http.stream("GET", self._url + path, headers=dict(headers)) as response:
-            if response.status_code >= 500:  # try again, like after a disconnect
-                raise httpx.RemoteProtocolError(f"the server answered {response.status_code}")
-            if response.status_code >= 400:
-                raise self._refused(repo, response)
-            yield response
 
     def unreachable(self, repo: str, error: Exception) -> Unavailable:
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         hint = "check the network, or set HF_ENDPOINT to a mirror"
         return Unavailable(f"{repo} could not be fetched from {self._url}: {reason}; {hint}", code="fetch_failed")
 
-    def _refused(self, repo: str, response: httpx.Response) -> ModelyardError:
+    def _refused(self, repo: str, response: Response) -> ModelyardError:
         """The hub answers 401 for a repository that does not exist, too: only its X-Error-Code tells."""
         status, code = response.status_code, response.headers.get("x-error-code", "")
         page = f"{self._url}/{repo}"
@@ -267,20 +248,14 @@ class HubClient:
         return Unavailable(f"{self._url} answered {status} for {repo}: is HF_ENDPOINT right?", code="fetch_failed")
 
 
-def _hub_model(item: Mapping[str, Any]) -> HubModel:
-    return HubModel(
-        str(item["id"]),
-        int(item.get("downloads") or 0),
-        int(item.get("likes") or 0),
-        bool(item.get("gated")),
-        str(item.get("lastModified") or ""),
-    )
+def _hub_model(found: ModelInfo) -> HubModel:
+    updated = found.last_modified.isoformat() if found.last_modified else ""
+    return HubModel(found.id, found.downloads or 0, found.likes or 0, bool(found.gated), updated)
 
 
-def _hub_file(item: Any) -> HubFile:
-    lfs = item.get("lfs") or {}
-    size = lfs.get("size") or item.get("size") or 0
-    return HubFile(str(item["rfilename"]), int(size), str(lfs.get("sha256") or ""), str(item.get("blobId") or ""))
+def _hub_file(sibling: RepoSibling) -> HubFile:
+    size = (sibling.lfs and sibling.lfs.size) or sibling.size or 0
+    return HubFile(sibling.rfilename, size, sibling.lfs.sha256 if sibling.lfs else "", sibling.blob_id or "")
 
 
 def pause(attempt: int) -> None:
@@ -310,6 +285,7 @@ def download(
     try:
         with file_lock(folder / _LOCK, lambda: progress.write_line(wait)):
             missing = [file for file in files if not _is_complete(folder, file)]
+            missing = [file for file in missing if not _link_cached(client, listing, file, folder)]
             if missing:
                 _check_disk_space(title, missing, folder)
                 with progress.track(title) as on_bytes:
@@ -343,6 +319,21 @@ def _check_disk_space(title: str, files: Sequence[HubFile], folder: Path) -> Non
             "smaller --quant, or set MODELYARD_CACHE to a folder on another disk",
             code="disk_full",
         )
+
+
+def _link_cached(client: HubClient, listing: HubListing, file: HubFile, folder: Path) -> bool:
+    """Uses the file that another program has in the hub's cache folder, if there is one of this commit."""
+    cached, path = client.cached(listing, file.name), folder / file.name
+    if cached is None or cached.stat().st_size != file.size:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    try:
+        path.hardlink_to(cached)
+    except OSError:  # another file system
+        path.symlink_to(cached)
+    _write_index(folder, _read_index(folder) | {file.name: file.identity})
+    return True
 
 
 def _fetch_all(
@@ -387,7 +378,7 @@ def _receive(
 ) -> str | None:
     """Receive a file to its end, through disconnects. Returns what is wrong with it ("checksum", "size"), having
     removed it; None if it is right."""
-    import httpx
+    from httpx2 import HTTPError, ReadError
 
     hasher = _Hasher(file)
     with part.open("a+b") as out:
@@ -398,7 +389,7 @@ def _receive(
         on_done(done)
         while done < file.size:
             try:
-                with client.stream(listing, file.name, done) as response:
+                with client.stream(listing, file.name, {"range": f"bytes={done}-"} if done else {}) as response:
                     if done and response.status_code != 206:  # it sends the whole file
                         out.truncate(0)
                         hasher, done = _Hasher(file), 0
@@ -410,8 +401,8 @@ def _receive(
                         if done > file.size:
                             break
                 if done < file.size:
-                    raise httpx.ReadError("the connection ended early")
-            except httpx.HTTPError as error:
+                    raise ReadError("the connection ended early")
+            except HTTPError as error:
                 out.flush()
                 failures += 1
                 if failures >= _ATTEMPTS:

@@ -170,13 +170,13 @@ def _fetch(
     fetched: LibraryEntry | None,
 ) -> LibraryEntry:
     repo, wanted = reference.repo, quant or reference.quant or (fetched.quant if fetched else None) or None
-    with HubClient() as client:
-        listing = client.list_files(repo, reference.revision)
-        format = variants.repo_format(listing.sizes)
-        if format == "gguf":
-            entry = _fetch_gguf(client, listing, reference.file or wanted, progress, budgets[0])
-        else:
-            entry = _fetch_folder(client, listing, reference, wanted, progress, budgets[1])
+    client = HubClient()
+    listing = client.list_files(repo, reference.revision)
+    format = variants.repo_format(listing.sizes)
+    if format == "gguf":
+        entry = _fetch_gguf(client, listing, reference.file or wanted, progress, budgets[0])
+    else:
+        entry = _fetch_folder(client, listing, reference, wanted, progress, budgets[1])
     taken = fetched.name if fetched else _free_name(_short_name(reference, entry), entry)
     return register(replace(entry, name=name or taken))
 
@@ -244,14 +244,14 @@ class RepositoryOffer(Struct, frozen=True):
 
 def offer(reference: HubReference, budget: MemoryBudget) -> RepositoryOffer:
     """What a repository has for this machine, without fetching it: smallest first."""
-    with HubClient() as client:
-        listing = client.list_files(reference.repo, reference.revision)
-        found = variants.find_variants(listing.sizes)
-        if not found:
-            raise NotFound(f"{reference.repo} has no GGUF files", code="unknown_format", param="source")
-        projector = variants.choose_projector(listing.sizes, found[0])
-        extra = listing.sizes[projector.file] if projector else 0
-        shape = _read_shape(client, listing, found)
+    client = HubClient()
+    listing = client.list_files(reference.repo, reference.revision)
+    found = variants.find_variants(listing.sizes)
+    if not found:
+        raise NotFound(f"{reference.repo} has no GGUF files", code="unknown_format", param="source")
+    projector = variants.choose_projector(listing.sizes, found[0])
+    extra = listing.sizes[projector.file] if projector else 0
+    shape = _read_shape(client, listing, found)
     chosen, reason = None, ""
     try:
         choice = variants.choose_variant(reference.repo, found, budget, shape, extra)
@@ -368,7 +368,7 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
         return
     for file in model_files.split_parts(path):
-        if file.resolve().is_relative_to(root):
+        if file.parent.resolve().is_relative_to(root):  # the file itself may be a link into the hub's cache folder
             file.unlink(missing_ok=True)
     folder = path.parent
     while folder.resolve() != root and folder.resolve().is_relative_to(root):

@@ -68,11 +68,7 @@ class Downloads:
         return [job.download for job in reversed(self._jobs.values())]
 
     async def search(self, text: str) -> list[HubModel]:
-        def work() -> list[HubModel]:
-            with HubClient() as client:
-                return client.search(text, _SEARCH_LIMIT)
-
-        return await asyncio.to_thread(work)
+        return await asyncio.to_thread(lambda: HubClient().search(text, _SEARCH_LIMIT))
 
     async def offer(self, source: str) -> RepositoryOffer:
         reference = _reference(source)

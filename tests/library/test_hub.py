@@ -13,16 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, RateLimited, Unavailable
 from modelyard.library import hub as hub_module
 from modelyard.library import models
-from modelyard.library.hub import HubReference, parse_reference, read_token
+from modelyard.library.hub import HubReference, parse_reference
 from modelyard.library.model_files import LibraryEntry, locate_model_file
 from modelyard.library.progress import ProgressReporter
 from tests.library.files import gguf_bytes
-from tests.library.web import Hub, serve_hub
+from tests.library.web import COMMIT, Hub, serve_hub
 
 REPO = "maker/Tiny-GGUF"
 FILE = "Tiny-Q4_K_M.gguf"
@@ -102,11 +103,18 @@ def test_other_texts_are_no_references(text: str):
     assert parse_reference(text, {}) is None
 
 
-def test_the_token_comes_from_the_environment_or_from_the_login_file(tmp_path: Path):
+@pytest.mark.parametrize(("given", "sent"), [({"HF_TOKEN": "given"}, "given"), ({}, "stored")])
+def test_the_token_comes_from_the_environment_or_from_the_login_file(
+    hub: Hub, tmp_path: Path, given: dict[str, str], sent: str
+):
+    """huggingface_hub reads its folder when it is imported."""
     (tmp_path / "token").write_text("stored\n")
-    assert read_token({"HF_TOKEN": "given", "HF_HOME": str(tmp_path)}) == "given"
-    assert read_token({"HF_HOME": str(tmp_path)}) == "stored"
-    assert read_token({"HF_HOME": str(tmp_path / "none")}) is None
+    hub.private.add(REPO)
+    hub.token = sent
+    environment = {**os.environ, "HF_HOME": str(tmp_path), **given}
+    command = f"from modelyard.library.hub import HubClient; print(HubClient().list_files({REPO!r}).commit)"
+    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == COMMIT, done.stderr
 
 
 # --- a download -------------------------------------------------------------------------------------------------------
@@ -161,6 +169,21 @@ def test_a_file_from_an_older_version_of_the_program_is_hashed_and_kept(
     file.write_bytes(DATA)
     pull(progress, quant="Q4_K_M")
     assert hub.downloads == []
+
+
+def test_what_the_hubs_own_programs_have_fetched_is_not_fetched_again(
+    hub: Hub, progress: ProgressReporter, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
+    theirs = huggingface_hub.hf_hub_download(REPO, FILE, endpoint=hub.url, cache_dir=tmp_path / "hf")
+    sent = len(hub.downloads)
+    entry = pull(progress, quant="Q4_K_M")
+    assert len(hub.downloads) == sent
+    assert Path(entry.path) == cache / "models" / REPO / FILE
+    assert Path(entry.path).samefile(theirs)
+    models.remove_model(entry.name)
+    assert not Path(entry.path).exists()
+    assert Path(theirs).read_bytes() == DATA
 
 
 # --- interrupted downloads --------------------------------------------------------------------------------------------

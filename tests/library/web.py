@@ -77,7 +77,9 @@ class Hub:
         key = f"{repo}@{commit}" if f"{repo}@{commit}" in self.repos else repo
         if name not in self.repos.get(key, {}):
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
-        return 302, {"Location": f"{self.url.replace('127.0.0.1', 'localhost')}/cdn/{key}//{name}"}, b""
+        data = self.repos[key][name]
+        about = {"X-Repo-Commit": COMMIT, "X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{_hash(name, data)}"'}
+        return 302, {"Location": f"{self.url.replace('127.0.0.1', 'localhost')}/cdn/{key}//{name}"} | about, b""
 
     def _refusal(self, repo: str, allowed: bool) -> tuple[int, dict[str, str], bytes] | None:
         if repo in self.gated and not allowed:
@@ -93,7 +95,8 @@ class Hub:
         branches = ["main", *(name.partition("@")[2] for name in self.repos if name.startswith(f"{repo}@"))]
         about: dict[str, Any]
         if is_refs:
-            about = {"branches": [{"name": name, "ref": f"refs/heads/{name}"} for name in branches], "tags": []}
+            refs = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": COMMIT} for name in branches]
+            about = {"branches": refs, "converts": [], "tags": []}
         elif revision not in branches and revision != COMMIT:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
         else:
@@ -124,9 +127,15 @@ class Hub:
 def _sibling(name: str, data: bytes) -> dict[str, Any]:
     about: dict[str, Any] = {"rfilename": name, "size": len(data)}
     if name.endswith(_LARGE):
-        lfs = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+        lfs = {"sha256": _hash(name, data), "size": len(data), "pointerSize": 134}
         return about | {"blobId": "0" * 40, "lfs": lfs}
-    return about | {"blobId": hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()}
+    return about | {"blobId": _hash(name, data)}
+
+
+def _hash(name: str, data: bytes) -> str:
+    if name.endswith(_LARGE):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 
 @contextmanager
