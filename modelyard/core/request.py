@@ -55,7 +55,8 @@ class Thinking(Struct, frozen=True, tag="thinking", gc=False):
 class ToolCall(Struct, frozen=True, tag="tool_call", gc=False):
     """`custom` calls carry free text instead of JSON; `namespace` is the Responses API's, restored in the reply.
     `verbatim` arguments are the model's generated text and are rendered unchanged. `server` is the label of the MCP
-    server whose tool the gateway called, or calls once the client approves it."""
+    server whose tool the gateway called, or calls once the client approves it. `vendor_type` is that of a tool whose
+    calls have an item of their own (`Tool.vendor`)."""
 
     id: str
     name: str
@@ -64,6 +65,7 @@ class ToolCall(Struct, frozen=True, tag="tool_call", gc=False):
     custom: bool = False
     verbatim: bool = False
     server: str | None = None
+    vendor_type: str | None = None
 
 
 class ToolReference(Struct, frozen=True, tag="tool_reference", gc=False):
@@ -141,7 +143,9 @@ class ToolServer(Struct, frozen=True, kw_only=True):
 
 class Tool(Struct, frozen=True):
     """An offered tool. `server` tools run at a provider: accepted, but not offered to a local model. If there is a
-    `server`, it stands for all tools of this MCP server, which the gateway lists and calls."""
+    `server`, it stands for all tools of this MCP server, which the gateway lists and calls. `vendor` is the client's
+    entry for a tool that it runs and whose schema a vendor publishes under the name `type`; members of a set share it.
+    """
 
     name: str
     description: str = ""
@@ -153,6 +157,7 @@ class Tool(Struct, frozen=True):
     deferred: bool = False
     grammar: dict[str, Any] | None = None
     server: ToolServer | None = None
+    vendor: dict[str, Any] | None = None
 
 
 class ToolChoice(Struct, frozen=True):

@@ -8,6 +8,7 @@ except for reasoning tags, which templates search for.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal
@@ -58,11 +59,17 @@ _encode = msgspec.json.Encoder().encode
 _FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def definition(tool: Tool, shield: Shield) -> Frozen:
+def qualified_names(tools: Iterable[Tool]) -> dict[tuple[str | None, str], str]:
+    """Of tools in namespaces whose names others have, too: how the model reads and calls them."""
+    counts = Counter(tool.name for tool in tools)
+    return {(t.namespace, t.name): f"{t.namespace}__{t.name}" for t in tools if t.namespace and counts[t.name] > 1}
+
+
+def definition(tool: Tool, shield: Shield, name: str | None = None) -> Frozen:
     """OpenAI's function shape. A custom tool is a function with one string, `input`."""
     parameters = _FREE_TEXT if tool.kind == "custom" else tool.parameters or {"type": "object", "properties": {}}
     function: dict[str, Any] = {
-        "name": shield(tool.name),
+        "name": shield(name or tool.name),
         "description": shield(_description(tool)),
         "parameters": shield.deep(parameters),
     }
@@ -96,7 +103,9 @@ class ToolDefinitions:
             self._cached_bytes += len(key)
             if self._cached_bytes > _MAX_CACHED_TOOLS:
                 self._known, self._cached_bytes = {}, len(key)
-            found = self._known[key] = [definition(tool, self._shield) for tool in shown]
+            names = qualified_names(shown)
+            found = [definition(tool, self._shield, names.get((tool.namespace, tool.name))) for tool in shown]
+            self._known[key] = found
         return found
 
     def announce(self, name: str, tools: Iterable[Tool]) -> str:
@@ -144,9 +153,10 @@ class MessageConverter:
         out: list[TemplateMessage] = []
         names: dict[str, str] = {}
         numbers = count(1)  # of images and audio
+        qualified = qualified_names(request.tools)
         for message in request.messages:
             if message.role == "assistant":
-                out.append(self._assistant(message, names))
+                out.append(self._assistant(message, names, qualified))
             elif message.role == "tool":
                 out.extend(self._results(message, names, request.tools, numbers))
             else:
@@ -200,7 +210,9 @@ class MessageConverter:
                 content = self._content((part,), tools, numbers)
                 yield {"role": "tool", "name": "", "tool_call_id": "", "content": content}
 
-    def _assistant(self, message: Message, names: dict[str, str]) -> TemplateMessage:
+    def _assistant(
+        self, message: Message, names: dict[str, str], qualified: Mapping[tuple[str | None, str], str]
+    ) -> TemplateMessage:
         shield = self._shield_reply
         entry: TemplateMessage = {"role": "assistant", "content": ""}
         texts = [part.text for part in message.parts if isinstance(part, Text)]
@@ -211,12 +223,13 @@ class MessageConverter:
             entry["reasoning_content"] = shield("\n".join(thinking))
         calls = [part for part in message.parts if isinstance(part, ToolCall)]
         if calls:
-            names.update((call.id, self._shield(call.name)) for call in calls)
-            entry["tool_calls"] = [self._call(call) for call in calls]
+            for call in calls:
+                names[call.id] = self._shield(qualified.get((call.namespace, call.name), call.name))
+            entry["tool_calls"] = [self._call(call, names[call.id]) for call in calls]
         return entry
 
-    def _call(self, call: ToolCall) -> TemplateMessage:
-        function = {"name": self._shield(call.name), "arguments": self._arguments(call)}
+    def _call(self, call: ToolCall, name: str) -> TemplateMessage:
+        function = {"name": name, "arguments": self._arguments(call)}
         return {"id": self._shield(call.id), "type": "function", "function": function}
 
     def _arguments(self, call: ToolCall) -> TemplateMessage:

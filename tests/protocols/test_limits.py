@@ -21,7 +21,7 @@ from modelyard.protocols import (
     openai_embeddings,
     openai_responses,
 )
-from modelyard.protocols.anthropic_messages.request import MessagesBody, ServerToolFields, Source
+from modelyard.protocols.anthropic_messages.request import MessagesBody, Source, TypedToolFields
 from modelyard.protocols.gemini.embeddings import GeminiBatchEmbedBody
 from modelyard.protocols.gemini.request import GeminiBody, GeminiCountBody
 from modelyard.protocols.llama_completion import LlamaCompletionBody
@@ -54,7 +54,7 @@ _BODIES = (
     PoolResponsesBody,
     ResponsesBody,
     ScoreBody,
-    ServerToolFields,
+    TypedToolFields,
     Source,
     TokenBody,
 )

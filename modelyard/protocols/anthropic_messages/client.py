@@ -43,6 +43,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.anthropic_messages import mcp
+from modelyard.protocols.anthropic_messages.client_tools import is_client_tool
 from modelyard.protocols.anthropic_messages.errors import read_stream_error
 from modelyard.protocols.anthropic_messages.reply import ID_PREFIX, STOP_REASONS, write_block
 from modelyard.protocols.anthropic_messages.request import (
@@ -71,7 +72,7 @@ def write_request(request: Request) -> bytes:
     body |= present(
         max_tokens=request.max_tokens,
         system=_write_content(system.parts) if system else None,
-        tools=[_write_tool(tool) for tool in request.tools] or None,
+        tools=_write_tools(request.tools) or None,
         mcp_servers=mcp.write_servers(request.tools) or None,
         tool_choice=_write_tool_choice(request),
         thinking=_write_thinking(request.reasoning),
@@ -134,6 +135,18 @@ def _write_source(url: str) -> dict[str, str]:
     if url.startswith(FILE_ID):
         return {"type": "file", "file_id": url.removeprefix(FILE_ID)}
     return {"type": "url", "url": url}
+
+
+def _write_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    """The members of a toolset share its entry."""
+    written, sets = list[dict[str, Any]](), set[str | None]()
+    for tool in tools:
+        if tool.vendor is None or not is_client_tool(tool.type or ""):
+            written.append(_write_tool(tool))
+        elif tool.namespace is None or tool.type not in sets:
+            sets.add(tool.type)
+            written.append(tool.vendor)
+    return written
 
 
 def _write_tool(tool: Tool) -> dict[str, Any]:
@@ -412,8 +425,11 @@ class _OpenBlock:
         if self.index is None:
             return []
         first, kind = self._first, _BLOCK_KINDS[self._first.type]
-        call = (str(first.id or ""), str(first.name or "")) if kind == "tool_call" else ("", "")
-        return [BlockStart(self.index, kind, *call), *self._delta(first.text or first.thinking)]
+        start = BlockStart(self.index, kind)
+        if kind == "tool_call":
+            toolset = None if first.toolset_name is None else str(first.toolset_name)
+            start = BlockStart(self.index, kind, str(first.id or ""), str(first.name or ""), toolset)
+        return [start, *self._delta(first.text or first.thinking)]
 
     def delta(self, delta: AnthropicDelta) -> list[Event]:
         self._signature += delta.signature

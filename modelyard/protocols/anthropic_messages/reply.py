@@ -25,6 +25,7 @@ from modelyard.core.protocol import ModelCard
 from modelyard.core.request import Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.core.store import FileRecord
 from modelyard.protocols.anthropic_messages import mcp
+from modelyard.protocols.anthropic_messages.client_tools import TOOLSETS
 from modelyard.protocols.anthropic_messages.errors import error_body
 from modelyard.protocols.anthropic_messages.request import UNPARSED
 from modelyard.protocols.common.json import JsonObject, dumps, encode, is_json_object
@@ -93,10 +94,16 @@ def write_block(part: Text | Thinking | ToolCall) -> dict[str, Any]:
     if isinstance(part, Text):
         return {"type": "text", "text": part.text}
     if isinstance(part, ToolCall):
-        return {"type": "tool_use", "id": part.id, "name": part.name, "input": _write_input(part)}
+        return _use_block(part.id, part.name, part.namespace, _write_input(part))
     if part.redacted:
         return {"type": "redacted_thinking", "data": part.signature}
     return {"type": "thinking", "thinking": part.text, "signature": part.signature}
+
+
+def _use_block(id: str, name: str, toolset: str | None, input: Any) -> dict[str, Any]:
+    """Only Anthropic's own toolsets are named: other protocols have namespaces of their clients."""
+    block = {"type": "tool_use", "id": id, "name": name, "input": input}
+    return block | {"toolset_name": toolset, "caller": {"type": "direct"}} if toolset in TOOLSETS else block
 
 
 def _write_input(call: ToolCall) -> Any:
@@ -227,7 +234,7 @@ class MessagesStreamWriter:
         self._delta_start = _delta_start(event.index, *_DELTA_TYPES[event.kind])
         self._text = None if event.kind == "text" else []
         self._hidden = event.kind == "thinking" and self._hides_thinking
-        block: dict[str, Any] = {"type": "tool_use", "id": event.call_id, "name": event.name, "input": {}}
+        block = _use_block(event.call_id, event.name, event.namespace, {})
         if event.kind == "text":
             block = {"type": "text", "text": ""}
         elif event.kind == "thinking":

@@ -37,6 +37,7 @@ from modelyard.core.request import (
     ToolServer,
 )
 from modelyard.protocols.anthropic_messages import mcp
+from modelyard.protocols.anthropic_messages.client_tools import is_client_tool, read_client_tools
 from modelyard.protocols.common.extensions import (
     ExtensionFields,
     check_option,
@@ -73,6 +74,7 @@ class ContentBlock(Struct, gc=False):
     input: Raw = field(default_factory=Raw)
     tool_use_id: Any = None
     tool_name: Any = None
+    toolset_name: Any = None
     server_name: Any = None
     is_error: Any = None
     title: Any = None
@@ -136,8 +138,8 @@ class MessagesBody(ExtensionFields, kw_only=True):
     mcp_servers: mcp.McpServerList | None = None
 
 
-class ServerToolFields(Struct):
-    """The tools of a body with every field. Only server tools need this second decoding."""
+class TypedToolFields(Struct):
+    """The tools of a body with every field. Only tools with a type of their own need this second decoding."""
 
     tools: Annotated[list[limits.JsonObject], limits.Tools]
 
@@ -159,7 +161,7 @@ class UnparsedInput(Struct):
 
 MAX_TEMPERATURE = 1.0
 _body_decoder = Decoder(MessagesBody)
-_server_tool_decoder = Decoder(ServerToolFields)
+_typed_tool_decoder = Decoder(TypedToolFields)
 _content_decoder: Decoder[Content] = Decoder(Content)
 _source_decoder = Decoder(Source)
 _unparsed_decoder = Decoder(dict[str, UnparsedInput])
@@ -275,13 +277,14 @@ _NOT_SETTINGS = frozenset({"type", "name", "cache_control", "defer_loading"})
 def _read_tools(body: MessagesBody, data: bytes) -> tuple[Tool, ...]:
     tools, servers = body.tools or [], mcp.read_servers(body.mcp_servers or ())
     fields: list[dict[str, Any]] = []
-    if any(_is_server_tool(tool) for tool in tools):
-        fields = decode(_server_tool_decoder, data).tools
+    if any(_has_type(tool) for tool in tools):
+        fields = decode(_typed_tool_decoder, data).tools
     read = tuple(_iter_tools(tools, fields, servers))
     return (*read, *mcp.without_toolset(servers, read)) if servers else read
 
 
-def _is_server_tool(tool: AnthropicTool) -> bool:
+def _has_type(tool: AnthropicTool) -> bool:
+    """It is a tool of Anthropic, which runs there or in the client."""
     return tool.type is not None and tool.type != "custom"
 
 
@@ -290,7 +293,9 @@ def _iter_tools(
 ) -> Iterator[Tool]:
     for index, tool in enumerate(tools):
         deferred = tool.defer_loading is True
-        if _is_server_tool(tool):
+        if tool.type is not None and is_client_tool(tool.type):
+            yield from read_client_tools(tool.type, fields[index])
+        elif _has_type(tool):
             settings = {name: value for name, value in fields[index].items() if name not in _NOT_SETTINGS}
             is_mcp = tool.type == mcp.TOOLSET
             server = mcp.read_toolset(settings, servers, f"tools[{index}]") if is_mcp else None
@@ -501,7 +506,8 @@ def _read_redacted(block: ContentBlock, _: Warnings) -> Iterable[Part]:
 
 
 def _read_tool_use(block: ContentBlock, _: Warnings) -> Iterable[Part]:
-    return (ToolCall(_string(block.id, "id"), _string(block.name, "name"), read_input(block.input)),)
+    toolset = None if block.toolset_name is None else _string(block.toolset_name, "toolset_name")
+    return (ToolCall(_string(block.id, "id"), _string(block.name, "name"), read_input(block.input), toolset),)
 
 
 def read_input(raw: Raw) -> str:

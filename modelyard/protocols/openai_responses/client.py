@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -43,7 +44,7 @@ from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.media_parts import write_audio
 from modelyard.protocols.common.response_metrics import read_metrics
 from modelyard.protocols.common.sse import SseParser
-from modelyard.protocols.openai_responses import mcp
+from modelyard.protocols.openai_responses import client_tools, mcp
 from modelyard.protocols.openai_responses.errors import read_failure
 from modelyard.protocols.openai_responses.reply import (
     split_instructions,
@@ -92,6 +93,8 @@ def write_request(request: Request) -> bytes:
 def write_items(messages: tuple[Message, ...]) -> Iterator[JsonObject]:
     """Messages as input items: content of one message stays together, calls, results and reasoning are items."""
     calls = mcp.ServerCalls(messages)
+    made = [part for message in messages for part in message.parts if isinstance(part, ToolCall)]
+    types = {call.id: call.vendor_type for call in made if call.vendor_type is not None}
     for message in join_turns((message.role, message.parts) for message in messages):
         if not message.parts:
             yield _write_message(message.role, ())
@@ -101,7 +104,7 @@ def write_items(messages: tuple[Message, ...]) -> Iterator[JsonObject]:
             if is_content:
                 yield _write_message(message.role, tuple(parts))
             else:
-                yield from calls.write(parts, _write_part)
+                yield from calls.write(parts, partial(_write_part, types=types))
 
 
 def _write_message(role: str, parts: tuple[Part, ...]) -> JsonObject:
@@ -130,7 +133,12 @@ def _is_file(part: Image | Document) -> bool:
     return part.url.startswith(FILE_ID)
 
 
-def _write_part(part: Part) -> JsonObject:
+def _write_part(part: Part, types: Mapping[str, str]) -> JsonObject:
+    """`types` of the calls that have an item of their own."""
+    if isinstance(part, ToolCall) and part.vendor_type is not None:
+        return client_tools.write_call(part.vendor_type, "completed", part)
+    if isinstance(part, ToolResult) and (kind := types.get(part.call_id)) is not None:
+        return client_tools.write_output(kind, part)
     if isinstance(part, ToolCall):
         kind, field = ("custom_tool_call", "input") if part.custom else ("function_call", "arguments")
         named = {"type": kind, "call_id": part.id, "name": part.name} | present(namespace=part.namespace)
@@ -150,7 +158,7 @@ def _write_part(part: Part) -> JsonObject:
 
 # --- the response of an upstream ------------------------------------------------------------------------------------
 
-_CALL_TYPES = frozenset({"function_call", "custom_tool_call"})
+_CALL_TYPES = frozenset({"function_call", "custom_tool_call"}) | client_tools.CALL_ITEMS
 _ITEM_TYPES = _CALL_TYPES | {"message", "reasoning"}
 
 Byte = Annotated[int, Meta(ge=0, le=255)]
@@ -185,6 +193,16 @@ class OutputItem(Struct):
     namespace: str | None = None
     arguments: Any = None
     input: Any = None
+    action: Any = None
+    actions: Any = None
+    operation: Any = None
+
+    @property
+    def _client_call(self) -> ToolCall:
+        """Of an item of a tool that the client runs."""
+        values = {"action": self.action, "actions": self.actions, "operation": self.operation}
+        fields = {name: value for name, value in values.items() if value is not None}
+        return client_tools.read_call(self.type, self.call_id or self.id or "", fields)
 
     @property
     def is_call(self) -> bool:
@@ -194,6 +212,8 @@ class OutputItem(Struct):
         if not self.is_call:
             return BlockStart(index, "text" if self.type == "message" else "thinking")
         call_id, custom = self.call_id or self.id or "", self.type == "custom_tool_call"
+        if self.type in client_tools.CALL_ITEMS:
+            return BlockStart(index, "tool_call", call_id, self._client_call.name)
         return BlockStart(index, "tool_call", call_id, self.name or "", self.namespace or None, custom)
 
     @property
@@ -203,6 +223,8 @@ class OutputItem(Struct):
         if self.type == "reasoning":
             text = "".join(part.text or "" for part in self.content or ())
             return text or "\n\n".join(part.text or "" for part in self.summary or ())
+        if self.type in client_tools.CALL_ITEMS:
+            return self._client_call.arguments
         arguments = self.input if self.type == "custom_tool_call" else self.arguments
         return arguments if isinstance(arguments, str) else ""
 

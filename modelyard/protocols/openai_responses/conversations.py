@@ -18,7 +18,7 @@ from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import Message, Request
 from modelyard.protocols.common.json import JsonObject, decode, encode
 from modelyard.protocols.common.openai_fields import Metadata, check_metadata
-from modelyard.protocols.openai_responses import mcp
+from modelyard.protocols.openai_responses import client_tools, mcp
 from modelyard.protocols.openai_responses.client import write_items
 from modelyard.protocols.openai_responses.request import (
     INCLUDE_ENCRYPTED,
@@ -50,7 +50,13 @@ _body = msgspec.json.Decoder(ConversationBody)
 _items_body = msgspec.json.Decoder(ConversationItemsBody)
 _update_body = msgspec.json.Decoder(ConversationUpdateBody)
 _item = msgspec.json.Decoder(InputItem)
-_PREFIXES = {"function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs", "compaction": "cmp"}
+_PREFIXES = {
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "reasoning": "rs",
+    "compaction": "cmp",
+    **{f"{kind}_call": client_tools.prefix(kind) for kind in client_tools.TOOLS},
+}
 
 
 def read_conversation(body: bytes, new_id: NewId) -> tuple[Metadata, list[JsonObject]]:

@@ -38,7 +38,7 @@ from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.common.response_metrics import write_metrics
 from modelyard.protocols.common.sse import delta_start, frame
-from modelyard.protocols.openai_responses import mcp
+from modelyard.protocols.openai_responses import client_tools, mcp
 from modelyard.protocols.openai_responses.errors import write_failure
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -196,6 +196,8 @@ def write_tools(tools: tuple[Tool, ...]) -> list[JsonObject]:
 
 
 def _write_tool(tool: Tool) -> JsonObject:
+    if tool.vendor is not None and tool.type in client_tools.TOOLS:
+        return tool.vendor
     if tool.kind == "server":
         return {"type": tool.type or tool.name} | tool.parameters
     body: JsonObject = {"type": tool.kind, "name": tool.name, "description": tool.description}
@@ -212,6 +214,8 @@ def write_tool_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str | Json
         return named if choice.name is None else named | {"name": choice.name}
     if choice.mode != "named":
         return choice.mode
+    if (kind := client_tools.call_type(tools, choice.name or "")) is not None:
+        return {"type": kind}
     custom = any(tool.kind == "custom" and tool.name == choice.name for tool in tools)
     return {"type": "custom" if custom else "function", "name": choice.name}
 
@@ -229,9 +233,13 @@ def write_usage(usage: Usage) -> JsonObject:
 # --- output items ---------------------------------------------------------------------------------------------------
 
 
-def item_id(key: str, index: int, kind: BlockKind, custom: bool = False) -> str:
+def item_id(key: str, index: int, kind: BlockKind, call: ToolCall | None = None) -> str:
     """Built from the response's key and the item's index, so that a stream and the whole reply agree."""
-    prefix = {"text": "msg", "thinking": "rs"}.get(kind, "ctc" if custom else "fc")
+    prefix = {"text": "msg", "thinking": "rs"}.get(kind, "fc")
+    if call is not None and call.vendor_type is not None:
+        prefix = client_tools.prefix(call.vendor_type)
+    elif call is not None and call.custom:
+        prefix = "ctc"
     return f"{prefix}_{key}_{index}"
 
 
@@ -265,7 +273,8 @@ def write_item(block: Block, key: str, index: int, request: Request, is_cut: boo
     if isinstance(part, Text):
         return message_item(item_id(key, index, "text"), status, [text_part(part.text, block.logprobs)])
     if isinstance(part, ToolCall):
-        return call_item(item_id(key, index, "tool_call", part.custom), _status(block.complete), part)
+        call = client_tools.typed(part, request.tools)
+        return call_item(item_id(key, index, "tool_call", call), _status(block.complete), call)
     item: JsonObject = {
         "id": item_id(key, index, "thinking"),
         "type": "reasoning",
@@ -287,6 +296,8 @@ def message_item(id: str, status: Status, content: list[JsonObject]) -> JsonObje
 
 
 def call_item(id: str, status: Status, call: ToolCall) -> JsonObject:
+    if call.vendor_type is not None:
+        return {"id": id} | client_tools.write_call(call.vendor_type, status, call)
     kind, field = ("custom_tool_call", "input") if call.custom else ("function_call", "arguments")
     item: JsonObject = {"id": id, "type": kind, "status": status, "call_id": call.id, "name": call.name}
     if call.namespace is not None:
@@ -468,8 +479,9 @@ class _ItemWriter:
     def __init__(self, start: BlockStart, key: str, index: int, request: Request) -> None:
         self._start = start
         self._key, self._index, self._request = key, index, request
-        self._id = item_id(key, index, start.kind, start.custom)
         self.is_call = start.kind == "tool_call"
+        self._type = client_tools.call_type(request.tools, start.name) if self.is_call else None
+        self._id = item_id(key, index, start.kind, self._call(""))
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._has_summary = start.kind == "thinking" and wants_summary(request)
@@ -481,7 +493,7 @@ class _ItemWriter:
 
     def _call(self, text: str) -> ToolCall:
         start = self._start
-        return ToolCall(start.call_id, start.name, text, start.namespace, start.custom)
+        return ToolCall(start.call_id, start.name, text, start.namespace, start.custom, vendor_type=self._type)
 
     def start_events(self) -> Iterator[NamedEvent]:
         if self._start.kind == "text":
@@ -503,7 +515,7 @@ class _ItemWriter:
             yield "response.output_text.delta", self._position("content_index")
         elif self._start.kind == "thinking":
             yield "response.reasoning_text.delta", self._position("content_index")
-        else:
+        elif self._type is None:  # the fields of other calls are not their arguments
             yield f"response.{self._arguments}.delta", self._position()
         if self._has_summary:
             yield "response.reasoning_summary_text.delta", self._position("summary_index")
@@ -537,6 +549,11 @@ class _ItemWriter:
             yield "response.output_text.done", position | {"text": text, "logprobs": logprobs}
         elif self._start.kind == "thinking":
             yield "response.reasoning_text.done", position | {"text": text}
+        elif self._type is not None:
+            if not complete:
+                return
+            if self._type == "shell":
+                yield from client_tools.command_events(item, self._index)
         elif complete:
             done = {"input": text} if self._start.custom else {"name": self._start.name, "arguments": text}
             yield f"response.{self._arguments}.done", self._position() | done

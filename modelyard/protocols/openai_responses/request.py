@@ -49,7 +49,7 @@ from modelyard.protocols.common.json import JsonObject, dumps
 from modelyard.protocols.common.media_parts import read_audio, read_file
 from modelyard.protocols.common.openai_fields import check_range, read_stop
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
-from modelyard.protocols.openai_responses import mcp
+from modelyard.protocols.openai_responses import client_tools, mcp
 from modelyard.protocols.pool_responses import ITEM_TYPES as POOL_ITEM_TYPES
 
 # --- the body -------------------------------------------------------------------------------------------------------
@@ -75,6 +75,9 @@ class InputPart(Struct, gc=False):
     file_url: limits.Text | None = None
     filename: limits.Text | None = None
     detail: limits.Word | None = None
+    stdout: limits.Text | None = None  # of a shell's output, with the next two
+    stderr: limits.Text | None = None
+    outcome: limits.JsonObject | None = None
 
 
 class InputItem(Struct, gc=False):
@@ -92,6 +95,10 @@ class InputItem(Struct, gc=False):
     arguments: Any = None
     input: Any = None
     output: limits.Text | Annotated[list[InputPart], limits.Parts] | limits.JsonObject | None = None
+    action: Any = None
+    actions: Any = None
+    operation: Any = None
+    status: Any = None
     summary: Annotated[list[InputPart], limits.Parts] | None = None
     encrypted_content: limits.Text | None = None
     id: Any = None
@@ -457,7 +464,7 @@ def _read_reasoning_item(item: InputItem, _path: str, _warnings: list[str]) -> T
     return "assistant", (read_thinking(item.encrypted_content or "", text),)
 
 
-_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_(\w+)_\d+")  # as `reply.item_id` builds it
+_ITEM_ID = re.compile(rf"(?:msg|rs|fc|ctc|{'|'.join(client_tools.PREFIXES)})_(\w+)_\d+")  # as `reply.item_id` builds it
 
 
 def response_of(item: str) -> str | None:
@@ -502,6 +509,21 @@ def _read_output(item: InputItem, path: str, warnings: list[str]) -> Turn:
     return "tool", (ToolResult(_required(item, "call_id", path), content, custom=custom),)
 
 
+def _read_client_call(item: InputItem, path: str, _warnings: list[str]) -> Turn:
+    values = {"action": item.action, "actions": item.actions, "operation": item.operation}
+    fields = {name: value for name, value in values.items() if value is not None}
+    if not fields:
+        raise InvalidRequest(f"{path}: a {item.type} needs an action or an operation", param=path)
+    return "assistant", (client_tools.read_call(str(item.type), _required(item, "call_id", path), fields),)
+
+
+def _read_client_output(item: InputItem, path: str, _warnings: list[str]) -> Turn:
+    """A local shell's output has the call's id as its own."""
+    id = _required(item, "id" if item.call_id is None and item.type == "local_shell_call_output" else "call_id", path)
+    status = item.status if isinstance(item.status, str) else None
+    return "tool", (client_tools.read_output(id, msgspec.to_builtins(item.output), status),)
+
+
 def _required(item: InputItem, field: str, path: str) -> str:
     value: Any = getattr(item, field)
     if not value or not isinstance(value, str):
@@ -518,6 +540,8 @@ _ITEM_READERS: dict[str, Callable[[InputItem, str, list[str]], Turn | None]] = {
     "custom_tool_call": _read_call,
     "custom_tool_call_output": _read_output,
     "item_reference": _read_reference,
+    **dict.fromkeys(client_tools.CALL_ITEMS, _read_client_call),
+    **dict.fromkeys(client_tools.OUTPUT_ITEMS, _read_client_output),
 }
 
 
@@ -538,6 +562,8 @@ def _read_tool(body: JsonObject, path: str, namespace: str | None) -> Iterator[T
         yield _read_custom(body, path, namespace)
     elif kind == "namespace":
         yield from _read_namespace(body, path)
+    elif client_tools.is_client_tool(kind, body):
+        yield client_tools.read_client_tool(kind, body, namespace)
     else:  # a server tool keeps its settings, so that an upstream which knows the tool gets all of it
         settings = {name: value for name, value in body.items() if name != "type"}
         server = mcp.read_server(body, path) if kind == "mcp" else None
@@ -606,6 +632,8 @@ def read_tool_choice(
     kind = choice.get("type")
     if kind in ("function", "custom") and isinstance(choice.get("name"), str):
         return ToolChoice("named", choice["name"]), tools
+    if isinstance(kind, str) and client_tools.call_type(tools, kind) is not None:
+        return ToolChoice("named", kind), tools
     if kind == "mcp" and isinstance(label := choice.get("server_label"), str):
         name = choice.get("name")
         return ToolChoice("named" if name else "required", name if isinstance(name, str) else None, label), tools

@@ -15,6 +15,7 @@ from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.openai_fields import PageQuery, field_of, write_page
 from modelyard.protocols.openai_responses import mcp
 from modelyard.protocols.openai_responses.client import write_items
+from modelyard.protocols.openai_responses.client_tools import typed
 from modelyard.protocols.openai_responses.conversations import shown_item
 from modelyard.protocols.openai_responses.reply import split_instructions, write_reply
 from modelyard.protocols.openai_responses.request import InputItem, read_item
@@ -39,7 +40,8 @@ def make_stored(request: Request, response: bytes, reply: Reply | None = None) -
     """`instructions` apply to one response only and are not kept. Neither is an incomplete call: it has no result."""
     _, messages = split_instructions(request)
     blocks = () if request.warm_up or reply is None else reply.blocks
-    parts = [block.part for block in blocks if block.complete or not isinstance(block.part, ToolCall)]
+    kept = [block.part for block in blocks if block.complete or not isinstance(block.part, ToolCall)]
+    parts = [typed(part, request.tools) if isinstance(part, ToolCall) else part for part in kept]
     listed = mcp.listed_servers(request.tools, reply)
     if not any(isinstance(part, ToolResult) for part in parts):
         return StoredResponse((*messages, Message("assistant", tuple(parts))), response, request.warm_up, listed)

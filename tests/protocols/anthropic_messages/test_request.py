@@ -149,11 +149,11 @@ def test_server_tools_are_accepted_with_their_settings() -> None:
     tools = [
         {"name": "a"},
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
-        {"type": "bash_20250124"},
+        {"type": "code_execution_20260521"},
     ]
     assert read(tools=tools).tools[1:] == (
         Tool("web_search", "", {"max_uses": 8}, "server", "web_search_20250305"),
-        Tool("bash_20250124", "", {}, "server", "bash_20250124"),
+        Tool("code_execution_20260521", "", {}, "server", "code_execution_20260521"),
     )
 
 

@@ -305,7 +305,7 @@ def test_a_refusal_is_text() -> None:
     [
         {"type": "web_search_call", "id": "ws_1", "action": {"type": "search"}},
         {"type": "tool_search_call", "arguments": {"query": "x"}, "call_id": None},
-        {"type": "computer_call_output", "output": {"type": "computer_screenshot"}},
+        {"type": "image_generation_call", "id": "ig_1", "result": "iVBORw0KGgo=", "action": "edit"},
     ],
 )
 def test_unknown_items_are_warnings(item: dict[str, Any]) -> None:
