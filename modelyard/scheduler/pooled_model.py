@@ -14,6 +14,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
@@ -92,9 +93,12 @@ class Replica:
         self.max_running = _max_running(spec)
         self.spec = spec
 
+    def free(self, cache: str) -> int:
+        return min(self.free_slots.get(cache, 0), self.max_running - self.running)
+
     def has_room(self, cache: str, weight: int) -> bool:
         """A lost engine has no room: its requests learn of the loss, and are retried, before this replica does."""
-        if self.running + weight > self.max_running or weight > self.free_slots.get(cache, 0):
+        if weight > self.free(cache):
             return False
         return self.engine is not None and not self.engine.lost.done()
 
@@ -451,6 +455,7 @@ class PooledModel:
         if replica is None or not replica.acquire(request.cache, weight):
             return None
         self.running += weight
+        self.queues[request.cache].slots.start(request.key, weight)
         return replica
 
     def _choose(self, request: LeaseRequest, weight: int) -> Replica | None:
@@ -462,11 +467,20 @@ class PooledModel:
         self._affinity.record(request.session, prefixes, chosen.id)
         return chosen
 
+    def may_start(self, lease: SlotLease, now: float) -> bool:
+        """Whether enough slots stay free for other keys if it starts. A retry had a slot before."""
+        request, slots = lease.request, lease.queue.slots
+        if request.is_retry or not slots.has_share(request.key, now):
+            return True
+        free = sum(replica.free(request.cache) for replica in self.ready)
+        return free - lease.weight >= slots.kept(self.slots(request.cache))
+
     def admit(self, queue: RequestQueue[SlotLease], now: float) -> None:
         """Grant every lease of this queue that may start now."""
-        while (head := queue.head()) is not None and (replica := self.assign(head.request, head.weight)) is not None:
+        may_start = partial(self.may_start, now=now)
+        while (head := queue.head(may_start)) is not None and (replica := self.assign(head.request, head.weight)):
             head.grant(replica, now)
-            queue.pop()
+            queue.pop(head)
 
     def admit_all(self, now: float) -> None:
         """The queues share `target_inflight`: the one with the oldest waiter goes first."""

@@ -1,13 +1,16 @@
 """The queue of one cache: main priority before background, keys round robin, first in first out within a key. Pure.
 
+A key cannot take all slots from keys that use them, too: `KeySlots` keeps one for each key that has asked lately. Nor
+can it fill the queue: the newest waiter of the key with the most waiters makes room for another key's.
+
 The queue is updated in place, not computed from a snapshot, because it changes with every request. Adding, removing and
 taking the head cost the same with one waiter and with a thousand.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
@@ -17,6 +20,7 @@ from modelyard.core.request import Priority
 _MAX_PASSED = 8  # main requests that may overtake a background request before it is admitted
 _SMOOTHING = 0.2  # weight of the newest service time in the average
 _MAX_RETRY_S = 300.0
+KEEP_S = 5.0  # for how long a slot is kept for a key: people read and agents run tools between two requests
 
 
 class Queueable(Protocol):
@@ -52,17 +56,23 @@ class RoundRobinQueue(Generic[W]):
     def add(self, waiter: W) -> None:
         self._queues.setdefault(waiter.key, OrderedDict())[waiter] = None
 
-    def head(self) -> W:
-        return next(iter(next(iter(self._queues.values()))))
+    def head(self, may_start: Callable[[W], bool]) -> W | None:
+        """The first of the first key whose first may start. Keys that were served lately are at the end, so there are
+        few to skip."""
+        heads = (next(iter(queue)) for queue in self._queues.values())
+        return next((waiter for waiter in heads if may_start(waiter)), None)
 
-    def pop(self) -> W:
-        key, queue = next(iter(self._queues.items()))
-        waiter, _ = queue.popitem(last=False)
-        if queue:
-            self._queues.move_to_end(key)
-        else:
-            del self._queues[key]
-        return waiter
+    def pop(self, waiter: W) -> None:
+        self.remove(waiter)
+        if waiter.key in self._queues:
+            self._queues.move_to_end(waiter.key)
+
+    def counts(self) -> Counter[str]:
+        """The waiters of each key."""
+        return Counter({key: len(queue) for key, queue in self._queues.items()})
+
+    def newest(self, key: str) -> W | None:
+        return next(reversed(self._queues[key])) if key in self._queues else None
 
     def remove(self, waiter: W) -> None:
         queue = self._queues[waiter.key]
@@ -86,11 +96,59 @@ class RoundRobinQueue(Generic[W]):
         return count
 
 
+class KeySlots:
+    """Which keys use the slots of a cache. A key with requests that run gets another slot only if enough stay free: one
+    for each key that has run something in the last `KEEP_S` seconds and runs nothing now, but at most half of all.
+
+    Without it a key with twenty long requests holds every slot whenever another one asks, which then waits for one of
+    them to end (measured with four slots: the p99 of short requests was four times as long).
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, int] = {}
+        self._idle_since: OrderedDict[str, float] = OrderedDict()  # of keys that have run something lately
+
+    def start(self, key: str, slots: int) -> None:
+        self._running[key] = self._running.get(key, 0) + slots
+        self._idle_since.pop(key, None)
+
+    def end(self, key: str, slots: int, now: float) -> None:
+        left = self._running[key] - slots
+        if left:
+            self._running[key] = left
+            return
+        del self._running[key]
+        self._idle_since[key] = now
+        self.kept_until(now)  # a key that does not come back is forgotten
+
+    def has(self, key: str) -> bool:
+        return key in self._running
+
+    def has_share(self, key: str, now: float) -> bool:
+        """Whether it runs something, and slots are kept for others."""
+        return bool(self._idle_since) and key in self._running and self.kept_until(now) is not None
+
+    def kept(self, total: int) -> int:
+        return min(len(self._idle_since), total // 2)
+
+    def kept_until(self, now: float) -> float | None:
+        """When the next slot is no longer kept; None: none is."""
+        while self._idle_since:
+            until = next(iter(self._idle_since.values())) + KEEP_S
+            if until > now:
+                return until
+            self._idle_since.popitem(last=False)
+        return None
+
+
 class RequestQueue(Generic[W]):
+    """`slots` are those of the cache, by key."""
+
     def __init__(self, max_waiting: int, max_tokens: int | None = None) -> None:
         self.max_waiting, self.max_tokens = max_waiting, max_tokens
         self.waiting = self.waiting_tokens = 0
         self.service_s: float | None = None
+        self.slots = KeySlots()
         self._main: RoundRobinQueue[W] = RoundRobinQueue()
         self._background: RoundRobinQueue[W] = RoundRobinQueue()
         self._passed = 0
@@ -103,31 +161,56 @@ class RequestQueue(Generic[W]):
 
     def add(self, waiter: W, slots: int = 1) -> None:
         """Enqueue or raise Overloaded. `slots` is how many requests run at a time; it scales the retry hint."""
-        if self.waiting >= self.max_waiting:
-            raise self._overloaded(f"{self.waiting} requests are waiting", slots)
-        if self.max_tokens is not None and self.waiting_tokens + waiter.tokens > self.max_tokens:
-            raise self._overloaded(f"{self.waiting_tokens} prompt tokens are waiting", slots)
+        if (reason := self._is_full(waiter)) is not None:
+            raise self.overloaded(reason, slots)
         self._queue_of(waiter).add(waiter)
         self.waiting += 1
         self.waiting_tokens += waiter.tokens
 
-    def _overloaded(self, reason: str, slots: int) -> Overloaded:
+    def _is_full(self, waiter: W) -> str | None:
+        if self.waiting >= self.max_waiting:
+            return f"{self.waiting} requests are waiting"
+        if self.max_tokens is not None and self.waiting_tokens + waiter.tokens > self.max_tokens:
+            return f"{self.waiting_tokens} prompt tokens are waiting"
+        return None
+
+    def displaced_by(self, waiter: W) -> W | None:
+        """Who must leave a full queue so that this one has room: the newest of the key with the most waiters, if the
+        key of this one has fewer."""
+        if self._is_full(waiter) is None or not self.waiting:
+            return None
+        counts = self._main.counts() + self._background.counts()
+        key, count = counts.most_common(1)[0]
+        if count <= counts[waiter.key] + 1:
+            return None
+        return self._background.newest(key) or self._main.newest(key)
+
+    def overloaded(self, reason: str, slots: int) -> Overloaded:
         # Without a measured service time, one second per round is assumed.
         rounds = max(1.0, self.waiting / max(1, slots))
         wait = rounds * (1.0 if self.service_s is None else self.service_s)
         retry = min(_MAX_RETRY_S, max(1.0, wait))
         return Overloaded(f"the queue is full: {reason}", retry_after=retry, position=self.waiting + 1)
 
-    def head(self) -> W | None:
-        """The next waiter. Nothing overtakes it, so a request that needs many slots cannot starve."""
-        return self._next_queue().head() if self.waiting else None
+    def head(self, may_start: Callable[[W], bool] = lambda _: True) -> W | None:
+        """The next waiter. Keys that run nothing come first. No other overtakes it, so a request that needs many slots
+        cannot starve."""
+        first = self._next_queue()
+        for queue in (first, self._background if first is self._main else self._main):
+            found = queue.head(self._has_none) or queue.head(may_start)
+            if found is not None:
+                return found
+        return None
 
-    def pop(self) -> W:
-        queue = self._next_queue()
+    def _has_none(self, waiter: W) -> bool:
+        return not self.slots.has(waiter.key)
+
+    def pop(self, waiter: W) -> None:
+        """A head starts."""
+        queue = self._queue_of(waiter)
         self._passed = self._passed + 1 if queue is self._main and self._background else 0
-        waiter = queue.pop()
+        queue.pop(waiter)
         self._count_removed(waiter)
-        return waiter
 
     def remove(self, waiter: W) -> None:
         self._queue_of(waiter).remove(waiter)

@@ -38,6 +38,7 @@ from modelyard.core.pool import (
 )
 from modelyard.scheduler.memory_planner import DeviceBytes, MemoryPlanner
 from modelyard.scheduler.pooled_model import Clock, PendingCommand, PooledModel, SlotLease
+from modelyard.scheduler.queue import RequestQueue
 from modelyard.scheduler.rate_limit import KeyRateLimiter
 from modelyard.scheduler.replica_manager import ReplicaManager, model_failed
 from modelyard.scheduler.settings import SchedulerOptions
@@ -65,6 +66,7 @@ class Scheduler:
         self._manager = ReplicaManager(options, self._clock, self._memory_planner, self._forget)
         self._models = self._manager.models
         self._leases: set[SlotLease] = set()
+        self._timed: set[RequestQueue[SlotLease]] = set()  # have slots that are kept for some keys, and a timer
         self._rate_limiters: dict[str, KeyRateLimiter] = {}
         self._closed = False
         self.set_limits(limits or {})
@@ -90,13 +92,11 @@ class Scheduler:
         if limiter is not None and not request.is_retry:
             limiter.check(request.tokens, now, queue.service_s)  # 7
         weight = 1 if request.weight == 1 else model.weight(request.cache, request.weight)
-        replica = None if queue.waiting else model.assign(request, weight)
-        if replica is not None:
-            lease = SlotLease(self, model, queue, request, weight, now, replica, replica.engine, True)  # 8
+        lease = SlotLease(self, model, queue, request, weight, now)
+        if not queue.waiting and model.may_start(lease, now) and (replica := model.assign(request, weight)) is not None:
+            lease.replica, lease.engine, lease.granted = replica, replica.engine, True  # 8
         else:
-            lease = SlotLease(self, model, queue, request, weight, now)
-            queue.add(lease, model.slots(request.cache))  # 9
-            self._start_waiting(lease)  # 10
+            self._enqueue(lease)  # 9, 10
         self._leases.add(lease)
         if limiter is not None:
             lease.rate_limiter = limiter
@@ -119,6 +119,17 @@ class Scheduler:
             raise Conflict(f"the model {name!r} is not loaded; load it with {load}", code="model_not_loaded")
         if model.down_since is not None and now - model.down_since > self._options.timeout_s:
             raise Unavailable(f"the engine of {name!r} was lost and is not back yet: {model.reason}")
+
+    def _enqueue(self, lease: SlotLease) -> None:
+        queue, slots = lease.queue, lease.model.slots(lease.request.cache)
+        while (displaced := queue.displaced_by(lease)) is not None:
+            queue.remove(displaced)
+            self._forget((displaced,))
+            displaced.refuse(queue.overloaded("other keys wait, too", slots))
+        queue.add(lease, slots)
+        self._start_waiting(lease)
+        if lease.model.ready:  # a slot may be kept for this key
+            self._admit_next(lease, self._now())
 
     def _start_waiting(self, lease: SlotLease) -> None:
         lease.future = asyncio.get_running_loop().create_future()
@@ -146,6 +157,7 @@ class Scheduler:
         lease.queue.record_service(now - lease.since - lease.waited)
         if replica is not None:
             replica.release(lease.request.cache, lease.weight, lease.engine, now)
+            lease.queue.slots.end(lease.request.key, lease.weight, now)
             if lease.queue.waiting or model.active_spec.target_inflight is not None:
                 self._admit_next(lease, now)
             if not replica.running:
@@ -170,6 +182,20 @@ class Scheduler:
             lease.model.admit_all(now)
         else:
             lease.model.admit(lease.queue, now)
+        if lease.queue.waiting and (until := lease.queue.slots.kept_until(now)) is not None:
+            self._admit_later(lease, until - now)
+
+    def _admit_later(self, lease: SlotLease, delay: float) -> None:
+        """Slots may be free, and are kept for other keys until then."""
+        queue = lease.queue
+
+        def admit() -> None:
+            self._timed.discard(queue)
+            self._admit_next(lease, self._now())
+
+        if queue not in self._timed:
+            self._timed.add(queue)
+            self._clock.call_later(delay, admit)
 
     def _forget(self, leases: Iterable[SlotLease]) -> None:
         for lease in leases:

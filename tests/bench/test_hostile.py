@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from bench.hostile import BOMBS, Measured, Verdict, configuration, run
+from bench.resources import Usage
 from bench.servers import modelyard_server
+
+BEFORE = Usage(100, 10, 5, 1)
 
 
 async def test_honest_keys_are_answered_beside_hostile_ones() -> None:
@@ -13,7 +16,7 @@ async def test_honest_keys_are_answered_beside_hostile_ones() -> None:
         verdict = await run(server, seconds=2.0, size=2 << 20, fills_caches=False)
     assert set(verdict.bombs) == {bomb.__name__ for bomb in BOMBS}
     assert set(verdict.beside.outcomes) == {"200"}
-    assert verdict.after < verdict.before + (150 << 20)
+    assert verdict.after.rss_mb < verdict.before.rss_mb + 150
 
 
 def measured(seconds: float, **outcomes: int) -> Measured:
@@ -22,8 +25,11 @@ def measured(seconds: float, **outcomes: int) -> Measured:
 
 def test_a_verdict_notices_what_is_not_answered_slower_or_larger() -> None:
     alone, bombs = measured(1.0), Counter({"pieces": 1})
-    assert Verdict(alone, measured(2.1), bombs, 100, 110).faults() == []
-    assert "ReadTimeout" in Verdict(alone, measured(1.0, ReadTimeout=1), bombs, 100, 110).faults()[0]
-    assert "p99" in Verdict(alone, measured(2.5), bombs, 100, 110).faults()[0]
-    assert "memory" in Verdict(alone, alone, bombs, 100, 130).faults()[0]
-    assert Verdict(alone, Measured(), Counter(), 100, 100).faults() == ["nothing was measured"]
+    assert Verdict(alone, measured(2.1), bombs, BEFORE, Usage(110, 12, 5, 1)).faults() == []
+    assert (
+        "ReadTimeout" in Verdict(alone, measured(1.0, ReadTimeout=1), bombs, BEFORE, Usage(110, 12, 5, 1)).faults()[0]
+    )
+    assert "p99" in Verdict(alone, measured(2.5), bombs, BEFORE, Usage(110, 12, 5, 1)).faults()[0]
+    assert "100 → 130 MiB" in Verdict(alone, alone, bombs, BEFORE, Usage(130, 10, 5, 1)).faults()[0]
+    assert "30 open files" in Verdict(alone, alone, bombs, BEFORE, Usage(100, 30, 5, 1)).faults()[0]
+    assert Verdict(alone, Measured(), Counter(), BEFORE, BEFORE).faults() == ["nothing was measured"]

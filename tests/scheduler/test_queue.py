@@ -32,7 +32,14 @@ def queue_of(*waiters: Waiter, max_waiting: int = 1000, max_tokens: int | None =
 
 
 def order(queue: RequestQueue[Waiter]) -> list[str]:
-    return [queue.pop().name for _ in range(queue.waiting)]
+    return [pop(queue).name for _ in range(queue.waiting)]
+
+
+def pop(queue: RequestQueue[Waiter]) -> Waiter:
+    head = queue.head()
+    assert head is not None
+    queue.pop(head)
+    return head
 
 
 def many(names: str, **more: Any) -> list[Waiter]:
@@ -50,7 +57,7 @@ def test_keys_take_turns_and_each_keeps_its_own_order():
 
 def test_a_returning_key_goes_behind_the_waiting_keys():
     queue = queue_of(*many("a1", key="a"), *many("b1 b2", key="b"))
-    assert queue.pop().name == "a1"
+    assert pop(queue).name == "a1"
     queue.add(Waiter("a2", key="a"))
     assert order(queue) == ["b1", "a2", "b2"]
 
@@ -66,16 +73,36 @@ def test_a_background_waiter_is_admitted_after_eight_main_waiters():
     assert (got.index("x"), got.index("y")) == (8, 17)
 
 
-def test_head_is_the_waiter_that_pop_returns():
-    queue = queue_of(*many("a1 a2", key="a"), *many("b1", key="b"), *many("x", priority="background"))
-    while (head := queue.head()) is not None:
-        assert queue.pop() is head
-
-
 def test_a_heavy_head_is_not_overtaken():
     heavy = Waiter("heavy", weight=4)
     queue = queue_of(heavy, *many("light"))
     assert queue.head() is heavy
+
+
+def test_keys_that_run_nothing_come_first_and_others_only_if_they_may_start():
+    queue = queue_of(*many("a1 a2", key="a"), *many("b1", key="b"), *many("x", key="c", priority="background"))
+    queue.slots.start("a", 1)
+    assert str(queue.head()) == "b1"
+    queue.slots.start("b", 1)
+    assert str(queue.head()) == "a1"
+    assert str(queue.head(lambda _: False)) == "x"
+    queue.slots.start("c", 1)
+    assert queue.head(lambda _: False) is None
+    assert order(queue) == ["a1", "b1", "a2", "x"]
+
+
+def test_the_newest_of_the_key_with_the_most_waiters_makes_room_for_another_key():
+    queue = queue_of(*many("a1 a2 a3", key="a"), *many("b1", key="b"), max_waiting=4)
+    assert str(queue.displaced_by(Waiter("c1", key="c"))) == "a3"
+    assert str(queue.displaced_by(Waiter("b2", key="b"))) == "a3"
+    assert queue.displaced_by(Waiter("a4", key="a")) is None
+    assert queue_of(*many("a1", key="a"), *many("b1", key="b"), max_waiting=2).displaced_by(Waiter("c")) is None
+    assert queue_of(*many("a1 a2", key="a"), max_waiting=4).displaced_by(Waiter("c")) is None
+
+
+def test_a_background_waiter_makes_room_first():
+    queue = queue_of(*many("a1 a2", key="a"), Waiter("x", "a", "background"), max_waiting=3)
+    assert str(queue.displaced_by(Waiter("c", key="c"))) == "x"
 
 
 def test_a_full_queue_refuses_with_its_length():
@@ -142,7 +169,7 @@ def test_positions_predict_the_order():
 def test_positions_decrease_when_the_head_is_served():
     a, b, c = many("a b c")
     queue = queue_of(a, b, c)
-    queue.pop()
+    pop(queue)
     assert (queue.position(b), queue.position(c)) == (1, 2)
 
 

@@ -22,6 +22,7 @@ from modelyard.core.errors import (
     Unavailable,
 )
 from modelyard.core.pool import KeyLimits, ModelStateChange
+from modelyard.scheduler.queue import KEEP_S
 from tests.scheduler.harness import EPOCH, Harness, until
 
 CACHES = {"main": CacheInfo(window=100, parallel=1), "fast": CacheInfo(window=100, parallel=2)}
@@ -360,6 +361,56 @@ async def test_the_retry_hint_of_a_full_queue_follows_from_the_service_time():
         with pytest.raises(Overloaded) as refused:
             harness.request("a")
         assert (refused.value.retry_after, refused.value.position) == (60.0, 5)
+
+
+# --- slots of several keys ---
+
+
+async def test_a_slot_is_kept_for_a_key_that_has_asked_lately():
+    async with Harness() as harness:
+        await harness.load_model(parallel=4)
+        harness.request(key="ann").release()
+        flood = [harness.request(key="eve") for _ in range(20)]
+        assert sum(each.granted for each in flood) == 3
+        ann = harness.request(key="ann")
+        assert ann.granted
+        ann.release()
+        assert sum(each.granted for each in flood) == 3
+        await harness.clock.advance(KEEP_S)
+        assert sum(each.granted for each in flood) == 4
+        waiting = harness.request(key="ann")
+        flood[0].release()
+        assert waiting.granted
+
+
+async def test_at_most_half_of_the_slots_are_kept():
+    async with Harness() as harness:
+        await harness.load_model(parallel=4)
+        for key in ("ann", "bob", "cyd"):
+            harness.request(key=key).release()
+        assert [harness.request(key="eve").granted for _ in range(3)] == [True, True, False]
+
+
+async def test_a_key_that_is_alone_has_all_slots():
+    async with Harness() as harness:
+        await harness.load_model(parallel=4)
+        for _ in range(2):
+            leases = [harness.request(key="ann") for _ in range(5)]
+            assert [each.granted for each in leases] == [True] * 4 + [False]
+            for each in leases:
+                each.cancel()
+
+
+async def test_a_full_queue_drops_the_newest_of_the_key_that_fills_it():
+    async with Harness(max_waiting=3) as harness:
+        await harness.load_model()
+        flood = [harness.request(key="eve") for _ in range(4)]
+        ann = harness.request(key="ann")
+        with pytest.raises(Overloaded):
+            await flood[3].lease()
+        flood[0].release()
+        flood[1].release()
+        assert ann.granted
 
 
 # --- limits of a key ---

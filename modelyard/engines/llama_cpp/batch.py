@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from ctypes import POINTER, c_int32
 from math import inf
@@ -23,14 +24,16 @@ from modelyard.engines.llama_cpp.sampler import BatchSampler
 
 IntArray = npt.NDArray[np.int32]
 
+SHORT_PROMPT = 64  # rows: fewer of them take as long on a CPU, and on a GPU hardly less
+
 
 # --- a mixed step -----------------------------------------------------------------------------------------------------
 
 
 class SequenceWork(Struct, frozen=True):
-    """A sequence with `pending` tokens to read (1 while it generates). `arrival` orders the prompts of a cache.
-    `drafted` tokens may be read after a stream's own; a prompt reads at most `limit` tokens before its next
-    checkpoint."""
+    """A sequence with `pending` tokens to read (1 while it generates). `arrival` orders the prompts of one `owner`, the
+    cache and the API key. `drafted` tokens may be read after a stream's own; a prompt reads at most `limit` tokens
+    before its next checkpoint."""
 
     sequence: int
     pending: int
@@ -38,7 +41,7 @@ class SequenceWork(Struct, frozen=True):
     arrival: int
     drafted: int = 0
     limit: int = 1 << 30
-    cache: str = ""
+    owner: tuple[str, str] = ("", "")
 
 
 class BatchSlice(Struct, frozen=True):
@@ -75,16 +78,18 @@ def plan_batch(work: Sequence[SequenceWork], budget: int) -> list[BatchSlice]:
 
 
 def _plan_prompts(work: list[SequenceWork], rows: int) -> list[BatchSlice]:
-    """In the order of their arrival. The rows are divided among the caches that have prompts: a long prompt in one does
-    not stop the others. What a cache does not need goes to the next."""
+    """In the order of their arrival. The rows are divided among the owners of prompts: a long one of one key or cache
+    does not stop the others. Short ones are read first; what an owner does not need goes to the next."""
     slices = []
-    waiting: dict[str, list[SequenceWork]] = {}
+    waiting: dict[tuple[str, str], list[SequenceWork]] = {}
     for each in sorted(work, key=lambda w: w.arrival):
-        waiting.setdefault(each.cache, []).append(each)
-    wanted = {cache: sum(min(each.pending, each.limit) for each in held) for cache, held in waiting.items()}
-    for place, cache in enumerate(sorted(waiting, key=lambda cache: wanted[cache])):
+        waiting.setdefault(each.owner, []).append(each)
+    wanted = {owner: sum(min(each.pending, each.limit) for each in held) for owner, held in waiting.items()}
+    for place, owner in enumerate(sorted(waiting, key=lambda owner: wanted[owner])):
         share = -(-rows // (len(waiting) - place))
-        for each in waiting[cache]:
+        if wanted[owner] <= SHORT_PROMPT:
+            share = min(rows, wanted[owner])
+        for each in waiting[owner]:
             count = min(each.pending, each.limit, share)
             if count > 0:
                 slices.append(BatchSlice(each.sequence, count, count == each.pending))
@@ -99,6 +104,44 @@ def _equal_drafts(lengths: Sequence[int], rows: int) -> list[int]:
     _, least = max((length * sum(n >= length for n in lengths), length) for length in set(lengths))
     length = min(least, max(0, rows) // sum(n >= least for n in lengths))
     return [length if n >= least else 0 for n in lengths]
+
+
+class PromptRows:
+    """How many rows of prompts a step has while several API keys use the context.
+
+    A whole micro-batch of SmolLM2 takes 1.8 s on one core, for which every stream and every new prompt stands still. In
+    slices of 64 rows a prompt is read as fast, in slices of 8 to 16 at 0.7 of that speed. So beside another key's
+    stream a step has as many rows as take `TARGET_S`, and a few more if there is none. Short prompts are read at once.
+    One key alone is not limited: then the sum counts.
+    """
+
+    TARGET_S, LEAST = 0.05, 8
+    CONTENDED_S = 5.0  # after the last step with several keys
+
+    def __init__(self, most: int) -> None:
+        self._most, self._rows, self._until = most, min(SHORT_PROMPT, most), 0.0
+
+    def budget(self, work: Sequence[SequenceWork], now: float) -> int:
+        """The rows of the next step, streams included."""
+        if any(each.owner[1] != work[0].owner[1] for each in work):
+            self._until = now + self.CONTENDED_S
+        elif now >= self._until:
+            return self._most
+        streams, prompts = 0, Counter[tuple[str, str]]()
+        for each in work:
+            if each.generating:
+                streams += 1
+            else:
+                prompts[each.owner] += each.pending
+        rows = self._rows if streams else max(SHORT_PROMPT, 4 * self._rows)
+        short = sum(count for count in prompts.values() if count <= SHORT_PROMPT)
+        return min(self._most, max(rows, short + self.LEAST) + streams)
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A step with so many rows in all. Shorter ones say little: each step has a cost that does not depend on it."""
+        if rows >= self._rows:
+            wanted = rows * self.TARGET_S / max(seconds, 1e-6)
+            self._rows = int(min(self._most, max(self.LEAST, min(wanted, 2 * self._rows))))
 
 
 # --- a uniform step ---------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from modelyard.engines.llama_cpp.batch import (
     BatchSlice,
     DecodeBatch,
     LlamaBatch,
+    PromptRows,
     SequenceWork,
     VectorBatch,
     next_adapters,
@@ -54,6 +55,7 @@ class LlamaContext:
     ) -> None:
         self._raw, self.layout, self._n_vocab = raw, layout, n_vocab
         self._n_ubatch = options.for_cache(layout.info).n_ubatch
+        self._prompt_rows = PromptRows(self._n_ubatch)
         self._emit, self._emit_batch = dispatch.put, dispatch.put_batch
         self._memory = lib.llama_get_memory(raw)
         self._batch = LlamaBatch(max(self._n_ubatch, layout.info.parallel))
@@ -253,17 +255,24 @@ class LlamaContext:
         """Prompts, drafts and streams in one decode. Returns the number of drafted rows; None if the decode failed."""
         work = [
             SequenceWork(
-                index, job.pending, job.generating, job.arrival, len(drafts.get(index, ())), job.most_rows, job.cache
+                index,
+                job.pending,
+                job.generating,
+                job.arrival,
+                len(drafts.get(index, ())),
+                job.most_rows,
+                (job.cache, job.prompt.scope),
             )
             for index, job in jobs.items()
         ]
-        slices = plan_batch(work, self._n_ubatch)
+        slices = plan_batch(work, self._prompt_rows.budget(work, time.monotonic()))
         if not slices:  # all of them wait for the encoder
             return None
         rows = self._fill_batch(slices, drafts)
         started = time.perf_counter()
         if not self._decode(part.sequence for part in slices):
             return None
+        self._prompt_rows.took(self._batch.size, time.perf_counter() - started)
         prompts_only = not any(job.generating for job in jobs.values())
         self.kv.after_decode(self._batch.size if prompts_only else 0, started)
         for part in slices:

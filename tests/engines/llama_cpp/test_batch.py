@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelyard.core.request import Sampling
-from modelyard.engines.llama_cpp.batch import BatchSlice, DecodeBatch, SequenceWork, plan_batch
+from modelyard.engines.llama_cpp.batch import (
+    SHORT_PROMPT,
+    BatchSlice,
+    DecodeBatch,
+    PromptRows,
+    SequenceWork,
+    plan_batch,
+)
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.sampler import Sampler
 from modelyard.engines.llama_cpp.sampler_chain import DrySamplers
@@ -45,16 +52,22 @@ from tests.engines.llama_cpp.helpers import GREEDY, id_prompt
             id="streams that fill the budget do not starve a prompt",
         ),
         pytest.param(
-            [SequenceWork(0, 90, False, 1, cache="main"), SequenceWork(1, 90, False, 2, cache="fast")],
+            [SequenceWork(0, 90, False, 1, owner=("main", "")), SequenceWork(1, 90, False, 2, owner=("fast", ""))],
             8,
             [BatchSlice(0, 4, False), BatchSlice(1, 4, False)],
             id="the prompts of two caches are read side by side",
         ),
         pytest.param(
-            [SequenceWork(0, 90, False, 1, cache="main"), SequenceWork(1, 2, False, 2, cache="fast")],
+            [SequenceWork(0, 90, False, 1, owner=("main", "")), SequenceWork(1, 2, False, 2, owner=("fast", ""))],
             8,
             [BatchSlice(0, 6, False), BatchSlice(1, 2, True)],
             id="rows that a cache does not need go to the other",
+        ),
+        pytest.param(
+            [SequenceWork(0, 90, False, 1, owner=("main", "eve")), SequenceWork(1, 2, False, 2, owner=("main", "ann"))],
+            16,
+            [BatchSlice(0, 14, False), BatchSlice(1, 2, True)],
+            id="a short prompt of another key at once",
         ),
         pytest.param(
             [SequenceWork(0, 1, True, 1, drafted=4)],
@@ -117,6 +130,35 @@ def test_every_stream_advances_within_the_budget_and_the_oldest_prompt_is_read(
     for piece in slices:
         assert 0 < piece.count <= work[piece.sequence].pending
         assert piece.last == (piece.count == work[piece.sequence].pending)
+
+
+EVE, ANN = ("main", "eve"), ("main", "ann")
+
+
+def test_prompts_are_read_in_small_slices_while_another_keys_stream_waits() -> None:
+    rows, stream = PromptRows(512), SequenceWork(0, 1, True, 1, owner=ANN)
+    own, other = SequenceWork(1, 900, False, 2, owner=ANN), SequenceWork(1, 900, False, 2, owner=EVE)
+    assert rows.budget([stream, own], 0.0) == rows.budget([other], 0.0) == 512
+    for _ in range(9):
+        rows.took(rows.budget([stream, other], 0.0), 4.0)  # a slow machine
+    assert rows.budget([stream, other], 0.0) == PromptRows.LEAST + 1
+    assert rows.budget([other], 1.0) == SHORT_PROMPT  # the stream's key may come back
+    assert rows.budget([other], PromptRows.CONTENDED_S) == 512
+    for _ in range(9):
+        rows.took(rows.budget([stream, other], 0.0), 0.002)  # a fast one
+    assert rows.budget([stream, other], 0.0) == 512
+    rows.took(1, 4.0)  # says nothing about prompts
+    assert rows.budget([stream, other], 0.0) == 512
+
+
+def test_a_short_prompt_is_read_at_once_beside_a_long_one_of_another_key() -> None:
+    rows = PromptRows(512)
+    for _ in range(9):
+        rows.took(512, 4.0)
+    work = [SequenceWork(0, 1, True, 1, owner=ANN), SequenceWork(1, 900, False, 2, owner=EVE)]
+    work.append(SequenceWork(2, 40, False, 3, owner=("main", "bob")))
+    plan = plan_batch(work, rows.budget(work, 0.0))
+    assert plan == [BatchSlice(0, 1, True), BatchSlice(1, 8, False), BatchSlice(2, 40, True)]
 
 
 @given(WORK, st.integers(1, 32))
