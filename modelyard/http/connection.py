@@ -253,15 +253,20 @@ class LimitedConnection(HttpToolsProtocol):
         scope: Any = self.scope
         scope[_SCOPE_KEY], scope[_PINGS_KEY], scope[_USER_KEY] = self._on_disconnect, self._pings, self._find_user
         before = self.cycle
-        super().on_headers_complete()
+        if self.parser.get_http_version() == "1.1":
+            super().on_headers_complete()
+        else:
+            app = self.app
+            self.app = reply = _UnchunkedReply(app)
+            super().on_headers_complete()
+            self.app = app
+            reply.start(self.cycle)
         scope["headers"] = self.headers.copy()  # a trailer is no header (RFC 9110, 6.5.1)
         self._in_headers, self._body_advanced, self._body_bytes = False, True, MIN_BODY_BYTES
         if self.pipeline:
             self._earlier.append(before)
             if len(self.pipeline) <= _MAX_UNPAUSED:  # uvicorn pauses reading, and a disconnect would go unnoticed
                 self.flow.resume_reading()
-        if scope["http_version"] != "1.1":
-            _end_body_with_connection(self.cycle)
 
     def _head_fault(self) -> str | None:
         """What other servers and proxies may read differently than this one does."""
@@ -417,18 +422,26 @@ def _without_upgrade(connection: bytes) -> bytes:
     return b", ".join(option for option in options if option.lower() not in (b"upgrade", b"http2-settings"))
 
 
-def _end_body_with_connection(cycle: RequestResponseCycle) -> None:
-    """A client before HTTP/1.1 does not know chunks or interim replies. uvicorn writes chunks unless it counts down
-    a content-length."""
-    cycle.keep_alive = cycle.waiting_for_100_continue = cycle.chunked_encoding = False
-    original = cycle.send
+class _UnchunkedReply:
+    """The app for a client before HTTP/1.1, which does not know chunks or interim replies: the body ends with the
+    connection. uvicorn writes chunks unless it counts down a content-length."""
 
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.body":
-            cycle.expected_content_length = len(message.get("body", b""))
-        await original(message)  # type: ignore[arg-type]
+    cycle: RequestResponseCycle
 
-    cycle.send = send  # type: ignore[method-assign, assignment]
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    def start(self, cycle: RequestResponseCycle) -> None:
+        self.cycle = cycle
+        cycle.keep_alive = cycle.waiting_for_100_continue = cycle.chunked_encoding = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_unchunked(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                self.cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_unchunked)
 
 
 _NOT_UTF8 = 1007  # the code of a connection that is closed for it
