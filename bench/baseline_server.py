@@ -1,7 +1,8 @@
 """The smallest server: raw sockets and a prepared stream. The baseline of latencies, and an upstream for proxies.
 
 `python -m bench.baseline_server PORT [DELAY]`: every request gets the same 16 tokens as server-sent events, in one
-write or with DELAY seconds before each event. Nothing of a request is parsed but its end.
+write or with DELAY seconds before each event, and every GET a list of one model, `bench`. Nothing of a request is
+parsed but its end.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ EVENTS += [_event({}, "stop"), _chunk(b"data: [DONE]\n\n")]
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _END = b"0\r\n\r\n"
 STREAM = _HEAD + b"".join(EVENTS) + _END
+_LIST = b'{"object":"list","data":[{"id":"bench","object":"model","owned_by":"bench"}]}'
+MODELS = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_LIST), _LIST)
 
 
 class BaselineProtocol(asyncio.Protocol):
@@ -45,8 +48,10 @@ class BaselineProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         if request_length(self._received) == len(self._received):
-            self._received = b""
-            if self._delay:
+            is_get, self._received = self._received.startswith(b"GET"), b""
+            if is_get:
+                self.transport.write(MODELS)
+            elif self._delay:
                 self._write_next(iter([_HEAD, *EVENTS, _END]))
             else:
                 self.transport.write(STREAM)

@@ -1,13 +1,14 @@
-"""What the gateway itself costs, with the fake engine behind it, beside a LiteLLM proxy: `make bench`.
+"""What the gateway itself costs, with the fake engine behind it, beside a LiteLLM proxy and smg: `make bench`.
 
-    python bench/gateway.py [--quick] [--skip-litellm] [--json FILE]
+    python bench/gateway.py [--quick] [--skip-others] [--json FILE]
 
 (a) requests per CPU-second of the server; (b) server-sent events per CPU-second; (c) 1,000 concurrent streams: errors,
 latencies, memory; (d) time added to the first token; (e) a conversation of 20,000 tokens that grows by 200;
 (f) as a proxy: `openai_remote` in front of an upstream that costs nothing (`bench/baseline_server.py`).
 
 LiteLLM is compared where both do the same: in (a) and (b) both respond by themselves, our fake engine behind a real
-tokenizer and chat template, LiteLLM from its own `mock_response`; in (f) both forward to the same upstream.
+tokenizer and chat template, LiteLLM from its own `mock_response`; in (f) both forward to the same upstream, and so does
+smg, a gateway in Rust.
 """
 
 from __future__ import annotations
@@ -46,12 +47,16 @@ from bench.servers import (
     LITELLM_VERSION,
     OURS,
     ROOT,
+    SMG,
+    SMG_VERSION,
     Server,
     baseline_server,
     busy_cores,
     install_litellm,
+    install_smg,
     litellm_server,
     modelyard_server,
+    smg_server,
 )
 from modelyard.benchmark.load import Round, Sample
 from modelyard.benchmark.statistics import Distribution, Interval, mean_interval, percentile, ratio_interval
@@ -63,8 +68,8 @@ from modelyard.server.model_definition import define_model
 from modelyard.tokenizer.shield import unshield
 
 # The targets.
-REQUESTS_PER_CPU_S, LITELLM_RATIO, EVENTS_PER_CPU_S, MAX_RSS_MB, MAX_ADDED_TTFT_MS = 5_000, 25, 35_000, 286, 1.0
-PROXIED_PER_CPU_S, PROXY_RATIO = 3_000, 15
+REQUESTS_PER_CPU_S, LITELLM_RATIO, EVENTS_PER_CPU_S, MAX_RSS_MB, MAX_ADDED_TTFT_MS = 3_500, 25, 35_000, 286, 1.0
+PROXIED_PER_CPU_S, PROXY_RATIOS = 2_500, {LITELLM: 15.0, SMG: 0.6}
 
 OUTPUT_TOKENS = 16
 _SLOTS = 1200  # more than concurrent streams: the queue is not measured here
@@ -94,7 +99,7 @@ class Plan(Struct, frozen=True):
 
     def ticks(self, servers: int) -> int:
         """Steps of the progress bar."""
-        return 3 * servers * (self.rounds + 1) + 2 * self.stream_rounds + 6
+        return 3 * servers * (self.rounds + 1) + (self.rounds + 1) * (servers > 1) + 2 * self.stream_rounds + 6
 
 
 QUICK = Plan(rounds=1, seconds=3.0, stream_seconds=6.0, stream_rounds=1, ttft_requests=500)
@@ -210,10 +215,10 @@ class Results(Struct):
     proxied_ttft: AddedTtft
 
 
-def run(plan: Plan, with_litellm: bool, tick: Tick) -> Results:
+def run(plan: Plan, with_others: bool, tick: Tick) -> Results:
     tokenizer = tokenizer_folder()
     with ExitStack() as stack:
-        others = {LITELLM: stack.enter_context(litellm_server(mock_response=_MOCK))} if with_litellm else {}
+        others = {LITELLM: stack.enter_context(litellm_server(mock_response=_MOCK))} if with_others else {}
         requests = _throughput(fake_config(tokenizer, _AT_ONCE), others, plan, tick, stream=False)
         events = _throughput(fake_config(tokenizer, _ONE_BY_ONE), others, plan, tick, stream=True)
     streams = _concurrent_streams(fake_config(tokenizer, 1 / plan.rate), plan, tick)
@@ -223,8 +228,11 @@ def run(plan: Plan, with_litellm: bool, tick: Tick) -> Results:
     conversation = conversation_cost(tokenizer)
     with ExitStack() as stack:
         upstream = stack.enter_context(baseline_server())
-        api_base = f"{upstream.url}/v1"
-        others = {LITELLM: stack.enter_context(litellm_server(api_base=api_base))} if with_litellm else {}
+        if with_others:
+            others = {
+                LITELLM: stack.enter_context(litellm_server(api_base=f"{upstream.url}/v1")),
+                SMG: stack.enter_context(smg_server(upstream.url)),
+            }
         proxied = _throughput(proxy_config(upstream), others, plan, tick, stream=True)
         tick("the HTTP client alone")
         bare_client = _bare_client(upstream, plan)
@@ -417,8 +425,7 @@ def _time_turn(renderer: Renderer, messages: list[dict[str, str]]) -> tuple[floa
 class Row(Struct, frozen=True):
     name: str
     ours: str
-    litellm: str = ""
-    ratio: str = ""
+    theirs: Mapping[str, tuple[str, str]] = {}  # by server: the value, and the ratio to it
     target: str = ""
     met: bool | None = None
 
@@ -433,7 +440,8 @@ def _events_per_cpu_s(sample: ServerSample) -> float:
 
 def rows(results: Results) -> Iterator[Row]:
     """Both respond by themselves."""
-    yield _compared("requests per CPU-second", results.requests, _per_cpu_s, REQUESTS_PER_CPU_S, LITELLM_RATIO)
+    ratios = {LITELLM: float(LITELLM_RATIO)}
+    yield _compared("requests per CPU-second", results.requests, _per_cpu_s, REQUESTS_PER_CPU_S, ratios)
     yield _compared("requests/s, one process", results.requests, lambda s: s.responses / s.seconds)
     yield _compared("SSE events per CPU-second", results.events, _events_per_cpu_s, EVENTS_PER_CPU_S)
     yield _compared("SSE events/s, one process", results.events, lambda s: s.events / s.seconds)
@@ -447,8 +455,8 @@ def rows(results: Results) -> Iterator[Row]:
 
 
 def proxy_rows(results: Results) -> Iterator[Row]:
-    """Both forward to the same upstream."""
-    yield _compared("requests per CPU-second, streamed", results.proxied, _per_cpu_s, PROXIED_PER_CPU_S, PROXY_RATIO)
+    """All forward to the same upstream."""
+    yield _compared("requests per CPU-second, streamed", results.proxied, _per_cpu_s, PROXIED_PER_CPU_S, PROXY_RATIOS)
     yield _compared("requests/s, one process", results.proxied, lambda s: s.responses / s.seconds)
     bare, ours = fmean(results.bare_client), fmean(map(_per_cpu_s, results.proxied[OURS]))
     yield Row("the HTTP client alone, per CPU-second", f"{bare:,.0f}")
@@ -478,19 +486,20 @@ def _compared(
     found: Mapping[str, list[ServerSample]],
     value: Callable[[ServerSample], float],
     target: float = 0,
-    ratio_target: float = 0,
+    ratio_targets: Mapping[str, float] = {},
 ) -> Row:
     values = {server: [value(sample) for sample in samples] for server, samples in found.items()}
     targets, met = ([f"≥ {target:,.0f}"] if target else []), fmean(values[OURS]) >= target
-    theirs = ratio = ""
-    if LITELLM in values and min(values[LITELLM]) > 0:
-        interval = ratio_interval(values[OURS], values[LITELLM])
-        theirs, ratio = _with_interval(mean_interval(values[LITELLM])), _with_interval(interval, "×", 1)
-        if ratio_target:
-            targets.append(f"≥ {ratio_target:.0f}×")
-            met = met and interval.middle >= ratio_target
+    theirs = {}
+    for server in values.keys() - {OURS}:
+        if min(values[server]) > 0:
+            interval = ratio_interval(values[OURS], values[server])
+            digits = 1 if interval.middle >= 10 else 2
+            theirs[server] = (_with_interval(mean_interval(values[server])), _with_interval(interval, "×", digits))
+            met = met and interval.middle >= ratio_targets.get(server, 0)
+    targets += [f"≥ {ratio:g}× {server}" for server, ratio in ratio_targets.items() if server in theirs]
     ours = _with_interval(mean_interval(values[OURS]))
-    return Row(name, ours, theirs, ratio, ", ".join(targets), met if targets else None)
+    return Row(name, ours, theirs, ", ".join(targets), met if targets else None)
 
 
 def _with_interval(found: Interval, unit: str = "", digits: int = 0) -> str:
@@ -516,7 +525,7 @@ def notes(results: Results) -> Iterator[str]:
     if LITELLM in results.requests:
         yield (
             f"LiteLLM {LITELLM_VERSION}, one worker: in the first table it responds from its own mock_response, in "
-            "the second both forward to the same server"
+            f"the second it forwards to the same server, as smg {SMG_VERSION} does"
         )
     yield (
         f"concurrent streams: {plan.rate:.0f} tokens/s each, the next starts when one ends, for "
@@ -540,35 +549,37 @@ def notes(results: Results) -> Iterator[str]:
 
 def show(results: Results, out: Console) -> None:
     tables = (
-        ("The gateway, both responding by themselves", f"{LITELLM} (mock)", rows(results)),
-        ("The gateway as a proxy, both in front of the same server", f"{LITELLM} (proxy)", proxy_rows(results)),
+        ("The gateway, both responding by themselves", "mock", (LITELLM,), rows(results)),
+        ("The gateway as a proxy, all in front of the same server", "proxy", (LITELLM, SMG), proxy_rows(results)),
     )
-    for title, theirs, found in tables:
+    for title, role, others, found in tables:
         table = Table(title=title, title_justify="left", expand=False)
         table.add_column("")
-        for name in (OURS, theirs, "ratio", "target"):
+        for name in (OURS, *(head for other in others for head in (f"{other} ({role})", "ratio")), "target"):
             table.add_column(name, justify="right")
         for row in found:
-            table.add_row(row.name, row.ours, row.litellm, row.ratio, row.target + report.mark(row.met))
+            theirs = [text for other in others for text in row.theirs.get(other, ("", ""))]
+            table.add_row(row.name, row.ours, *theirs, row.target + report.mark(row.met))
         out.print(table)
     report.show_notes(list(notes(results)), out)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the gateway beside a LiteLLM proxy.")
-    parser.add_argument("--quick", action="store_true", help="half a minute, once each, without LiteLLM")
-    parser.add_argument("--skip-litellm", action="store_true", help="the whole run, without LiteLLM")
+    parser = argparse.ArgumentParser(description="Measure the gateway beside LiteLLM and smg.")
+    parser.add_argument("--quick", action="store_true", help="half a minute, once each, without the others")
+    parser.add_argument("--skip-others", action="store_true", help="the whole run, without LiteLLM and smg")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save every measurement in this file")
     options = parser.parse_args()
-    out, plan = report.console(120), QUICK if options.quick else Plan()
-    with_litellm = not (options.quick or options.skip_litellm)
+    out, plan = report.console(160), QUICK if options.quick else Plan()
+    with_others = not (options.quick or options.skip_others)
     tokenizer_folder()
-    if with_litellm:
+    if with_others:
         install_litellm()
+        install_smg()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as progress:
-        task = progress.add_task("", total=plan.ticks(1 + with_litellm))
-        results = run(plan, with_litellm, lambda what: progress.update(task, description=what, advance=1))
+        task = progress.add_task("", total=plan.ticks(1 + with_others))
+        results = run(plan, with_others, lambda what: progress.update(task, description=what, advance=1))
     show(results, out)
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2))

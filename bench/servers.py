@@ -1,4 +1,4 @@
-"""Servers under test, each on a free port of 127.0.0.1: ours, llama-server, LiteLLM and a minimal baseline.
+"""Servers under test, each on a free port of 127.0.0.1: ours, llama-server, LiteLLM, smg and a minimal baseline.
 
 Each is a child process, measured by its CPU time and memory, and stopped by its process id.
 """
@@ -24,7 +24,7 @@ from modelyard.library.cache_dir import cache_dir
 from setup.llama_server import fetch_binary
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS, LLAMA_SERVER, LITELLM = "Modelyard", "llama-server", "LiteLLM"
+OURS, LLAMA_SERVER, LITELLM, SMG = "Modelyard", "llama-server", "LiteLLM", "smg"
 
 
 def free_port() -> int:
@@ -171,7 +171,7 @@ def llama_server(model: Path, threads: int, window: int, slots: int, *options: s
         yield server
 
 
-LITELLM_VERSION = "1.102.4"
+LITELLM_VERSION, SMG_VERSION = "1.102.4", "1.13.0"
 _LITELLM_ENV = {
     "LITELLM_MODE": "PRODUCTION",
     "LITELLM_LOG": "ERROR",
@@ -181,15 +181,24 @@ _LITELLM_ENV = {
 
 
 def install_litellm() -> Path:
+    return _installed("litellm[proxy]", LITELLM_VERSION)
+
+
+def install_smg() -> Path:
+    return _installed("smg", SMG_VERSION)
+
+
+def _installed(package: str, version: str) -> Path:
     """Its virtual environment, created once per version."""
-    folder = cache_dir() / "bench-litellm"
-    stamp, python = folder / f"litellm-{LITELLM_VERSION}", folder / "bin" / "python"
+    name = package.partition("[")[0]
+    folder = cache_dir() / f"bench-{name}"
+    stamp, python = folder / f"{name}-{version}", folder / "bin" / "python"
     if not stamp.exists():
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
         command = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
-        if subprocess.run([*command, f"litellm[proxy]=={LITELLM_VERSION}"], check=False, timeout=1800).returncode:
-            raise SystemExit(f"LiteLLM {LITELLM_VERSION} could not be installed: see pip's output above")
+        if subprocess.run([*command, f"{package}=={version}"], check=False, timeout=1800).returncode:
+            raise SystemExit(f"{name} {version} could not be installed: see pip's output above")
         stamp.touch()
     return folder
 
@@ -216,6 +225,17 @@ def litellm_server(**params: str) -> Iterator[Server]:
         command += ["--port", str(port), "--num_workers", "1", "--telemetry", "False"]
         with running(command, port, "/health/liveliness", _LITELLM_ENV, within_s=180) as server:
             yield server
+
+
+@contextmanager
+def smg_server(upstream: str) -> Iterator[Server]:
+    """A gateway in Rust, in front of one upstream. It is ready when it has asked the upstream for its models."""
+    port, metrics = free_port(), free_port()
+    command = [str(install_smg() / "bin" / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--worker-urls", upstream, "--policy", "round_robin", "--log-level", "warn"]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
+    with running(command, port, "/readiness") as server:
+        yield server
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from bench.gateway import (
     show,
     summarize,
 )
-from bench.servers import LITELLM, OURS, Server, litellm_config
+from bench.servers import LITELLM, OURS, SMG, Server, litellm_config
 from modelyard.benchmark.load import Round, Sample
 from modelyard.benchmark.statistics import Distribution
 
@@ -64,7 +64,7 @@ def results(**changed: object) -> Results:
         "streams": samples(5000),
         "added_ttft": AddedTtft(0.6, 1.1, 0.1),
         "conversation": ConversationCost(20_000, 50.0, 1.5, 3.0, 0.2),
-        "proxied": {OURS: samples(3500), LITELLM: samples(100)},
+        "proxied": {OURS: samples(3500), LITELLM: samples(100), SMG: samples(5000)},
         "bare_client": [7000.0],
         "proxied_streams": samples(5000),
         "proxied_ttft": AddedTtft(0.9, 1.5, 0.1),
@@ -74,9 +74,10 @@ def results(**changed: object) -> Results:
 
 def test_both_sides_their_ratio_and_the_targets_share_a_row() -> None:
     first = next(rows(results()))
-    assert (first.ours, first.litellm) == (r"6,000 \[5,975, 6,025]", r"100 \[100, 100]")
-    assert first.ratio.startswith("60.0×")
-    assert (first.target, first.met) == ("≥ 5,000, ≥ 25×", True)
+    theirs, ratio = first.theirs[LITELLM]
+    assert (first.ours, theirs) == (r"6,000 \[5,975, 6,025]", r"100 \[100, 100]")
+    assert ratio.startswith("60.0×")
+    assert (first.target, first.met) == ("≥ 3,500, ≥ 25× LiteLLM", True)
     assert [row.target for row in rows(results()) if row.target][1:] == ["≥ 35,000", "0", "< 286 MiB", "≤ 1 ms"]
 
 
@@ -85,9 +86,9 @@ def test_a_target_can_be_missed_by_the_ratio_alone() -> None:
     assert next(rows(results(requests=found))).met is False
 
 
-def test_without_litellm_only_our_own_target_counts() -> None:
+def test_without_others_only_our_own_target_counts() -> None:
     first = next(rows(results(requests={OURS: samples(6000)})))
-    assert (first.litellm, first.ratio, first.target, first.met) == ("", "", "≥ 5,000", True)
+    assert (first.theirs, first.target, first.met) == ({}, "≥ 3,500", True)
 
 
 def test_events_errors_memory_and_latency_can_miss_their_targets() -> None:
@@ -108,7 +109,10 @@ def test_errors_and_a_busy_machine_are_noted() -> None:
 
 def test_a_proxy_is_compared_with_a_proxy() -> None:
     targets = [(row.target, row.met) for row in proxy_rows(results()) if row.target]
-    assert targets == [("≥ 3,000, ≥ 15×", True), ("0", True), ("< 286 MiB", True), ("≤ 1 ms", True)]
+    first = ("≥ 2,500, ≥ 15× LiteLLM, ≥ 0.6× smg", True)
+    assert targets == [first, ("0", True), ("< 286 MiB", True), ("≤ 1 ms", True)]
+    behind = results(proxied={OURS: samples(3500), SMG: samples(7000)})
+    assert next(proxy_rows(behind)).met is False
     slow = results(proxied={OURS: samples(2000), LITELLM: samples(100)}, proxied_ttft=AddedTtft(1.3, 2.0, 0.1))
     assert [row.met for row in proxy_rows(slow) if row.target] == [False, True, True, False]
 
@@ -118,6 +122,7 @@ def test_the_report_has_a_table_for_each_kind_of_comparison() -> None:
     show(results(), Console(file=out, width=200))
     assert "LiteLLM (mock)" in out.getvalue()
     assert "LiteLLM (proxy)" in out.getvalue()
+    assert "smg (proxy)" in out.getvalue()
     assert litellm_config(mock_response="hi")["model_list"][0]["litellm_params"]["mock_response"] == "hi"
 
 
