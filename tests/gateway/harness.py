@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+import pytest
 
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
@@ -153,3 +154,13 @@ async def wait_until(condition: Any) -> None:
 async def read_events(stream: Stream) -> list[Event]:
     """All events in order of arrival."""
     return [event for _, batch in [item async for item in stream] for event in batch]
+
+
+async def refusal(harness: GatewayHarness, kind: type[ModelyardError], caller: Caller = CALLER, **request: Any) -> Any:
+    """The error of a request, which is the same for its count; it takes no slot."""
+    with pytest.raises(kind) as caught:
+        await harness.gateway.prepare(make_request(**request), caller)
+    with pytest.raises(kind):
+        await harness.gateway.inputs.count(make_request(**request), caller)
+    assert (harness.running, harness.waiting) == (0, 0)
+    return caught.value
