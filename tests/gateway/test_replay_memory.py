@@ -82,6 +82,45 @@ async def test_an_entry_larger_than_the_limit_is_not_kept() -> None:
     assert await restored_parts(memory) == (ECHOED,)
 
 
+@pytest.mark.parametrize("field", ["arguments", "thinking", "text"])
+async def test_the_memory_holds_as_many_characters_as_it_may(field: str) -> None:
+    """Whatever they belong to; 200 more count for each entry."""
+    memory = ReplayMemory(max_chars=3600)
+    for number in range(9):
+        generated = {"arguments": "{}", "thinking": "", "text": ""}
+        long = generated | {field: '"' + "x" * 998 + '"'}
+        parts = (Thinking(long["thinking"]), ToolCall(f"call_{number}", "t", long["arguments"]))
+        kept = Reply(Started("r", "m", 0), tuple(map(Block, parts)), Finished("tool_calls", Usage()))
+        memory.keep(kept, "me", long["text"])
+    found = await memory.restore(
+        Request(
+            model="m",
+            messages=tuple(Message("assistant", (ToolCall(f"call_{n}", "t", long["arguments"]),)) for n in range(9)),
+        ),
+        "me",
+    )
+    restored_calls = [call for message in found.messages for call in message.parts if isinstance(call, ToolCall)]
+    # 1,200 characters each with a long argument; its two characters of arguments come to the other long fields
+    expected = 3 if field == "arguments" else 2
+    assert [call.verbatim for call in restored_calls] == [False] * (9 - expected) + [True] * expected
+
+
+async def test_an_entry_that_is_kept_again_takes_its_size_once() -> None:
+    memory = ReplayMemory(max_chars=1000)
+    memory.keep(reply("call_0"), "me")
+    for _ in range(20):
+        memory.keep(reply("call_1"), "me")
+    assert await restored_parts(memory, id="call_0") == ("Why not.", GENERATED)
+
+
+async def test_entries_that_were_evicted_take_no_size() -> None:
+    memory = ReplayMemory(max_chars=1000)
+    for number in range(50):
+        memory.keep(reply(f"call_{number}"), "me")
+    kept = [n for n in range(50) if len(await restored_parts(memory, id=f"call_{n}")) == 2]
+    assert kept == [46, 47, 48, 49]
+
+
 async def test_another_gateway_finds_entries_in_the_shared_store() -> None:
     store = MemoryStore(10, 1 << 20, 60)
     first, other = ReplayMemory(store), ReplayMemory(store)

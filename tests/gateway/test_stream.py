@@ -237,6 +237,22 @@ async def test_a_request_that_ran_before_the_one_that_killed_the_engine_is_retri
         later.close()
 
 
+async def test_a_request_that_outlasted_the_later_ones_may_have_killed_the_engine() -> None:
+    async with GatewayHarness() as harness:
+        earlier, later = await harness.start(), await harness.start()
+        reading = [asyncio.create_task(read_events(stream)) for stream in (earlier, later)]
+        first, second = await harness.generation(), await harness.generation(1)
+        first.accept()
+        second.finish()
+        assert collect_reply(await reading[1]).text == "Hello."
+        first.end("error", DIED)
+        await wait_until(lambda: reading[0].done() or len(harness.engine.generations) > 2)
+        assert len(harness.engine.generations) == 2
+        assert failures(await reading[0]) == [DIED]
+        earlier.close()
+        later.close()
+
+
 async def test_a_request_for_an_engine_that_was_dead_already_is_retried() -> None:
     async with GatewayHarness() as harness:
         stream = await harness.start()

@@ -16,6 +16,7 @@ import pytest
 from modelyard.core.errors import Internal
 from modelyard.core.events import Event, Failed
 from modelyard.core.request import Message, Request, Text
+from modelyard.http import inference
 from modelyard.http.inference import EventStream, Exchange, PingTimer
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.request_context import RequestContext
@@ -119,6 +120,35 @@ async def test_silent_streams_ping_within_the_interval_and_others_do_not() -> No
     released.set()
     await asyncio.gather(*running)
     assert not pings._streams
+
+
+@pytest.mark.parametrize("since", [0.0, 0.1, 2.4, 2.6, 4.9, 7.4])
+async def test_a_stream_is_never_silent_for_longer_than_the_keepalive_time(
+    monkeypatch: pytest.MonkeyPatch, since: float
+) -> None:
+    """Whenever it was added while the timer of all streams runs; with a clock of the test's own."""
+    now, timers = 1000.0, list[tuple[float, Any]]()
+    loop = SimpleNamespace(call_later=lambda delay, call: timers.append((now + delay, call)))
+    monkeypatch.setattr(inference, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
+    monkeypatch.setattr(inference, "time", SimpleNamespace(monotonic=lambda: now))
+    silences: list[float] = []
+
+    class Silent:
+        def __init__(self, at: float) -> None:
+            self.last_sent = at
+
+        def ping(self) -> None:
+            silences.append(now - self.last_sent)
+            self.last_sent = now
+
+    pings = PingTimer(10.0)
+    pings.add(cast(Any, Silent(now + 1e9)))  # it sends all the time, and keeps the timer running
+    pings.add(cast(Any, Silent(now + since)))
+    while len(silences) < 5:
+        now, call = timers.pop(0)
+        call()
+    assert max(silences) <= 10.0
+    assert min(silences) > 7.0, "no more often than needed"
 
 
 def test_a_stalled_client_on_a_socket_frees_its_slot() -> None:
