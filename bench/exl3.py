@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from msgspec.structs import replace
+
 from modelyard.benchmark.statistics import percentile, ratio_interval
 from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
@@ -221,7 +223,7 @@ async def run(folder: str, rounds: int, seconds: float, profile: bool) -> Rates:
     async with AsyncExitStack() as stack:
         inline = exllamav3.create(spec)
         assert isinstance(inline, ExllamaEngine)
-        child = create_process_engine("exllamav3", spec, "text")
+        child = create_process_engine(replace(spec, backend="exllamav3"))
         assert isinstance(child, ProcessTextEngine)
         for engine in (inline, child):
             stack.push_async_callback(engine.close)

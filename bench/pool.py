@@ -15,15 +15,15 @@ import asyncio
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from modelyard.core.engine import CacheInfo, EngineInfo
-from modelyard.core.pool import LeaseRequest, ModelSpec
+from modelyard.core.engine import CacheInfo, EngineInfo, EngineSpec
+from modelyard.core.pool import LeaseRequest
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.scheduler.settings import SchedulerOptions
 
@@ -65,13 +65,10 @@ def cases() -> Iterator[PoolCase]:
 
 
 async def open_scheduler(case: PoolCase) -> Scheduler:
-    scheduler = Scheduler(SchedulerOptions(max_waiting=10_000, max_wait_s=600.0))
+    scheduler = Scheduler(SchedulerOptions(max_waiting=10_000, max_wait_s=600.0), create=lambda *_: IdleEngine())  # type: ignore[arg-type,return-value]
     names = [f"model-{number}" for number in range(case.models)]
-    make: Callable[[], Any] = IdleEngine
     count = case.replicas
-    scheduler.reconfigure(
-        {n: ModelSpec(name=n, caches=_CACHES, make=make, replicas=count, replica_max=count) for n in names}
-    )
+    scheduler.reconfigure({n: EngineSpec(n, None, _CACHES, replicas=count, replica_max=count) for n in names})
     for name in names:
         await scheduler.scale(name, case.replicas)
     return scheduler

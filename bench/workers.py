@@ -20,11 +20,12 @@ from typing import Any
 
 import psutil
 import uvloop
+from msgspec.structs import replace
 
 from bench.prepared_load import COUNTER, LoadJob
 from bench.servers import modelyard_server
 from modelyard.core.engine import CacheInfo, End, EngineInfo, EngineSpec, EngineStats, Prompt, TokenRun, Tokens
-from modelyard.core.pool import LeaseRequest, ModelSpec
+from modelyard.core.pool import LeaseRequest
 from modelyard.core.request import Sampling
 from modelyard.engines import fake, llama_cpp
 from modelyard.engines.generation_queue import GenerationQueue
@@ -32,14 +33,14 @@ from modelyard.library.default_model import fetch
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
 from modelyard.workers.client import WorkerSession, remote_engine
-from modelyard.workers.definitions import FixedDefinitions, define
+from modelyard.workers.definitions import FixedDefinitions, define, message_spec
 from modelyard.workers.messages import (
     AddRequest,
     EngineOpened,
+    OpenEngine,
     TextChunks,
     UpdateBatch,
     encode,
-    open_engine_message,
 )
 from modelyard.workers.process_engine import create_process_engine
 from modelyard.workers.remote_pool import RemotePool
@@ -68,7 +69,7 @@ def fake_spec(tokens: int, parallel: int = 64, delay: float = 0.0) -> EngineSpec
     options = fake.Options.model_validate(
         {"script": [{"when": ".*", "steps": [{"tokens": tokens}]}], "token_delay": delay}
     )
-    return EngineSpec("demo", options, {"main": CacheInfo(1 << 20, parallel)})
+    return EngineSpec("demo", options, {"main": CacheInfo(1 << 20, parallel)}, backend="fake")
 
 
 def prompt(max_tokens: int) -> Prompt:
@@ -107,7 +108,7 @@ async def cpu_s_of_both(child: int, engine: Any, streams: int, tokens: int) -> f
 async def both_engines(backend: str, spec: EngineSpec) -> AsyncIterator[tuple[Any, Any]]:
     """The engine in this process, and the same in a child."""
     module: Any = {"llama_cpp": llama_cpp, "fake": fake}[backend]
-    inline, child = module.create(spec), create_process_engine(backend, spec, "text")
+    inline, child = module.create(spec), create_process_engine(replace(spec, backend=backend))
     for engine in (inline, child):
         await engine.open(lambda *_: None)
     try:
@@ -253,9 +254,9 @@ def _run_worker(engine: type[IdleEngine], endpoint: str, keys: ClusterKeys | Non
 
     async def work() -> None:
         spec = fake_spec(1)
-        definitions = FixedDefinitions(define("fake", spec))
+        definitions = FixedDefinitions(define(spec))
         worker = Worker(endpoint, definitions, keys=keys)
-        hosted = HostedEngine(open_engine_message("e", "fake", spec), definitions, lambda *_: None)
+        hosted = HostedEngine(OpenEngine("e", message_spec(spec)), definitions, lambda *_: None)
         hosted.engine = engine()  # type: ignore[assignment]
         worker._engines["e"] = hosted
         await asyncio.Event().wait()
@@ -358,11 +359,10 @@ def _run_scheduler(endpoint: str, folder: str, parallel: int, tokens: int, delay
         pass
 
     async def work() -> None:
-        workers, scheduler = WorkerPool(Path(folder)), Scheduler()
-        spec = fake_spec(tokens, parallel, delay)
-        make = lambda: create_worker_engine(workers, "fake", spec, "x")  # noqa: E731
-        model = ModelSpec(name="demo", caches=spec.caches, make=make, identity="x", replicas=replicas, replica_max=8)
-        scheduler.reconfigure({"demo": model})
+        workers = WorkerPool(Path(folder))
+        scheduler = Scheduler(create=lambda spec, _: create_worker_engine(workers, spec))
+        spec = replace(fake_spec(tokens, parallel, delay), identity="x", replicas=replicas, replica_max=8)
+        scheduler.reconfigure({"demo": spec})
         server = SchedulerServer(endpoint, scheduler, workers, MemoryStore(1, 1, 1), no_reload)
         await scheduler.load("demo")
         await scheduler.scale("demo", replicas)

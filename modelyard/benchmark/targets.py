@@ -27,7 +27,7 @@ from modelyard.library import default_model
 from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.protocols import openai_chat
 from modelyard.router.router import CacheEntry
-from modelyard.server.engine_factory import model_spec
+from modelyard.server.engine_factory import create_engine, model_spec
 from modelyard.server.model_definition import define_model
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def engine_target(config: Config, name: str, cache: CacheEntry, workload: Worklo
         entry = config.router().catalog.models[cache.model]
         _fetch_default(config, cache.model, status)
         model = define_model(entry)
-        engine = model_spec(config, entry, model.fault).make()
+        engine = create_engine(model_spec(config, entry, model.fault))
         try:
             await engine.open(lambda done, what: status(f"{what} {done:.0%}"))
             if isinstance(engine, TextEngine):

@@ -256,7 +256,9 @@ def _built_in_template(model: ModelSettings) -> str | None:
 def engine_spec(entry: ModelEntry) -> EngineSpec:
     settings = entry.settings
     modalities = tuple(settings.modalities)
-    return EngineSpec(entry.name, engine_options(settings), entry.cache_infos, modalities, settings.python)
+    return EngineSpec(
+        entry.name, engine_options(settings), entry.cache_infos, modalities, settings.python, entry.backend
+    )
 
 
 # --- JSON Schema of a configuration file ------------------------------------------------------------------------------

@@ -272,14 +272,26 @@ class MemoryEstimate(Struct, frozen=True):
         return self.weights + self.kv + self.compute
 
 
-class EngineSpec(Struct, frozen=True):
-    """What an engine is created from: a model's definition with its caches, all names and defaults resolved."""
+class EngineSpec(Struct, frozen=True, omit_defaults=True):
+    """What an engine is created from, and how many of them the pool runs. It crosses processes, so it contains only
+    values; there `options` are those fields of the engine's Options that are set."""
 
     model: str
-    options: Any  # the engine module's Options
-    caches: Mapping[str, CacheInfo]
+    options: Any  # the engine's Options
+    caches: Mapping[str, CacheInfo] = field(default_factory=dict)
     modalities: tuple[str, ...] = ("text",)
     python: str | None = None  # interpreter for its process; None: the current one
+    backend: str = ""
+    identity: str = ""  # equal for two specs that create the same engine
+    own_process: bool = False
+    replicas: int = 1
+    replica_max: int = 1
+    target_inflight: int | None = None  # concurrent requests per replica, over all its caches
+    autoload: bool = False
+    enabled: bool = False  # loaded when a reload adds it; at the start the server loads it
+    idle_ttl_s: float | None = None  # None: never unloaded when idle
+    fault: ModelyardError | None = None  # a file or a library is missing: creating the engine fails with this
+    is_faulty: bool = False  # a load is known to fail: `fault`, or what this machine lacks
 
 
 class Control(Struct, frozen=True):

@@ -13,35 +13,12 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
-from modelyard.core.engine import AvailableMemory, CacheInfo, Capabilities, Engine, MemoryEstimate
+from modelyard.core.engine import CacheInfo, Capabilities, Engine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import Priority
 
 Overrides = Mapping[str, Any]
-
-
-class ModelSpec(Struct, frozen=True, kw_only=True):
-    """What the pool needs to know about a model. Two specs with one `identity` create the same engine.
-
-    `with_overrides` returns the spec of a load, or raises InvalidRequest; None: nothing can be overridden.
-    `make_at` creates the engine on the node of this name.
-    """
-
-    name: str
-    caches: Mapping[str, CacheInfo]
-    make: Callable[[], Engine]
-    make_at: Callable[[str], Engine] | None = None
-    estimate: Callable[[AvailableMemory], MemoryEstimate] | None = None  # may read files; called in a thread
-    check: Callable[[], None] | None = None  # raises if it cannot run here; may read files; called in a thread
-    with_overrides: Callable[[Overrides], ModelSpec] | None = None
-    identity: str = ""
-    replicas: int = 1
-    replica_max: int = 1
-    target_inflight: int | None = None  # concurrent requests per replica, over all its caches
-    autoload: bool = False
-    enabled: bool = False  # loaded when a reload adds it; at the start the server loads it
-    idle_ttl_s: float | None = None  # None: never unloaded when idle
-    is_faulty: bool = False  # a load is known to fail
+Override = Callable[[str, Overrides], EngineSpec]  # a model's spec with other settings; raises InvalidRequest
 
 
 # --- snapshots ------------------------------------------------------------------------------------------------------
@@ -178,9 +155,9 @@ class Pool(Protocol):
         """Done when exactly this many replicas are ready."""
         ...
 
-    def reconfigure(self, specs: Mapping[str, ModelSpec]) -> None:
+    def reconfigure(self, specs: Mapping[str, EngineSpec], override: Override | None = None) -> None:
         """Replace the models. A removed model, or one with another engine, finishes its requests and stops; a loaded
-        one is loaded again in its new form."""
+        one is loaded again in its new form. `override` serves loads with other settings."""
         ...
 
     def set_limits(self, limits: Mapping[str, KeyLimits]) -> None:

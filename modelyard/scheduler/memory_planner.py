@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct, field
 
-from modelyard.core.engine import AvailableMemory, MemoryEstimate, Node
+from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate, Node
 from modelyard.core.errors import ModelyardError
-from modelyard.core.pool import ModelSpec
 
 if TYPE_CHECKING:
     from modelyard.scheduler.pooled_model import PooledModel, Replica
@@ -222,7 +221,9 @@ class MemoryPlanner:
         meter: MemoryMeter | None = None,
         measurements: MeasurementStore | None = None,
         nodes: Callable[[], Sequence[Node]] = lambda: (Node(),),
+        estimate: Callable[[EngineSpec, AvailableMemory], MemoryEstimate] | None = None,
     ) -> None:
+        self._estimate = estimate
         self._limits, self._available, self._meter, self._nodes = limits, available, meter, nodes
         self._measurements = measurements or MeasurementStore()
         self.hard: DeviceBytes = limits.by_device(_UNLIMITED)
@@ -237,9 +238,9 @@ class MemoryPlanner:
 
         def look() -> tuple[AvailableMemory, MemoryEstimate | None, dict[str, DeviceBytes]]:
             here = self._available() if self._available is not None else _UNLIMITED
-            found = {node.name: _estimate(spec, node.memory) for node in others if node.memory is not None}
+            found = {node.name: self._estimated(spec, node.memory) for node in others if node.memory is not None}
             needs = {name: replica_bytes(each, None) for name, each in found.items() if each is not None}
-            return here, _estimate(spec, here), dict(needs)
+            return here, self._estimated(spec, here), dict(needs)
 
         here, estimate, need_by_node = await asyncio.to_thread(look)
         if model.active_spec is not spec:  # reconfigured meanwhile: the next plan estimates it again
@@ -254,6 +255,19 @@ class MemoryPlanner:
         model.need = self._need(model)
         if self._available is not None:
             self.soft = _soft_limits(here, held())
+
+    def _estimated(self, spec: EngineSpec, available: AvailableMemory) -> MemoryEstimate | None:
+        """It may read files: call it in a thread."""
+        try:
+            return self._estimate(spec, available) if self._estimate is not None else None
+        except ModelyardError as error:  # the load reports the same error
+            log.info("cannot estimate the memory of %s: %s", spec.model, error.message)
+            return None
+
+    @property
+    def unknown(self) -> DeviceBytes | None:
+        """The `need` of a model that is to be estimated: None, or nothing if no model is."""
+        return None if self._estimate is not None else {}
 
     def budget(self, held: Callable[[], Iterable[DeviceBytes]]) -> PoolMemory:
         """The memory of this machine and of the other nodes, as known now."""
@@ -305,14 +319,6 @@ class MemoryPlanner:
 
     async def save(self) -> None:
         await asyncio.to_thread(self._measurements.save, self._measurements.encode())
-
-
-def _estimate(spec: ModelSpec, available: AvailableMemory) -> MemoryEstimate | None:
-    try:
-        return spec.estimate(available) if spec.estimate is not None else None
-    except ModelyardError as error:  # the load reports the same error
-        log.info("cannot estimate the memory of %s: %s", spec.name, error.message)
-        return None
 
 
 def _soft_limits(available: AvailableMemory, held: Iterable[DeviceBytes], node: str = "") -> dict[str, int]:

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.engine import Capabilities, Engine, MemoryEstimate
+from modelyard.core.engine import Capabilities, Engine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import Cancelled, Internal, ModelyardError, Timeout
 from modelyard.core.pool import (
     Lease,
     LeaseRequest,
-    ModelSpec,
     ModelState,
     ModelStatus,
     ReplicaSnapshot,
@@ -58,7 +57,7 @@ class Replica:
         self,
         id: int,
         model: str,
-        spec: ModelSpec,
+        spec: EngineSpec,
         observer: ReplicaManager,
         *,
         load_timeout_s: float,
@@ -88,7 +87,7 @@ class Replica:
         self.free_slots = {name: cache.parallel for name, cache in self.spec.caches.items()}
         self.max_running = _max_running(self.spec)
 
-    def update_spec(self, spec: ModelSpec) -> None:
+    def update_spec(self, spec: EngineSpec) -> None:
         """The same engine with other limits. Running requests stay, even if the new limit is lower."""
         self.max_running = _max_running(spec)
         self.spec = spec
@@ -164,10 +163,9 @@ class Replica:
     async def _live(self) -> None:
         try:
             before = await self._read_meter()
-            if self.spec.check is not None:
-                await asyncio.to_thread(self.spec.check)
-            make_at = self.spec.make_at if self.node else None
-            engine = self.engine = self.spec.make() if make_at is None else make_at(self.node)
+            if self._observer.check is not None:
+                await asyncio.to_thread(self._observer.check, self.spec)
+            engine = self.engine = self._observer.create(self.spec, self.node)
             async with asyncio.timeout(self._load_timeout_s):
                 await engine.open(self._on_progress)
             after = await self._read_meter()
@@ -215,7 +213,7 @@ class Replica:
         self._observer.on_closed(self)
 
 
-def _max_running(spec: ModelSpec) -> int:
+def _max_running(spec: EngineSpec) -> int:
     return spec.target_inflight or sum(cache.parallel for cache in spec.caches.values())
 
 
@@ -410,8 +408,8 @@ class PooledModel:
     request loads it. `is_draining`: it takes no requests. `is_retired`: a reload has replaced it. `down_since` is set
     while all engines that were ready are lost."""
 
-    def __init__(self, key: str, spec: ModelSpec, options: SchedulerOptions) -> None:
-        self.key, self.name, self.spec, self.active_spec = key, spec.name, spec, spec
+    def __init__(self, key: str, spec: EngineSpec, options: SchedulerOptions) -> None:
+        self.key, self.name, self.spec, self.active_spec = key, spec.model, spec, spec
         self.queues: dict[str, RequestQueue[SlotLease]] = {
             cache: RequestQueue(options.max_waiting, options.max_waiting_tokens) for cache in spec.caches
         }
@@ -425,7 +423,7 @@ class PooledModel:
         self.reason = ""
         self.down_since: float | None = None
         self.last_used: float | None = None  # when its last request ended
-        self.need: DeviceBytes | None = None if spec.estimate is not None else {}
+        self.need: DeviceBytes | None = None
         self.need_by_node: Mapping[str, DeviceBytes] = {}
         self.estimate: MemoryEstimate | None = None
         self.measured: int | None = None

@@ -14,8 +14,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
+from modelyard.core.engine import Engine, EngineSpec
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.core.pool import ModelSpec, ModelStateChange
+from modelyard.core.pool import ModelStateChange
 from modelyard.scheduler.memory_planner import DeviceBytes, MemoryPlanner
 from modelyard.scheduler.policy import (
     EstimateMemory,
@@ -48,9 +49,12 @@ class ReplicaManager:
         options: SchedulerOptions,
         clock: Clock,
         memory_planner: MemoryPlanner,
+        create: Callable[[EngineSpec, str], Engine],
+        check: Callable[[EngineSpec], None] | None,
         on_refused: Callable[[list[SlotLease]], None],
     ) -> None:
         self._options, self._clock, self._planner, self._on_refused = options, clock, memory_planner, on_refused
+        self.create, self.check = create, check
         self.models: dict[str, PooledModel] = {}
         self.retired: dict[str, PooledModel] = {}
         self.changes = ModelChangeBroadcast()
@@ -64,9 +68,10 @@ class ReplicaManager:
         yield from self.models.values()
         yield from self.retired.values()
 
-    def add(self, spec: ModelSpec) -> PooledModel:
+    def add(self, spec: EngineSpec) -> PooledModel:
         """Register a model. It stays stopped until it is wanted."""
-        model = self.models[spec.name] = PooledModel(spec.name, spec, self._options)
+        model = self.models[spec.model] = PooledModel(spec.model, spec, self._options)
+        model.need = self._planner.unknown
         return model
 
     def retire(self, model: PooledModel) -> None:
@@ -331,8 +336,7 @@ class ReplicaManager:
 
     def _on_memory_freed(self, model: PooledModel) -> None:
         self._planner.count_allocation()
-        if model.active_spec.estimate is not None:
-            model.need = None  # estimate again with the memory that is free then
+        model.need = self._planner.unknown  # estimate again with the memory that is free then
         if not model.replicas and not model.desired and not model.is_failed:
             model.active_spec, model.overrides = model.spec, {}
 

@@ -24,14 +24,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from modelyard.core.engine import Engine
+from modelyard.core.engine import Engine, EngineSpec
 from modelyard.core.errors import BY_ADMINISTRATOR, Cancelled, Conflict, InvalidRequest, NotFound, Timeout, Unavailable
 from modelyard.core.pool import (
     DeviceSnapshot,
     KeyLimits,
     LeaseRequest,
-    ModelSpec,
     ModelStatus,
+    Override,
     Overrides,
     PoolSnapshot,
     RequestSnapshot,
@@ -56,6 +56,8 @@ class Scheduler:
         self,
         options: SchedulerOptions = SchedulerOptions(),
         *,
+        create: Callable[[EngineSpec, str], Engine],
+        check: Callable[[EngineSpec], None] | None = None,
         limits: Mapping[str, KeyLimits] | None = None,
         memory_planner: MemoryPlanner | None = None,
         clock: Clock | None = None,
@@ -63,7 +65,8 @@ class Scheduler:
         self._options, self._clock = options, clock or Clock()
         self._now = self._clock.now
         self._memory_planner = memory_planner or MemoryPlanner()
-        self._manager = ReplicaManager(options, self._clock, self._memory_planner, self._forget)
+        self._manager = ReplicaManager(options, self._clock, self._memory_planner, create, check, self._forget)
+        self._override: Override | None = None
         self._models = self._manager.models
         self._leases: set[SlotLease] = set()
         self._timed: set[RequestQueue[SlotLease]] = set()  # have slots that are kept for some keys, and a timer
@@ -263,16 +266,17 @@ class Scheduler:
 
     def _set_overrides(self, model: PooledModel, overrides: Overrides) -> None:
         """A bad override is refused as such in every state."""
-        with_overrides = model.spec.with_overrides
-        if overrides and with_overrides is None:
-            raise InvalidRequest(f"the model {model.name!r} allows no overrides", code="bad_override")
-        spec = with_overrides(overrides) if overrides and with_overrides is not None else model.spec
+        spec = model.spec
+        if overrides:
+            if self._override is None:
+                raise InvalidRequest(f"the model {model.name!r} allows no overrides", code="bad_override")
+            spec = self._override(model.name, overrides)
         if model.replicas:
             raise Conflict(
                 f"the model {model.name!r} is loaded with other settings; unload it first", code="model_loaded"
             )
         model.active_spec, model.overrides = spec, overrides
-        model.need = None if model.active_spec.estimate is not None else {}
+        model.need = self._memory_planner.unknown
 
     def unload(self, name: str, force: bool = False) -> asyncio.Future[None]:
         model = self._get(name)
@@ -316,13 +320,14 @@ class Scheduler:
         self._manager.reconcile()
         return done
 
-    def reconfigure(self, specs: Mapping[str, ModelSpec]) -> None:
+    def reconfigure(self, specs: Mapping[str, EngineSpec], override: Override | None = None) -> None:
         """A model whose engine changes is loaded anew; a failed model gets another try, whatever has changed."""
+        self._override = override
         is_reload = bool(self._models)  # the first models are registered before a loop runs
         for name, model in list(self._models.items()):
             new = specs.get(name)
             if new is not None and new.identity and new.identity == model.spec.identity:
-                _update_spec(model, new)
+                self._update_spec(model, new)
                 model.admit_all(self._now())
                 continue
             was_wanted = model.desired or model.is_failed
@@ -337,6 +342,20 @@ class Scheduler:
             self._models[name] = self._models.pop(name)  # keep the order of the new configuration
         if is_reload:
             self._manager.reconcile_soon()
+
+    def _update_spec(self, model: PooledModel, new: EngineSpec) -> None:
+        """The engine stays the same; only how it is run changes. What made it fail may have been corrected elsewhere,
+        in its files or its template."""
+        if model.is_failed:
+            model.is_failed, model.reason, model.desired, model.overrides = False, "", new.replicas, {}
+            model.need = self._memory_planner.unknown
+        if model.desired and new.replicas != model.spec.replicas:
+            model.desired = new.replicas
+        model.spec = new
+        if not model.overrides:
+            model.active_spec = new
+            for replica in model.replicas:
+                replica.update_spec(new)
 
     def cancel(self, trace: str) -> int:
         found = [lease for lease in self._leases if trace and lease.request.trace == trace]
@@ -369,21 +388,6 @@ class Scheduler:
         """Idempotent."""
         self._closed = True
         await self._manager.close(_shutting_down())
-
-
-def _update_spec(model: PooledModel, new: ModelSpec) -> None:
-    """The engine stays the same; only how it is run changes. What made it fail may have been corrected elsewhere, in
-    its files or its template."""
-    if model.is_failed:
-        model.is_failed, model.reason, model.desired, model.overrides = False, "", new.replicas, {}
-        model.need = None if new.estimate is not None else {}
-    if model.desired and new.replicas != model.spec.replicas:
-        model.desired = new.replicas
-    model.spec = new
-    if not model.overrides:
-        model.active_spec = new
-        for replica in model.replicas:
-            replica.update_spec(new)
 
 
 def _request_snapshot(lease: SlotLease, clock: Clock) -> RequestSnapshot:

@@ -26,7 +26,13 @@ from modelyard.library.progress import ProgressReporter
 from modelyard.mcp.servers import McpServers
 from modelyard.mcp.settings import McpSettings
 from modelyard.server.can_run import unrunnable_models
-from modelyard.server.engine_factory import model_specs, names_files, override_schemas, prepare_engines, with_overrides
+from modelyard.server.engine_factory import (
+    configure_pool,
+    names_files,
+    override_schemas,
+    prepare_engines,
+    with_overrides,
+)
 from modelyard.server.memory_estimate import available_memory, estimate_memory
 from modelyard.server.model_definition import define_later, define_model, trial_fault
 from modelyard.telemetry.masking import add_paths, add_secrets
@@ -225,8 +231,7 @@ class AdminService:
         """Without await: every request sees either the old configuration or the new one."""
         before, config = self._config, loaded.config
         router, keys = config.router(), read_keys(config.keys)
-        faults = {name: model.fault for name, model in models.items()}
-        self._pool.reconfigure(model_specs(config, faults, unrunnable=unrunnable))
+        configure_pool(self._pool, config, {name: model.fault for name, model in models.items()}, unrunnable)
         self._gateway.lookup.router, self._gateway.lookup.models = router, models
         self._gateway.accounts.configure(keys, config.prices(), config.accounts.currency)
         self._reconfigure_mcp(config.mcp)

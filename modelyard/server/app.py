@@ -25,7 +25,7 @@ from modelyard.chat_store import ChatStore, default_path
 from modelyard.config.load import ConfigSources
 from modelyard.config.secrets import config_paths, config_secrets
 from modelyard.config.settings import Config
-from modelyard.core.engine import Node
+from modelyard.core.engine import Engine, EngineSpec, Node
 from modelyard.core.errors import Cancelled, Unavailable
 from modelyard.core.pool import KeyLimits
 from modelyard.core.store import ObjectStore, Store
@@ -51,10 +51,10 @@ from modelyard.prompt.images import Images
 from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import AdminService, ConfigLoader, define_models
-from modelyard.server.can_run import unrunnable_models
+from modelyard.server.can_run import require_runnable, unrunnable_models
 from modelyard.server.config_editor import ConfigEditor
-from modelyard.server.engine_factory import model_specs
-from modelyard.server.memory_estimate import available_memory
+from modelyard.server.engine_factory import configure_pool, create_engine
+from modelyard.server.memory_estimate import available_memory, estimate_engine
 from modelyard.server.model_library import Downloads, ModelLibrary
 from modelyard.server.running_servers import TEMPORARY_VARIABLE
 from modelyard.store import open_store
@@ -132,7 +132,7 @@ def compose(
     models = define_models(config)
     scheduler = pool or make_scheduler(config, env)
     faults = {name: model.fault for name, model in models.items()}
-    scheduler.reconfigure(model_specs(config, faults, unrunnable=unrunnable_models(config) if pool is None else ()))
+    configure_pool(scheduler, config, faults, unrunnable_models(config) if pool is None else ())
     store, shared = _store(config, scheduler)
     objects = _client_objects(config, scheduler)
     gateway = Gateway(
@@ -184,9 +184,13 @@ def compose(
 
 
 def make_scheduler(
-    config: Config, env: Mapping[str, str], nodes: Callable[[], Sequence[Node]] = lambda: (Node(),)
+    config: Config,
+    env: Mapping[str, str],
+    nodes: Callable[[], Sequence[Node]] = lambda: (Node(),),
+    create: Callable[[EngineSpec, str], Engine] | None = None,
 ) -> Scheduler:
-    """`nodes` are the machines on which engines may be opened."""
+    """`nodes` are the machines on which engines may be opened; `create` makes the engine for one of them, by default
+    here, where it is checked first."""
     monitor = SystemMonitor()
     measurements = MeasurementStore(cache_dir(env) / "measured.json")
     settings = config.scheduler
@@ -196,8 +200,15 @@ def make_scheduler(
         meter=monitor.used_memory,
         measurements=measurements,
         nodes=nodes,
+        estimate=estimate_engine,
     )
-    return Scheduler(settings.options(), limits=key_limits(config.keys), memory_planner=planner)
+    return Scheduler(
+        settings.options(),
+        create=create or create_engine,
+        check=(lambda spec: require_runnable(spec, settings.memory_limits())) if create is None else None,
+        limits=key_limits(config.keys),
+        memory_planner=planner,
+    )
 
 
 def make_accounts(config: Config, env: Mapping[str, str] = os.environ) -> Accounts:

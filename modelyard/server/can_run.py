@@ -18,14 +18,13 @@ from modelyard import plugins
 from modelyard.config.library_models import missing_hub_model
 from modelyard.config.problems import ConfigPath, validation_message
 from modelyard.config.settings import Config, engine_spec
-from modelyard.core.engine import AvailableMemory, MemoryEstimate
+from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.units import format_size
 from modelyard.library import default_model
 from modelyard.router.router import ModelEntry
-from modelyard.router.settings import ModelSettings
 from modelyard.scheduler.memory_planner import MemoryLimits
-from modelyard.server.memory_estimate import available_memory, estimate_memory, memory_parts
+from modelyard.server.memory_estimate import available_memory, estimate_engine, estimate_memory, memory_parts
 from modelyard.telemetry.system import MachineMemory, read_memory
 from modelyard.workers import interpreter
 
@@ -38,14 +37,21 @@ def run_faults(
 ) -> Iterator[RunFault]:
     """The engine's library or program, the model's files and devices, and its memory, if it is known."""
     try:
-        module, spec = plugins.load("engines", entry.backend), engine_spec(entry)
+        spec = engine_spec(entry)
     except ModelyardError as error:
         yield ("backend",), error.message
         return
     except ValidationError as error:
         yield (), validation_message(error.errors()[0])
         return
-    yield from _engine_faults(module, entry.settings)
+    yield from _spec_faults(spec, limits, machine, memory)
+
+
+def _spec_faults(
+    spec: EngineSpec, limits: MemoryLimits, machine: MachineMemory, memory: MemoryEstimate | None
+) -> Iterator[RunFault]:
+    module = plugins.load("engines", spec.backend)
+    yield from _engine_faults(module, spec.python)
     if hasattr(module, "faults"):
         yield from (((*option.split("."),), message) for option, message in module.faults(spec))
     if memory is not None:
@@ -71,10 +77,15 @@ def set_up_at_start(entry: ModelEntry) -> Iterator[RunFault]:
             pass  # it is here, and broken
 
 
-def require_runnable(entry: ModelEntry, limits: MemoryLimits) -> None:
+def require_runnable(spec: EngineSpec, limits: MemoryLimits) -> None:
     """Raise what would keep a load from working. Reads files, and may start the self-test of a library."""
-    memory = estimate_memory(entry, available_memory()).memory
-    for path, message in run_faults(entry, limits, read_memory(), memory):
+    if spec.fault is not None and spec.options is None:
+        raise spec.fault
+    try:
+        memory = estimate_engine(spec, available_memory())
+    except ModelyardError:  # the faults say why
+        memory = None
+    for path, message in _spec_faults(spec, limits, read_memory(), memory):
         where = f"{'.'.join(map(str, path))}: " if path else ""
         raise Unavailable(f"{where}{message}", code="cannot_run")
 
@@ -96,16 +107,16 @@ def unrunnable_models(config: Config, *, set_up: bool = True) -> dict[str, str]:
     return faults
 
 
-def _engine_faults(module: ModuleType, settings: ModelSettings) -> Iterator[RunFault]:
+def _engine_faults(module: ModuleType, python: str | None) -> Iterator[RunFault]:
     """With another interpreter, that interpreter must be able to run the engine."""
     try:
-        if settings.python is None:
+        if python is None:
             plugins.verify(module)
-        elif interpreter.interpreter_exists(settings.python):  # else reported by the checks of the configuration
+        elif interpreter.interpreter_exists(python):  # else reported by the checks of the configuration
             with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-                thread.submit(asyncio.run, interpreter.check_interpreter(settings.python)).result()
+                thread.submit(asyncio.run, interpreter.check_interpreter(python)).result()
     except ModelyardError as error:
-        yield ("backend" if settings.python is None else "python",), error.message
+        yield ("backend" if python is None else "python",), error.message
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

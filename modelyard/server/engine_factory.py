@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial
+from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 from msgspec.structs import replace
@@ -14,13 +14,12 @@ from pydantic import AliasChoices, BaseModel, TypeAdapter, ValidationError
 from modelyard import plugins
 from modelyard.config.problems import validation_message
 from modelyard.config.settings import Config, engine_spec
-from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
+from modelyard.core.engine import Engine, EngineSpec
 from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.core.pool import ModelSpec, Overrides
+from modelyard.core.pool import Override, Overrides, Pool
 from modelyard.library.progress import ProgressReporter
 from modelyard.router.router import ModelEntry
 from modelyard.router.settings import ModelSettings
-from modelyard.server.can_run import require_runnable
 from modelyard.workers.process_engine import create_process_engine
 
 # Settings for one load of a model: which fields an engine lets an administrator change, and the changed definition.
@@ -120,56 +119,45 @@ def _checked(field: str, value: Any, fields: Mapping[str, Any], override: str, n
         raise InvalidRequest(f"{field}: {error.errors()[0]['msg']}, got {value!r}", param=field) from None
 
 
-# (backend, spec, identity, node) → the engine, wherever it runs
-PlaceEngine = Callable[[str, EngineSpec, str, str], Engine]
-
-
 def model_spec(
-    config: Config,
-    entry: ModelEntry,
-    fault: ModelyardError | None = None,
-    place: PlaceEngine | None = None,
-    *,
-    can_run: bool = True,
-) -> ModelSpec:
-    """`fault`: the model could not be defined; loading it fails with this reason. `place` creates the engine if it does
-    not run in this process or a child of it. `can_run`: as far as this machine was asked."""
+    config: Config, entry: ModelEntry, fault: ModelyardError | None = None, *, can_run: bool = True
+) -> EngineSpec:
+    """What the pool runs. `fault`: the model could not be defined; loading it fails with this reason. `can_run`: as far
+    as this machine was asked."""
     settings = entry.settings
-    identity = _identity(entry)
-
-    def make(node: str = "") -> Engine:
-        if fault is not None:
-            raise fault
-        module, spec = plugins.load("engines", entry.backend), engine_spec(entry)
-        if place is not None:
-            return place(entry.backend, spec, identity, node)
-        if runs_in_own_process(settings, spec):
-            return create_process_engine(entry.backend, spec, plugins.engine_kind(module, spec.options))
-        engine: Engine = module.create(spec)
-        return engine
-
-    def estimate(available: AvailableMemory) -> MemoryEstimate:
-        estimated: MemoryEstimate = plugins.load("engines", entry.backend).estimate(engine_spec(entry), available)
-        return estimated
-
+    try:
+        spec = engine_spec(entry)
+        own_process = runs_in_own_process(settings, spec)
+        described = f"{_describe(spec)}\n{own_process}"
+    except (ModelyardError, ValidationError) as error:  # not loadable; a corrected model has another identity
+        why = error if isinstance(error, ModelyardError) else InvalidRequest(validation_message(error.errors()[0]))
+        spec, fault, own_process = EngineSpec(entry.name, None, entry.cache_infos), fault or why, False
+        described = settings.model_dump_json()
     ttl = settings.idle_ttl_s if settings.idle_ttl_s is not None else config.scheduler.idle_ttl_s
-    return ModelSpec(
-        name=entry.name,
-        caches=entry.cache_infos,
-        make=make,
-        make_at=make,
-        estimate=estimate,
-        check=partial(require_runnable, entry, config.scheduler.memory_limits()) if place is None else None,
-        with_overrides=lambda overrides: _spec_with_overrides(config, entry.name, fault, place, overrides),
-        identity=identity,
+    return replace(
+        spec,
+        identity=f"{entry.name}:{hashlib.sha256(described.encode()).hexdigest()[:16]}",
+        own_process=own_process,
         replicas=settings.replicas,
         replica_max=settings.replica_max,
         target_inflight=settings.target_inflight,
         autoload=settings.autoload,
         enabled=bool(settings.enabled),
         idle_ttl_s=ttl or None,
+        fault=fault,
         is_faulty=fault is not None or not can_run,
     )
+
+
+def create_engine(spec: EngineSpec, node: str = "") -> Engine:
+    """In this process or a child of it. `node`: the chosen machine; it can only be this one."""
+    del node
+    if spec.fault is not None:
+        raise spec.fault
+    if spec.own_process:
+        return create_process_engine(spec)
+    engine: Engine = plugins.load("engines", spec.backend).create(spec)
+    return engine
 
 
 def runs_in_own_process(settings: ModelSettings, spec: EngineSpec) -> bool:
@@ -185,45 +173,38 @@ def runs_in_own_process(settings: ModelSettings, spec: EngineSpec) -> bool:
     return bool(getattr(module, "OWN_PROCESS", False))
 
 
-def _spec_with_overrides(
-    config: Config, name: str, fault: ModelyardError | None, place: PlaceEngine | None, overrides: Overrides
-) -> ModelSpec:
-    """As if the overrides were in the model's section of the configuration."""
-    changed = with_overrides(config, name, overrides)
-    entry = changed.router().catalog.models[name]
-    try:
-        engine_spec(entry)
-    except ValidationError as error:  # each value is valid, but not their combination
-        raise InvalidRequest(validation_message(error.errors()[0]), code="bad_override") from None
-    return replace(model_spec(changed, entry, fault, place), with_overrides=None)
+def overriding(config: Config, faults: Mapping[str, ModelyardError | None]) -> Override:
+    """The specs of loads as if their overrides were in the model's section of the configuration."""
+
+    def override(name: str, overrides: Overrides) -> EngineSpec:
+        changed = with_overrides(config, name, overrides)
+        entry = changed.router().catalog.models[name]
+        try:
+            engine_spec(entry)
+        except ValidationError as error:  # each value is valid, but not their combination
+            raise InvalidRequest(validation_message(error.errors()[0]), code="bad_override") from None
+        return model_spec(changed, entry, faults.get(name))
+
+    return override
 
 
-def model_specs(
-    config: Config,
-    faults: Mapping[str, ModelyardError | None],
-    place: PlaceEngine | None = None,
-    unrunnable: Collection[str] = (),
-) -> dict[str, ModelSpec]:
-    """`unrunnable`: the models that cannot be loaded on this machine."""
-    return {
-        name: model_spec(config, entry, faults.get(name), place, can_run=name not in unrunnable)
+def configure_pool(
+    pool: Pool, config: Config, faults: Mapping[str, ModelyardError | None], unrunnable: Collection[str] = ()
+) -> None:
+    """Give the pool the models of the configuration. `faults`: why some could not be defined; `unrunnable`: the models
+    that cannot be loaded on this machine."""
+    specs = {
+        name: model_spec(config, entry, faults.get(name), can_run=name not in unrunnable)
         for name, entry in config.router().catalog.models.items()
     }
+    pool.reconfigure(specs, overriding(config, faults))
 
 
-def _identity(entry: ModelEntry) -> str:
-    """Equal for two models that create the same engine."""
-    try:
-        spec = engine_spec(entry)
-    except (ModelyardError, ValidationError):  # not loadable; a corrected model has another identity
-        return f"{entry.name}:{hashlib.sha256(entry.settings.model_dump_json().encode()).hexdigest()[:16]}"
-    description = _describe(entry.backend, spec) + f"\n{runs_in_own_process(entry.settings, spec)}"
-    return f"{entry.name}:{hashlib.sha256(description.encode()).hexdigest()[:16]}"
-
-
-def _describe(backend: str, spec: EngineSpec) -> str:
+def _describe(spec: EngineSpec) -> str:
     caches = sorted((name, repr(info)) for name, info in spec.caches.items())
-    return "\n".join((backend, spec.options.model_dump_json(), repr(caches), repr(spec.modalities), repr(spec.python)))
+    return "\n".join(
+        (spec.backend, spec.options.model_dump_json(), repr(caches), repr(spec.modalities), repr(spec.python))
+    )
 
 
 def prepare_engines(config: Config, progress: ProgressReporter, before: Config | None = None) -> None:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from modelyard import plugins
 from modelyard.config.settings import Config, engine_spec
-from modelyard.core.engine import AvailableMemory, MemoryEstimate
+from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.core.units import format_size
 from modelyard.router.router import ModelEntry
@@ -35,12 +35,18 @@ def estimate_all(config: Config, available: AvailableMemory) -> Iterator[ModelMe
 
 def estimate_memory(entry: ModelEntry, available: AvailableMemory) -> ModelMemory:
     try:
-        module = plugins.load("engines", entry.backend)
-        return ModelMemory(entry.name, module.estimate(engine_spec(entry), available))
+        return ModelMemory(entry.name, estimate_engine(engine_spec(entry), available))
     except ModelyardError as error:
         return ModelMemory(entry.name, None, error.message)
     except ValidationError:  # in the rest of a configuration with errors
         return ModelMemory(entry.name, None, "its settings are not valid")
+
+
+def estimate_engine(spec: EngineSpec, available: AvailableMemory) -> MemoryEstimate:
+    if spec.fault is not None and spec.options is None:
+        raise spec.fault
+    estimated: MemoryEstimate = plugins.load("engines", spec.backend).estimate(spec, available)
+    return estimated
 
 
 def describe_memory(estimated: ModelMemory, available: AvailableMemory) -> str:

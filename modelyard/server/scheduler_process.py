@@ -20,10 +20,10 @@ from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import ConfigLoader, reread_config
 from modelyard.server.app import key_limits, make_scheduler
 from modelyard.server.config_watcher import watch_library
-from modelyard.server.engine_factory import model_specs, prepare_engines
+from modelyard.server.engine_factory import configure_pool, prepare_engines
 from modelyard.store import open_store
 from modelyard.telemetry import log
-from modelyard.workers.definitions import EngineDefinition, define, not_defined
+from modelyard.workers.definitions import define, not_defined
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.transport import is_loopback, link_keys, scheduler_address
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine, workers_folder
@@ -54,7 +54,7 @@ class SchedulerProcess:
             launch=workers.launch,
             cluster=self._cluster,
         )
-        self.scheduler: Scheduler = make_scheduler(config, env, self.workers.nodes)
+        self.scheduler: Scheduler = make_scheduler(config, env, self.workers.nodes, self._create_engine)
         self._store = open_store(config.store)
         self._objects = open_object_store(config.store, objects_path())
         self.server: SchedulerServer | None = None
@@ -65,7 +65,7 @@ class SchedulerProcess:
         if self._cluster is not None:
             await self._cluster.open()
         found = await self.workers.find_running()
-        self._install(self._config)
+        configure_pool(self.scheduler, self._config, {})
         for name, model in self._config.models.items():
             if model.enabled:
                 self.scheduler.preload(name)
@@ -91,15 +91,14 @@ class SchedulerProcess:
     def _open_engines(self) -> int:
         return sum(len(self.scheduler.engines(name)) for name in self.scheduler.status())
 
-    def _install(self, config: Config) -> None:
-        def place(backend: str, spec: EngineSpec, identity: str, node: str) -> Engine:
-            return create_worker_engine(self.workers, backend, spec, identity, node)
-
-        self.scheduler.reconfigure(model_specs(config, {}, place))
+    def _create_engine(self, spec: EngineSpec, node: str) -> Engine:
+        if spec.fault is not None:
+            raise spec.fault
+        return create_worker_engine(self.workers, spec, node)
 
     async def reload(self) -> None:
         loaded = await asyncio.to_thread(reread_config, self._reread, self._config)
-        self._install(loaded.config)
+        configure_pool(self.scheduler, loaded.config, {})
         self._config = loaded.config
 
     async def reload_library(self) -> None:
@@ -166,11 +165,11 @@ class ConfiguredDefinitions:
                 _log.error("the configuration cannot be used, the last one stays: %s", error.message)
         return self._loaded.config
 
-    def find(self, model: str) -> EngineDefinition:
+    def find(self, model: str) -> EngineSpec:
         entry = self._config().router().catalog.models.get(model)
         if entry is None:
             raise not_defined(model)
-        return define(entry.backend, engine_spec(entry))
+        return define(engine_spec(entry))
 
     def models(self) -> tuple[str, ...]:
         return tuple(self._config().models)

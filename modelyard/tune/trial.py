@@ -32,7 +32,7 @@ from modelyard.core.knobs import Loss
 from modelyard.gateway.model import Model
 from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.router.router import ModelEntry
-from modelyard.server.engine_factory import model_spec
+from modelyard.server.engine_factory import create_engine, model_spec
 from modelyard.server.model_definition import define_model
 from modelyard.telemetry.system import read_memory
 
@@ -217,7 +217,7 @@ async def _measure(job: TrialJob) -> Outcome:
 
 def _create_engine(job: TrialJob) -> tuple[ModelEntry, Engine, Model]:
     config, entry, model = _read_model(job)
-    return entry, model_spec(config, entry).make(), model
+    return entry, create_engine(model_spec(config, entry)), model
 
 
 def _read_model(job: TrialJob) -> tuple[Config, ModelEntry, Model]:

@@ -15,35 +15,26 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import Struct
+from msgspec.structs import replace
 from pydantic import TypeAdapter, ValidationError
 
 from modelyard import plugins
-from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest, NotFound
-
-
-class EngineDefinition(Struct, frozen=True):
-    """`options` are those fields of the engine's Options that are set."""
-
-    backend: str
-    model: str
-    options: dict[str, Any]
-    modalities: tuple[str, ...] = ("text",)
 
 
 class Definitions(Protocol):
     """`find` raises NotFound. Both may read files."""
 
-    def find(self, model: str) -> EngineDefinition: ...
+    def find(self, model: str) -> EngineSpec: ...
     def models(self) -> tuple[str, ...]: ...
 
 
 class FixedDefinitions:
-    def __init__(self, *definitions: EngineDefinition) -> None:
+    def __init__(self, *definitions: EngineSpec) -> None:
         self._definitions = {definition.model: definition for definition in definitions}
 
-    def find(self, model: str) -> EngineDefinition:
+    def find(self, model: str) -> EngineSpec:
         if (found := self._definitions.get(model)) is None:
             raise not_defined(model)
         return found
@@ -57,20 +48,21 @@ def not_defined(model: str) -> NotFound:
     return NotFound(message, code="model_not_defined")
 
 
-def define(backend: str, spec: EngineSpec) -> EngineDefinition:
-    """Only options that were set: the worker's engine has its own defaults."""
+def define(spec: EngineSpec) -> EngineSpec:
+    """What a worker keeps of a spec: without what each message brings, and with the options that were set, because the
+    worker's engine has its own defaults."""
     options = spec.options.model_dump(mode="json", exclude_unset=True)
-    return EngineDefinition(backend, spec.model, options, spec.modalities)
+    return EngineSpec(spec.model, options, modalities=spec.modalities, backend=spec.backend)
 
 
-def write_definition(path: Path, definition: EngineDefinition) -> None:
+def write_definition(path: Path, definition: EngineSpec) -> None:
     """Readable by the owner only: options may contain keys."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(msgspec.json.encode(definition))
 
 
-def read_definition(path: Path) -> EngineDefinition:
-    return msgspec.json.decode(path.read_bytes(), type=EngineDefinition)
+def read_definition(path: Path) -> EngineSpec:
+    return msgspec.json.decode(path.read_bytes(), type=EngineSpec)
 
 
 # --- what a message may change ----------------------------------------------------------------------------------------
@@ -84,11 +76,11 @@ def _message_fields(backend: str) -> Mapping[str, Any]:
     return {name: kind for name, kind in live.items() if name in module.Options.model_fields and name not in local}
 
 
-def message_options(definition: EngineDefinition) -> bytes:
-    """The options of a message that opens this engine, as JSON."""
-    fields = _message_fields(definition.backend)
-    options = {name: value for name, value in definition.options.items() if name in fields}
-    return msgspec.json.encode({name: value for name, value in options.items() if _fits(value, fields[name])})
+def message_spec(spec: EngineSpec) -> EngineSpec:
+    """What a message that opens this engine says of it."""
+    fields, options = _message_fields(spec.backend), define(spec).options
+    sent = {name: value for name, value in options.items() if name in fields and _fits(value, fields[name])}
+    return EngineSpec(spec.model, sent, spec.caches, spec.modalities, identity=spec.identity)
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -100,20 +92,18 @@ def _fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def engine_spec(
-    definition: EngineDefinition, options: bytes, caches: Mapping[str, CacheInfo], modalities: tuple[str, ...]
-) -> EngineSpec:
+def engine_spec(definition: EngineSpec, message: EngineSpec) -> EngineSpec:
     """The engine of a definition with the options, caches and modalities of a message."""
     kind = plugins.load("engines", definition.backend).Options
-    changed = definition.options | _checked(definition, options)
+    changed = definition.options | _checked(definition, message.options)
     try:
         made = kind.model_validate_json(msgspec.json.encode(changed))
     except ValidationError as error:
         raise _unfit(definition, error) from None
-    return EngineSpec(definition.model, made, caches, modalities)
+    return replace(definition, options=made, caches=message.caches, modalities=message.modalities)
 
 
-def _unfit(definition: EngineDefinition, error: ValidationError, *field: str) -> InvalidRequest:
+def _unfit(definition: EngineSpec, error: ValidationError, *field: str) -> InvalidRequest:
     first = error.errors()[0]
     where = ".".join(map(str, (*field, *first["loc"])))
     return InvalidRequest(
@@ -121,10 +111,10 @@ def _unfit(definition: EngineDefinition, error: ValidationError, *field: str) ->
     )
 
 
-def _checked(definition: EngineDefinition, options: bytes) -> dict[str, Any]:
+def _checked(definition: EngineSpec, options: Any) -> dict[str, Any]:
     fields = _message_fields(definition.backend)
     try:
-        sent = msgspec.json.decode(options, type=dict[str, Any])
+        sent = msgspec.convert(options, dict[str, Any])
     except msgspec.MsgspecError as error:
         raise InvalidRequest(f"the options of {definition.model!r} cannot be read: {error}") from None
     for name, value in sent.items():

@@ -41,12 +41,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from modelyard.core import errors
-from modelyard.core.engine import CacheInfo, Chunk, Control, EngineInfo, EngineSpec, EngineStats, Prompt
+from modelyard.core.engine import Chunk, Control, EngineInfo, EngineSpec, EngineStats, Prompt
 from modelyard.core.errors import Internal, ModelyardError
 from modelyard.core.events import Event
 from modelyard.core.pool import LeaseRequest, ModelStateChange, ModelStatus
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
-from modelyard.workers.definitions import define, message_options
 
 VERSION = 8
 
@@ -156,15 +155,11 @@ class Hello(ToWorker, frozen=True, tag="hello"):
 
 
 class OpenEngine(ToWorker, frozen=True, tag="open"):
-    """`model` is a model of the worker's own configuration. `options` is JSON: the few fields of the engine's Options
-    that a message may set. If an engine with this id is open already, it is used."""
+    """`spec` (see `message_spec`) names a model of the worker's own configuration; its options are the few that a
+    message may set, and its backend is ignored. If an engine with this id is open already, it is used."""
 
     engine: str
-    model: str
-    options: bytes
-    caches: dict[str, CacheInfo]
-    modalities: tuple[str, ...] = ("text",)
-    identity: str = ""
+    spec: EngineSpec
 
 
 class CloseEngine(ToWorker, frozen=True, tag="close"):
@@ -550,11 +545,6 @@ def version_mismatch(theirs: int) -> str | None:
         return None
     older = "the other side is older" if theirs < VERSION else "this side is older"
     return f"protocol version {theirs} is not {VERSION}: {older}; run the same Modelyard on both sides"
-
-
-def open_engine_message(engine: str, backend: str, spec: EngineSpec, identity: str = "") -> OpenEngine:
-    options = message_options(define(backend, spec))
-    return OpenEngine(engine, spec.model, options, dict(spec.caches), spec.modalities, identity)
 
 
 Timed = TypeVar("Timed", Prompt, LeaseRequest)

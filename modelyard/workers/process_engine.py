@@ -33,9 +33,9 @@ from modelyard.core.events import Event
 from modelyard.core.request import EmbeddingRequest, Request, RerankRequest
 from modelyard.processes.child_process import ChildProcess, describe_exit, last_words
 from modelyard.workers.client import WorkerSession, remote_engine, result_unless_exited
-from modelyard.workers.definitions import define, write_definition
+from modelyard.workers.definitions import define, message_spec, write_definition
 from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
-from modelyard.workers.messages import open_engine_message
+from modelyard.workers.messages import OpenEngine
 from modelyard.workers.transport import HeartbeatConfig
 
 _START_S = 120.0  # starting Python on a machine that is busy with loading a model
@@ -48,10 +48,10 @@ _ERROR_LINES = 5  # of its output that explain an exit
 class ProcessEngine:
     """What both kinds of engines share. `pid` is the child's."""
 
-    def __init__(self, backend: str, spec: EngineSpec, heartbeat: HeartbeatConfig = HeartbeatConfig()) -> None:
-        self._backend, self._spec, self._heartbeat = backend, spec, heartbeat
+    def __init__(self, spec: EngineSpec, heartbeat: HeartbeatConfig = HeartbeatConfig()) -> None:
+        self._spec, self._heartbeat = spec, heartbeat
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self.info = EngineInfo(backend, dict(spec.caches))
+        self.info = EngineInfo(spec.backend, dict(spec.caches))
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._child: ChildProcess | None = None
         self._session: WorkerSession | None = None
@@ -74,7 +74,7 @@ class ProcessEngine:
         self._folder = tempfile.TemporaryDirectory(prefix="modelyard-", ignore_cleanup_errors=True)
         folder, python = Path(self._folder.name), self._spec.python
         endpoint, definition = f"ipc://{folder / 'worker'}", folder / "engine"
-        write_definition(definition, define(self._backend, self._spec))
+        write_definition(definition, define(self._spec))
         if python is not None:
             await check_interpreter(python)
         env = worker_environment(python, folder, os.environ)
@@ -87,7 +87,7 @@ class ProcessEngine:
                 await result_unless_exited(session.connect(), child.ended, lambda: self._exit_error(child))
         except TimeoutError:
             raise Timeout(f"the engine's process did not answer within {_START_S:g} s", code="load_timeout") from None
-        message = open_engine_message(uuid4().hex[:16], self._backend, self._spec)
+        message = OpenEngine(uuid4().hex[:16], message_spec(self._spec))
         try:
             opened = await result_unless_exited(
                 session.open(message, progress), child.ended, lambda: self._exit_error(child)
@@ -100,7 +100,7 @@ class ProcessEngine:
 
     async def _explain(self, error: ModelyardError) -> ModelyardError:
         """Some engines have helper processes whose errors appear only in the child's output."""
-        explain = getattr(plugins.load("engines", self._backend), "explain", None)
+        explain = getattr(plugins.load("engines", self._spec.backend), "explain", None)
         if explain is None:
             return error
         await asyncio.sleep(_SETTLE_S)
@@ -185,7 +185,8 @@ class ProcessChatEngine(ProcessEngine):
 
 
 def create_process_engine(
-    backend: str, spec: EngineSpec, kind: str, heartbeat: HeartbeatConfig = HeartbeatConfig()
+    spec: EngineSpec, heartbeat: HeartbeatConfig = HeartbeatConfig()
 ) -> ProcessTextEngine | ProcessChatEngine:
-    """The engine of this kind, not yet opened."""
-    return (ProcessChatEngine if kind == "chat" else ProcessTextEngine)(backend, spec, heartbeat)
+    """The engine, not yet opened."""
+    kind = plugins.engine_kind(plugins.load("engines", spec.backend), spec.options)
+    return (ProcessChatEngine if kind == "chat" else ProcessTextEngine)(spec, heartbeat)

@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec
 
+from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.workers.definitions import EngineDefinition, FixedDefinitions
+from modelyard.workers.definitions import FixedDefinitions
 from modelyard.workers.settings import RayResources
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 from modelyard.workers.worker import Worker
@@ -36,7 +37,7 @@ class WorkerActor:
     `definition` is that of its only engine, as JSON."""
 
     def __init__(self, definition: bytes, keys: tuple[str, str] | None, interval_s: float, worker_misses: int) -> None:
-        self._definitions = FixedDefinitions(msgspec.json.decode(definition, type=EngineDefinition))
+        self._definitions = FixedDefinitions(msgspec.json.decode(definition, type=EngineSpec))
         self._keys = None if keys is None else ClusterKeys(*keys)
         self._heartbeat = HeartbeatConfig(interval_s, worker_misses)
         self._worker: Worker | None = None
@@ -86,7 +87,7 @@ class RayCluster:
             except ConnectionError as error:
                 raise Unavailable(f"no Ray cluster answers at {self._address}: {error}", code="no_cluster") from error
 
-    async def start(self, definition: EngineDefinition) -> tuple[ActorHandle, str]:
+    async def start(self, definition: EngineSpec) -> tuple[ActorHandle, str]:
         """An actor for this engine, and its endpoint: a restarted or a new one, whichever answers first.
 
         If a node is lost, Ray notices that only after a while, and we do not wait for it.

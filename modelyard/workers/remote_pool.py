@@ -20,15 +20,15 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from modelyard.core.engine import Engine
+from modelyard.core.engine import Engine, EngineSpec
 from modelyard.core.errors import Cancelled, ModelyardError, NotFound, Unavailable
 from modelyard.core.pool import (
     KeyLimits,
     Lease,
     LeaseRequest,
-    ModelSpec,
     ModelStateChange,
     ModelStatus,
+    Override,
     Overrides,
     PoolSnapshot,
     RequestSnapshot,
@@ -501,9 +501,9 @@ class RemotePool:
             self._spawn(run())
         return found
 
-    def reconfigure(self, specs: Mapping[str, ModelSpec]) -> None:
+    def reconfigure(self, specs: Mapping[str, EngineSpec], override: Override | None = None) -> None:
         """The scheduler reads its own configuration (`reload`)."""
-        del specs
+        del specs, override
 
     def set_limits(self, limits: Mapping[str, KeyLimits]) -> None:
         """The scheduler applies them, for all gateways. A new scheduler gets them, too."""

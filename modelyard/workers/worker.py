@@ -159,8 +159,8 @@ class HostedEngine:
         definitions: Definitions,
         on_lost: Callable[[HostedEngine, ModelyardError], None],
     ) -> None:
-        self.id, self.model, self.identity = message.engine, message.model, message.identity
-        self._message, self._definitions, self._on_lost = message, definitions, on_lost
+        self.id, self.spec = message.engine, message.spec
+        self._definitions, self._on_lost = definitions, on_lost
         self.engine: Engine | None = None
         self.kind: Literal["text", "chat"] = "text"
         self.running = 0
@@ -172,10 +172,9 @@ class HostedEngine:
 
     async def open(self, progress: OnProgress) -> None:
         try:
-            message = self._message
-            definition = await asyncio.to_thread(self._definitions.find, message.model)
-            spec = engine_spec(definition, message.options, message.caches, message.modalities)
-            self._module, self._options = plugins.load("engines", definition.backend), spec.options
+            definition = await asyncio.to_thread(self._definitions.find, self.spec.model)
+            spec = engine_spec(definition, self.spec)
+            self._module, self._options = plugins.load("engines", spec.backend), spec.options
             self.kind = plugins.engine_kind(self._module, spec.options)
             self._created = engine = self._module.create(spec)
             await engine.open(progress)
@@ -209,7 +208,9 @@ class HostedEngine:
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         if not hasattr(self._module, "tokenizer_path"):
-            raise Unsupported(f"the engine of {self.model!r} has no tokenizer of its own", code="tokenizer_missing")
+            raise Unsupported(
+                f"the engine of {self.spec.model!r} has no tokenizer of its own", code="tokenizer_missing"
+            )
         return await asyncio.to_thread(lambda: read_tokenizer_files(self._module.tokenizer_path(self._options)))
 
     def opened_message(self) -> msg.EngineOpened:
@@ -218,7 +219,7 @@ class HostedEngine:
 
     def info(self) -> msg.HostedEngineInfo:
         assert self.engine is not None  # noqa: S101  checked by the caller
-        return msg.HostedEngineInfo(self.id, self.model, self.identity, self.kind, self.engine.info)
+        return msg.HostedEngineInfo(self.id, self.spec.model, self.spec.identity, self.kind, self.engine.info)
 
 
 # --- clients and their requests -------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from modelyard.core.errors import ENGINE_DIED, ModelyardError, Timeout, Unavaila
 from modelyard.processes.child_process import describe_exit, last_words
 from modelyard.processes.ports import reserve_port
 from modelyard.workers.client import RemoteEngine, WorkerSession, remote_engine, result_unless_exited
-from modelyard.workers.definitions import EngineDefinition, define, write_definition
+from modelyard.workers.definitions import define, message_spec, write_definition
 from modelyard.workers.interpreter import check_interpreter, worker_command, worker_environment
-from modelyard.workers.messages import DropClient, EngineLocation, HostedEngineInfo, ShutdownWorker, open_engine_message
+from modelyard.workers.messages import DropClient, EngineLocation, HostedEngineInfo, OpenEngine, ShutdownWorker
 from modelyard.workers.ray import RayCluster
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, is_listening
 
@@ -222,23 +222,21 @@ class WorkerPool:
 
     # --- choosing a worker ------------------------------------------------------------------------------------------
 
-    async def acquire(
-        self, identity: str, definition: EngineDefinition, python: str | None = None, node: str = UNKNOWN_NODE
-    ) -> WorkerHandle:
+    async def acquire(self, spec: EngineSpec, node: str = UNKNOWN_NODE) -> WorkerHandle:
         """1. a worker that has this engine open  2. a registered worker whose configuration has the model, the chosen
         node first, then the least used  3. a new one. An engine with its own interpreter gets a new worker if possible,
         because the environment of a registered one is unknown."""
-        needs_new = python is not None and self._launch and self._cluster is None
+        needs_new = spec.python is not None and self._launch and self._cluster is None
         while True:
             self._registration.clear()
-            if (worker := await self._with_engine(identity)) is not None:
+            if (worker := await self._with_engine(spec.identity)) is not None:
                 return worker
-            if not needs_new and (worker := await self._least_used(definition.model, node)) is not None:
+            if not needs_new and (worker := await self._least_used(spec.model, node)) is not None:
                 return worker
             if self._cluster is not None:
-                return await self._start_actor(self._cluster, definition)
+                return await self._start_actor(self._cluster, define(spec))
             if self._launch:
-                return await self._start_process(definition, python)
+                return await self._start_process(define(spec), spec.python)
             # Wait for a registration, as long as a load may take; registered workers may just have been too busy.
             waiting = asyncio.get_running_loop().create_task(self._registration.wait())
             try:
@@ -288,7 +286,7 @@ class WorkerPool:
     def _session(self, endpoint: str) -> WorkerSession:
         return WorkerSession(endpoint, self.name, keys=self._keys, heartbeat=self._heartbeat, wants_log=True)
 
-    async def _start_actor(self, cluster: RayCluster, definition: EngineDefinition) -> WorkerHandle:
+    async def _start_actor(self, cluster: RayCluster, definition: EngineSpec) -> WorkerHandle:
         actor, endpoint = await cluster.start(definition)
         try:
             worker = await self._connect(endpoint)
@@ -301,7 +299,7 @@ class WorkerPool:
         worker.release = lambda died: cluster.on_lost(actor) if died else cluster.give_back(actor, restart=False)
         return worker
 
-    async def _start_process(self, definition: EngineDefinition, python: str | None) -> WorkerHandle:
+    async def _start_process(self, definition: EngineSpec, python: str | None) -> WorkerHandle:
         if python is not None:
             await check_interpreter(python)
         file = self._folder / f"{uuid4().hex[:12]}.address"
@@ -321,7 +319,7 @@ class WorkerPool:
             raise
         return worker
 
-    async def _launch_process(self, file: Path, definition: EngineDefinition, python: str | None) -> WorkerHandle:
+    async def _launch_process(self, file: Path, definition: EngineSpec, python: str | None) -> WorkerHandle:
         endpoint, log = self._write_files(file, definition), file.with_suffix(".log")
         argv = [*worker_command(endpoint, file.with_suffix(".engine"), python), "--exit-when-orphaned"]
         env = worker_environment(python, self._folder, os.environ)
@@ -331,7 +329,7 @@ class WorkerPool:
             )
         return WorkerHandle(self._session(endpoint), process, log)
 
-    def _write_files(self, file: Path, definition: EngineDefinition) -> str:
+    def _write_files(self, file: Path, definition: EngineSpec) -> str:
         """The files of a new worker; returns its address."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._host is None:
@@ -364,13 +362,11 @@ class WorkerEngine:
     its loss; gateways send their requests directly to the worker. `node` is the chosen machine, and the actual one once
     it is open."""
 
-    def __init__(
-        self, workers: WorkerPool, backend: str, spec: EngineSpec, identity: str, node: str = UNKNOWN_NODE
-    ) -> None:
-        self._workers, self._backend, self._spec, self._identity = workers, backend, spec, identity
+    def __init__(self, workers: WorkerPool, spec: EngineSpec, node: str = UNKNOWN_NODE) -> None:
+        self._workers, self._spec = workers, spec
         self.node = node
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self.info = EngineInfo(backend, dict(spec.caches))
+        self.info = EngineInfo(spec.backend, dict(spec.caches))
         self.kind: Literal["text", "chat"] = "text"
         self.embeds = False
         self.id = ""
@@ -395,12 +391,10 @@ class WorkerEngine:
 
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "looking for a worker")
-        definition = define(self._backend, self._spec)
-        worker = await self._workers.acquire(self._identity, definition, self._spec.python, self.node)
+        worker = await self._workers.acquire(self._spec, self.node)
         self._worker, self.node = worker, worker.node
         self.id = worker.engine or uuid4().hex[:16]
-        message = open_engine_message(self.id, self._backend, self._spec, self._identity)
-        opening = worker.session.open(message, progress)
+        opening = worker.session.open(OpenEngine(self.id, message_spec(self._spec)), progress)
         opened = await result_unless_exited(opening, worker.ended, worker.exit_error)
         self.info, self.kind, self.embeds = opened.info, opened.kind, opened.embeds
         self._engine = remote_engine(worker.session, opened, self.lost)
@@ -464,8 +458,6 @@ class WorkerEngine:
             self._workers.forget(session.endpoint)
 
 
-def create_worker_engine(
-    workers: WorkerPool, backend: str, spec: EngineSpec, identity: str, node: str = UNKNOWN_NODE
-) -> Engine:
-    """For `ModelSpec.make`: the scheduler uses nothing of an engine that `WorkerEngine` lacks."""
-    return cast(Engine, WorkerEngine(workers, backend, spec, identity, node))
+def create_worker_engine(workers: WorkerPool, spec: EngineSpec, node: str = UNKNOWN_NODE) -> Engine:
+    """For a scheduler: the scheduler uses nothing of an engine that `WorkerEngine` lacks."""
+    return cast(Engine, WorkerEngine(workers, spec, node))

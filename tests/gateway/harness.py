@@ -11,10 +11,9 @@ import pytest
 
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
-from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineInfo, Prompt, Tokens
+from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineInfo, EngineSpec, Prompt, Tokens
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event
-from modelyard.core.pool import ModelSpec
 from modelyard.core.request import Caller, Message, Request, Text
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.gateway.gateway import Gateway
@@ -107,9 +106,11 @@ class GatewayHarness:
         **changes: Any,
     ) -> None:
         caches = {"main": CacheInfo(4096, slots), "fast": CacheInfo(2048, slots)}
-        self.engine, self.scheduler = ManualEngine(caches, start_error), Scheduler(options)
-        spec = ModelSpec(name="demo", caches=caches, make=lambda: self.engine)  # type: ignore[arg-type,return-value]
-        self.scheduler.reconfigure({"demo": spec})
+        self.engine, self.scheduler = (
+            ManualEngine(caches, start_error),
+            Scheduler(options, create=lambda *_: self.engine),
+        )  # type: ignore[arg-type,return-value]
+        self.scheduler.reconfigure({"demo": EngineSpec("demo", None, caches)})
         models = {"demo": msgspec.structs.replace(model(), fault=model_fault, **changes)}
         images = Images(config().images)
         self.gateway = Gateway(

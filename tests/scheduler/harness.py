@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
 
-from modelyard.core.engine import CacheInfo, EngineInfo, MemoryEstimate
+from modelyard.core.engine import CacheInfo, EngineInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import ModelyardError
-from modelyard.core.pool import KeyLimits, LeaseRequest, ModelSpec, ModelStatus
+from modelyard.core.pool import KeyLimits, LeaseRequest, ModelStatus
 from modelyard.scheduler.memory_planner import MemoryLimits, MemoryPlanner
 from modelyard.scheduler.pooled_model import Clock
 from modelyard.scheduler.scheduler import Scheduler
@@ -122,10 +122,12 @@ class Harness:
     def __init__(self, *, limit: int | None = None, keys: dict[str, KeyLimits] | None = None, **options: Any) -> None:
         self.clock = FakeClock(self.settle)
         self.models: dict[str, FakeModel] = {}
+        self.sizes: dict[str, int] = {}
         self.scheduler = Scheduler(
             SchedulerOptions(**options),
+            create=lambda spec, _: self.models[spec.model].make(),
             limits=keys,
-            memory_planner=MemoryPlanner(MemoryLimits(ram=limit)),
+            memory_planner=MemoryPlanner(MemoryLimits(ram=limit), estimate=self._estimate),
             clock=self.clock,
         )
 
@@ -137,15 +139,21 @@ class Harness:
         assert [name for name, model in self.models.items() if model.open] == []
 
     def add_model(self, name: str, *, size: int = 0, parallel: int = 1, **more: Any) -> FakeModel:
-        self.scheduler._manager.add(self.spec(name, size=size, parallel=parallel, **more))
+        model = self.scheduler._manager.add(self.spec(name, size=size, parallel=parallel, **more))
+        if not size:
+            model.need = {}
         return self.models[name]
 
-    def spec(self, name: str, *, size: int = 0, parallel: int = 1, **more: Any) -> ModelSpec:
+    def spec(self, name: str, *, size: int = 0, parallel: int = 1, **more: Any) -> EngineSpec:
         caches = more.pop("caches", {"main": CacheInfo(window=100, parallel=parallel)})
-        model = self.models[name] = FakeModel(caches)
-        estimate = (lambda _: MemoryEstimate(weights=size)) if size else None
+        self.models[name] = FakeModel(caches)
+        self.sizes[name] = size
         more.setdefault("replica_max", max(4, more.get("replicas", 1)))
-        return ModelSpec(name=name, caches=caches, make=model.make, estimate=estimate, **more)
+        return EngineSpec(name, None, caches, **more)
+
+    def _estimate(self, spec: EngineSpec, _: object) -> Any:
+        size = self.sizes[spec.model]
+        return MemoryEstimate(weights=size) if size else None
 
     async def load_model(self, name: str = "a", **more: Any) -> FakeModel:
         """Add a model and load it."""

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate, Node
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate, Node
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.memory_planner import (
     EvictionCandidate,
     LoadMeasurement,
@@ -160,10 +159,9 @@ def test_a_write_error_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 GIB = 2**30
 
 
-def pooled_model(estimate: Callable[[AvailableMemory], MemoryEstimate] | None) -> PooledModel:
-    make: Any = None
-    spec = ModelSpec(name="m", caches={"main": CacheInfo(10)}, make=make, estimate=estimate, identity="m:1")
-    return PooledModel("m", spec, SchedulerOptions())
+def pooled_model(planner: MemoryPlanner, estimate: Callable[[AvailableMemory], MemoryEstimate]) -> PooledModel:
+    planner._estimate = lambda _, available: estimate(available)
+    return PooledModel("m", EngineSpec("m", None, {"main": CacheInfo(10)}, identity="m:1"), SchedulerOptions())
 
 
 def replica(model: PooledModel, growth: dict[str, int] | None) -> Replica:
@@ -174,7 +172,7 @@ def replica(model: PooledModel, growth: dict[str, int] | None) -> Replica:
 
 
 async def estimated(planner: MemoryPlanner, memory: MemoryEstimate, *held: dict[str, int]) -> PooledModel:
-    model = pooled_model(lambda _: memory)
+    model = pooled_model(planner, lambda _: memory)
     await planner.estimate(model, lambda: held)
     return model
 
@@ -203,8 +201,9 @@ async def test_a_failing_estimate_counts_as_no_need():
     def estimate(_: AvailableMemory) -> MemoryEstimate:
         raise InvalidRequest("no such file")
 
-    model = pooled_model(estimate)
-    await MemoryPlanner().estimate(model, tuple)
+    planner = MemoryPlanner()
+    model = pooled_model(planner, estimate)
+    await planner.estimate(model, tuple)
     assert (model.need, model.estimate) == ({}, None)
 
 
@@ -264,7 +263,7 @@ async def test_small_models_are_not_measured():
 async def test_other_nodes_count_with_their_reported_memory():
     far = Node("far", AvailableMemory(100, {"u": 40}))
     planner = MemoryPlanner(MemoryLimits(ram=50), available=lambda: AvailableMemory(7), nodes=lambda: (far, Node()))
-    model = pooled_model(lambda there: MemoryEstimate(weights=5, device="gpu:u" if there.gpus else ""))
+    model = pooled_model(planner, lambda there: MemoryEstimate(weights=5, device="gpu:u" if there.gpus else ""))
     await planner.estimate(model, lambda: ())
     budget = planner.budget(lambda: ({"cpu@far": 3}, {"cpu": 2}))
     assert budget.soft == {"cpu": 7, "cpu@far": 103, "gpu@far": 40, "gpu:u@far": 40}
@@ -279,7 +278,7 @@ async def test_the_memory_of_a_node_is_fixed_until_the_next_estimate():
     assert planner.budget(lambda: ()).soft == {"cpu@far": 100}
     free[0] = 90  # a model was loaded there: it is counted as held
     assert planner.budget(lambda: ({"cpu@far": 10},)).soft == {"cpu@far": 100}
-    await planner.estimate(pooled_model(lambda _: MemoryEstimate(weights=1)), lambda: ())
+    await planner.estimate(pooled_model(planner, lambda _: MemoryEstimate(weights=1)), lambda: ())
     assert planner.budget(lambda: ({"cpu@far": 10},)).soft == {"cpu@far": 100}
 
 

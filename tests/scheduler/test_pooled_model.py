@@ -8,9 +8,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from modelyard.core.engine import CacheInfo, EngineInfo
+from modelyard.core.engine import CacheInfo, EngineInfo, EngineSpec
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.pooled_model import Replica, ReplicaAffinity, prefix_hashes
 
 
@@ -99,6 +98,8 @@ class SlowEngine:
 class RecordingObserver:
     """Records the names of the callbacks in order."""
 
+    check = None
+
     def __init__(self) -> None:
         self.events: list[str] = []
         self.changed = asyncio.Event()
@@ -120,8 +121,8 @@ class RecordingObserver:
 def make_replica(**more: Any) -> tuple[Replica, SlowEngine, RecordingObserver]:
     engine: Any = SlowEngine()
     observer: Any = RecordingObserver()
-    spec = ModelSpec(name="m", caches=CACHES, make=lambda: engine, **more)
-    return Replica(1, "m", spec, observer, load_timeout_s=600.0), engine, observer
+    observer.create = lambda *_: engine
+    return Replica(1, "m", EngineSpec("m", None, CACHES, **more), observer, load_timeout_s=600.0), engine, observer
 
 
 async def test_a_replica_closed_while_it_opens_is_never_ready():
@@ -140,14 +141,15 @@ async def test_a_closed_replica_refers_to_nothing_of_its_engine():
     observer: Any = RecordingObserver()
     made: list[weakref.ref[SlowEngine]] = []
 
-    def make() -> Any:
+    def make(*_: object) -> Any:
         engine = SlowEngine()
         engine.opening.set()
         engine.closing.set()
         made.append(weakref.ref(engine))
         return engine
 
-    replica = Replica(1, "m", ModelSpec(name="m", caches=CACHES, make=make), observer, load_timeout_s=600.0)
+    observer.create = make
+    replica = Replica(1, "m", EngineSpec("m", None, CACHES), observer, load_timeout_s=600.0)
     gc.disable()
     try:
         replica.start()
@@ -216,7 +218,7 @@ async def test_load_growth_is_the_difference_of_two_readings():
 
 
 def test_room_is_bounded_by_the_cache_and_by_target_inflight():
-    spec = ModelSpec(name="m", caches=CACHES, make=lambda: None, target_inflight=1)  # type: ignore[arg-type,return-value]
+    spec = EngineSpec("m", None, CACHES, target_inflight=1)
     replica = Replica(1, "m", spec, None, load_timeout_s=1.0)  # type: ignore[arg-type]
     assert not replica.has_room("main", 1)  # no engine
     assert (replica.max_running, replica.free_slots) == (1, {"main": 2, "fast": 1})

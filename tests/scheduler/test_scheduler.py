@@ -640,12 +640,12 @@ async def test_commands_to_a_closed_scheduler_are_refused_and_pending_ones_fail(
 def overridable(harness: Harness) -> None:
     spec = harness.spec("a")
 
-    def with_overrides(overrides: Any) -> Any:
+    def override(_: str, overrides: Any) -> Any:
         if "n_ctx" not in overrides:
             raise InvalidRequest("unknown")
         return replace(spec, caches={"main": CacheInfo(overrides["n_ctx"])})
 
-    harness.scheduler._manager.add(replace(spec, with_overrides=with_overrides))
+    harness.scheduler.reconfigure({"a": spec}, override)
 
 
 async def test_overrides_apply_until_the_next_unload():
@@ -678,12 +678,13 @@ async def test_overrides_of_a_failed_load_are_dropped():
 
 async def test_bad_overrides_change_nothing():
     async with Harness() as harness:
+        harness.add_model("b")
+        with pytest.raises(InvalidRequest, match="allows no overrides"):
+            harness.scheduler.load("b", {"n_ctx": 1})
         overridable(harness)
         harness.add_model("b")
         with pytest.raises(InvalidRequest, match="unknown"):
             harness.scheduler.load("a", {"colour": "red"})
-        with pytest.raises(InvalidRequest, match="allows no overrides"):
-            harness.scheduler.load("b", {"n_ctx": 1})
         assert harness.states() == {"a": "stopped", "b": "stopped"}
 
 

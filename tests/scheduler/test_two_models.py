@@ -23,6 +23,7 @@ from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Request, Sampling, Text
 from modelyard.gateway.stream import Stream
 from modelyard.server.app import ServerApp, compose
+from modelyard.server.memory_estimate import estimate_engine
 from tests.engines.llama_cpp.helpers import model_file
 from tests.engines.llama_cpp.short_model import short_model_file
 
@@ -54,9 +55,7 @@ async def server(folder: Path, *, n_ctx: int = 256, file: Path | None = None) ->
     """A server with enough memory for one of the models, however it is measured, but not for both."""
     env = {"MODELYARD_CACHE": str(folder)}
     free = compose(load_config(env={}, overrides=settings(None, n_ctx, file or short_model_file())).config, env)
-    estimate = free.scheduler._models["a"].spec.estimate
-    assert estimate is not None
-    limit = estimate(AvailableMemory(2**40)).total * 7 // 4
+    limit = estimate_engine(free.scheduler._models["a"].spec, AvailableMemory(2**40)).total * 7 // 4
     app = compose(load_config(env={}, overrides=settings(limit, n_ctx, file or short_model_file())).config, env)
     try:
         yield app

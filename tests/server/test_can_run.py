@@ -21,6 +21,7 @@ from modelyard.cli import app as cli
 from modelyard.config.library_models import read_library_models
 from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError
+from modelyard.config.settings import engine_spec
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.library import vllm_env
 from modelyard.library.model_files import LibraryEntry, put_entry
@@ -247,9 +248,9 @@ def test_the_doctor_finds_the_vllm_that_vllm_serve_starts(monkeypatch: pytest.Mo
 def test_a_file_that_arrives_later_is_found_by_the_next_load(tmp_path: Path) -> None:
     file = tmp_path / "later.gguf"
     config = load_config(env={}, overrides={"library": False, "models": {"m": {"path": str(file), "n_ctx": 64}}}).config
-    entry, limits = config.router().catalog.models["m"], config.scheduler.memory_limits()
+    spec, limits = engine_spec(config.router().catalog.models["m"]), config.scheduler.memory_limits()
     assert unrunnable_models(config).keys() == {"m"}
     with pytest.raises(Unavailable, match="path: there is no model file"):
-        require_runnable(entry, limits)
+        require_runnable(spec, limits)
     file.symlink_to(tiny_models.coder())
-    require_runnable(entry, limits)
+    require_runnable(spec, limits)

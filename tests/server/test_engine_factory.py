@@ -10,28 +10,31 @@ import pytest
 
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
-from modelyard.core.engine import AvailableMemory
+from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.core.pool import ModelSpec
 from modelyard.engines import llama_cpp
 from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.library.progress import ProgressReporter
 from modelyard.router.settings import CacheSettings
 from modelyard.server.engine_factory import (
     allowed_overrides,
-    model_specs,
+    create_engine,
+    model_spec,
     override_schemas,
+    overriding,
     prepare_engines,
     with_overrides,
 )
+from modelyard.server.memory_estimate import estimate_engine
 from modelyard.workers.process_engine import ProcessTextEngine
 from tests.live_server import demo_config
 from tests.server.test_admin_service import config_with_reply, reloadable_server
 
 
-def engine_spec(config: dict[str, Any] | None = None, **model: Any) -> ModelSpec:
+def engine_spec(config: dict[str, Any] | None = None, **model: Any) -> EngineSpec:
     overrides = (config or {}) | {"models": {"m": {"backend": "fake", **model}}}
-    return model_specs(load_config(env={}, overrides=overrides).config, {})["m"]
+    config = load_config(env={}, overrides=overrides).config
+    return model_spec(config, config.router().catalog.models["m"])
 
 
 def test_a_spec_describes_how_the_model_is_run():
@@ -41,8 +44,7 @@ def test_a_spec_describes_how_the_model_is_run():
     assert (blueprint.replicas, blueprint.replica_max, blueprint.target_inflight) == (2, 3, 4)
     assert (blueprint.autoload, blueprint.idle_ttl_s) == (True, 60.0)
     assert (blueprint.caches["m"].window, blueprint.caches["m"].parallel) == (512, 5)
-    assert blueprint.estimate is not None
-    assert blueprint.estimate(AvailableMemory(0)).total > 0
+    assert estimate_engine(blueprint, AvailableMemory(0)).total > 0
 
 
 @pytest.mark.parametrize(
@@ -73,38 +75,37 @@ def test_the_identity_changes_with_engine_settings(change: dict[str, Any], same:
     ("placement", "kind"), [("auto", FakeTextEngine), ("inline", FakeTextEngine), ("process", ProcessTextEngine)]
 )
 async def test_placement_decides_the_process_of_the_engine(placement: str, kind: type):
-    assert isinstance(engine_spec(placement=placement).make(), kind)
+    assert isinstance(create_engine(engine_spec(placement=placement)), kind)
 
 
 async def test_an_engine_with_its_own_interpreter_has_its_own_process():
-    engine = engine_spec(python=sys.executable).make()
+    engine = create_engine(engine_spec(python=sys.executable))
     assert isinstance(engine, ProcessTextEngine)
     assert engine._spec.python == sys.executable
 
 
 async def test_a_model_with_a_fault_fails_on_creation():
     config = load_config(env={}, overrides=demo_config()).config
-    blueprint = model_specs(config, {"demo": InvalidRequest("no tokenizer")})["demo"]
+    blueprint = model_spec(config, config.router().catalog.models["demo"], InvalidRequest("no tokenizer"))
     with pytest.raises(InvalidRequest, match="no tokenizer"):
-        blueprint.make()
+        create_engine(blueprint)
 
 
 async def test_overrides_act_like_settings_of_the_model():
     blueprint = engine_spec(n_ctx=512)
-    assert blueprint.with_overrides is not None
-    changed = blueprint.with_overrides({"n_ctx": 64, "echo": True})
+    before = load_config(env={}, overrides={"models": {"m": {"backend": "fake", "n_ctx": 512}}}).config
+    changed = overriding(before, {})("m", {"n_ctx": 64, "echo": True})
     assert changed.caches["m"].window == 64
-    assert changed.make().options.echo  # type: ignore[union-attr]
+    assert create_engine(changed).options.echo  # type: ignore[union-attr]
     assert changed.identity != blueprint.identity
     assert blueprint.caches["m"].window == 512
 
 
 @pytest.mark.parametrize("overrides", [{"n_ctx": -1}, {"colour": "red"}, {"embedding_size": "large"}])
 def test_bad_overrides_are_refused_with_their_field(overrides: dict[str, Any]):
-    blueprint = engine_spec()
-    assert blueprint.with_overrides is not None
+    override = overriding(load_config(env={}, overrides={"models": {"m": {"backend": "fake"}}}).config, {})
     with pytest.raises(InvalidRequest) as refused:
-        blueprint.with_overrides(overrides)
+        override("m", overrides)
     assert refused.value.param == next(iter(overrides))
 
 

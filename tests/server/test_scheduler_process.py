@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from modelyard.config.load import load_config
+from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import NotFound
 from modelyard.server.scheduler_process import ConfiguredDefinitions
-from modelyard.workers.definitions import EngineDefinition
 
 MODEL = '[models.demo]\nbackend = "fake"\necho = true\n'
 
@@ -24,7 +24,7 @@ def test_a_worker_can_run_the_models_of_its_own_file(tmp_path: Path) -> None:
     write(tmp_path / "c.toml", MODEL, 1)
     definitions = ConfiguredDefinitions(lambda: load_config(tmp_path / "c.toml"))
     assert definitions.models() == ("demo",)
-    assert definitions.find("demo") == EngineDefinition("fake", "demo", {"echo": True})
+    assert definitions.find("demo") == EngineSpec("demo", {"echo": True}, backend="fake")
     with pytest.raises(NotFound, match="no model 'other'"):
         definitions.find("other")
 

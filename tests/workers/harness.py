@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
 from modelyard.engines import fake
 from modelyard.workers.client import WorkerSession, remote_engine
-from modelyard.workers.definitions import EngineDefinition, define, not_defined
-from modelyard.workers.messages import LinkMessage, decode_for_client, encode, open_engine_message
+from modelyard.workers.definitions import define, message_spec, not_defined
+from modelyard.workers.messages import LinkMessage, OpenEngine, decode_for_client, encode
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig
 from modelyard.workers.worker import Worker
 from tests.engines.fake import helpers as fake_helpers
@@ -32,13 +34,14 @@ class TestDefinitions:
     __test__ = False
 
     def __init__(self) -> None:
-        self._definitions: dict[str, EngineDefinition] = {}
+        self._definitions: dict[str, EngineSpec] = {}
 
     def add(self, backend: str, spec: EngineSpec) -> EngineSpec:
-        self._definitions[spec.model] = define(backend, spec)
-        return spec
+        made = replace(spec, backend=backend)
+        self._definitions[spec.model] = define(made)
+        return made
 
-    def find(self, model: str) -> EngineDefinition:
+    def find(self, model: str) -> EngineSpec:
         if model not in self._definitions:
             raise not_defined(model)
         return self._definitions[model]
@@ -106,7 +109,7 @@ async def open_fake(
     session: WorkerSession, engine: str = "e", *, caches: dict[str, CacheInfo] | None = None, **options: Any
 ) -> Any:
     """A fake engine in the worker."""
-    message = open_engine_message(engine, "fake", fake_spec(caches, **options))
+    message = OpenEngine(engine, message_spec(fake_spec(caches, **options)))
     return remote_engine(session, await session.open(message, lambda *_: None))
 
 

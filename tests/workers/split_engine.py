@@ -11,12 +11,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from modelyard.core.engine import Control, Embeddings, EngineInfo, EngineSpec, EngineStats, OnProgress, Prompt
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
-from modelyard.workers.definitions import EngineDefinition, FixedDefinitions, define
+from modelyard.workers.definitions import FixedDefinitions, define
 from modelyard.workers.ray import RayCluster
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
@@ -34,7 +35,7 @@ class SplitEngine:
     keys: ClusterKeys | None = None
 
     def __init__(self, backend: str, spec: EngineSpec, heartbeat: HeartbeatConfig) -> None:
-        self._backend, self._spec, self._heartbeat = backend, spec, heartbeat
+        self._spec, self._heartbeat = replace(spec, backend=backend, identity="x"), heartbeat
         self.info = EngineInfo(backend, dict(spec.caches))
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
         self._parts: list[Any] = []  # closed in reverse order
@@ -43,11 +44,10 @@ class SplitEngine:
     async def open(self, progress: OnProgress) -> None:
         folder = short_folder()
         workers = await self._worker_pool(folder)
-        scheduler = Scheduler()
+        scheduler = Scheduler(create=lambda spec, _: create_worker_engine(workers, spec))
         self._parts.append(scheduler)
-        name, spec = self._spec.model, self._spec
-        make = lambda: create_worker_engine(workers, self._backend, spec, "x")  # noqa: E731
-        scheduler.reconfigure({name: ModelSpec(name=name, caches=spec.caches, make=make, identity="x")})
+        name = self._spec.model
+        scheduler.reconfigure({name: self._spec})
         server = SchedulerServer(
             self._address(folder),
             scheduler,
@@ -80,8 +80,8 @@ class SplitEngine:
         self._parts.insert(0, worker)
         workers.register("w", worker.endpoint, [], models=(self._spec.model,))
 
-    def _definition(self) -> EngineDefinition:
-        return define(self._backend, self._spec)
+    def _definition(self) -> EngineSpec:
+        return define(self._spec)
 
     def generate(self, prompt: Prompt) -> Any:
         return self._engine.generate(prompt)

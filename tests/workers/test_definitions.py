@@ -6,7 +6,6 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
@@ -15,11 +14,9 @@ from modelyard.core.engine import CacheInfo, Control, EngineSpec
 from modelyard.core.errors import InvalidRequest, NotFound, Unsupported
 from modelyard.engines import fake, llama_server
 from modelyard.workers.definitions import (
-    EngineDefinition,
     FixedDefinitions,
-    define,
     engine_spec,
-    message_options,
+    message_spec,
     read_definition,
     write_definition,
 )
@@ -27,11 +24,11 @@ from modelyard.workers.messages import ControlEngine, OpenEngine
 from tests.workers.harness import DEFINITIONS, connected, open_fake, running_worker
 
 CACHES = {"main": CacheInfo(512, 2)}
-SERVER = EngineDefinition("llama_server", "m", {"path": "/models/m.gguf", "llama_server_binary": "/usr/bin/server"})
+SERVER = EngineSpec("m", {"path": "/models/m.gguf", "llama_server_binary": "/usr/bin/server"}, backend="llama_server")
 
 
-def opened(definition: EngineDefinition, **options: Any) -> EngineSpec:
-    return engine_spec(definition, msgspec.json.encode(options), CACHES, ("text",))
+def opened(definition: EngineSpec, **options: Any) -> EngineSpec:
+    return engine_spec(definition, EngineSpec(definition.model, options, CACHES))
 
 
 def test_files_and_programs_come_from_the_definition() -> None:
@@ -49,8 +46,8 @@ def test_a_message_cannot_name_a_program_a_file_or_an_argument(name: str) -> Non
 
 def test_the_sender_leaves_files_and_programs_out() -> None:
     options = llama_server.Options(path="/m.gguf", llama_server_binary="/x", llama_server_spec_draft_n_max=2)
-    definition = define("llama_server", EngineSpec("m", options, CACHES))
-    assert msgspec.json.decode(message_options(definition)) == {"llama_server_spec_draft_n_max": 2}
+    sent = message_spec(EngineSpec("m", options, CACHES, backend="llama_server"))
+    assert sent.options == {"llama_server_spec_draft_n_max": 2}
 
 
 def _engines() -> list[str]:
@@ -80,9 +77,9 @@ def _local(module: Any) -> frozenset[str]:
 async def test_a_worker_opens_only_the_models_of_its_configuration() -> None:
     async with running_worker() as worker, connected(worker) as session:
         with pytest.raises(NotFound, match="no model 'unheard'"):
-            await session.open(OpenEngine("e", "unheard", b"{}", {}), lambda *_: None)
+            await session.open(OpenEngine("e", EngineSpec("unheard", {})), lambda *_: None)
         DEFINITIONS.add("fake", EngineSpec("known", fake.Options(), CACHES))
-        evil = OpenEngine("e", "known", b'{"tokenizer_path": "/etc"}', CACHES)
+        evil = OpenEngine("e", EngineSpec("known", {"tokenizer_path": "/etc"}, CACHES))
         with pytest.raises(InvalidRequest, match="not by a message"):
             await session.open(evil, lambda *_: None)
         assert worker.engines == ()

@@ -16,7 +16,6 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import fake
 from modelyard.workers import interpreter
-from modelyard.workers.definitions import EngineDefinition
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
 from modelyard.workers.worker_pool import WorkerPool
@@ -114,8 +113,10 @@ def test_another_environment_gets_a_link_to_this_package_only(tmp_path: Path) ->
 
 
 async def test_an_engine_runs_in_an_environment_without_modelyard(other_interpreter: str) -> None:
-    spec = EngineSpec("demo", fake.Options(token_delay=0), {"main": CacheInfo(512)}, python=other_interpreter)
-    engine = create_process_engine("fake", spec, "text", HeartbeatConfig(worker_misses=1000))
+    spec = EngineSpec(
+        "demo", fake.Options(token_delay=0), {"main": CacheInfo(512)}, python=other_interpreter, backend="fake"
+    )
+    engine = create_process_engine(spec, HeartbeatConfig(worker_misses=1000))
     assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
@@ -129,7 +130,7 @@ async def test_an_engine_runs_in_an_environment_without_modelyard(other_interpre
 async def test_an_engine_with_an_unusable_interpreter_does_not_open(program: Program) -> None:
     unusable = program("""echo '[[3, 11], ["zmq"]]'""")
     engine = create_process_engine(
-        "fake", EngineSpec("demo", fake.Options(), {"main": CacheInfo(512)}, python=unusable), "text"
+        EngineSpec("demo", fake.Options(), {"main": CacheInfo(512)}, python=unusable, backend="fake")
     )
     with pytest.raises(InvalidRequest, match="pyzmq"):
         await engine.open(lambda *_: None)
@@ -138,7 +139,7 @@ async def test_an_engine_with_an_unusable_interpreter_does_not_open(program: Pro
 
 async def test_the_worker_pool_starts_a_worker_with_another_interpreter(other_interpreter: str, tmp_path: Path) -> None:
     workers = WorkerPool(tmp_path, heartbeat=HeartbeatConfig(worker_misses=1000))
-    worker = await workers.acquire("any", EngineDefinition("fake", "demo", {}), other_interpreter)
+    worker = await workers.acquire(EngineSpec("demo", fake.Options(), python=other_interpreter, backend="fake"))
     try:
         assert worker.session.welcome is not None
         assert psutil.Process(worker.session.welcome.pid).cmdline()[0] == other_interpreter

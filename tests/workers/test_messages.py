@@ -77,7 +77,7 @@ REQUEST = Request(
 FOR_WORKER = [
     Hello(VERSION, "me"),
     Heartbeat(3),
-    OpenEngine("e", "m", b"{}", {"main": core.CacheInfo(9, 2)}),
+    OpenEngine("e", core.EngineSpec("m", {"n": 1}, {"main": core.CacheInfo(9, 2)})),
     AddRequest("e", 1, Prompt(parts=(TokenRun([1, 2]),), sampling=Sampling(seed=3))),
     AddRequest("e", 1, Prompt(parts=(core.Media("image", "ab", b"\xff", 4),))),
     AddChat("e", 2, REQUEST),

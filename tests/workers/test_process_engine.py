@@ -14,12 +14,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from modelyard.core.engine import CacheInfo, EmbeddingEngine, EngineSpec, Tokens
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.engines import fake, llama_cpp
-from modelyard.workers.definitions import define, engine_spec, read_definition, write_definition
-from modelyard.workers.messages import open_engine_message
+from modelyard.workers.definitions import define, engine_spec, message_spec, read_definition, write_definition
+from modelyard.workers.messages import OpenEngine
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import DealerSocket, HeartbeatConfig
 from tests.e2e.helpers import wait_for_running
@@ -31,7 +32,7 @@ from tests.workers.harness import until as wait_until
 
 @asynccontextmanager
 async def open_engine(heartbeat: HeartbeatConfig = LENIENT, **options: Any) -> AsyncIterator[ProcessTextEngine]:
-    engine = create_process_engine("fake", fake_spec(**options), "text", heartbeat)
+    engine = create_process_engine(fake_spec(**options), heartbeat)
     assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
@@ -95,7 +96,7 @@ async def test_a_failing_open_raises_the_reason_and_leaves_no_process() -> None:
         ("fake", fake_spec(tokenizer_path="/nowhere")),
         ("llama_cpp", EngineSpec("m", llama_cpp.Options(path="/nowhere.gguf"), {"main": CacheInfo(64)})),
     ):
-        engine = create_process_engine(backend, spec_, "text", LENIENT)
+        engine = create_process_engine(replace(spec_, backend=backend), LENIENT)
         with pytest.raises(ModelyardError, match="nowhere"):
             await engine.open(lambda *_: None)
         pid = engine.pid
@@ -107,14 +108,14 @@ async def test_an_early_exit_is_explained_by_the_last_output(monkeypatch) -> Non
     from modelyard.workers import process_engine
 
     monkeypatch.setattr(process_engine, "worker_command", lambda *_: ["sh", "-c", "echo no such luck; exit 3"])
-    engine = create_process_engine("fake", fake_spec(), "text", LENIENT)
+    engine = create_process_engine(fake_spec(), LENIENT)
     with pytest.raises(Unavailable, match="exit code 3: no such luck"):
         await engine.open(lambda *_: None)
     await engine.close()
 
 
 async def test_a_cancelled_open_leaves_no_process() -> None:
-    engine = create_process_engine("fake", fake_spec(), "text", LENIENT)
+    engine = create_process_engine(fake_spec(), LENIENT)
     opening = asyncio.create_task(engine.open(lambda *_: None))
     await wait_until(lambda: engine.pid is not None)
     opening.cancel()
@@ -141,11 +142,11 @@ async def test_opening_and_closing_leaks_no_file_descriptors() -> None:
     "options", [fake.Options(kind="chat"), fake.Options(script=[{"when": "a|b", "steps": [{"text": "x"}]}])]
 )
 def test_options_reach_the_process_through_its_file(options: fake.Options, tmp_path: Path) -> None:
-    made = EngineSpec("m", options, {"main": CacheInfo(9, 2, "q8_0")}, ("text", "image"))
-    write_definition(tmp_path / "engine", define("fake", made))
-    message = open_engine_message("e", "fake", made)
+    made = EngineSpec("m", options, {"main": CacheInfo(9, 2, "q8_0")}, ("text", "image"), backend="fake")
+    write_definition(tmp_path / "engine", define(made))
+    message = OpenEngine("e", message_spec(made))
     definition = read_definition(tmp_path / "engine")
-    assert engine_spec(definition, message.options, message.caches, message.modalities) == made
+    assert engine_spec(definition, message.spec) == made
 
 
 def test_a_request_that_may_have_killed_its_process_is_not_sent_to_the_next_one() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.core.pool import LeaseRequest, ModelSpec
+from modelyard.core.pool import LeaseRequest
 from modelyard.engines import fake, llama_cpp
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
@@ -64,10 +65,8 @@ async def gateway(folder: Path, backend: str, spec: EngineSpec) -> AsyncIterator
     cluster = RayCluster(HEAD, {spec.model: RayResources()}, keys, HEARTBEAT)
     await cluster.open()
     workers = WorkerPool(folder / "w", keys=keys, heartbeat=HEARTBEAT, cluster=cluster)
-    scheduler = Scheduler()
-    make: Any = lambda: create_worker_engine(workers, backend, spec, "x")  # noqa: E731
-    model_spec = ModelSpec(name=spec.model, caches=spec.caches, make=make, identity="x", replica_max=2)
-    scheduler.reconfigure({spec.model: model_spec})
+    scheduler = Scheduler(create=lambda made, _: create_worker_engine(workers, made))
+    scheduler.reconfigure({spec.model: replace(spec, backend=backend, identity="x", replica_max=2)})
     server = SchedulerServer(
         ipc_endpoint(), scheduler, workers, MemoryStore(1, 1, 1), _no_reload, keys=keys, heartbeat=HEARTBEAT
     )

@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, NotFound, RateLimited, Unavailable
-from modelyard.core.pool import KeyLimits, LeaseRequest, ModelSpec
+from modelyard.core.pool import KeyLimits, LeaseRequest
 from modelyard.engines import fake
 from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.object_store import SqliteObjectStore
@@ -25,7 +26,7 @@ from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.app import compose
 from modelyard.store import MemoryStore
 from modelyard.telemetry.log import recent_records
-from modelyard.workers.definitions import define
+from modelyard.workers.definitions import message_spec
 from modelyard.workers.messages import (
     VERSION,
     ConnectionRefused,
@@ -33,6 +34,7 @@ from modelyard.workers.messages import (
     Heartbeat,
     JoinAccepted,
     JoinGateway,
+    OpenEngine,
     PoolState,
     RegisterWorker,
     ReleaseLease,
@@ -41,7 +43,6 @@ from modelyard.workers.messages import (
     decode_for_gateway,
     decode_for_scheduler,
     encode,
-    open_engine_message,
 )
 from modelyard.workers.remote_pool import RemotePool, RemoteStore
 from modelyard.workers.scheduler_server import SchedulerServer, run_store_operation
@@ -69,17 +70,10 @@ HANGING: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"
 FREQUENT = HeartbeatConfig(interval_s=0.02, worker_misses=1000, client_misses=1000)
 
 
-def model_spec(worker_pool: WorkerPool, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
+def model_spec(name: str = "demo", parallel: int = 2, **options: Any) -> EngineSpec:
     caches = {"main": CacheInfo(4096, parallel)}
     spec = DEFINITIONS.add("fake", EngineSpec(name, fake.Options(**({"token_delay": 0, **HANGING} | options)), caches))
-    identity = f"{name}:{parallel}:{options}"
-    return ModelSpec(
-        name=name,
-        caches=caches,
-        make=lambda: create_worker_engine(worker_pool, "fake", spec, identity),
-        identity=identity,
-        replica_max=3,
-    )
+    return replace(spec, identity=f"{name}:{parallel}:{options}", replica_max=3)
 
 
 class Deployment:
@@ -91,12 +85,14 @@ class Deployment:
 
     async def start(self, **options: Any) -> None:
         self.worker_pool = WorkerPool(self._folder, heartbeat=FREQUENT, launch=False)
-        self.scheduler = Scheduler(limits=self._limits)
+        self.scheduler = Scheduler(
+            create=lambda spec, _: create_worker_engine(self.worker_pool, spec), limits=self._limits
+        )
         self.store = MemoryStore(100, 1 << 20, 3600)
         for worker in self.workers:
             engines = [hosted.info() for hosted in worker.engines]
             self.worker_pool.register(worker.name, worker.endpoint, engines, models=("demo",))
-        self.scheduler.reconfigure({"demo": model_spec(self.worker_pool, **options)})
+        self.scheduler.reconfigure({"demo": model_spec(**options)})
         self.server = SchedulerServer(
             self.endpoint, self.scheduler, self.worker_pool, self.store, self._reload, heartbeat=FREQUENT
         )
@@ -774,10 +770,10 @@ async def test_a_worker_that_closes_while_an_engine_opens_closes_it_and_opens_no
     worker = closing(Worker(ipc_endpoint(), DEFINITIONS, heartbeat=LENIENT))
     try:
         async with connected(worker) as session:
-            first = asyncio.create_task(session.open(open_engine_message("a", "fake", fake_spec()), lambda *_: None))
+            first = asyncio.create_task(session.open(OpenEngine("a", message_spec(fake_spec())), lambda *_: None))
             await asyncio.wait_for(slow_opening.begun.wait(), DEADLINE_S)
             closing = asyncio.create_task(worker.close())
-            second = asyncio.create_task(session.open(open_engine_message("b", "fake", fake_spec()), lambda *_: None))
+            second = asyncio.create_task(session.open(OpenEngine("b", message_spec(fake_spec())), lambda *_: None))
             await asyncio.wait_for(closing, DEADLINE_S)
             session.end(Unavailable("it has gone"))
             for opening in (first, second):
@@ -824,7 +820,7 @@ async def test_a_worker_that_did_not_answer_is_tried_again(
     worker_pool, endpoint, tries = WorkerPool(tmp_path, heartbeat=LENIENT, launch=False), ipc_endpoint(), []
     deaf = closing(RouterSocket(endpoint, lambda peer, _: tries.append(peer)))
     worker_pool.register("w", endpoint, [], models=("demo",))
-    acquiring = asyncio.create_task(worker_pool.acquire("x", define("fake", fake_spec())))
+    acquiring = asyncio.create_task(worker_pool.acquire(replace(fake_spec(), identity="x")))
     try:
         await until(lambda: len(tries) > 1)
     finally:

@@ -32,6 +32,7 @@ from modelyard.engines.fake.engine import FakeChatEngine
 from modelyard.telemetry.log import TextFormatter
 from modelyard.telemetry.request_capture import MemoryCaptureSink, current_capture
 from modelyard.workers.client import RemoteChatEngine, WorkerSession, remote_engine
+from modelyard.workers.definitions import message_spec
 from modelyard.workers.messages import (
     VERSION,
     AbortRequest,
@@ -50,7 +51,6 @@ from modelyard.workers.messages import (
     Welcome,
     WorkerReply,
     encode,
-    open_engine_message,
 )
 from modelyard.workers.transport import generate_keys
 from modelyard.workers.worker import LogForwarder, Worker, WorkerRequest
@@ -105,10 +105,10 @@ async def test_opening_an_invalid_engine_fails_with_the_reason() -> None:
         DEFINITIONS.add("fake", EngineSpec("m", fake.Options(), {}))
         DEFINITIONS.add("fake", EngineSpec("broken", fake.Options(tokenizer_path="/nowhere"), {}))
         for message, expected in [
-            (OpenEngine("e", "nonsense", b"{}", {}), "nonsense"),
-            (OpenEngine("e", "m", b'{"echo": "maybe"}', {}), "echo"),
-            (OpenEngine("e", "m", b"{", {}), "options"),
-            (OpenEngine("e", "broken", b"{}", {"main": CacheInfo(9)}), "nowhere"),
+            (OpenEngine("e", EngineSpec("nonsense", {}, {})), "nonsense"),
+            (OpenEngine("e", EngineSpec("m", {"echo": "maybe"})), "echo"),
+            (OpenEngine("e", EngineSpec("m", [1])), "options"),
+            (OpenEngine("e", EngineSpec("broken", {}, {"main": CacheInfo(9)})), "nowhere"),
         ]:
             with pytest.raises(ModelyardError, match=expected):
                 await session.open(message, lambda *_: None)
@@ -142,7 +142,7 @@ async def test_what_an_engine_in_another_process_sends_and_receives_is_captured(
     async with fake_upstream(given) as upstream, running_worker() as worker, connected(worker) as session:
         options = openai_remote.Options(remote_base_url=upstream.url, remote_model="theirs")
         spec = DEFINITIONS.add("openai_remote", EngineSpec("far", options, {"main": CacheInfo(4096)}))
-        opened = await session.open(open_engine_message("r", "openai_remote", spec), lambda *_: None)
+        opened = await session.open(OpenEngine("r", message_spec(spec)), lambda *_: None)
         far, capture = remote_engine(session, opened), sink.start("t")
         assert isinstance(far, RemoteChatEngine)
         assert capture is not None
@@ -308,7 +308,7 @@ async def test_random_messages_never_stop_a_worker(closing: Closing) -> None:
         engine = await open_fake(session, echo=True)
         good = [
             encode(AddRequest("e", 1, Prompt(parts=(TokenRun([1, 2, 3]),)))),
-            encode(OpenEngine("f", "m", b"{}", {})),
+            encode(OpenEngine("f", EngineSpec("m", {}, {}))),
         ]
         for i in range(60):
             peer = closing(RawPeer(worker.endpoint))
@@ -329,7 +329,7 @@ async def test_a_silent_client_is_dropped_with_its_requests(closing: Closing) ->
     async with running_worker(heartbeat=STRICT) as worker:
         silent = closing(RawPeer(worker.endpoint))
         silent.send(Hello(VERSION, "silent"))
-        silent.send(open_engine_message("e", "fake", fake_spec(**HANGING)))
+        silent.send(OpenEngine("e", message_spec(fake_spec(**HANGING))))
         await until(lambda: bool(worker.engines))
         silent.send(AddRequest("e", 1, prompt()))
         await until(lambda: engine_running(worker) == 0 and "0 clients" in repr(worker))
@@ -341,7 +341,7 @@ async def test_a_dropped_client_is_told_when_it_speaks_again(closing: Closing) -
     async with running_worker(heartbeat=STRICT) as worker:
         silent = closing(RawPeer(worker.endpoint))
         silent.send(Hello(VERSION, "silent"))
-        silent.send(open_engine_message("e", "fake", fake_spec(**HANGING)))
+        silent.send(OpenEngine("e", message_spec(fake_spec(**HANGING))))
         await until(lambda: bool(worker.engines))
         silent.send(AddRequest("e", 1, prompt()))
         await until(lambda: "0 clients" in repr(worker))
@@ -516,7 +516,7 @@ async def test_one_loop_iteration_sends_one_batch_per_client(closing: Closing) -
     async with running_worker() as worker:
         peer = closing(RawPeer(worker.endpoint))
         peer.send(Hello(VERSION, "x"))
-        peer.send(open_engine_message("e", "fake", fake_spec(script=[{"steps": [{"text": "Hello there."}]}])))
+        peer.send(OpenEngine("e", message_spec(fake_spec(script=[{"steps": [{"text": "Hello there."}]}]))))
         await until(lambda: bool(worker.engines))
         data = [encode(AddRequest("e", i, prompt())) for i in range(8)]
         for each in data:

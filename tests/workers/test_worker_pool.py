@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,10 @@ import pytest
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate, Node
 from modelyard.core.errors import Unavailable
-from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
 from modelyard.scheduler.memory_planner import MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import MemoryStore
-from modelyard.workers.definitions import EngineDefinition
 from modelyard.workers.ray import RayCluster
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerPool, create_worker_engine, machine_name
@@ -77,26 +76,22 @@ async def test_a_full_disk_is_the_reason_why_no_worker_starts(monkeypatch: pytes
 
     monkeypatch.setattr("modelyard.workers.worker_pool.write_definition", write)
     with pytest.raises(Unavailable, match="No space left"):
-        await WorkerPool(folder).acquire("x", EngineDefinition("fake", "m", {}))
+        await WorkerPool(folder).acquire(EngineSpec("m", fake.Options(), backend="fake"))
     assert list(folder.iterdir()) == []
 
 
-def model_spec(workers: WorkerPool, name: str) -> ModelSpec:
+def model_spec(name: str) -> EngineSpec:
     caches = {"main": CacheInfo(4096, 2)}
-    spec = DEFINITIONS.add("fake", EngineSpec(name, fake.Options(token_delay=0), caches))
-
-    def make(node: str = UNKNOWN_NODE) -> Any:
-        return create_worker_engine(workers, "fake", spec, name, node)
-
-    size = lambda _: MemoryEstimate(weights=60)  # noqa: E731
-    return ModelSpec(name=name, caches=caches, make=make, make_at=make, identity=name, estimate=size)
+    return DEFINITIONS.add("fake", EngineSpec(name, fake.Options(token_delay=0), caches, identity=name))
 
 
 async def test_engines_go_to_nodes_with_enough_memory(tmp_path: Path) -> None:
     """Two workers report nodes with 100 bytes: the second model does not fit beside the first."""
     workers = WorkerPool(tmp_path, heartbeat=LENIENT, launch=False)
-    scheduler = Scheduler(memory_planner=MemoryPlanner(available=lambda: AvailableMemory(0), nodes=workers.nodes))
-    scheduler.reconfigure({name: model_spec(workers, name) for name in ("a", "b")})
+    size = lambda *_: MemoryEstimate(weights=60)  # noqa: E731
+    planner = MemoryPlanner(available=lambda: AvailableMemory(0), nodes=workers.nodes, estimate=size)
+    scheduler = Scheduler(create=partial(create_worker_engine, workers), memory_planner=planner)
+    scheduler.reconfigure({name: model_spec(name) for name in ("a", "b")})
     async with running_worker() as one, running_worker() as two:
         workers.register("one", one.endpoint, [], Node("near", AvailableMemory(100)), ("a", "b"))
         workers.register("two", two.endpoint, [], REMOTE, ("a", "b"))
@@ -111,7 +106,8 @@ async def test_engines_go_to_nodes_with_enough_memory(tmp_path: Path) -> None:
 
 
 async def test_a_registering_worker_reports_the_memory_of_its_machine(tmp_path: Path) -> None:
-    workers, scheduler = WorkerPool(tmp_path, launch=False), Scheduler()
+    workers = WorkerPool(tmp_path, launch=False)
+    scheduler = Scheduler(create=partial(create_worker_engine, workers))
     workers._machine = "another"
     server = SchedulerServer(ipc_endpoint(), scheduler, workers, MemoryStore(1, 1, 1), _no_reload, heartbeat=LENIENT)
     try:

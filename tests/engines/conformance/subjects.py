@@ -9,6 +9,7 @@ from shutil import copyfile
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from modelyard import plugins
 from modelyard.core.engine import CacheInfo, Capabilities, EngineInfo, EngineSpec, Prompt, TextEngine, TokenRun
@@ -208,7 +209,7 @@ class InProcess(Subject):
 
     def create(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> TextEngine:
         spec = self.spec(caches, slow=slow, file=file)
-        return cast(TextEngine, create_process_engine(self.backend, spec, "text", PATIENT))
+        return cast(TextEngine, create_process_engine(replace(spec, backend=self.backend), PATIENT))
 
     def spec(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         return self._inner.spec(caches, slow=slow, file=file)

@@ -27,8 +27,8 @@ from modelyard.library.convert import convert
 from modelyard.processes.parent_death import die_with_parent
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.workers.client import WorkerSession, remote_engine
-from modelyard.workers.definitions import define, write_definition
-from modelyard.workers.messages import open_engine_message
+from modelyard.workers.definitions import define, message_spec, write_definition
+from modelyard.workers.messages import OpenEngine
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
 
@@ -79,13 +79,13 @@ def fields(**values: Any) -> dict[str, Any]:
 
 def spec(caches: Mapping[str, CacheInfo] | None = None, **values: Any) -> EngineSpec:
     options = vllm.Options(**fields(**values))
-    return EngineSpec("smollm2", options, caches or {"main": CacheInfo(2048, 8)}, python=python())
+    return EngineSpec("smollm2", options, caches or {"main": CacheInfo(2048, 8)}, python=python(), backend="vllm")
 
 
 @asynccontextmanager
 async def running(caches: Mapping[str, CacheInfo] | None = None, **values: Any) -> AsyncIterator[ProcessTextEngine]:
     """In a process with vLLM's interpreter, like a user's model."""
-    engine = create_process_engine("vllm", spec(caches, **values), "text", PATIENT)
+    engine = create_process_engine(spec(caches, **values), PATIENT)
     assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
@@ -130,8 +130,8 @@ class SharedVllmEngine:
             await session.connect()
         definition = Path(_worker().removeprefix("ipc://")).parent / "engines" / self._spec.model
         definition.unlink(missing_ok=True)
-        write_definition(definition, define("vllm", self._spec))
-        opened = await session.open(open_engine_message(self._id, "vllm", self._spec), progress)
+        write_definition(definition, define(self._spec))
+        opened = await session.open(OpenEngine(self._id, message_spec(self._spec)), progress)
         self.info = opened.info
         self._engine = remote_engine(session, opened, self.lost)
 

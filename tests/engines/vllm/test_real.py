@@ -85,7 +85,7 @@ async def test_kill_of_the_worker_during_a_stream_leaves_no_processes() -> None:
 
 async def test_failed_load_is_reported_with_vllms_message() -> None:
     engine = real_vllm.create_process_engine(
-        "vllm", real_vllm.spec({"main": CacheInfo(2048, 2)}, vllm_kv_cache_memory_bytes=1 << 20), "text"
+        real_vllm.spec({"main": CacheInfo(2048, 2)}, vllm_kv_cache_memory_bytes=1 << 20)
     )
     try:
         with pytest.raises(InvalidRequest, match=r"memory for the cache blocks|KV cache"):
