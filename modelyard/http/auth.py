@@ -12,11 +12,10 @@ from modelyard.accounts.owner import OWNER_HEADER, OwnerProof, Role, includes
 from modelyard.core.errors import Forbidden, InvalidRequest, Unauthenticated
 from modelyard.core.request import is_api_key
 from modelyard.http.request_context import RequestContext
+from modelyard.http.routes import WORKBENCH
 from modelyard.http.settings import HttpSettings
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 GOOGLE_KEY = "x-goog-api-key"  # of Google's clients
-_WORKBENCH = "/workbench"
 _MAX_KNOWN_HOSTS = 64
 _MAX_QUOTED = 256  # characters of a client's text in our messages
 
@@ -42,16 +41,6 @@ def check_bind(settings: HttpSettings, keys: Sequence[Key]) -> None:
         )
 
 
-def is_workbench(path: str) -> bool:
-    """The page itself holds no secrets: it asks for a key and sends it to the admin API as any client does."""
-    return path == _WORKBENCH or path.startswith(_WORKBENCH + "/")
-
-
-def is_docs(path: str) -> bool:
-    """The description of the API is the same on every server; the page has a field for the key that its calls need."""
-    return path in ("/docs", "/openapi.json") or path.startswith("/docs/")
-
-
 def require(context: RequestContext, role: Role) -> None:
     """Raise unless the request may do what needs this role."""
     if includes(context.role, role):
@@ -75,16 +64,16 @@ class Authenticator:
         self._is_loopback = is_loopback(settings.host)
         self._hosts = frozenset(h.lower() for h in (settings.host, *settings.allowed_hosts))
         self._known_hosts: set[str] = set()  # accepted Host headers; nearly all clients send the same
-        self._has_workbench, self._has_docs = settings.workbench, settings.docs
         self._origins = frozenset(settings.cors_origins or ("*",)) if settings.cors_enabled else frozenset()
 
     def admit(self, context: RequestContext, user: Callable[[], str] = str) -> None:
         """`user` tells which user of the machine the client is: see `local_user`."""
         if self._is_loopback:
             self._check_host(context.headers.get("host", ""))
+        is_workbench = context.row is not None and context.row.handler == WORKBENCH
         if (origin := context.headers.get("origin")) is not None:
-            self._check_origin(origin, context.headers.get("host", ""), is_workbench(context.path))
-        if context.headers.get("sec-fetch-site") == "cross-site" and is_workbench(context.path):
+            self._check_origin(origin, context.headers.get("host", ""), is_workbench)
+        if is_workbench and context.headers.get("sec-fetch-site") == "cross-site":
             message = "the workbench is not opened by other web pages: type its address, or use a bookmark"
             raise Forbidden(message, code="cross_site")  # each page takes memory, also one in a foreign <img>
         self._identify(context, user)
@@ -138,16 +127,12 @@ class Authenticator:
             context.allow_remote = context.headers.get("x-modelyard-allow-remote", "").lower() == "true"
         elif (key := self._keys.match(_secrets(context.headers))) is not None:
             self._use(context, key)
-        elif not is_owner and not self._is_open(context.path):
+        elif not is_owner and not (context.row is not None and context.row.is_open):
             raise Unauthenticated(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'"
             )
         if is_owner:
             context.role = "owner"
-
-    def _is_open(self, path: str) -> bool:
-        is_page = (self._has_workbench and is_workbench(path)) or (self._has_docs and is_docs(path))
-        return path in OPEN_PATHS or is_page
 
 
 def _secrets(headers: Mapping[str, str]) -> list[str]:

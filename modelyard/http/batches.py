@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Scope
 
 from modelyard.accounts.admission import Admission
@@ -49,14 +48,6 @@ class BatchEndpoints:
     def __init__(self, batches: Batches, settings: HttpSettings) -> None:
         self._batches, self._settings = batches, settings
 
-    def routes(self) -> list[BaseRoute]:
-        return [
-            Route("/v1/batches", self.create, methods=["POST"]),
-            Route("/v1/batches", self.all, methods=["GET"]),
-            Route("/v1/batches/{id}", self.get, methods=["GET"]),
-            Route("/v1/batches/{id}/cancel", self.cancel, methods=["POST"]),
-        ]
-
     async def create(self, request: HttpRequest) -> Response:
         context = RequestContext.of(request.scope)
         body = await read_body(request.receive, context, self._settings)
@@ -86,17 +77,6 @@ def _consenting(batch: Batch, context: RequestContext) -> Batch:
 class MessageBatchEndpoints:
     def __init__(self, batches: Batches, settings: HttpSettings) -> None:
         self._batches, self._settings = batches, settings
-
-    def routes(self) -> list[BaseRoute]:
-        all, one = "/v1/messages/batches", "/v1/messages/batches/{id}"
-        return [
-            Route(all, self.create, methods=["POST"]),
-            Route(all, self.all, methods=["GET"]),
-            Route(one, self.get, methods=["GET"]),
-            Route(one, self.delete, methods=["DELETE"]),
-            Route(one + "/cancel", self.cancel, methods=["POST"]),
-            Route(one + "/results", self.results, methods=["GET"]),
-        ]
 
     async def create(self, request: HttpRequest) -> Response:
         context, settings = RequestContext.of(request.scope), self._batches.settings

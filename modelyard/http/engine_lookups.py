@@ -82,8 +82,7 @@ class EngineLookups:
 
     def _lm_studio(self, card: ModelCard) -> dict[str, Any]:
         """Reads the model's file."""
-        model = self._gateway.lookup.target(card.id, "/v1/models").model
-        file = ModelFile() if self._library is None else self._library.describe(model)
+        file = ModelFile() if self._library is None else self._library.describe(card.root)
         is_loaded = card.state == "ready"
         kinds = {"embedding": "embeddings", "vision": "vlm"}
         body: dict[str, Any] = {

@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive
 
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, TooLarge
@@ -19,8 +18,8 @@ from modelyard.core.request import is_api_key
 from modelyard.core.store import FileRecord
 from modelyard.gateway.files import CHUNK, Files, in_chunks
 from modelyard.http.auth import GOOGLE_KEY
-from modelyard.http.errors import error_response
-from modelyard.http.request_context import RequestContext, is_gemini
+from modelyard.http.errors import error_response, protocol_of
+from modelyard.http.request_context import RequestContext
 from modelyard.protocols import openai_batches as openai
 from modelyard.protocols.anthropic_messages import reply as anthropic
 from modelyard.protocols.common.json import JsonObject, encode
@@ -30,7 +29,6 @@ from modelyard.protocols.gemini import files as gemini
 _MAX_FORM_FIELDS = 16
 _FORM_BYTES = 1 << 20  # of an upload, besides its file
 _MAX_IDS = 100  # of files that a list asks for by their ids
-_GOOGLE_VERSIONS = ("v1beta", "v1alpha", "v1")
 _PURPOSE = "user_data"  # of files for requests; only OpenAI's clients name one
 
 
@@ -44,7 +42,7 @@ def _json(body: bytes | JsonObject, headers: dict[str, str] | None = None) -> Re
 
 def _is_google(request: HttpRequest) -> bool:
     context = RequestContext.of(request.scope)
-    return is_gemini(context.path) or GOOGLE_KEY in context.headers
+    return protocol_of(context).NAME == "gemini"
 
 
 def _is_anthropic(request: HttpRequest) -> bool:
@@ -58,20 +56,7 @@ def _base_url(request: HttpRequest) -> str:
 class FileEndpoints:
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._pieces = UploadEndpoint(files)
-
-    def routes(self) -> list[BaseRoute]:
-        routes: list[BaseRoute] = [Route("/v1/files", self.upload, methods=["POST"])]
-        for version in _GOOGLE_VERSIONS:
-            path = f"/{version}/files"
-            routes += [
-                Route(f"/upload{path}", self._pieces.receive, methods=["POST"]),
-                Route(path, self.all, methods=["GET"]),
-                Route(path + "/{id}:download", self.content, methods=["GET"]),
-                Route(path + "/{id}", self.get, methods=["GET"]),
-                Route(path + "/{id}", self.delete, methods=["DELETE"]),
-            ]
-        return [*routes, Route("/v1/files/{id}/content", self.content, methods=["GET"])]
+        self.receive = UploadEndpoint(files).receive
 
     async def upload(self, request: HttpRequest) -> Response:
         """A form, of OpenAI's or Anthropic's clients."""

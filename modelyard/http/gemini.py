@@ -10,7 +10,6 @@ from typing import cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from modelyard.core.errors import NotFound
@@ -18,8 +17,8 @@ from modelyard.core.protocol import WireProtocol
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.request_work import RequestWork
 from modelyard.http.inference import InferenceEndpoint
-from modelyard.http.models import ModelEndpoints
-from modelyard.http.request_context import GEMINI_METHODS, RequestContext
+from modelyard.http.request_context import RequestContext
+from modelyard.http.routes import GEMINI_METHODS
 from modelyard.http.settings import HttpSettings
 from modelyard.http.tokens import JsonEndpoint
 from modelyard.protocols import gemini
@@ -28,28 +27,15 @@ from modelyard.protocols.gemini.request import PATH, QUERY
 from modelyard.telemetry.request_capture import CaptureSink
 
 
-def gemini_routes(
-    gateway: Gateway, settings: HttpSettings, captures: CaptureSink | None, models: ModelEndpoints
-) -> list[Route]:
-    protocol = cast(WireProtocol, gemini)
-    common = (protocol, gateway, settings, captures)
-    inference = InferenceEndpoint(*common)
-    methods: dict[str, ASGIApp] = {
-        "generateContent": inference,
-        "streamGenerateContent": inference,
-        "countTokens": GeminiCount(*common),
-        "embedContent": GeminiEmbed(*common),
-        "batchEmbedContents": GeminiBatchEmbed(*common),
+def gemini_apps(gateway: Gateway, settings: HttpSettings, captures: CaptureSink | None) -> dict[str, ASGIApp]:
+    common = (cast(WireProtocol, gemini), gateway, settings, captures)
+    apps: dict[str, ASGIApp] = {
+        "gemini": InferenceEndpoint(*common),
+        "gemini_count": GeminiCount(*common),
+        "gemini_embed": GeminiEmbed(*common),
+        "gemini_batch_embed": GeminiBatchEmbed(*common),
     }
-    named = {name: WithPath(app) for name, app in methods.items()}
-    posts = [
-        Route(f"{prefix}/{{id:path}}:{method}", app, methods=["POST"])
-        for prefix in gemini.PREFIXES
-        for method, app in named.items()
-    ]
-    unknown = [Route(f"{prefix}/{{id:path}}:{{method}}", not_served, methods=["POST"]) for prefix in gemini.PREFIXES]
-    lists = [route for version in ("v1beta", "v1alpha") for route in _lists(f"/{version}/models", models)]
-    return [*posts, *unknown, *lists]
+    return {name: WithPath(app) for name, app in apps.items()}
 
 
 async def not_served(request: HttpRequest) -> Response:
@@ -59,12 +45,10 @@ async def not_served(request: HttpRequest) -> Response:
     raise NotFound(f"there is no method {method} of models here; there are {known}", code="path_not_found")
 
 
-def _lists(path: str, models: ModelEndpoints) -> list[Route]:
-    return [Route(path, models.all), Route(path + "/{id:path}", models.one)]
-
-
 class WithPath:
     """Passes the path and the query on to the protocol, which reads headers and bodies only."""
+
+    notes_status = True
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

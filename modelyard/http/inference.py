@@ -48,6 +48,8 @@ class Exchange(Struct):
 class InferenceEndpoint:
     """An ASGI app for one protocol. `stored` are the responses that it stores; a WebSocket connection has its own."""
 
+    notes_status = True
+
     def __init__(
         self,
         protocol: WireProtocol,

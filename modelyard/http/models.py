@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 
 from msgspec.structs import replace
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -16,7 +15,9 @@ from modelyard.core.pool import ModelStatus
 from modelyard.core.protocol import ModelCard
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.model import capability_names
-from modelyard.http.request_context import GEMINI_METHODS, RequestContext, is_gemini
+from modelyard.http.errors import protocol_of
+from modelyard.http.request_context import RequestContext
+from modelyard.http.routes import GEMINI_METHODS, MethodNotAllowed
 from modelyard.protocols import anthropic_messages, gemini, openai_chat
 from modelyard.router.router import Target
 
@@ -30,10 +31,11 @@ class ModelEndpoints:
         cards = self.answering(RequestContext.of(request.scope))
         if request.query_params.get("loaded") == "true":
             cards = [card for card in cards if card.state == "ready"]
-        if is_gemini(request.url.path, request.headers):
+        protocol = protocol_of(RequestContext.of(request.scope)).NAME
+        if protocol == gemini.NAME:
             query = request.query_params
             return _json(gemini.write_models(cards, query.get("pageSize"), query.get("pageToken")))
-        if _is_anthropic(request):
+        if protocol == anthropic_messages.NAME:
             query = request.query_params
             page = anthropic_messages.write_models(
                 cards,
@@ -48,12 +50,12 @@ class ModelEndpoints:
         """Any name that a request may use: a model, an alias, or a name that matches a route."""
         name = request.path_params["id"]
         context = RequestContext.of(request.scope)
-        if is_gemini(request.url.path) and name.rpartition(":")[2] in GEMINI_METHODS:
-            raise HTTPException(405, headers={"allow": "POST"})
-        card = self.card(name, context)
-        if is_gemini(request.url.path, request.headers):
+        if name.rpartition(":")[2] in GEMINI_METHODS:
+            raise MethodNotAllowed(request.method, context.path, "POST")
+        card, protocol = self.card(name, context), protocol_of(context).NAME
+        if protocol == gemini.NAME:
             return _json(gemini.write_model(card))
-        if _is_anthropic(request):
+        if protocol == anthropic_messages.NAME:
             return _json(anthropic_messages.write_model(card))
         return _json(openai_chat.write_model(card, for_mistral=_is_mistral(request)))
 
@@ -94,10 +96,6 @@ class ModelEndpoints:
 
 def _answers(status: ModelStatus) -> bool:
     return status.state in ("ready", "loading") or status.loads_on_request
-
-
-def _is_anthropic(request: HttpRequest) -> bool:
-    return "anthropic-version" in request.headers
 
 
 def _is_mistral(request: HttpRequest) -> bool:

@@ -1,6 +1,6 @@
 """Ollama's endpoints under /api that generate nothing: lists, descriptions, embeddings, and changes of the library.
 
-`/api/chat` and `/api/generate` are inference endpoints like any other. Changes name the role that they need.
+`/api/chat` and `/api/generate` are inference endpoints like any other.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import Any, Protocol
 from msgspec import Struct, field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from modelyard import __version__
-from modelyard.accounts.owner import Role
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, TooLarge, Unimplemented
 from modelyard.core.pool import ModelStatus, Pool
 from modelyard.gateway.gateway import Gateway
@@ -81,21 +79,6 @@ class OllamaEndpoints:
         self, gateway: Gateway, settings: HttpSettings, pool: Pool | None, library: LibraryOperations | None
     ) -> None:
         self._gateway, self._settings, self._pool, self._library = gateway, settings, pool, library
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/api/version", self.version),
-            Route("/api/tags", self.tags),
-            Route("/api/ps", self.ps),
-            Route("/api/show", self.show, methods=["POST"]),
-            Route("/api/pull", self.pull, methods=["POST"]),
-            Route("/api/delete", self.delete, methods=["DELETE"]),
-            Route("/api/copy", self.copy, methods=["POST"]),
-            Route("/api/create", self.create, methods=["POST"]),
-            Route("/api/push", self.push, methods=["POST"]),
-            Route("/api/blobs/{digest}", self.has_blob, methods=["HEAD"]),
-            Route("/api/blobs/{digest}", self.put_blob, methods=["POST"]),
-        ]
 
     # --- lists --------------------------------------------------------------------------------------------------------
 
@@ -176,7 +159,7 @@ class OllamaEndpoints:
     # --- changes ------------------------------------------------------------------------------------------------------
 
     async def pull(self, request: HttpRequest) -> Response:
-        library, body = self._changes(request, "local"), wire.read_model(await self._body(request))
+        library, body = self._changes(), wire.read_model(await self._body(request))
         name = body.chosen
         if self._is_configured(name):  # nothing to fetch
 
@@ -191,17 +174,17 @@ class OllamaEndpoints:
         return self._gateway.lookup.router.catalog.find(name) is not None
 
     async def delete(self, request: HttpRequest) -> Response:
-        library, body = self._changes(request, "operator"), wire.read_model(await self._body(request))
+        library, body = self._changes(), wire.read_model(await self._body(request))
         await library.remove(_untagged(body.chosen))
         return Response(status_code=200)
 
     async def copy(self, request: HttpRequest) -> Response:
-        library, body = self._changes(request, "operator"), wire.read_copy(await self._body(request))
+        library, body = self._changes(), wire.read_copy(await self._body(request))
         await library.copy(self._own_name(body.source), _untagged(body.destination))
         return Response(status_code=200)
 
     async def create(self, request: HttpRequest) -> Response:
-        library, (model, stream) = self._changes(request, "owner"), wire.read_create(await self._body(request))
+        library, (model, stream) = self._changes(), wire.read_create(await self._body(request))
         base = self._own_name(model.base) if model.base else ""
         model = wire.renamed(model, _untagged(model.name), base)
         return await _progress(request, lambda on_status: library.create(model, on_status), stream)
@@ -213,23 +196,22 @@ class OllamaEndpoints:
             raise NotFound(f"model {name!r} not found", code="model_not_found", param="model")
         return cache.model
 
-    async def push(self, request: HttpRequest) -> Response:
-        self._changes(request, "operator")
+    async def push(self, _request: HttpRequest) -> Response:
+        self._changes()
         raise Unimplemented("models cannot be pushed from here")
 
     async def has_blob(self, request: HttpRequest) -> Response:
-        path = self._changes(request, "owner").blob(_digest(request))
+        path = self._changes().blob(_digest(request))
         return Response(status_code=200 if await asyncio.to_thread(path.is_file) else 404)
 
     async def put_blob(self, request: HttpRequest) -> Response:
         """Not limited by http.max_body_bytes, since a model is larger; only the owner may send one."""
         digest = _digest(request)
-        path = self._changes(request, "owner").blob(digest)
+        path = self._changes().blob(digest)
         await _receive(request, path, digest.removeprefix("sha256:"))
         return Response(status_code=201)
 
-    def _changes(self, request: HttpRequest, role: Role) -> LibraryOperations:
-        require(RequestContext.of(request.scope), role)
+    def _changes(self) -> LibraryOperations:
         if self._library is None:
             raise Unimplemented("this server has no library of models")
         return self._library

@@ -19,10 +19,10 @@ from modelyard.core.request import Caller, Priority
 from modelyard.gateway.fallbacks import fallback_header
 from modelyard.gateway.request_work import run_in_request_thread
 from modelyard.gateway.stream import Stream
+from modelyard.http.routes import Row
 from modelyard.http.settings import HttpSettings
 from modelyard.router.router import Target
 
-ADMIN_PATH = "/v1/admin"
 SHUTTING_DOWN = "shutting_down"
 TIMEOUT_HEADER = "x-modelyard-timeout"
 _MAX_TIMEOUT_S = 7 * 86400
@@ -33,23 +33,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-GEMINI_METHODS = frozenset(
-    {"generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents"}
-)
-
-
-def is_gemini(path: str, headers: Mapping[str, str] = {}) -> bool:
-    """Whether a request is one of Google's API: `/v1beta/…`, an upload, a method of a model such as
-    `…:generateContent`, or a list of models for one of its SDKs, which use `/v1` too."""
-    if path.startswith(("/v1beta/", "/v1alpha/", "/upload/v1")):
-        return True
-    if not path.startswith(("/v1/models", "/models")):
-        return False
-    return "x-goog-api-key" in headers or path.rpartition(":")[2] in GEMINI_METHODS
-
-
 class RequestContext(Struct):
-    """`path` has no trailing slash. `key` names the API key. `status` is the reply's status, 0 until it is sent.
+    """`path` has no trailing slash, `row` is its row of the route table. `key` names the API key. `status` is the
+    reply's status, 0 until it is sent.
 
     `error` is the code of the error that the client was sent; the middleware counts it. `reuse`, `ignored`, `fallback`
     and, if a rule chose the model, `target` become response headers.
@@ -58,6 +44,7 @@ class RequestContext(Struct):
     trace: str
     path: str
     headers: Mapping[str, str]
+    row: Row | None = None
     arrived: float = field(default_factory=time.perf_counter)
     key: str = ""
     role: Role = "member"

@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Raw, Struct
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelyard.core import limits
@@ -51,14 +50,6 @@ def included(request: HttpRequest) -> list[str]:
 class StoredResponseEndpoints:
     def __init__(self, stored: StoredResponses, settings: HttpSettings) -> None:
         self._stored, self._settings = stored, settings
-
-    def routes(self) -> list[BaseRoute]:
-        return [
-            Route("/v1/responses/{id}", self.get, methods=["GET"]),
-            Route("/v1/responses/{id}", self.delete, methods=["DELETE"]),
-            Route("/v1/responses/{id}/cancel", self.cancel, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
-        ]
 
     async def get(self, request: HttpRequest) -> Response:
         id, key = request.path_params["id"], RequestContext.of(request.scope).key
@@ -105,19 +96,6 @@ class StoredResponseEndpoints:
 class ConversationEndpoints:
     def __init__(self, conversations: Conversations, settings: HttpSettings) -> None:
         self._conversations, self._settings = conversations, settings
-
-    def routes(self) -> list[BaseRoute]:
-        one, items = "/v1/conversations/{id}", "/v1/conversations/{id}/items"
-        return [
-            Route("/v1/conversations", self.create, methods=["POST"]),
-            Route(one, self.get, methods=["GET"]),
-            Route(one, self.update, methods=["POST"]),
-            Route(one, self.delete, methods=["DELETE"]),
-            Route(items, self.items, methods=["GET"]),
-            Route(items, self.add, methods=["POST"]),
-            Route(items + "/{item}", self.item, methods=["GET"]),
-            Route(items + "/{item}", self.delete_item, methods=["DELETE"]),
-        ]
 
     async def create(self, request: HttpRequest) -> Response:
         body = await self._body(request)

@@ -7,18 +7,18 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager
 from types import FrameType
 from typing import Any, Protocol, cast
 
 import uvicorn
 from msgspec import Struct
-from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Router, request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from modelyard import plugins
 from modelyard.accounts.keys import KeyRing
 from modelyard.accounts.owner import OwnerProof
 from modelyard.core.protocol import WireProtocol
@@ -27,19 +27,19 @@ from modelyard.gateway.files import Files
 from modelyard.gateway.gateway import Gateway
 from modelyard.http import ollama, tokens
 from modelyard.http.admin.context import AdminContext
-from modelyard.http.auth import Authenticator, is_docs
+from modelyard.http.auth import Authenticator
 from modelyard.http.batches import BatchEndpoints, LineExecutor, MessageBatchEndpoints
 from modelyard.http.connection import LimitedConnection, WebSocketConnection
 from modelyard.http.engine_lookups import EngineLookups
-from modelyard.http.errors import EXCEPTION_HANDLERS, load_protocol
+from modelyard.http.errors import load_protocol
 from modelyard.http.files import FileEndpoints
-from modelyard.http.gemini import gemini_routes
+from modelyard.http.gemini import gemini_apps, not_served
 from modelyard.http.health import HealthEndpoints
 from modelyard.http.inference import InferenceEndpoint
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.models import ModelEndpoints
-from modelyard.http.request_context import ADMIN_PATH
 from modelyard.http.responses import ConversationEndpoints, ResponsesSocket, StoredResponseEndpoints
+from modelyard.http.routes import ROWS, WORKBENCH, RouteTable, Row
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols.ollama import generate as ollama_generate
 from modelyard.protocols.openai_responses import compaction
@@ -81,144 +81,126 @@ class HttpContext(Struct, frozen=True):
 
 
 def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp:
-    settings = context.settings
-    inference, token_routes = _inference_routes(context), _token_routes(context)
-    app = Starlette(
-        routes=[*inference, *token_routes, *_lookup_routes(context), *_stored_routes(context)],
-        lifespan=lifespan,
-        exception_handlers=EXCEPTION_HANDLERS,
-    )
-    handlers = {route.path: route.app for route in inference}
-    authenticator = Authenticator(settings, context.keys, context.owner)
-    admission = context.gateway.accounts.admission
+    settings, gateway = context.settings, context.gateway
+    authenticator, admission = Authenticator(settings, context.keys, context.owner), gateway.accounts.admission
+
+    async def request(scope: Scope, receive: Receive, send: Send) -> None:
+        """A message of a WebSocket is a request as any other."""
+        await middleware(scope, receive, send)
+
+    table = RouteTable(_served(context, request))
     if context.batches is not None:
-        runnable = {route.path: route.app for route in (*inference, *token_routes)}
-        context.batches.execute = LineExecutor(runnable, authenticator, admission)
-    metrics = context.gateway.metrics
-    served = WithAdminApp(app, context.admin, settings)
-    middleware = RequestMiddleware(served, handlers, settings, authenticator, metrics, context.workbench, admission)
-    middleware.is_draining = lambda: context.gateway.draining
-    if context.gateway.stored is not None:
-        middleware.sockets["/v1/responses"] = ResponsesSocket(middleware, context.gateway.stored, settings)
+        context.batches.execute = LineExecutor(table.posts(), authenticator, admission)
+    middleware = RequestMiddleware(
+        table, Router(lifespan=lifespan), settings, authenticator, gateway.metrics, admission
+    )
+    middleware.is_draining = lambda: gateway.draining
     return _with_cors(middleware, settings)
 
 
-class WithAdminApp:
-    """The app of clients, and beside it the admin API and the documentation, which FastAPI serves. FastAPI takes 0.3 s
-    to import, and many servers never need it: its app is made at its first request, in a thread, while streams go on.
-    """
+def _served(context: HttpContext, request: ASGIApp) -> Iterator[tuple[Row, ASGIApp]]:
+    """The rows whose handlers this server has, and those of protocols that the table does not list."""
+    apps, groups = _apps(context, request), _groups(context)
+    for row in ROWS:
+        group, _, name = row.handler.rpartition(".")
+        if row.handler in apps:
+            yield row, apps[row.handler]
+        elif group in apps:
+            yield row, apps[group]
+        elif group in groups:
+            yield row, request_response(getattr(groups[group], name))
+    listed = {path for row in ROWS for path in (row.path, *row.also)}
+    for protocol in map(load_protocol, plugins.names("protocols")):
+        paths = [path for path in getattr(protocol, "PATHS", ()) if path not in listed]
+        if paths and hasattr(protocol, "writer"):
+            endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures)
+            yield Row("POST", paths[0], protocol.NAME, also=tuple(paths[1:]), protocol=protocol.NAME), endpoint
 
-    def __init__(self, app: Starlette, admin: AdminContext | None, settings: HttpSettings) -> None:
-        self.app, self._admin, self._settings = app, admin, settings
-        self._admin_app: asyncio.Future[ASGIApp] | None = None
+
+_PROTOCOLS = (
+    "anthropic_messages",
+    "openai_chat",
+    "openai_completions",
+    "llama_completion",
+    "bare_completions",
+    "llama_infill",
+    "mistral_fim",
+    "ollama",
+)
+
+
+def _apps(context: HttpContext, request: ASGIApp) -> dict[str, ASGIApp]:
+    gateway, settings = context.gateway, context.settings
+    common, chat = (gateway, settings, context.captures), load_protocol("openai_chat")
+    embeddings, ranking, own = (load_protocol(name) for name in ("openai_embeddings", "rerank", "ollama"))
+    responses, messages = load_protocol("openai_responses"), load_protocol("anthropic_messages")
+    admin = AdminApp(context.admin, settings)
+    apps: dict[str, ASGIApp | None] = {
+        **{name: InferenceEndpoint(load_protocol(name), *common) for name in _PROTOCOLS},
+        "openai_responses": InferenceEndpoint(responses, *common, gateway.stored),
+        "responses_socket": ResponsesSocket(request, gateway.stored, settings) if gateway.stored is not None else None,
+        "compaction": InferenceEndpoint(cast(WireProtocol, compaction), *common),
+        "ollama_generate": InferenceEndpoint(cast(WireProtocol, ollama_generate), *common),
+        **gemini_apps(*common),
+        "not_served": request_response(not_served),
+        "count_tokens": tokens.CountTokens(messages, *common),
+        "input_tokens": tokens.InputTokens(responses, *common),
+        "chat_input_tokens": tokens.ChatInputTokens(chat, *common),
+        "embeddings": tokens.EmbeddingsEndpoint(embeddings, *common),
+        "llama_embedding": tokens.LlamaEmbedding(embeddings, *common),
+        "ollama_embed": ollama.OllamaEmbed(own, *common),
+        "ollama_embeddings": ollama.OllamaEmbeddings(own, *common),
+        "rerank": tokens.RerankEndpoint(ranking, *common),
+        "score": tokens.ScoreEndpoint(ranking, *common),
+        "tokenize": tokens.Tokenize(chat, *common),
+        "detokenize": tokens.Detokenize(chat, *common),
+        "apply_template": tokens.ApplyTemplate(chat, *common),
+        WORKBENCH: context.workbench,
+        "pages": admin if settings.docs else None,
+        **dict.fromkeys(("admin", "keys", "config"), admin if context.admin is not None else None),
+    }
+    return {name: app for name, app in apps.items() if app is not None}
+
+
+def _groups(context: HttpContext) -> dict[str, object]:
+    """Endpoints whose methods take a request and return a response."""
+    gateway, settings, stored = context.gateway, context.settings, context.gateway.stored
+    models = ModelEndpoints(gateway, int(time.time()))
+    pool = context.admin.pool if context.admin is not None else None
+    groups: dict[str, object] = {
+        "models": models,
+        "health": HealthEndpoints(gateway, context.scrape, context.needed, has_workbench=context.workbench is not None),
+        "lookups": EngineLookups(gateway, models, context.library),
+        "library": ollama.OllamaEndpoints(gateway, settings, pool, context.library),
+    }
+    if stored is not None:
+        groups["responses"] = StoredResponseEndpoints(stored, settings)
+        if stored.conversations is not None:
+            groups["conversations"] = ConversationEndpoints(stored.conversations, settings)
+    if context.files is not None:
+        groups["files"] = FileEndpoints(context.files)
+    if context.batches is not None:
+        groups["batches"] = BatchEndpoints(context.batches, settings)
+        groups["message_batches"] = MessageBatchEndpoints(context.batches, settings)
+    return groups
+
+
+class AdminApp:
+    """The admin API and the documentation, which FastAPI serves. It takes 0.3 s to import, and many servers never need
+    it: the app is made at its first request, in a thread, while streams go on."""
+
+    def __init__(self, admin: AdminContext | None, settings: HttpSettings) -> None:
+        self._admin, self._settings = admin, settings
+        self._app: asyncio.Future[ASGIApp] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app: ASGIApp = self.app
-        if scope["type"] == "http" and (scope["path"].startswith(f"{ADMIN_PATH}/") or is_docs(scope["path"])):
-            self._admin_app = self._admin_app or asyncio.ensure_future(asyncio.to_thread(self._make_admin_app))
-            app = await asyncio.shield(self._admin_app)
-        await app(scope, receive, send)
+        self._app = self._app or asyncio.ensure_future(asyncio.to_thread(self._make))
+        await (await asyncio.shield(self._app))(scope, receive, send)
 
-    def _make_admin_app(self) -> ASGIApp:
+    def _make(self) -> ASGIApp:
         from modelyard.http.admin.routes import build_admin_app
 
         return build_admin_app(self._admin, self._settings)
-
-
-_LLAMA = ("llama_completion", "bare_completions")
-_GAPS = ("llama_infill", "mistral_fim")  # protocols that fill a gap in a text
-_OTHERS = ("ollama",)
-
-
-def _inference_routes(context: HttpContext) -> list[Route]:
-    routes: list[Route] = []
-    for name in (
-        "anthropic_messages",
-        "openai_chat",
-        "openai_responses",
-        "openai_completions",
-        *_LLAMA,
-        *_GAPS,
-        *_OTHERS,
-    ):
-        protocol = load_protocol(name)
-        stored = context.gateway.stored if name == "openai_responses" else None
-        endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures, stored)
-        routes += [Route(path, endpoint, methods=["POST"], name=name) for path in protocol.PATHS]
-    generate = InferenceEndpoint(
-        cast(WireProtocol, ollama_generate), context.gateway, context.settings, context.captures
-    )
-    routes += [Route(path, generate, methods=["POST"], name=ollama_generate.NAME) for path in ollama_generate.PATHS]
-    compact = InferenceEndpoint(cast(WireProtocol, compaction), context.gateway, context.settings, context.captures)
-    routes += [Route(path, compact, methods=["POST"], name=compaction.NAME) for path in compaction.PATHS]
-    return routes
-
-
-def _token_routes(context: HttpContext) -> list[Route]:
-    chat, common = load_protocol("openai_chat"), (context.gateway, context.settings, context.captures)
-    embeddings = tokens.EmbeddingsEndpoint(load_protocol("openai_embeddings"), *common)
-    ranking = tokens.RerankEndpoint(load_protocol("rerank"), *common)
-    endpoints: dict[str, ASGIApp] = {
-        "/api/embed": ollama.OllamaEmbed(load_protocol("ollama"), *common),
-        "/api/embeddings": ollama.OllamaEmbeddings(load_protocol("ollama"), *common),
-        "/v1/messages/count_tokens": tokens.CountTokens(load_protocol("anthropic_messages"), *common),
-        "/v1/responses/input_tokens": tokens.InputTokens(load_protocol("openai_responses"), *common),
-        **dict.fromkeys(("/v1/embeddings", "/embeddings"), embeddings),
-        **dict.fromkeys(("/v1/rerank", "/rerank"), ranking),
-        "/v1/chat/completions/input_tokens": tokens.ChatInputTokens(chat, *common),
-        "/embedding": tokens.LlamaEmbedding(load_protocol("openai_embeddings"), *common),
-        **dict.fromkeys(("/v1/score", "/score"), tokens.ScoreEndpoint(load_protocol("rerank"), *common)),
-        "/tokenize": tokens.Tokenize(chat, *common),
-        "/detokenize": tokens.Detokenize(chat, *common),
-        "/apply-template": tokens.ApplyTemplate(chat, *common),
-    }
-    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-
-
-def _lookup_routes(context: HttpContext) -> list[BaseRoute]:
-    models = ModelEndpoints(context.gateway, int(time.time()))
-    health = HealthEndpoints(
-        context.gateway, context.scrape, context.needed, has_workbench=context.workbench is not None
-    )
-    lookups = EngineLookups(context.gateway, models, context.library)
-    pool = context.admin.pool if context.admin is not None else None
-    tags = ollama.OllamaEndpoints(context.gateway, context.settings, pool, context.library)
-    routes: list[BaseRoute] = [
-        Route("/v1/models", models.all),
-        Route("/models", models.all),
-        Route("/v1/models/{id:path}", models.one),
-        Route("/models/{id:path}", models.one),
-        Route("/health", health.health),
-        Route("/health/live", health.live),
-        Route("/health/ready", health.ready),
-        Route("/metrics", health.metrics),
-        Route("/props", lookups.props),
-        Route("/slots", lookups.slots),
-        Route("/lora-adapters", lookups.lora_adapters),
-        Route("/version", lookups.version),
-        Route("/api/v0/models", lookups.lm_studio_models),
-        Route("/api/v0/models/{id:path}", lookups.lm_studio_model),
-        Route("/", health.root),
-        *tags.routes(),
-        *gemini_routes(context.gateway, context.settings, context.captures, models),
-    ]
-    return routes
-
-
-def _stored_routes(context: HttpContext) -> list[BaseRoute]:
-    """What clients have stored here: responses, conversations, files and batches."""
-    routes: list[BaseRoute] = []
-    stored, settings = context.gateway.stored, context.settings
-    if stored is not None:
-        routes += StoredResponseEndpoints(stored, settings).routes()
-        if stored.conversations is not None:
-            routes += ConversationEndpoints(stored.conversations, settings).routes()
-    if context.files is not None:
-        routes += FileEndpoints(context.files).routes()
-    if context.batches is not None:
-        routes += BatchEndpoints(context.batches, settings).routes()
-        routes += MessageBatchEndpoints(context.batches, settings).routes()
-    return routes
 
 
 def _with_cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:

@@ -8,12 +8,11 @@ Counting and tokenizing do not queue and need no loaded model. The last three ta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from modelyard.core import limits
 from modelyard.core.errors import InvalidRequest, TooLarge
 from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, Request
@@ -27,24 +26,13 @@ from modelyard.http.settings import HttpSettings
 from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses, rerank, score
 from modelyard.protocols.common.json import decode, encode
 from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
+from modelyard.protocols.common.token_body import TokenBody
 from modelyard.telemetry.request_capture import CaptureSink
 from modelyard.tokenizer.shield import unshield
 from modelyard.tokenizer.slices import OnProgress, encode_long
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class TokenBody(msgspec.Struct, kw_only=True):
-    model: limits.Name = ""
-    content: limits.Text | None = None
-    prompt: limits.Text | None = None
-    messages: Annotated[list[Any], limits.Messages] | None = None
-    tokens: limits.TokenIds | None = None
-    with_pieces: bool = False
-    return_token_strs: bool = False
-    add_special: bool = False
-    add_special_tokens: bool = False
 
 
 _object_decoder = msgspec.json.Decoder(dict[str, Any])
@@ -82,6 +70,8 @@ async def _run(work: RequestWork, cost: int, function: Callable[P, T], *args: P.
 
 class JsonEndpoint:
     """A small ASGI app: body in, JSON out, errors in the shape of its protocol."""
+
+    notes_status = True
 
     def __init__(
         self, protocol: WireProtocol, gateway: Gateway, settings: HttpSettings, captures: CaptureSink | None = None

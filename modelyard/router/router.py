@@ -279,12 +279,12 @@ class Router:
         name, known = model.lower(), self.catalog.look_up(model)
         own = None if known is None else target_of(*known)
         routes = [route for route in self.routes if route.paths is None or route.paths.match(endpoint)]
-        for route in routes:
-            if route.names(name):
-                return route.target
-        for route in routes:
-            if route.matches(name) and (own is None or route.replaces(own)):
-                return route.target
+        exact = (route for route in routes if route.names(name))
+        patterns = (route for route in routes if route.matches(name) and (own is None or route.replaces(own)))
+        if (route := next(exact, None) or next(patterns, None)) is not None:
+            if own is not None and own.model == route.target.model:
+                return replace(route.target, why=own.why)  # only its cache is the route's choice
+            return route.target
         if own is not None:
             return own
         if self.default is not None:

@@ -15,10 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.routing import Router, request_response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelyard.accounts.keys import KeyRing
@@ -26,6 +25,7 @@ from modelyard.accounts.owner import OwnerProof
 from modelyard.core.errors import InvalidRequest, TooLarge
 from modelyard.http.auth import Authenticator
 from modelyard.http.middleware import RequestMiddleware
+from modelyard.http.routes import OPEN, RouteTable
 from modelyard.http.server import loop_factory, make_server
 from modelyard.http.settings import HttpSettings
 from modelyard.processes.ports import listen
@@ -212,8 +212,9 @@ def _build_app(url: str, settings: HttpSettings) -> ASGIApp:
     async def home(_: Any) -> RedirectResponse:
         return RedirectResponse(PREFIX)
 
-    app = Starlette(routes=[Route("/", home)], lifespan=lifespan)
-    return RequestMiddleware(app, {}, settings, Authenticator(settings, KeyRing()), Metrics(), workbench)
+    pages: dict[str, ASGIApp] = {"/": request_response(home), PREFIX: workbench}
+    table = RouteTable((row, pages[row.path]) for row in OPEN if row.path in pages)
+    return RequestMiddleware(table, Router(lifespan=lifespan), settings, Authenticator(settings, KeyRing()), Metrics())
 
 
 async def _serve(app: ASGIApp, settings: HttpSettings, url: str) -> int:

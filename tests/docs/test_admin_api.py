@@ -11,19 +11,15 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from modelyard import plugins
-from modelyard.http.admin.keys import KeyRoutes
-from modelyard.http.admin.routes import AdminRoutes, ConfigRoutes
+from modelyard.http.routes import ADMIN
 from tests.http.app_client import app_client
 
 PAGE = Path(__file__).parents[2] / "docs" / "admin-api.md"
 
 
 def endpoint_rows() -> Iterator[str]:
-    for kind in (AdminRoutes, KeyRoutes, ConfigRoutes):
-        routes: Any = kind.__new__(kind)
-        for role, endpoints in routes.endpoints().items():
-            for method, path, _, summary in endpoints:
-                yield f"| `{method} /v1/admin{path.replace(':path', '')}` | {role} | {summary} |\n"
+    for row in ADMIN:
+        yield f"| `{row.method} {row.label}` | {row.role} | {row.summary} |\n"
 
 
 def override_rows() -> Iterator[str]:

@@ -10,10 +10,17 @@ from typing import Any
 import httpx
 
 from modelyard.config.load import load_config
+from modelyard.http.routes import ROWS, RouteTable, Row
 from modelyard.server.app import ServerApp, compose
 from tests.live_server import demo_config, owner_headers
 
 URL = "http://localhost"
+TABLE = RouteTable((row, lambda *_: asyncio.sleep(0)) for row in ROWS)
+
+
+def row_of(path: str) -> Row | None:
+    """Whatever its method."""
+    return TABLE.find(path, "GET").row
 
 
 def make_app(config: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> ServerApp:

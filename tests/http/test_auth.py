@@ -11,9 +11,12 @@ from modelyard.accounts.keys import KeyRing, read_keys
 from modelyard.accounts.owner import OwnerProof, Role
 from modelyard.accounts.settings import KeySettings
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unauthenticated
-from modelyard.http.auth import OPEN_PATHS, Authenticator, check_bind, is_loopback, require
+from modelyard.http.auth import Authenticator, check_bind, is_loopback, require
 from modelyard.http.request_context import RequestContext
+from modelyard.http.routes import OPEN
 from modelyard.http.settings import HttpSettings
+from tests.http.app_client import app_client, row_of
+from tests.live_server import demo_config
 
 HASH = "sha256:" + hashlib.sha256(b"hashed-secret").hexdigest()
 KEYS = read_keys(
@@ -29,7 +32,8 @@ SECRETS = {"plain": "plain-secret", "hashed": "hashed-secret", "env": "env-secre
 
 
 def make_context(path: str = "/v1/messages", **headers: str) -> RequestContext:
-    return RequestContext("t", path, {"host": "localhost:8000"} | {k.replace("_", "-"): v for k, v in headers.items()})
+    sent = {"host": "localhost:8000"} | {k.replace("_", "-"): v for k, v in headers.items()}
+    return RequestContext("t", path, sent, row_of(path))
 
 
 def admit(context: RequestContext, keys: Any = KEYS, **settings: Any) -> RequestContext:
@@ -165,7 +169,7 @@ def test_a_role_includes_those_before_it(role: Role, needed: Role, code: str | N
     assert refused.value.code == code
 
 
-@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+@pytest.mark.parametrize("path", sorted(row.path for row in OPEN if "{" not in row.path))
 def test_open_paths_need_no_key_but_recognise_valid_ones(path: str) -> None:
     assert admit(make_context(path)).key == ""
     assert admit(make_context(path, x_api_key="plain-secret")).key == "plain"
@@ -208,9 +212,12 @@ def test_a_page_of_another_site_opens_no_workbench() -> None:
     assert admit(make_context("/health", sec_fetch_site="cross-site"))
 
 
-def test_a_workbench_that_is_switched_off_is_no_open_path() -> None:
-    assert admit(make_context("/workbench"))
-    assert isinstance(rejection(make_context("/workbench"), workbench=False), Unauthenticated)
+@pytest.mark.parametrize("page", ["workbench", "docs"])
+async def test_a_page_that_is_switched_off_is_no_open_path(page: str) -> None:
+    config = demo_config() | {"keys": [{"name": "k", "key": "some-secret-0123456789"}], "http": {page: False}}
+    async with app_client(config) as client:
+        assert (await client.get(f"/{page}")).status_code == 401
+        assert (await client.get(f"/{page}", headers={"x-api-key": "some-secret-0123456789"})).status_code == 404
 
 
 # --- names and pages --------------------------------------------------------------------------------------------------

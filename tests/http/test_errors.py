@@ -10,6 +10,7 @@ import pytest
 from modelyard.core.errors import ContextOverflow, Internal, NotFound
 from modelyard.http.errors import as_modelyard_error, protocol_of, write_error
 from modelyard.http.request_context import RequestContext
+from tests.http.app_client import row_of
 
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/completion", "/infill")
 
@@ -37,13 +38,13 @@ OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v
     ],
 )
 def test_path_and_version_header_select_the_protocol(path: str, headers: dict[str, str], name: str) -> None:
-    assert name == protocol_of(RequestContext("t", path, headers)).NAME
+    assert name == protocol_of(RequestContext("t", path, headers, row_of(path))).NAME
 
 
 def test_the_same_error_in_two_protocols() -> None:
     error = NotFound("no such model", code="model_not_found")
     anthropic, openai = (
-        write_error(error, RequestContext("t", path, {})) for path in ("/v1/messages", "/v1/completions")
+        write_error(error, RequestContext("t", path, {}, row_of(path))) for path in ("/v1/messages", "/v1/completions")
     )
     assert anthropic.status == openai.status == 404
     body = json.loads(anthropic.body)
@@ -53,7 +54,9 @@ def test_the_same_error_in_two_protocols() -> None:
 
 def test_an_overflow_names_the_field_of_its_protocol() -> None:
     params = [
-        json.loads(write_error(ContextOverflow(9, 8), RequestContext("t", path, {})).body)["error"]["param"]
+        json.loads(write_error(ContextOverflow(9, 8), RequestContext("t", path, {}, row_of(path))).body)["error"][
+            "param"
+        ]
         for path in ("/v1/chat/completions", "/v1/responses")
     ]
     assert params == ["messages", "input"]

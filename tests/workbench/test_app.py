@@ -106,7 +106,7 @@ def test_the_workbench_can_be_switched_off(tmp_path: Path) -> None:
         for path in ("/workbench", "/workbench/requests", POLLING):
             assert httpx.get(running.url + path).status_code == 401
             assert httpx.get(running.url + path, headers={"x-api-key": "secret"}).status_code == 404
-        assert handshake(running.url).startswith("HTTP/1.1 403")
+        assert handshake(running.url).startswith("HTTP/1.1 401")
         assert not any("the workbench is at" in line.get("message", "") for line in running.lines)
 
 

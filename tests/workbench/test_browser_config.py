@@ -98,7 +98,7 @@ def test_a_cache_is_added_and_a_route_leads_to_it(page: BrowserPage, server: Res
     page.type("input[aria-label=Place]", "1")
     page.find(".diff .added", "tiny-*")
     page.click("button", "Save")
-    page.find(".q-table tbody tr:first-child", "tiny-*")
+    page.find(".q-table tr:has(button[aria-label='Edit route 1'])", "tiny-*")
     page.click("button[aria-label='Edit route 1']")
     page.click("button", "Remove")
     page.click(".q-dialog button", "Remove")

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
-from starlette.responses import Response
 
 from modelyard.accounts.accounts import Accounts
-from modelyard.accounts.owner import Role
 from modelyard.chat_store import ChatStore
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.pool import Pool
@@ -20,7 +18,6 @@ from modelyard.telemetry.request_capture import MemoryCaptureSink
 from modelyard.telemetry.system import MachineMemory
 
 # By the role that a request needs: its method and path, the handler, and what it does.
-Endpoints = Mapping[Role, tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]]
 
 
 class ReloadResult(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from modelyard.accounts.keys import Key
 from modelyard.accounts.settings import KeyRules, NewKey
 from modelyard.accounts.usage import UsageCounts, period
 from modelyard.core.errors import InvalidRequest
-from modelyard.http.admin.context import AdminContext, Endpoints
+from modelyard.http.admin.context import AdminContext
 from modelyard.http.auth import is_loopback, require
 from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
@@ -30,17 +30,6 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
 class KeyRoutes:
     def __init__(self, context: AdminContext, settings: HttpSettings) -> None:
         self._context, self._accounts, self._settings = context, context.accounts, settings
-
-    def endpoints(self) -> Endpoints:
-        return {
-            "operator": (
-                ("GET", "/keys", self.keys, "API keys, configured and created: rules, usage, what is left of budgets"),
-                ("POST", "/keys", self.create, "Create a key; the reply has its secret, which is shown only here"),
-                ("PATCH", "/keys/{id}", self.change, "Change what a created key may do"),
-                ("DELETE", "/keys/{id}", self.revoke, "Revoke a created key at once, and end its requests"),
-                ("GET", "/usage", self.usage, "Requests, tokens and cost by key, model and day"),
-            ),
-        }
 
     async def keys(self, revoked: bool = False, own: bool = False) -> Response:
         """It also makes this process read keys that another one has changed."""

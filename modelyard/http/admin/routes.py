@@ -39,13 +39,14 @@ from modelyard.core.errors import (
 from modelyard.core.pool import ModelStateChange, ModelStatus, Pool
 from modelyard.core.request import Caller
 from modelyard.http.admin import schemas
-from modelyard.http.admin.context import AdminContext, ConfigChange, ConfigEditing, Endpoints
+from modelyard.http.admin.context import AdminContext, ConfigChange, ConfigEditing
 from modelyard.http.admin.keys import KeyRoutes
 from modelyard.http.admin.peers import merge_requests
 from modelyard.http.auth import require
 from modelyard.http.errors import EXCEPTION_HANDLERS, error_response
-from modelyard.http.openapi import DescribedApp, page_routes
+from modelyard.http.openapi import ROLE_FIELD, DescribedApp, page_routes
 from modelyard.http.request_context import RequestContext, read_body
+from modelyard.http.routes import ADMIN
 from modelyard.http.settings import HttpSettings
 from modelyard.library.attempts import Attempts
 from modelyard.protocols.common.json import encode
@@ -59,32 +60,28 @@ _MAX_REQUESTS = 1000
 _MAX_LINES = 2000
 _MAX_CHATS, _MAX_SEARCH = 1000, 200
 _CHAT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-ROLE_FIELD = "x-role"  # in the description of the API
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def admin_router(context: AdminContext, settings: HttpSettings) -> APIRouter:
     routes = AdminRoutes(context, settings)
-    router = APIRouter(
-        prefix="/v1/admin", tags=["admin"], dependencies=[Depends(routes.refresh)], route_class=JsonRoute
-    )
-    for table in (each.endpoints() for each in (routes, KeyRoutes(context, settings), ConfigRoutes(context, settings))):
-        for role, endpoints in table.items():
-            about: dict[str, Any] = {"response_class": Response, "openapi_extra": {ROLE_FIELD: role}}
-            for method, path, call, summary in endpoints:
-                router.add_api_route(path, call, methods=[method], summary=summary, **about)
+    groups = {"admin": routes, "keys": KeyRoutes(context, settings), "config": ConfigRoutes(context, settings)}
+    router = APIRouter(tags=["admin"], dependencies=[Depends(routes.refresh)], route_class=JsonRoute)
+    for row in ADMIN:
+        group, _, name = row.handler.partition(".")
+        about: dict[str, Any] = {"response_class": Response, "openapi_extra": {ROLE_FIELD: row.role}}
+        router.add_api_route(row.path, getattr(groups[group], name), methods=[row.method], summary=row.summary, **about)
     return router
 
 
 class JsonRoute(APIRoute):
     """Every body is JSON, whatever its content type says: `curl -d` calls it a form. `Origin` keeps web pages of others
-    out, not the content type. The role is checked before the body is read."""
+    out, not the content type."""
 
     def get_route_handler(self) -> Callable[[StarletteRequest], Coroutine[Any, Any, Response]]:
-        handle, role = super().get_route_handler(), (self.openapi_extra or {})[ROLE_FIELD]
+        handle = super().get_route_handler()
 
         async def as_json(request: StarletteRequest) -> Response:
-            require(RequestContext.of(request.scope), role)
             others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
             scope = {**request.scope, "headers": [*others, (b"content-type", b"application/json")]}
             return await handle(StarletteRequest(scope, request.receive))
@@ -95,47 +92,6 @@ class JsonRoute(APIRoute):
 class AdminRoutes:
     def __init__(self, context: AdminContext, settings: HttpSettings) -> None:
         self._context, self._settings = context, settings
-
-    def endpoints(self) -> Endpoints:
-        return {  # the first that matches counts: a model's name may have slashes
-            "operator": (
-                ("GET", "/models/{name:path}/log", self.log, "The last lines of a managed engine's output"),
-                ("GET", "/requests", self.requests, "Running and waiting requests, and recent ones"),
-                ("GET", "/requests/{id}", self.request, "One request: timeline, tokens and texts"),
-                ("POST", "/requests/{id}/cancel", self.cancel, "Cancel a running or waiting request"),
-                ("GET", "/logs", self.logs, "The server's last log lines, by time, level and request"),
-                ("POST", "/history", self.keep, "Whether the texts of requests are kept in memory"),
-                ("GET", "/hub", self.search_hub, "Repositories of the hub with GGUF models, by words of their names"),
-                ("GET", "/hub/{source:path}", self.offer, "The variants of a repository, and which fit this machine"),
-                ("POST", "/downloads", self.start_download, "Fetch a model of the hub, in the background"),
-                ("POST", "/downloads/{id}/cancel", self.cancel_download, "Cancel a download; its parts stay"),
-                ("DELETE", "/library/{name:path}", self.remove_model, "Remove a model of the library and its files"),
-                ("GET", "/set-aside", self.set_aside, "What is not resumed any more: the server died with it twice"),
-                ("GET", "/chats", self.chats, "The chats of this key, newest first; `search` finds a text in them"),
-                ("GET", "/chats/{id}", self.chat, "One stored chat"),
-                ("PUT", "/chats/{id}", self.store_chat, "Store a chat; refused if it was changed since it was read"),
-                ("DELETE", "/chats/{id}", self.delete_chat, "Delete a stored chat"),
-                ("POST", "/reload", self.reload, "Reload the configuration without dropping requests"),
-            ),
-            "local": (
-                ("GET", "/models", self.models, "Every configured model: state, queue, replicas, memory, definition"),
-                ("POST", "/models/{name:path}/load", self.load, "Load a model, with overrides for this load only"),
-                ("POST", "/models/{name:path}/unload", self.unload, "Unload a model after its requests, or at once"),
-                ("POST", "/models/{name:path}/drain", self.drain, "Accept no new requests for a model"),
-                ("POST", "/models/{name:path}/replicas", self.scale, "Set the number of loaded replicas"),
-                ("POST", "/models/{name:path}/estimate", self.estimate, "The memory of a load with these overrides"),
-                ("GET", "/models/{name:path}", self.model, "One configured model"),
-                ("GET", "/gpu-memory", self.memory, "GPU memory and RAM in use, by model"),
-                ("GET", "/caches", self.caches, "Each cache's sequences, occupancy and reuse"),
-                ("GET", "/history", self.history, "The last hour in slices of ten seconds"),
-                ("GET", "/route", self.route, "Which route, cache and model a name resolves to"),
-                ("GET", "/routes", self.routes, "The rules that decide where a model name leads, in their order"),
-                ("GET", "/events", self.events, "Changes of the pool as server-sent events"),
-                ("GET", "/tune", self.tune, "Results of the optimizer"),
-                ("GET", "/downloads", self.downloads, "Downloads of models: running ones and the last ones"),
-                ("GET", "/role", self.role, "What the sender may do: local, operator or owner"),
-            ),
-        }
 
     async def refresh(self) -> None:
         """Update the snapshot of a pool in another process."""
@@ -554,26 +510,6 @@ class FieldsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ConfigRoutes:
     def __init__(self, context: AdminContext, settings: HttpSettings) -> None:
         self._context, self._settings = context, settings
-
-    def endpoints(self) -> Endpoints:
-        return {
-            "owner": (
-                (
-                    "GET",
-                    "/config",
-                    self.overview,
-                    "Models, caches and routes of the configuration files, without secrets",
-                ),
-                (
-                    "POST",
-                    "/config/fields",
-                    self.fields,
-                    "The fields of a model, cache or route: type, default, choices",
-                ),
-                ("POST", "/config/preview", self.preview, "What a change would write, and what is wrong with it"),
-                ("POST", "/config/apply", self.apply, "Write a change with a backup, and reload the configuration"),
-            ),
-        }
 
     async def overview(self) -> Response:
         return _json({**await self._editor().overview(), "editable": self._settings.edit_config})

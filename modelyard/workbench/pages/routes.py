@@ -45,7 +45,7 @@ def page(session: PageSession) -> None:
             return
         model.set(route["model"])
         cache.set(route["cache"])
-        why.set(" | ".join(route["route"]) if route["why"] == "route" else _REASONS[route["why"]])
+        why.set(", ".join(filter(None, (_REASONS.get(route["why"]), " | ".join(route["route"])))))
         window.set(f"{fmt.count(route['window'])} tokens")
         backend.set(route["backend"])
         overflow.set("refused" if route["strict"] else "answer shortened")
