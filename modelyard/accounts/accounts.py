@@ -1,14 +1,16 @@
 """The accounts of a running server: its keys, their usage, and the file that keeps both.
 
 Keys and usage are in memory, where a request finds them; a task writes the usage every few seconds and reads what other
-processes have changed. A change of a key is written first and takes effect in this process when the call returns; the
-others read it when they are asked to (`refresh`), or at their next turn.
+processes have changed. Budgets are held in the file (`hold`): several processes cannot exceed one together. A change of
+a key is written first and takes effect in this process when the call returns; the others read it when they are asked to
+(`refresh`), or at their next turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 import time
@@ -16,12 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+from msgspec.structs import replace
+
 from modelyard.accounts.admission import Admission
 from modelyard.accounts.file import AccountsFile, key_not_found, name_taken
 from modelyard.accounts.keys import Key, KeyRing, make_key, new_secret, secret_digest, secret_hint
 from modelyard.accounts.settings import KeyRules, NewKey
 from modelyard.accounts.usage import Price, UsageCounts, UsageLedger, period
-from modelyard.core.errors import Conflict, ModelyardError
+from modelyard.core.errors import Conflict, KeyLimited, ModelyardError, Unavailable
 from modelyard.core.events import Usage
 
 log = logging.getLogger("modelyard.accounts")
@@ -30,6 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SYNC_S = 2.0
+_SETTLE_S = (0.1, 0.4)  # between tries to hold a part of a budget that other requests hold
 
 
 class Accounts:
@@ -54,11 +59,14 @@ class Accounts:
         self._exchanges: set[asyncio.Task[None]] = set()
         self._revoked: tuple[Key, ...] = ()
         self._is_unwritten = False  # the last write failed
+        self._process, self._hold_ids = secrets.token_hex(8), itertools.count(1)
+        self._ended_holds: list[int] = []  # of budgets, to be freed with the next write
         self.ledger.set_keys(self.ring.keys, clock())
         if file is not None:
             self._install(file.all_keys())
             self.ledger.read(file.usage_since(self.ledger.periods(clock())))
             file.close()  # from now on another thread uses it
+            self.admission.shared = self
 
     def __repr__(self) -> str:
         return f"<Accounts {self.ring!r}>"
@@ -79,6 +87,43 @@ class Accounts:
     def add(self, key: str, model: str, usage: Usage, *, failed: bool = False, requests: int = 1) -> float:
         """Count a request; returns its cost."""
         return self.ledger.add(key, model, usage, self._clock(), failed=failed, requests=requests)
+
+    async def hold(
+        self, key: str, model: str, prompt: int, output: int, choices: int
+    ) -> tuple[int | None, tuple[int, int, float]]:
+        """Hold a part of the budget of a key in the file, where all processes do; returns the number of the hold and
+        what it has. Raises if there is no room. If the file cannot be used, what this process holds by itself counts:
+        the number is None then."""
+        file, budget, now = self._opened_file(), self.ledger.budgets[key], self._clock()
+        price, unwritten = self.ledger.price(model), self.ledger.unwritten(budget)
+
+        def reserve(tokens: int, cost: float, held_tokens: int, held_cost: float) -> tuple[int, int, float]:
+            tokens, cost = tokens + unwritten[0], cost + unwritten[1]
+            state = replace(budget, tokens=tokens, cost=cost, held_tokens=held_tokens, held_cost=held_cost)
+            return state.reserve(price, prompt, output, choices, now)
+
+        id = next(self._hold_ids)
+        try:
+            for pause in (*_SETTLE_S, None):
+                try:
+                    return id, await self._run(file.hold, self._process, id, budget.since, key, reserve, now)
+                except KeyLimited:  # a request that has ended in another process may free its part in a moment
+                    if pause is None:
+                        raise
+                    await asyncio.sleep(pause)
+            raise AssertionError  # the last one returns or raises
+        except Unavailable as error:
+            self._report_unwritten(error)
+            return None, replace(budget, held_tokens=0, held_cost=0.0).reserve(price, prompt, output, choices, now)
+        except BaseException:
+            self.end_hold(id)  # it may have been held after its request was cancelled
+            raise
+
+    def end_hold(self, id: int) -> None:
+        """Its request has ended, and its usage was added: both are written at once, in one transaction."""
+        self._ended_holds.append(id)
+        if len(self._ended_holds) == 1:
+            self._start_exchange()
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
@@ -193,30 +238,39 @@ class Accounts:
         """Write what was used, and read what all processes have used and changed. It is finished even if the caller is
         cancelled."""
         if self._file is not None:
-            exchange = asyncio.get_running_loop().create_task(self._exchange(self._file))
-            self._exchanges.add(exchange)
-            exchange.add_done_callback(self._exchanges.discard)
-            await asyncio.shield(exchange)
+            await asyncio.shield(self._start_exchange())
+
+    def _start_exchange(self) -> asyncio.Task[None]:
+        exchange = asyncio.get_running_loop().create_task(self._exchange(self._opened_file()))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._exchanges.discard)
+        return exchange
 
     async def _exchange(self, file: AccountsFile) -> None:
-        taken, periods = self.ledger.take(), self.ledger.periods(self._clock())
+        taken, now = self.ledger.take(), self._clock()
+        periods = self.ledger.periods(now)
+        ended, self._ended_holds = self._ended_holds, []
 
         def exchange() -> tuple[list[Key], dict[str, tuple[int, UsageCounts]]]:
-            file.add_usage(taken)
+            file.add_usage(taken, self._process, ended, now)
             return file.all_keys(), file.usage_since(periods)
 
         try:
             keys, spent = await self._run(exchange)
         except ModelyardError as error:
             self.ledger.put_back(taken)
-            if not self._is_unwritten:
-                log.error("usage is not written: %s", error.message)
-            self._is_unwritten = True
+            self._ended_holds += ended
+            self._report_unwritten(error)
             return
         self._is_unwritten = False
         self.ledger.wrote(taken)
         self._install(keys)
         self.ledger.read(spent)
+
+    def _report_unwritten(self, error: ModelyardError) -> None:
+        if not self._is_unwritten:
+            log.error("usage is not written: %s", error.message)
+        self._is_unwritten = True
 
     # --- the file -----------------------------------------------------------------------------------------------------
 
@@ -240,6 +294,8 @@ class Accounts:
             await self.sync()
         await asyncio.gather(*self._exchanges, return_exceptions=True)
         if self._thread is not None and self._file is not None:
+            with contextlib.suppress(ModelyardError):  # others free it when this process is not seen any more
+                await self._run(self._file.free_all, self._process)
             await self._run(self._file.close)
             self._thread.shutdown(wait=False)
             self._thread = None

@@ -5,13 +5,15 @@ A request reserves before it works, and returns all of it at its end:
 - bytes of memory: its body, the files and stored turns that it names, and what its prompt becomes. They are bounded for
   all requests and for those of one key, which may take half of that;
 - tokens and cost of its key's budget (`usage.py`): those of its prompt, and as many as it may write. An answer gets no
-  more tokens than are left, so requests that run at the same time cannot exceed a budget together.
+  more tokens than are left, so requests that run at the same time cannot exceed a budget together. They are held in
+  the file of accounts, which all processes of a server share; a key without a budget pays nothing for that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 from modelyard.accounts.usage import UsageLedger
 from modelyard.core.errors import KeyLimited, Overloaded, TooLarge
@@ -21,13 +23,24 @@ _COPIES = 6
 _RETRY_S = 2.0
 
 
+class SharedBudgets(Protocol):
+    """Holds budgets for several processes: `Accounts`."""
+
+    async def hold(
+        self, key: str, model: str, prompt: int, output: int, choices: int
+    ) -> tuple[int | None, tuple[int, int, float]]: ...
+    def end_hold(self, id: int) -> None: ...
+
+
 class Admission:
-    """`limit` is in bytes; None: unlimited. `reserved` are bytes by key, `freed` those since somebody has looked."""
+    """`limit` is in bytes; None: unlimited. `reserved` are bytes by key, `freed` those since somebody has looked.
+    `shared`: None if this process alone has the budgets."""
 
     def __init__(self, ledger: UsageLedger, clock: Callable[[], float], limit: int | None = None) -> None:
         self.ledger, self.clock, self.limit = ledger, clock, limit
         self.reserved: Counter[str] = Counter()
         self.total = self.freed = 0
+        self.shared: SharedBudgets | None = None
 
     def open(self, key: str) -> RequestReservation:
         return RequestReservation(self, key)
@@ -53,11 +66,13 @@ class Admission:
 class RequestReservation:
     """What one request has reserved. `release` returns it; idempotent."""
 
-    __slots__ = ("_admission", "_bytes", "_cost", "_key", "_tokens")
+    __slots__ = ("_admission", "_bytes", "_cost", "_hold", "_is_released", "_key", "_tokens")
 
     def __init__(self, admission: Admission, key: str) -> None:
         self._admission, self._key = admission, key
         self._bytes, self._tokens, self._cost = 0, 0, 0.0
+        self._hold: int | None = None  # its number in `shared`
+        self._is_released = False
 
     def grow(self, size: int) -> None:
         """For a prompt that has `size` bytes more. Raises if there is no room."""
@@ -67,15 +82,28 @@ class RequestReservation:
         ledger.total += size
         self._bytes += size
 
-    def hold(self, model: str, prompt: int, output: int, choices: int = 1) -> int:
+    async def hold(self, model: str, prompt: int, output: int, choices: int = 1) -> int:
         """The tokens that each reply may have, at most `output`. Replaces what an earlier round held. Raises if the
         budget has no room for one."""
         self._free()
-        budgets, now = self._admission.ledger, self._admission.clock()
-        most, self._tokens, self._cost = budgets.hold(self._key, model, prompt, output, choices, now)
+        ledger, shared, now = self._admission.ledger, self._admission.shared, self._admission.clock()
+        most, self._tokens, self._cost = ledger.hold(self._key, model, prompt, output, choices, now)
+        if not self._tokens or shared is None:
+            return most
+        try:
+            self._hold, (most, tokens, cost) = await shared.hold(self._key, model, prompt, most, choices)
+        except BaseException:
+            self._free()
+            raise
+        if self._is_released:
+            self._free()
+        else:
+            ledger.free(self._key, self._tokens - tokens, self._cost - cost)
+            self._tokens, self._cost = tokens, cost
         return most
 
     def release(self) -> None:
+        self._is_released = True
         if self._bytes:
             ledger, key, size, self._bytes = self._admission, self._key, self._bytes, 0
             ledger.total -= size
@@ -89,3 +117,6 @@ class RequestReservation:
         if self._tokens:
             self._admission.ledger.free(self._key, self._tokens, self._cost)
             self._tokens, self._cost = 0, 0.0
+        if self._hold is not None and self._admission.shared is not None:
+            self._admission.shared.end_hold(self._hold)
+            self._hold = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from modelyard.accounts.keys import Key, make_key
@@ -29,6 +29,12 @@ _SCHEMA = (
     ) WITHOUT ROWID""",
     "CREATE INDEX usage_by_key ON usage (key, day)",
 )
+# What requests that run hold of budgets, by the process that runs them. Files of earlier versions have no such table.
+_HOLDS = """CREATE TABLE IF NOT EXISTS holds (
+    process TEXT NOT NULL, id INTEGER NOT NULL, key TEXT NOT NULL, tokens INTEGER NOT NULL, cost REAL NOT NULL,
+    seen REAL NOT NULL, PRIMARY KEY (process, id)
+) WITHOUT ROWID"""
+_LOST_S = 30.0  # a process that is not seen for so long has died: what it held is free
 _KIND = DatabaseKind(0x4D594143, _SCHEMA, "the file of keys and usage", "accounts.path")
 _COUNTS = UsageCounts.__struct_fields__
 _SUMS = ", ".join(f"sum({name})" for name in _COUNTS[:-1]) + ", max(last)"
@@ -41,11 +47,16 @@ def default_path(env: Mapping[str, str] = os.environ) -> Path:
     return data_dir(env) / "accounts.sqlite"
 
 
+# From tokens and cost that are used and held: what a request may have, and the tokens and cost of that.
+Reserve = Callable[[int, float, int, float], tuple[int, int, float]]
+
+
 class AccountsFile:
     """Created at the first write: a server whose keys are all in its configuration needs none until it has usage."""
 
     def __init__(self, path: Path) -> None:
         self._database = Database(path, _KIND)
+        self._has_held = False  # since this process began
 
     @classmethod
     def of(cls, settings: AccountSettings) -> AccountsFile:
@@ -85,11 +96,41 @@ class AccountsFile:
 
     # --- usage --------------------------------------------------------------------------------------------------------
 
-    def add_usage(self, rows: Mapping[UsageKey, UsageCounts]) -> None:
-        if rows:
+    def add_usage(
+        self, rows: Mapping[UsageKey, UsageCounts], process: str = "", ended: Sequence[int] = (), now: float = 0.0
+    ) -> None:
+        """In the same moment what the `ended` requests held is free, and what the process still holds is seen."""
+        if not rows and not self._has_held:
+            return
+        with self._database.transaction() as db:
+            values = ((*at, *(getattr(counts, name) for name in _COUNTS)) for at, counts in rows.items())
+            db.executemany(_ADD, values)
+            if self._has_held:
+                db.executemany("DELETE FROM holds WHERE process = ? AND id = ?", ((process, id) for id in ended))
+                db.execute("UPDATE holds SET seen = ? WHERE process = ?", (now, process))
+
+    # --- budgets ------------------------------------------------------------------------------------------------------
+
+    def hold(self, process: str, id: int, since: int, key: str, reserve: Reserve, now: float) -> tuple[int, int, float]:
+        """What `reserve` finds room for beside all that processes have used and hold of the key's budget. One process
+        at a time."""
+        with self._database.transaction() as db:
+            if not self._has_held:
+                db.execute(_HOLDS)
+            db.execute("DELETE FROM holds WHERE seen < ?", (now - _LOST_S,))
+            query = f"SELECT {_SUMS} FROM usage WHERE key = ? AND day >= ?"  # noqa: S608  column names of ours
+            used = _counts(db.execute(query, (key, since)).fetchone())
+            held = db.execute("SELECT total(tokens), total(cost) FROM holds WHERE key = ?", (key,)).fetchone()
+            found = reserve(used.prompt + used.output, used.cost, int(held[0]), held[1])
+            db.execute("INSERT INTO holds VALUES (?, ?, ?, ?, ?, ?)", (process, id, key, found[1], found[2], now))
+        self._has_held = True
+        return found
+
+    def free_all(self, process: str) -> None:
+        """The process ends."""
+        if self._has_held:
             with self._database.transaction() as db:
-                values = ((*at, *(getattr(counts, name) for name in _COUNTS)) for at, counts in rows.items())
-                db.executemany(_ADD, values)
+                db.execute("DELETE FROM holds WHERE process = ?", (process,))
 
     def usage_since(self, periods: Mapping[str, int]) -> dict[str, tuple[int, UsageCounts]]:
         """The usage of each of these keys, from its day on."""

@@ -1,7 +1,7 @@
 """What keys have used: tokens and cost by day, key and model, and the budgets of keys. Pure: time is an argument.
 
-A request adds to one entry. Entries are taken for the file every few seconds; budgets are compared with what the file
-has of all processes, and what this one has added since.
+A request adds to one entry. Entries are taken for the file every few seconds, and at the end of each request of a key
+with a budget. Budgets are compared with what the file has of all processes, and what this one has added since.
 """
 
 from __future__ import annotations
@@ -93,6 +93,16 @@ class BudgetUse(Struct):
             output = min(output, int(left / one + 1e-6) if one else output if left >= 0 else 0)
         return max(0, output)
 
+    def reserve(self, price: Price, prompt: int, output: int, choices: int, now: float) -> tuple[int, int, float]:
+        """The tokens that each reply may have, and the tokens and cost of all that. Raises if there is no room for
+        one. The caller holds them."""
+        most = self.room(price, prompt, max(1, output), choices)
+        if most < 1:
+            raise self.no_room(prompt, now)
+        most = min(most, output)
+        usage = Usage(prompt, 0, most * choices)
+        return most, usage.prompt + usage.output, price.cost(usage)
+
     def no_room(self, prompt: int, now: float) -> QuotaExceeded | KeyLimited:
         if self.held_tokens:
             return KeyLimited(
@@ -175,16 +185,20 @@ class UsageLedger:
         if budget is None:
             return output, 0, 0.0
         budget.restart(now)
-        price = self.prices.get(model) or Price()
-        most = budget.room(price, prompt, max(1, output), choices)
-        if most < 1:
-            raise budget.no_room(prompt, now)
-        most = min(most, output)
-        usage = Usage(prompt, 0, most * choices)
-        tokens, cost = usage.prompt + usage.output, price.cost(usage)
+        most, tokens, cost = budget.reserve(self.price(model), prompt, output, choices, now)
         budget.held_tokens += tokens
         budget.held_cost += cost
         return most, tokens, cost
+
+    def price(self, model: str) -> Price:
+        return self.prices.get(model) or Price()
+
+    def unwritten(self, budget: BudgetUse) -> tuple[int, float]:
+        """Tokens and cost of its period that the file does not have yet."""
+        found = [
+            counts for (day, key, _), counts in self.pending.items() if key == budget.key.name and day >= budget.since
+        ]
+        return sum(each.prompt + each.output for each in found), sum(each.cost for each in found)
 
     def free(self, key: str, tokens: int, cost: float) -> None:
         if tokens and (budget := self.budgets.get(key)) is not None:
@@ -229,10 +243,8 @@ class UsageLedger:
         for name, (since, counts) in spent.items():
             if (budget := self.budgets.get(name)) is not None and budget.since == since:
                 budget.tokens, budget.cost = counts.prompt + counts.output, counts.cost
-        for (day, key, _), counts in self.pending.items():
-            if key in spent and (budget := self.budgets.get(key)) is not None and day >= budget.since == spent[key][0]:
-                budget.tokens += counts.prompt + counts.output
-                budget.cost += counts.cost
+                tokens, cost = self.unwritten(budget)
+                budget.tokens, budget.cost = budget.tokens + tokens, budget.cost + cost
 
     def series(self, currency: str) -> dict[str, dict[tuple[str, ...], float]]:
         """As metrics. The currency is a label: sums of two currencies would mean nothing."""

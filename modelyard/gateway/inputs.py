@@ -176,7 +176,7 @@ class InputReader:
             keep_alive=keep_alive,
         )
         if caller.reservation is not None:
-            caller.reservation.hold(target.model, lease_request.tokens, 0)
+            await caller.reservation.hold(target.model, lease_request.tokens, 0)
         began, queued = time.perf_counter(), 0.0
         ticket = self._services.leases.request(lease_request)
         status, usage, failed = "end", Usage(), True

@@ -104,7 +104,8 @@ class Preparer:
         for ids, text in await self.render(request, model, target.window, work or RequestWork(0, caller.deadline)):
             prompts.append(RenderedPrompt(ids, text, output_budget(len(ids), requested, target.window, target.strict)))
         if caller.reservation is not None:
-            request, prompts = _within_budget(request, prompts, caller.reservation, model, requested or target.window)
+            most = requested or target.window
+            request, prompts = await _within_budget(request, prompts, caller.reservation, model, most)
         constraint, warnings = request.constraint, request.warnings
         if constraint is not None or request.tools:
             structured = capabilities is None or capabilities.structured
@@ -218,14 +219,15 @@ class Preparer:
             log.info("request: %d more warnings", len(warnings) - MAX_WARNINGS)
 
 
-def _within_budget(
+async def _within_budget(
     request: Request, prompts: list[RenderedPrompt], reservation: Reservation, model: Model, most: int
 ) -> tuple[Request, list[RenderedPrompt]]:
     """With no more output than the budget of the key has left. `most` is what a server that renders by itself may
     write."""
     wanted = max((prompt.budget.max_tokens for prompt in prompts), default=most)
     tokens = sum(len(prompt.ids) for prompt in prompts) if prompts else estimated_tokens(request)
-    allowed = reservation.hold(model.name, tokens, wanted, (len(prompts) or len(request.prompts) or 1) * request.n)
+    choices = (len(prompts) or len(request.prompts) or 1) * request.n
+    allowed = await reservation.hold(model.name, tokens, wanted, choices)
     if allowed >= wanted:
         return request, prompts
     budget = OutputBudget(allowed, "max_tokens")

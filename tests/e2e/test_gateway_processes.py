@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,35 @@ def test_keys_are_created_and_revoked_in_all_processes_at_once(cluster: MultiPro
     finally:
         httpx.delete(f"{keys}/{boss['id']}", headers=headers)
     assert statuses("") == {200}
+
+
+def test_a_budget_holds_for_parallel_requests_to_all_processes(tmp_path: Path):
+    settings = f"""[[keys]]
+name = "poor"
+key = "sk-poor"
+token_budget = 500
+[accounts]
+path = "{tmp_path / "accounts.sqlite"}"
+"""
+    script = CONFIG.replace('{ text = "Hello there." }', "{ tokens = 120 }")
+    with cli_process.serve(tmp_path, "--workers", "4", config=script + settings) as server:
+        many = MultiProcessServer(server)
+        many.wait_for_processes(4)
+
+        def ask(number: int) -> httpx.Response:
+            body = {"model": "demo", "messages": [{"role": "user", "content": f"number {number}"}]}
+            headers = {"authorization": "Bearer sk-poor"}
+            return httpx.post(many.url + CHAT, json=body, headers=headers, timeout=cli_process.DEADLINE)
+
+        with ThreadPoolExecutor(60) as threads:
+            replies = list(threads.map(ask, range(60)))
+        assert {reply.status_code for reply in replies} == {200, 429}
+        used = sum(reply.json()["usage"]["total_tokens"] for reply in replies if reply.status_code == 200)
+        assert 0 < used <= 500
+        while (reply := ask(60)).status_code == 200:  # what the others did not use is free again
+            used += reply.json()["usage"]["total_tokens"]
+        assert 490 <= used <= 500
+        assert reply.json()["error"]["code"] == "insufficient_quota"
 
 
 def test_a_killed_process_is_replaced_and_loses_no_metrics(cluster: MultiProcessServer):
