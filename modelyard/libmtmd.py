@@ -87,7 +87,13 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         mtmd_helper_bitmap_wrapper,
         [c_void_p, c_char_p, c_size_t, c_bool, mtmd_helper_init_opt],
     ),
+    "mtmd_get_audio_sample_rate": (c_int, [c_void_p]),
     "mtmd_bitmap_init": (c_void_p, [c_uint32, c_uint32, c_char_p]),
+    "mtmd_bitmap_init_from_audio": (c_void_p, [c_size_t, c_char_p]),
+    "mtmd_bitmap_get_nx": (c_uint32, [c_void_p]),
+    "mtmd_bitmap_get_ny": (c_uint32, [c_void_p]),
+    "mtmd_bitmap_get_data": (c_void_p, [c_void_p]),
+    "mtmd_bitmap_get_n_bytes": (c_size_t, [c_void_p]),
     "mtmd_bitmap_free": (None, [c_void_p]),
     "mtmd_input_chunks_init": (c_void_p, []),
     "mtmd_input_chunks_size": (c_size_t, [c_void_p]),
@@ -116,7 +122,6 @@ class LibMtmd:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        libllama.load()  # first, so that the loader finds it by its name
         try:
             raw = ctypes.CDLL(str(path))
         except OSError as error:

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
@@ -46,7 +47,7 @@ class Grammars:
         """Runs a function on the compiler thread."""
         if self._pool is None:
             self._pool = _compiler_thread()
-        return self._pool.submit(function)
+        return self._pool.submit(copy_context().run, function)  # with the client whose turn it is in the sandbox
 
     def close(self) -> None:
         """Waits for the running compilation; cancels the others."""

@@ -1,7 +1,7 @@
 """What a client's image or sound has to pass before libmtmd decodes it, here or in llama-server.
 
 libmtmd allocates what a file's header says, and the process ends if that fails. It also ignores which side of a photo
-is up, and what is transparent: Pillow applies both, if it is installed, in a child process of the pool.
+is up, and what is transparent: Pillow applies both, if it is installed. A child process of the pool does all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEAD = 1 << 16  # the bytes of a file in which its metadata is looked for
 _ORIENTATION = 0x0112
 
 _MAX_SECONDS, _MIN_SECONDS = 2 * 60 * 60, 0.001  # libmtmd has an assertion against a sound of one sample
-_MIN_RATE, _MAX_CHUNKS = 1000, 10_000
+_MIN_RATE, _MAX_CHUNKS, _MAX_TAGS = 1000, 10_000, 16
 _ADPCM, _EXTENSIBLE = (0x02, 0x11), 0xFFFE
 
 
@@ -33,22 +33,10 @@ _ADPCM, _EXTENSIBLE = (0x02, 0x11), 0xFFFE
 
 def checked_image(data: bytes) -> bytes:
     """The image in a form that libmtmd reads as a person sees it."""
-    width, height = _image_size(data)
-    _check_size(width, height)
-    if width and data.startswith(_KNOWN_IMAGES) and not _needs_pillow(data):
-        return data
-    if _pillow() is not None:
-        try:
-            return pool.call(convert, data) or data
-        except Stopped as stopped:
-            raise _invalid("image", f"an image cannot be read: {stopped.why}") from None
-    if width and data.startswith(_KNOWN_IMAGES):
-        return data
-    raise _invalid(
-        "image",
-        "an image is neither PNG, JPEG, GIF nor BMP; the server converts others if Pillow is installed there "
-        "(pip install 'modelyard[media]')",
-    )
+    try:
+        return pool.call(convert, data) or data
+    except Stopped as stopped:
+        raise invalid("image", f"an image cannot be read: {stopped.why}") from None
 
 
 def _image_size(data: bytes) -> tuple[int, int]:
@@ -64,14 +52,14 @@ def _check_size(width: int, height: int) -> None:
     if width * height > _MAX_PIXELS:
         raise _too_large(f"an image of {width}x{height}")
     if max(width, height) > _MAX_RATIO * min(width, height):
-        raise _invalid(
+        raise invalid(
             "image",
             f"an image of {width}x{height} is too narrow: its longer side may be {_MAX_RATIO} times the shorter one",
         )
 
 
 def _too_large(what: str) -> InvalidRequest:
-    return _invalid("image", f"{what} is too large: at most {_MAX_PIXELS >> 20} million pixels are read")
+    return invalid("image", f"{what} is too large: at most {_MAX_PIXELS >> 20} million pixels are read")
 
 
 def _needs_pillow(data: bytes) -> bool:
@@ -89,34 +77,56 @@ def _pillow() -> Any:
         return None
 
 
-def _load_pillow() -> None:
-    import_module("PIL.ImageOps")
-    _pillow().init()
+def load_pillow() -> None:
+    if _pillow() is not None:
+        import_module("PIL.ImageOps")
+        _pillow().init()
 
 
-@sandboxed(Limits(cpu_s=30, memory=1536 << 20), _load_pillow)
+@sandboxed(Limits(cpu_s=30, memory=1536 << 20), load_pillow)
 def convert(data: bytes) -> bytes | None:
-    """Upright, on white, as PNG; None if libmtmd reads the image so."""
-    pillow = _pillow()
+    """As PNG; None if libmtmd reads the image as a person sees it."""
+    if (image := seen_image(data)) is None:
+        return None
+    converted = io.BytesIO()
+    image.save(converted, "PNG", compress_level=1)
+    return converted.getvalue()
+
+
+def seen_image(data: bytes) -> Any:
+    """Upright, on white, as an image of Pillow; None if libmtmd reads it so. Runs in a child of the pool."""
+    width, height = _image_size(data)
+    _check_size(width, height)
+    is_known = width > 0 and data.startswith(_KNOWN_IMAGES)
+    if is_known and not _needs_pillow(data):
+        return None
+    if (pillow := _pillow()) is not None:
+        return _seen(data, pillow)
+    if is_known:
+        return None
+    raise invalid(
+        "image",
+        "an image is neither PNG, JPEG, GIF nor BMP; the server converts others if Pillow is installed there "
+        "(pip install 'modelyard[media]')",
+    )
+
+
+def _seen(data: bytes, pillow: Any) -> Any:
     try:
         image = pillow.open(io.BytesIO(data))
         _check_size(*image.size)
         upright = import_module("PIL.ImageOps").exif_transpose(image)
         shown = _on_white(upright, pillow)
         is_same = image.getexif().get(_ORIENTATION, 1) in (0, 1) and shown is upright
-        if is_same and data.startswith(_KNOWN_IMAGES):
-            return None
-        converted = io.BytesIO()
-        shown.convert("RGB").save(converted, "PNG", compress_level=1)
-    except InvalidRequest:
+        return None if is_same and data.startswith(_KNOWN_IMAGES) else shown.convert("RGB")
+    except (InvalidRequest, MemoryError):
         raise
     except pillow.DecompressionBombError:
         raise _too_large("an image") from None
     except Exception as error:  # whatever damaged data leads to, in one of Pillow's many decoders
-        raise _invalid(
+        raise invalid(
             "image", "an image cannot be read: its data is damaged, or of a kind that is not known"
         ) from error
-    return converted.getvalue()
 
 
 def _on_white(image: Any, pillow: Any) -> Any:
@@ -140,30 +150,32 @@ def checked_audio(data: bytes) -> bytes:
     is_flac = magic == b"fLaC"
     is_mp3 = (start > 0 and magic != b"OggS") or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
     if len(data) < 12 or not (is_wave or is_mp3 or is_flac):
-        raise _invalid("audio", "an audio part is neither WAV, MP3 nor FLAC")
+        raise invalid("audio", "an audio part is neither WAV, MP3 nor FLAC")
     try:
         length = _wave_length(data) if is_wave else _flac_length(data, start) if is_flac else None
     except struct.error:
-        raise _invalid("audio", "an audio part cannot be read: its header is damaged") from None
+        raise invalid("audio", "an audio part cannot be read: its header is damaged") from None
     if length is not None:
-        _check_length(*length)
+        check_length(*length)
     return data
 
 
-def _check_length(samples: int, rate: int) -> None:
+def check_length(samples: int, rate: int) -> None:
     if rate < _MIN_RATE:
-        raise _invalid("audio", f"an audio part has a sample rate of {rate} Hz; at least {_MIN_RATE} Hz are read")
+        raise invalid("audio", f"an audio part has a sample rate of {rate} Hz; at least {_MIN_RATE} Hz are read")
     if samples > _MAX_SECONDS * rate:
         hours = _MAX_SECONDS // 3600
-        raise _invalid("audio", f"an audio part is {samples / rate:.0f} s long; at most {hours} hours are read")
+        raise invalid("audio", f"an audio part is {samples / rate:.0f} s long; at most {hours} hours are read")
     if samples < _MIN_SECONDS * rate:
-        raise _invalid("audio", "an audio part holds no sound, or does not say how long it is")
+        raise invalid("audio", "an audio part holds no sound, or does not say how long it is")
 
 
 def _after_tags(data: bytes) -> int:
     """Where the sound begins after ID3 tags, which may also be before FLAC."""
     at = 0
-    while data[at : at + 3] == b"ID3" and len(data) >= at + 10:
+    for _ in range(_MAX_TAGS):
+        if data[at : at + 3] != b"ID3" or len(data) < at + 10:
+            break
         size = 0
         for byte in data[at + 6 : at + 10]:
             size = size << 7 | byte & 0x7F
@@ -201,5 +213,5 @@ def _flac_length(data: bytes, start: int) -> tuple[int, int]:
     return packed & (1 << 36) - 1, packed >> 44
 
 
-def _invalid(kind: str, message: str) -> InvalidRequest:
+def invalid(kind: str, message: str) -> InvalidRequest:
     return InvalidRequest(message, code=f"invalid_{kind}", param="messages")

@@ -12,7 +12,7 @@ from PIL import Image
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import media_checks
-from modelyard.engines.media_checks import checked_audio, checked_image
+from modelyard.engines.media_checks import checked_audio, checked_image, convert
 
 
 def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
@@ -90,9 +90,9 @@ def test_what_is_no_image_is_refused_in_plain_words(data: bytes) -> None:
 def test_without_pillow_known_formats_are_read_and_others_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(Image.new("RGBA", (8, 4)), "PNG")
     monkeypatch.setattr(media_checks, "_pillow", lambda: None)
-    assert checked_image(data) is data
+    assert convert(data) is None
     for other in (TGA, b"RIFF1234WEBP"):
-        assert "pip install 'modelyard[media]'" in refusal(checked_image, other)
+        assert "pip install 'modelyard[media]'" in refusal(convert, other)
 
 
 def sound(samples: int, rate: int = 16000) -> bytes:

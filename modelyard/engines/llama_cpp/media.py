@@ -28,9 +28,9 @@ from modelyard.core.engine import Media, TokenRun
 from modelyard.core.errors import Internal, InvalidRequest, Unavailable, Unsupported
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import file_identity
+from modelyard.engines.llama_cpp.media_decoding import decoded_audio, decoded_image
 from modelyard.engines.llama_cpp.media_tokens import IntArray, count_positions, media_ids
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.engines.media_checks import checked_audio, checked_image
 from modelyard.library import variants
 from modelyard.library.model_files import locate_model_file
 from modelyard.tokenizer import llama_log
@@ -77,6 +77,14 @@ class ChunkList:
         return int(self._mtmd.mtmd_input_chunks_size(self.raw))
 
 
+class Bitmap:
+    """libmtmd's copy of decoded pixels or samples."""
+
+    def __init__(self, mtmd: libmtmd.LibMtmd, raw: int) -> None:
+        self.raw = raw
+        weakref.finalize(self, mtmd.mtmd_bitmap_free, raw)
+
+
 class Projector:
     """The encoder of images and audio that belongs to a model. `read` and `count` may be called by any thread."""
 
@@ -99,6 +107,7 @@ class Projector:
         self._identity = f"{file_identity([path])} {limits}".encode()
         supports = {"image": mtmd.mtmd_support_vision, "audio": mtmd.mtmd_support_audio}
         self.kinds = tuple(kind for kind, function in supports.items() if function(self._raw))
+        self._rate = int(mtmd.mtmd_get_audio_sample_rate(self._raw))  # samples per second; -1: it takes no sounds
 
     def close(self) -> None:
         with self._lock:
@@ -120,28 +129,31 @@ class Projector:
         pieces: list[IntArray] = []
         chunks: list[MediaChunk] = []
         tokens = position = 0
-        with self._opened():
-            for piece in (piece for part in parts for piece in self._pieces(part)):
-                if isinstance(piece, EncodedPiece):
-                    chunks.append(self._chunk(piece, tokens, position))
-                    ids = media_ids(piece.key, piece.tokens, piece.positions)
-                else:
-                    ids = piece
-                pieces.append(ids)
-                tokens, position = tokens + len(ids), position + count_positions(ids)
+        for part in parts:
+            bitmap = self._bitmap(part) if isinstance(part, Media) else None
+            with self._opened():
+                for piece in self._pieces(part, bitmap):
+                    if isinstance(piece, EncodedPiece):
+                        chunks.append(self._chunk(piece, tokens, position))
+                        ids = media_ids(piece.key, piece.tokens, piece.positions)
+                    else:
+                        ids = piece
+                    pieces.append(ids)
+                    tokens, position = tokens + len(ids), position + count_positions(ids)
         return MediaPrompt(np.concatenate(pieces), chunks)
 
     def count(self, media: Media) -> int:
         """The tokens that it takes, with the marks around it."""
+        bitmap = self._bitmap(media)
         with self._opened():
-            return sum(len(piece) for piece in self._pieces(media))
+            return sum(len(piece) for piece in self._pieces(media, bitmap))
 
-    def _pieces(self, part: TokenRun | Media) -> Iterator[IntArray | EncodedPiece]:
+    def _pieces(self, part: TokenRun | Media, bitmap: Bitmap | None) -> Iterator[IntArray | EncodedPiece]:
         """Text ids, and what has to be encoded: a picture has marks around it, and between its tiles."""
-        if isinstance(part, TokenRun):
-            yield np.asarray(part.ids, np.int32)
+        if isinstance(part, TokenRun) or bitmap is None:
+            yield np.asarray(part.ids if isinstance(part, TokenRun) else (), np.int32)
             return
-        owner, mtmd = self._tokenize(part), self._mtmd
+        owner, mtmd = self._tokenize(part, bitmap), self._mtmd
         for number, handle in enumerate(owner):
             tokens = int(mtmd.mtmd_input_chunk_get_n_tokens(handle))
             if mtmd.mtmd_input_chunk_get_type(handle) == libmtmd.TEXT_CHUNK:
@@ -170,29 +182,23 @@ class Projector:
         t, x, y, z = np.frombuffer(bytes(places), np.int32).reshape(count, 4).T
         return np.ascontiguousarray([t, y, x, z])
 
-    def _tokenize(self, media: Media) -> ChunkList:
+    def _tokenize(self, media: Media, bitmap: Bitmap) -> ChunkList:
+        mtmd = self._mtmd
+        chunks, part = ChunkList(mtmd), mtmd.mtmd_input_part(None, bitmap.raw)
+        parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
+        llama_log.clear()
+        if mtmd.mtmd_tokenize_from_parts(self._raw, chunks.raw, parts, 1, False):
+            raise _unreadable(media, llama_log.first_error())
+        return chunks
+
+    def _bitmap(self, media: Media) -> Bitmap:
+        """The decoded picture or sound. Others read meanwhile: a large one takes seconds."""
         if media.kind not in self.kinds:
             raise Unsupported(f"this model takes no {_PLURALS[media.kind]}", code="modality_unsupported")
-        mtmd, bitmap = self._mtmd, self._bitmap(media)
-        try:
-            chunks, part = ChunkList(mtmd), mtmd.mtmd_input_part(None, bitmap)
-            parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
-            llama_log.clear()
-            if mtmd.mtmd_tokenize_from_parts(self._raw, chunks.raw, parts, 1, False):
-                raise _unreadable(media, llama_log.first_error())
-            return chunks
-        finally:
-            mtmd.mtmd_bitmap_free(bitmap)
-
-    def _bitmap(self, media: Media) -> int:
-        """The decoded picture or sound, which the caller frees."""
-        data = checked_image(media.data) if media.kind == "image" else checked_audio(media.data)
-        llama_log.clear()
-        options = self._mtmd.mtmd_helper_init_opt_default()
-        found = self._mtmd.mtmd_helper_bitmap_init_from_buf(self._raw, data, len(data), False, options)
-        if not found.bitmap:
-            raise _unreadable(media, "its data is damaged, or of a kind that is not known")
-        return int(found.bitmap)
+        if media.kind == "image":
+            return Bitmap(self._mtmd, self._mtmd.mtmd_bitmap_init(*decoded_image(media.data)))
+        samples = decoded_audio(media.data, self._rate)
+        return Bitmap(self._mtmd, self._mtmd.mtmd_bitmap_init_from_audio(len(samples) // 4, samples))
 
     # --- vectors ------------------------------------------------------------------------------------------------------
 
