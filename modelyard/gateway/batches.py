@@ -28,9 +28,10 @@ from modelyard.core.batch import Batch, BatchFault, BatchLine, BatchRow, BatchSt
 from modelyard.core.errors import Conflict, InvalidRequest, KeyLimited, ModelyardError, NotFound
 from modelyard.core.events import Usage
 from modelyard.core.store import ObjectStore
-from modelyard.gateway.batch_lines import read_line, read_lines
+from modelyard.gateway.batch_lines import count_lines, read_lines
 from modelyard.gateway.files import Files, in_chunks, read_chunks
 from modelyard.gateway.records import OwnerProcess, Records
+from modelyard.processes.sandbox import Stopped, current_client
 from modelyard.protocols import openai_batches
 from modelyard.telemetry.log import log_event
 
@@ -196,9 +197,8 @@ class Batches:
         if len(done) >= batch.total or batch.ending not in _NO_RESULT:
             return
         outcome, code, message = _NO_RESULT[batch.ending]
-        async for number, line in self._lines(batch, key):
+        async for number, read in read_lines(self._input(batch, key), batch, self._max_line):
             if number not in done:
-                read = await read_line(batch, line, number, set())
                 yield BatchRow(number, read.custom_id, outcome, code=code, message=message)
 
     async def _stored_rows(self, batch: Batch, key: str) -> AsyncIterator[BatchRow]:
@@ -211,11 +211,10 @@ class Batches:
     def _rows_scope(self, batch: Batch, key: str) -> str:
         return f"{self._records[batch.api].parts(batch.id, key)}/rows"
 
-    def _lines(self, batch: Batch, key: str) -> AsyncIterator[tuple[int, bytes]]:
+    def _input(self, batch: Batch, key: str) -> AsyncIterator[bytes]:
         if batch.api == "openai":
-            return read_lines(self._files.content(batch.input_file, key), self._max_line)
-        chunks = read_chunks(self._store, f"{self._records[batch.api].parts(batch.id, key)}/input")
-        return read_lines(chunks, self._max_line)
+            return self._files.content(batch.input_file, key)
+        return read_chunks(self._store, f"{self._records[batch.api].parts(batch.id, key)}/input")
 
     # --- the list of open work ----------------------------------------------------------------------------------------
 
@@ -282,6 +281,7 @@ class Batches:
         return found
 
     async def _run(self, id: str, entry: OpenBatch) -> None:
+        current_client.set(entry.key)
         try:
             batch = await self._records[entry.api].find(id, entry.key)
             if batch is not None and entry.deaths >= MAX_DEATHS:
@@ -330,6 +330,13 @@ class Batches:
 
     async def _advance(self, batch: Batch, key: str, run: _BatchRun) -> None:
         """From any state to its end."""
+        try:
+            await self._try_to_advance(batch, key, run)
+        except Stopped as stopped:
+            fault = BatchFault("invalid_file", f"the input file cannot be read: {stopped.why}")
+            await self._change(batch, key, lambda found: replace(_entering(found, "failed"), faults=(fault,)))
+
+    async def _try_to_advance(self, batch: Batch, key: str, run: _BatchRun) -> None:
         if batch.status == "validating":
             batch = await self._validate(batch, key)
         if batch.status == "cancelling":
@@ -348,12 +355,8 @@ class Batches:
 
     async def _validate(self, batch: Batch, key: str) -> Batch:
         """Only what no line can be blamed for fails the whole batch."""
-        total, model, most, fault = 0, None, self.settings.max_requests, None
-        async for number, line in self._lines(batch, key):
-            if (total := total + 1) > most:
-                break
-            if model is None and isinstance(read := await read_line(batch, line, number, set()), BatchLine):
-                model = openai_batches.read_line_model(read.body)
+        most, fault = self.settings.max_requests, None
+        total, model = await count_lines(self._input(batch, key), batch, self._max_line, most)
         if total == 0:
             fault = BatchFault("empty_file", "the input file has no requests, or it was deleted")
         elif total > most:
@@ -378,13 +381,13 @@ class Batches:
         expiry = asyncio.get_running_loop().call_later(max(0.0, batch.expires - time.time()), run.end, "expired")
         seen: set[str] = set()
         try:
-            async for number, line in self._lines(batch, key):
-                read = await read_line(batch, line, number, seen)
+            async for number, read in read_lines(self._input(batch, key), batch, self._max_line):
+                line = _once(read, number, seen)
                 if number in run.done:
                     continue
                 if not await run.acquire(self._slots):
                     break
-                run.start(self._run_line(batch, key, number, read, run), self._slots.release)
+                run.start(self._run_line(batch, key, number, line, run), self._slots.release)
             await run.wait()
         finally:
             expiry.cancel()
@@ -530,6 +533,17 @@ def _finalizing(batch: Batch, ending: BatchStatus) -> Batch | None:
         return None
     batch = _entering(batch, "cancelling" if ending == "cancelled" else "finalizing", ending=ending)
     return batch if ending != "failed" else replace(batch, faults=(_FILE_DELETED,))
+
+
+def _once(read: BatchLine | BatchRow, number: int, seen: set[str]) -> BatchLine | BatchRow:
+    """`seen` are the ids of the lines before it."""
+    if isinstance(read, BatchRow):
+        return read
+    if (id := read.custom_id) in seen:
+        message = f"line {number}: the custom_id {id!r} is used twice"
+        return BatchRow(number, id, "errored", code="duplicate_custom_id", message=message)
+    seen.add(id)
+    return read
 
 
 def _sum(usage: Usage, row: BatchRow) -> Usage:

@@ -15,9 +15,10 @@ from modelyard.accounts.admission import Admission
 from modelyard.core.batch import Batch
 from modelyard.core.errors import Conflict, ModelyardError
 from modelyard.core.request import is_api_key
+from modelyard.gateway.batch_lines import split_requests
 from modelyard.gateway.batches import Batches, LineReply
+from modelyard.gateway.files import CHUNK
 from modelyard.gateway.records import new_id
-from modelyard.gateway.request_work import run_sized
 from modelyard.http.auth import Authenticator
 from modelyard.http.connection import offer_callbacks
 from modelyard.http.errors import write_error
@@ -81,7 +82,7 @@ class MessageBatchEndpoints:
     async def create(self, request: HttpRequest) -> Response:
         context, settings = RequestContext.of(request.scope), self._batches.settings
         body = await read_body(request.receive, context, self._settings, settings.max_file_bytes)
-        requests = await run_sized(len(body), anthropic.read_batch_requests, body, settings.max_requests)
+        total, requests = await split_requests(body, settings.max_requests)
         now = int(time.time())
         batch = Batch(
             id=new_id("msgbatch_"),
@@ -89,12 +90,12 @@ class MessageBatchEndpoints:
             endpoint=anthropic.ENDPOINT,
             created=now,
             expires=now + anthropic.WINDOW_S,
-            total=len(requests),
+            total=total,
         )
 
         async def lines() -> AsyncIterator[bytes]:
-            for each in requests:
-                yield anthropic.write_batch_line(each)
+            for at in range(0, len(requests), CHUNK):
+                yield requests[at : at + CHUNK]
 
         made = await self._batches.create(_consenting(batch, context), context.key, lines())
         return self._batch(made, request)
