@@ -12,6 +12,7 @@ import time
 import types
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -85,7 +86,7 @@ class RequestWork:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self.check()
-        work = partial(self._run, partial(function, *args, **kwargs))
+        work = partial(copy_context().run, self._run, partial(function, *args, **kwargs))
         future = asyncio.get_running_loop().run_in_executor(_threads(), work)
         self._future = future
         try:

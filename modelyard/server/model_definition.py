@@ -223,11 +223,11 @@ def _open_tokenizer(path: Path) -> FileTokenizer:
         from modelyard.engines.llama_cpp import file_check
 
         file_check.check_vocabulary(path)
-    else:
-        from modelyard.engines.tokenizer_check import check_tokenizer
+        return open_tokenizer(path)
+    from modelyard.engines.tokenizer_check import check_tokenizer
+    from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 
-        check_tokenizer(path)
-    return open_tokenizer(path)
+    return HuggingFaceTokenizer.load(path, check_tokenizer(path))
 
 
 def _template(entry: ModelEntry, tokenizer: FileTokenizer, fallback: str | None, where: Path) -> TemplateSource:

@@ -17,7 +17,7 @@ Which tokens begin and end a text is in the files beside tokenizer.json.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -217,8 +217,10 @@ class PlainEncoder:
     search for added tokens. That is slower, but only text that spells a control token needs it.
     """
 
-    def __init__(self, tokenizer: HfTokenizer, controls: Mapping[str, int], unknown: str | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: HfTokenizer, controls: Mapping[str, int], unknown: str | None, vet: Vet | None = None
+    ) -> None:
+        self._tokenizer, self._vet = tokenizer, vet
         self._controls = frozenset(id for text, id in controls.items() if text != unknown)
         self._pattern = spelling_pattern(text for text in controls if len(text) > 1)
 
@@ -233,6 +235,8 @@ class PlainEncoder:
 
     def _run(self, text: str, start: bool) -> list[int]:
         tokenizer = self._tokenizer
+        if self._vet is not None:
+            self._vet(text, True)
         run = PreTokenizedString(text if start else _FILLER + text)
         if not start:
             run.split(lambda _, whole: [whole[:1], whole[1:]])
@@ -299,13 +303,24 @@ _bpe_decoder = msgspec.json.Decoder(_BpeFile)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def unknown_patterns(text: str) -> list[str]:
-    """The patterns of a tokenizer.json that may take more than linear time. One that cannot be read has none."""
+Vet = Callable[[str, bool], None]  # raises if a text takes too long to split; whether without added tokens
+
+
+def without_vocabulary(text: str) -> str:
+    """A tokenizer.json that splits texts as this one, and finds no word."""
+    file = msgspec.json.decode(text)
+    kept = {name: file.get(name) for name in ("version", "added_tokens", "normalizer", "pre_tokenizer")}
+    return msgspec.json.encode(kept | {"model": {"type": "BPE", "vocab": {}, "merges": []}}).decode()
+
+
+def unknown_patterns(text: str, *parts: str) -> list[str]:
+    """The patterns of these parts of a tokenizer.json that may take more than linear time. One that cannot be read has
+    none."""
     try:
         file = _decoder.decode(text)
     except msgspec.DecodeError:
         return []
-    return [one for one in regexes([file.normalizer, file.pre_tokenizer, file.decoder]) if not is_linear(one)]
+    return [one for one in regexes([getattr(file, part) for part in parts]) if not is_linear(one)]
 
 
 @contextmanager
@@ -321,7 +336,10 @@ def _failing() -> Iterator[None]:
         ) from None
 
 
-def encode_all(tokenizer: HfTokenizer, texts: list[str]) -> list[list[int]]:
+def encode_all(tokenizer: HfTokenizer, vet: Vet | None, texts: list[str]) -> list[list[int]]:
+    if vet is not None:
+        for text in texts:
+            vet(text, False)
     with _failing():
         return [made.ids for made in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -357,12 +375,19 @@ class TokenBytes:
 
 
 class HuggingFaceTokenizer:
-    """`bos_token` and `eos_token` are the texts that templates use; `bos` is the id that begins a raw prompt."""
+    """`bos_token` and `eos_token` are the texts that templates use; `bos` is the id that begins a raw prompt. `vet`
+    is called with each text, before it is split."""
 
-    def __init__(self, tokenizer: HfTokenizer, file: TokenizerFile, special: SpecialTokens = SpecialTokens()) -> None:
+    def __init__(
+        self,
+        tokenizer: HfTokenizer,
+        file: TokenizerFile,
+        special: SpecialTokens = SpecialTokens(),
+        vet: Vet | None = None,
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._tokenizer, self._vet = tokenizer, vet
         self._added = {token.id: token for token in file.added_tokens}
         patterns = regexes([file.normalizer, file.pre_tokenizer, file.decoder])
         self.is_linear = all(map(is_linear, patterns))  # in the length of a text
@@ -376,13 +401,13 @@ class HuggingFaceTokenizer:
         self.bos_token, self.eos_token = special.bos_token, special.eos_token
         self.bos = self._bos(special)
         self.eos = self._eos(special)
-        self._plain = PlainEncoder(tokenizer, self.specials, file.model.unk_token)
+        self._plain = PlainEncoder(tokenizer, self.specials, file.model.unk_token, vet)
         self._family = detokenize.family_of(file.decoder)
         # Neither these functions nor what holds them refers to `self`: a vocabulary that is no longer used is freed at
         # once, not when the garbage collector finds it.
         self._token_bytes = TokenBytes(tokenizer, frozenset(self._added), tokens.texts, file.decoder)
         self._table = TokenTable(self._token_bytes, tokens)
-        self._encode_all = partial(encode_all, tokenizer)
+        self._encode_all = partial(encode_all, tokenizer, vet)
         pattern = ascii_pattern(file)
         spellings = TokenSpellings(token.content for token in file.added_tokens)
         self.words = None
@@ -390,13 +415,18 @@ class HuggingFaceTokenizer:
             self.words = WordCache(pattern, spellings, self._encode_all, breaks_at_spaces=breaks_at_spaces(file))
 
     @classmethod
-    def load(cls, path: Path) -> HuggingFaceTokenizer:
+    def load(cls, path: Path, vet: Vet | None = None) -> HuggingFaceTokenizer:
         file = tokenizer_file(path)
-        return cls.from_text(read_text(file), special=read_special_tokens(file.parent), where=str(file))
+        return cls.from_text(read_text(file), special=read_special_tokens(file.parent), where=str(file), vet=vet)
 
     @classmethod
     def from_text(
-        cls, text: str, *, special: SpecialTokens = SpecialTokens(), where: str = "the tokenizer"
+        cls,
+        text: str,
+        *,
+        special: SpecialTokens = SpecialTokens(),
+        where: str = "the tokenizer",
+        vet: Vet | None = None,
     ) -> HuggingFaceTokenizer:
         try:
             file = _decoder.decode(text)
@@ -408,7 +438,7 @@ class HuggingFaceTokenizer:
                 f"{where} is not a valid tokenizer.json: {error}. Download it again from the source model's repository",
                 code="tokenizer_broken",
             ) from error
-        return cls(tokenizer, file, special)
+        return cls(tokenizer, file, special, vet)
 
     @cached_property
     def spans_words(self) -> bool:
@@ -434,7 +464,11 @@ class HuggingFaceTokenizer:
         return FimTokens(prefix, suffix, middle, find(*_FIM_REPOSITORIES), find(*_FIM_FILES))
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        return list(self._tokenizer.encode(well_formed(first), well_formed(second), add_special_tokens=True).ids)
+        first, second = well_formed(first), well_formed(second)
+        if self._vet is not None:
+            self._vet(first, False)
+            self._vet(second, False)
+        return list(self._tokenizer.encode(first, second, add_special_tokens=True).ids)
 
     @property
     def template(self) -> str | None:

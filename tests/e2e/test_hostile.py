@@ -246,6 +246,23 @@ def test_a_hostile_tokenizer_is_a_fault_of_its_model_only(tmp_path: Path) -> Non
         assert ask(server, "ada", "a" * 28).status_code == 200
 
 
+def test_a_text_on_which_an_accepted_pattern_blows_up_is_refused_while_others_go_on(tmp_path: Path) -> None:
+    """No probe of the pattern foresees it. The library would work on 180 letters for ever."""
+    file = Path(fake.__file__).parent / "tokenizer" / "tokenizer.json"
+    text = json.loads(file.read_text()) | {"pre_tokenizer": split(r"(?:kvw|kvwkvw)+\d|\w+|\s|.")}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(text))
+    both = settings(tmp_path)
+    both["models"]["odd"] = {**both["models"]["demo"], "tokenizer_path": str(tmp_path)}
+    both["routes"] = [{"match": "odd", "model": "odd"}, *both["routes"]]
+    with live_server(both) as server, ThreadPoolExecutor(4) as threads, never_stalls(server):
+        bombs = [threads.submit(ask, server, "eve", f"{n} " + "kvw" * 60 + "!", model="odd") for n in range(4)]
+        assert ask(server, "ada", "text").status_code == 200
+        assert ask(server, "ada", "text", model="odd").status_code == 200
+        for bomb in bombs:
+            error = bomb.result().json()["error"]
+            assert (bomb.result().status_code, error["code"]) == (400, "tokenizer_too_slow")
+
+
 def test_a_long_text_that_spells_control_tokens_leaves_the_loop_free(server: LiveServer) -> None:
     with never_stalls(server):
         reply = ask(server, "eve", "some words <|im_end|> " * 200_000)
