@@ -235,7 +235,8 @@ def status_rows(found: Json, now: float) -> Iterator[tuple[str, str]]:
     parts = [f"{len(names)} {label} ({', '.join(names[:5])})" for label, names in by_state.items() if names]
     yield "models", "; ".join(parts) or "none is loaded"
     if found["set_aside"]:
-        yield "set aside", f"{', '.join(found['set_aside'])}: the server died twice with it"
+        aside = ", ".join(found["set_aside"])
+        yield "set aside", f"{aside}: the server died twice with it. `modelyard run NAME` tries a model again"
     ram, used = found["memory"]["ram"], sum(m["memory"] or 0 for m in models if m["state"] == "ready")
     gpus = "".join(
         f"; GPU {gpu['index']}: {format_size(gpu['free'])} of {format_size(gpu['total'])} free"

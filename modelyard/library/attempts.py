@@ -25,14 +25,23 @@ class Attempts:
         self._folder = folder or data_dir() / "attempts"
 
     def begin(self, name: str, identity: str = "") -> bool:
-        """Whether it may be tried. `end` follows, unless the process dies before."""
-        if sum(map(_is_dead, self._files(name, identity))) >= MAX_DEATHS:
+        """Whether it may be tried. `end` or `stop` follows, unless the process dies before."""
+        if self.deaths(name, identity) >= MAX_DEATHS:
             return False
         with suppress(OSError):  # without it a death is not counted
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             process = f"{os.getpid()}-{psutil.Process().create_time():.0f}"
             (self._folder / f"{_digest(name, identity)}.{process}").write_text(name)
         return True
+
+    def deaths(self, name: str, identity: str = "") -> int:
+        return sum(map(_is_dead, self._files(name, identity)))
+
+    def stop(self, name: str, identity: str = "") -> None:
+        """This process has neither survived it nor died with it: it ends."""
+        for file in self._files(name, identity):
+            if file.suffix.startswith(f".{os.getpid()}-"):
+                file.unlink(missing_ok=True)
 
     def end(self, name: str, identity: str = "") -> None:
         """It has not killed this process: earlier deaths do not count any more."""

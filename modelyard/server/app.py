@@ -42,7 +42,7 @@ from modelyard.http import server as front
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import PeerGateways
 from modelyard.http.auth import check_bind
-from modelyard.library.attempts import Attempts
+from modelyard.library.attempts import MAX_DEATHS, Attempts
 from modelyard.library.cache_dir import cache_dir
 from modelyard.mcp.servers import McpServers
 from modelyard.object_store import objects_path, open_object_store
@@ -298,7 +298,7 @@ def _build_http(
         accounts.open()
         await workbench.listen(built)
         on_ready()
-        preloading = asyncio.create_task(_preload(config, scheduler))
+        preloading = asyncio.create_task(_preload(config, scheduler, set_aside))
         _tune_garbage_collector()
         await asyncio.sleep(0)  # the models are being loaded when the server says that it has started
         collecting = asyncio.create_task(collect_garbage(gateway))
@@ -323,6 +323,7 @@ def _build_http(
         if disk_captures is not None:
             await asyncio.to_thread(disk_captures.close)
 
+    set_aside: set[str] = set()  # models
     scrape: Callable[[], Awaitable[bytes]] = (shared_metrics or gateway.metrics).scrape
     memory_captures = MemoryCaptureSink(settings.history_bytes, enabled=settings.history_texts)
     captures = memory_captures if disk_captures is None else CombinedCaptureSink(disk_captures, memory_captures)
@@ -364,31 +365,55 @@ def _build_http(
         objects.files,
         objects.batches,
         owner,
-        lambda: service.config.needed_models(),  # noqa: PLW0108  a reload replaces it
+        lambda: service.config.needed_models() - set_aside,  # a reload replaces the configuration
     )
     built = front.build_app(context, lifespan)
     return built
 
 
-async def _preload(config: Config, scheduler: Scheduler | RemotePool) -> None:
-    """Load the enabled models. One with which processes have died twice while it loaded is left to a request."""
+async def _preload(config: Config, scheduler: Scheduler | RemotePool, set_aside: set[str]) -> None:
+    """Load the enabled models. One with which processes have died twice while it loaded is left to a request. Those
+    with one death are loaded last and one at a time, so that the next death is counted for one only. `set_aside` gets
+    the names of those that are left out: the server is ready without them."""
     enabled = {name: model.model_dump_json() for name, model in config.models.items() if model.enabled}
-    is_here, attempts, begun = isinstance(scheduler, Scheduler), Attempts(), set[str]()
-    for name, settings in enabled.items():
-        if not is_here or attempts.begin(f"model {name}", settings):
+    if not isinstance(scheduler, Scheduler):
+        for name in enabled:
             scheduler.preload(name)
-            begun.add(name)
-        else:
+        return
+    attempts = Attempts()
+    deaths = {name: attempts.deaths(f"model {name}", settings) for name, settings in enabled.items()}
+    for name, number in deaths.items():
+        if number >= MAX_DEATHS:
+            set_aside.add(name)
             log_event(log, logging.ERROR, "a model was set aside: the server died twice while it loaded", model=name)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_watch(list(set_aside), enabled, scheduler, attempts))
+        await _load([name for name in enabled if not deaths[name]], enabled, scheduler, attempts)
+        for name in enabled:
+            if 0 < deaths[name] < MAX_DEATHS:
+                await _load([name], enabled, scheduler, attempts)
+
+
+async def _load(names: list[str], settings: Mapping[str, str], scheduler: Scheduler, attempts: Attempts) -> None:
+    for name in names:
+        attempts.begin(f"model {name}", settings[name])
+        scheduler.preload(name)
+    await _watch(names, settings, scheduler, attempts)
+
+
+async def _watch(names: list[str], settings: Mapping[str, str], scheduler: Scheduler, attempts: Attempts) -> None:
+    """Until they are loaded, or could not be: then they have not killed this process."""
+    left = set(names)
     try:
-        while enabled and is_here:
+        while left:
             await asyncio.sleep(_LOOK_S)
             status = scheduler.status()
-            for name in [name for name in enabled if name not in status or status[name].state in ("ready", "failed")]:
-                attempts.end(f"model {name}", enabled.pop(name))
+            for name in [name for name in left if name not in status or status[name].state in ("ready", "failed")]:
+                attempts.end(f"model {name}", settings[name])
+                left.remove(name)
     finally:
-        for name in begun & enabled.keys():
-            attempts.end(f"model {name}", enabled[name])
+        for name in left:
+            attempts.stop(f"model {name}", settings[name])
 
 
 def _tune_garbage_collector() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import httpx
 import tomlkit
 
 from modelyard.gateway import batches
-from tests.cli_process import DEADLINE, ServerProcess, environment, run, serve
+from tests.cli_process import ROOT, ServerProcess, run, serve
 from tests.e2e.helpers import SCRIPT, wait_until
 from tests.live_server import demo_config
 
@@ -31,23 +29,47 @@ def data_of(tmp_path: Path) -> dict[str, str]:
     return {"XDG_DATA_HOME": str(tmp_path / "data")}
 
 
-def test_a_model_with_which_the_server_died_twice_is_left_to_a_request(tmp_path: Path) -> None:
-    config, file = settings(tmp_path), tmp_path / "modelyard.toml"
-    file.write_text(config)
-    die = (
-        "import os; from pathlib import Path; from modelyard.config.load import load_config; "
-        f"model = load_config(Path({str(file)!r})).config.models['demo']; "
-        "from modelyard.library.attempts import Attempts; "
-        "Attempts().begin('model demo', model.model_dump_json()); os._exit(9)"
-    )
+# A plug-in that ends its process while its model is loaded, as a fault of a native library does.
+DYING = """
+import os
+from modelyard.engines import fake
+from modelyard.engines.fake import *
+from modelyard.engines.fake import CAPABILITIES, HOLDS_WEIGHTS, KIND, LIVE_OVERRIDES, Options, PROMPT_FORMAT, estimate
+
+def create(spec):
+    if os.path.exists(os.environ["DEADLY"]):
+        os.abort()
+    return fake.create(spec)
+"""
+PLUG_IN = "import sys, os, modelyard.engines; modelyard.engines.__path__.append(os.path.dirname(__file__))"
+
+
+def test_a_model_that_kills_the_server_at_two_starts_is_left_out_of_the_third(tmp_path: Path) -> None:
+    path, deadly = tmp_path / "path", tmp_path / "deadly"
+    path.mkdir()
+    deadly.touch()
+    (path / "sitecustomize.py").write_text(PLUG_IN)
+    (path / "dying.py").write_text(DYING)
+    env = data_of(tmp_path) | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "DEADLY": str(deadly)}
+    both = demo_config(SCRIPT)
+    both["models"]["dying"] = {**both["models"]["demo"], "backend": "dying", "placement": "inline"}
+    config = tomlkit.dumps(both | {"keys": [{"name": "boss", "key": "sk-boss", "admin": True}]})
+    (tmp_path / "modelyard.toml").write_text(config)
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", die], env=environment(**data_of(tmp_path)), timeout=DEADLINE, check=False)
-    with serve(tmp_path, config=config, **data_of(tmp_path)) as server:
+        died = run("serve", "--port", "0", cwd=tmp_path, **env)
+        assert died.returncode == -signal.SIGABRT, died.stderr[-2000:]
+    with serve(tmp_path, config=config, **env) as server:
+        wait_until(lambda: httpx.get(server.url + "/health/ready").status_code == 200, "the server is ready")
         found = httpx.get(server.url + "/v1/admin/set-aside", headers=ADMIN).json()
-        assert found["data"] == ["model demo"]
-        status = run("status", "--url", server.url, "--key", "sk-boss", cwd=tmp_path, **data_of(tmp_path))
-        assert "model demo: the server died twice with it" in status.stdout
-        assert httpx.post(server.url + "/v1/admin/models/demo/load", headers=ADMIN, timeout=60).status_code == 200
+        assert found["data"] == ["model dying"]
+        shown = run("status", "--url", server.url, "--key", "sk-boss", cwd=tmp_path, **env).stdout
+        assert "model dying: the server died twice with it" in shown
+        assert "modelyard run NAME" in shown
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "text"}]}
+        assert httpx.post(server.url + "/v1/chat/completions", json=chat, headers=ADMIN).status_code == 200
+        deadly.unlink()
+        again = run("run", "dying", "text", "--url", server.url, "--key", "sk-boss", cwd=tmp_path, **env)
+        assert again.returncode == 0, again.stderr
         wait_until(
             lambda: httpx.get(server.url + "/v1/admin/set-aside", headers=ADMIN).json()["data"] == [],
             "a model that was loaded is tried again at the next start",

@@ -191,7 +191,7 @@ def page(session: PageSession) -> None:
     async def update() -> None:
         records = await session.client.rows("models")
         set_aside = [] if session.is_visitor else await session.client.rows("set-aside")
-        why = "Not resumed, because the server died with it twice: "
+        why = "Not resumed, because the server died with it twice. “Load” tries a model again: "
         show_notice(aside, why + ", ".join(map(str, set_aside)) if set_aside else "")
         empty.set_visibility(not records)
         if [record["id"] for record in records] != list(panels):
