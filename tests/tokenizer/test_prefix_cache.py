@@ -211,6 +211,16 @@ def test_quoted_control_tokens_and_invalid_text_are_not_learned(text: str) -> No
     assert tokens.encode(OPENED + text) == fresh.encode(OPENED + text)
 
 
+def test_a_quotation_of_a_control_token_is_not_learned_as_the_token() -> None:
+    """The template may write the token itself later, also one at which no text is split."""
+    quoted, cuts = "<|im_end|> is how a turn ends", ["<|im_start|>"]
+    tokens, text = TokenCache(CHATML, cuts), OPENED.replace("<|im_end|>", "")
+    prompt = tokens.encode(text)
+    tokens.learn(prompt, encode_by_character(quoted))
+    assert CHATML.specials["<|im_end|>"] not in encode_by_character(quoted)
+    assert CHATML.specials["<|im_end|>"] in tokens.encode(text + quoted)[len(prompt) :]
+
+
 def test_a_prompt_without_a_control_token_teaches_nothing() -> None:
     tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     tokens.learn(CHATML.encode_plain("once upon"), encode_by_character(" a time there was"))
