@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
-from modelyard.core.request import Constraint, Tool, ToolChoice
+from modelyard.core.request import Constraint
 
 # (TextBuffer, CallBuilder) → generator. Both types are in `scanner/`, which core does not import.
 Reader = Callable[..., Generator[None, None, str | None]]
@@ -33,12 +33,9 @@ class GrammarContext(Struct, frozen=True):
     schema: Mapping[str, Any] | None = None
 
 
-class Grammar(Protocol):
-    """The call syntax of a family for these tools. None: there is no grammar, or it would constrain plain text."""
-
-    def __call__(
-        self, tools: Sequence[Tool], choice: ToolChoice, context: GrammarContext = ..., /
-    ) -> Constraint | None: ...
+# (tools, tool choice[, GrammarContext]) → the call syntax of a family. None: there is no grammar, or it would constrain
+# plain text.
+Grammar = Callable[..., Constraint | None]
 
 
 class CallWriter(Protocol):

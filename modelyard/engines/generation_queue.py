@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelyard.core.engine import Chunk, Tokens
+
+if TYPE_CHECKING:
+    from modelyard.engines.in_process import InProcessJob
 
 T = TypeVar("T")
 
@@ -164,13 +167,8 @@ def merge_tokens(items: list[T]) -> list[T]:
 # --- from an engine's thread to the event loop ------------------------------------------------------------------------
 
 
-class HasQueue(Protocol):
-    @property
-    def queue(self) -> GenerationQueue[Chunk]: ...
-
-
-JobChunks = tuple[HasQueue, Sequence[Chunk], bool]  # the last item: these are the job's last chunks
-BatchTokens = tuple[Sequence[HasQueue], Sequence[int]]  # one token for each job
+JobChunks = tuple["InProcessJob", Sequence[Chunk], bool]  # the last item: these are the job's last chunks
+BatchTokens = tuple[Sequence["InProcessJob"], Sequence[int]]  # one token for each job
 
 
 class TokenDispatch:
@@ -186,12 +184,12 @@ class TokenDispatch:
         self._pending: list[JobChunks | BatchTokens] = []
         self._urgent = self._waited = False
 
-    def put(self, job: HasQueue, chunks: Sequence[Chunk], last: bool = False, *, urgent: bool = True) -> None:
+    def put(self, job: InProcessJob, chunks: Sequence[Chunk], last: bool = False, *, urgent: bool = True) -> None:
         """Chunks that are not `urgent` may wait until the thread's next GPU wait, if one follows soon."""
         self._pending.append((job, chunks, last))
         self._urgent = self._urgent or urgent or last
 
-    def put_batch(self, jobs: Sequence[HasQueue], tokens: Sequence[int]) -> None:
+    def put_batch(self, jobs: Sequence[InProcessJob], tokens: Sequence[int]) -> None:
         """One token for each job. The event loop creates the chunks: the thread's time is more valuable."""
         self._pending.append((jobs, tokens))
         self._urgent = True

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -82,6 +82,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Emit = Callable[[Sequence[Event]], Awaitable[bool]]  # returns True once the answer has ended; later events are dropped
+ReadError = Callable[[int, Mapping[str, str], bytes], ModelyardError]
 RunJob = Callable[[Emit], Coroutine[Any, Any, None]]
 
 
@@ -265,12 +266,6 @@ async def with_retries(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy)
 # --- forwarding -------------------------------------------------------------------------------------------------------
 
 
-class UpstreamErrors(Protocol):
-    """The part of a protocol that reads errors."""
-
-    def read_error(self, status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError: ...
-
-
 class Upstream:
     """Another server. Create it on the event loop that uses it."""
 
@@ -295,7 +290,7 @@ class Upstream:
         """Emits the events of the answer. Retries only before its first byte."""
         if (capture := current_capture.get()) is not None:
             capture.prompt(body.decode("utf-8", "replace"))
-        reply = await with_retries(partial(self._post, path, body, protocol), self._retries)
+        reply = await with_retries(partial(self._post, path, body, protocol.read_error), self._retries)
         try:
             if reply.headers.get("content-type", "").startswith("application/json"):
                 await emit(list(reply_events(protocol.read_reply(await self._read(reply)))))
@@ -304,7 +299,7 @@ class Upstream:
         finally:
             reply.close()  # an answer that was read to its end has returned its connection before
 
-    async def _post(self, path: str, body: bytes, protocol: UpstreamErrors) -> ClientResponse:
+    async def _post(self, path: str, body: bytes, read_error: ReadError) -> ClientResponse:
         """A response that is an answer. Raises RetryableError if there is none."""
         try:
             reply = await self._http.send("POST", path, body)
@@ -318,7 +313,7 @@ class Upstream:
             text = b""  # the status is enough
         finally:
             reply.close()
-        refusal = protocol.read_error(reply.status, reply.headers, text)
+        refusal = read_error(reply.status, reply.headers, text)
         raise RetryableError(map_auth_error(refusal, self.address), "retry-after" in reply.headers)
 
     async def _emit_events(self, reply: ClientResponse, protocol: WireProtocol, emit: Emit) -> None:
@@ -358,10 +353,10 @@ class Upstream:
             capture.output(body.decode("utf-8", "replace"))
         return bytes(body)
 
-    async def call(self, path: str, body: bytes, protocol: UpstreamErrors) -> Any:
+    async def call(self, path: str, body: bytes, read_error: ReadError) -> Any:
         """The JSON of a request without a stream. Retries like `stream_chat`."""
         try:
-            reply = await with_retries(partial(self._post, path, body, protocol), self._retries)
+            reply = await with_retries(partial(self._post, path, body, read_error), self._retries)
             try:
                 return msgspec.json.decode(await self._read(reply))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -433,7 +428,7 @@ async def embed_inputs(upstream: Upstream, path: str, request: EmbeddingRequest,
     """Embeddings of an upstream with OpenAI's API; `model` is its name there."""
     body = openai_embeddings.write_request(request, model)
     try:
-        reply = await upstream.call(path, body, openai_embeddings)
+        reply = await upstream.call(path, body, openai_embeddings.read_error)
     except (NotFound, Unimplemented) as error:
         raise Unsupported(
             f"{upstream.address.name} makes no embeddings: {error.message}", code="embeddings_unsupported"
@@ -443,7 +438,7 @@ async def embed_inputs(upstream: Upstream, path: str, request: EmbeddingRequest,
 
 async def rerank_documents(upstream: Upstream, path: str, request: RerankRequest, model: str) -> Ranking:
     try:
-        reply = await upstream.call(path, rerank.write_request(request, model), rerank)
+        reply = await upstream.call(path, rerank.write_request(request, model), rerank.read_error)
     except (NotFound, Unimplemented) as error:
         raise Unsupported(
             f"{upstream.address.name} ranks no documents: {error.message}", code="rerank_unsupported"

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import httptools
 from starlette.types import Message, Receive, Scope
@@ -48,10 +48,6 @@ _PINGS_KEY = "modelyard.on_half_close"
 DisconnectCallbacks = set[Callable[[], object]]
 
 
-class Cancellable(Protocol):
-    def cancel(self) -> object: ...
-
-
 def offer_callbacks(scope: Scope, callbacks: DisconnectCallbacks) -> None:
     scope[_SCOPE_KEY] = callbacks
 
@@ -61,19 +57,19 @@ def withdraw_callbacks(scope: Scope) -> None:
     scope.pop(_SCOPE_KEY, None)
 
 
-def cancel_on_disconnect(scope: Scope, receive: Receive, work: Cancellable) -> Callable[[], object]:
+def cancel_on_disconnect(scope: Scope, receive: Receive, cancel: Callable[[], object]) -> Callable[[], object]:
     """Cancel the work when the client disconnects. Call the returned function when the work is done."""
     callbacks: DisconnectCallbacks | None = scope.get(_SCOPE_KEY)
     if callbacks is None:
-        return asyncio.get_running_loop().create_task(_wait(receive, work)).cancel
-    callbacks.add(work.cancel)
-    return partial(callbacks.discard, work.cancel)
+        return asyncio.get_running_loop().create_task(_wait(receive, cancel)).cancel
+    callbacks.add(cancel)
+    return partial(callbacks.discard, cancel)
 
 
-async def _wait(receive: Receive, work: Cancellable) -> None:
+async def _wait(receive: Receive, cancel: Callable[[], object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    work.cancel()
+    cancel()
 
 
 LARGE_BYTES = 20_000  # of a body; less is handled within a few milliseconds, and no disconnect cancels it

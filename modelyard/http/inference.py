@@ -74,7 +74,7 @@ class InferenceEndpoint:
                 capture.request(body)
             caller = context.caller()
             work = RequestWork(len(body), caller.deadline, context.reservation)
-            stop_watching = cancel_on_disconnect(scope, receive, work) if len(body) > LARGE_BYTES else None
+            stop_watching = cancel_on_disconnect(scope, receive, work.cancel) if len(body) > LARGE_BYTES else None
             try:
                 request = await gateway.read(self._protocol, body, context.headers, context.key, work, stored)
                 if request.load_only:
@@ -107,7 +107,7 @@ class InferenceEndpoint:
 
     async def _reply(self, source: Stream, request: Request, exchange: Exchange) -> None:
         context = exchange.context
-        stop_watching = cancel_on_disconnect(exchange.scope, exchange.receive, source)
+        stop_watching = cancel_on_disconnect(exchange.scope, exchange.receive, source.cancel)
         builders = [ReplyBuilder() for _ in range(source.prepared.choices)]
         try:
             async for choice, events in source:
@@ -197,7 +197,7 @@ async def send_stored_events(events: AsyncIterator[bytes], scope: Scope, receive
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     writing = asyncio.get_running_loop().create_task(write())
-    stop_watching = cancel_on_disconnect(scope, receive, writing)
+    stop_watching = cancel_on_disconnect(scope, receive, writing.cancel)
     try:
         await asyncio.wait([writing])
     finally:
@@ -261,7 +261,7 @@ class EventStream:
 
     async def run(self) -> None:
         scope = self._exchange.scope
-        stop_watching = cancel_on_disconnect(scope, self._exchange.receive, self._source)
+        stop_watching = cancel_on_disconnect(scope, self._exchange.receive, self._source.cancel)
         stop_pings = ping_on_half_close(scope, self.ping)
         self._pings.add(self)
         write, recorder = self._writer.write, self._recorder

@@ -87,7 +87,7 @@ class JsonEndpoint:
             if capture is not None:
                 capture.request(body)
             work = RequestWork(len(body), context.caller().deadline, context.reservation)
-            stop_watching = cancel_on_disconnect(scope, receive, work) if len(body) > LARGE_BYTES else None
+            stop_watching = cancel_on_disconnect(scope, receive, work.cancel) if len(body) > LARGE_BYTES else None
             try:
                 reply = await self.handle(body, context, work)
             finally:

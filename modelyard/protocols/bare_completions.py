@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Reply
-from modelyard.core.protocol import EventWriter, WireError
+from modelyard.core.protocol import EventWriter
 from modelyard.core.request import Request
 from modelyard.protocols import llama_completion, openai_completions
 from modelyard.protocols.common.json import decode
@@ -42,10 +41,7 @@ def write_reply(replies: list[Reply], request: Request) -> bytes:
     return openai_completions.write_reply(replies, request)
 
 
-def write_error(
-    error: ModelyardError, *, trace: str, streaming: bool = False, request: Request | None = None
-) -> WireError:
-    return openai_completions.write_error(error, trace=trace, streaming=streaming, request=request)
+write_error = openai_completions.write_error
 
 
 def writer(request: Request, trace: str) -> EventWriter:

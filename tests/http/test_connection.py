@@ -542,8 +542,8 @@ async def test_a_lost_connection_cancels_the_work_that_is_still_watched():
     scope: dict[str, Any] = {}
     offer_callbacks(scope, callbacks)
     here, gone = FakeWork(), FakeWork()
-    cancel_on_disconnect(scope, never, here)
-    cancel_on_disconnect(scope, never, gone)()
+    cancel_on_disconnect(scope, never, here.cancel)
+    cancel_on_disconnect(scope, never, gone.cancel)()
     for cancel in tuple(callbacks):
         cancel()
     assert here.cancelled.is_set()
@@ -558,7 +558,7 @@ async def test_work_that_starts_after_the_disconnect_is_cancelled() -> None:
     offer_callbacks(scope, set())
     withdraw_callbacks(scope)
     work = FakeWork()
-    cancel_on_disconnect(scope, receive, work)
+    cancel_on_disconnect(scope, receive, work.cancel)
     await asyncio.wait_for(work.cancelled.wait(), 60)
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 import psutil
 from msgspec.structs import replace
@@ -46,16 +46,10 @@ from modelyard.library.model_files import split_parts
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+RunOnThread = Callable[[Callable[[], Any]], Awaitable[Any]]  # between two steps of the engine
 
 _PROGRESS_BYTES = 512 << 20  # a large file logs its progress
 _POSITION_OPTIONS = ("rope_scaling", *ROPE_OPTIONS)
-
-
-class RunOnThread(Protocol):
-    """Runs a function on the engine's thread between two steps."""
-
-    def __call__(self, function: Callable[[], T]) -> Awaitable[T]: ...
 
 
 def store_folder(options: Options) -> Path | None:

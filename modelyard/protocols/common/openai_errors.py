@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -78,13 +78,7 @@ def write_http_error(
     return WireError(STATUS[error.kind][0], encode({"error": body}), headers)
 
 
-class ErrorWriter(Protocol):
-    def __call__(
-        self, error: ModelyardError, *, trace: str, streaming: bool = False, request: Any = None
-    ) -> WireError: ...
-
-
-def http_error_writer(overflow_param: str) -> ErrorWriter:
+def http_error_writer(overflow_param: str) -> Callable[..., WireError]:
     """The `write_error` of a protocol whose streams fail, before their first byte, like any other request."""
 
     def write_error(error: ModelyardError, *, trace: str, streaming: bool = False, request: Any = None) -> WireError:
