@@ -569,7 +569,7 @@ async def test_under_another_server_the_disconnect_message_cancels_the_work():
         return next(messages)
 
     work = FakeWork()
-    cancel_on_disconnect({}, receive, work)
+    cancel_on_disconnect({}, receive, work.cancel)
     await asyncio.wait_for(work.cancelled.wait(), 60)
 
 
@@ -581,7 +581,7 @@ async def test_work_that_is_no_longer_watched_is_not_cancelled():
         await never()
 
     work = FakeWork()
-    stop_watching = cancel_on_disconnect({}, receive, work)
+    stop_watching = cancel_on_disconnect({}, receive, work.cancel)
     await asyncio.wait_for(raw_request.wait(), 60)
     stop_watching()
     await asyncio.sleep(0)
