@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +39,7 @@ from modelyard.library.cache_dir import cache_dir, models_dir
 from modelyard.library.cgroup import cgroup_limits
 from modelyard.library.llama_cpp_package import BUILD_PREFIX, library_folder
 from modelyard.plugins import MissingLibrary
+from modelyard.protocols.common.openai_fields import DEFAULT_MODEL
 from modelyard.server.can_run import unrunnable_models
 from modelyard.server.running_servers import RunningServer, running_servers
 from modelyard.telemetry import gpus
@@ -273,6 +275,9 @@ def server_lines(config: Path | None, env: Mapping[str, str] = os.environ) -> It
         yield Line("model", f"{name}: {message}", "error" if name in needed else "note", "modelyard check")
     if able := [name for name in loaded.config.models if name not in faults]:
         yield Line("models", f"{', '.join(able)} can be loaded here")
+    with suppress(NotFound):  # then a request has to name a model
+        target = loaded.config.router().resolve(DEFAULT_MODEL, "/v1/chat/completions")
+        yield Line("without a name", f"{target.model} answers ({target.rule or 'the first that is loaded at start'})")
     try:
         servers = running_servers(env)
     except (OSError, ModelyardError) as error:

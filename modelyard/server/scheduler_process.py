@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from modelyard.config.settings import Config, engine_spec
@@ -19,6 +19,7 @@ from modelyard.object_store import objects_path, open_object_store
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import ConfigLoader, reread_config
 from modelyard.server.app import key_limits, make_scheduler
+from modelyard.server.can_run import unrunnable_models
 from modelyard.server.config_watcher import watch_library
 from modelyard.server.engine_factory import configure_pool, prepare_engines
 from modelyard.store import open_store
@@ -27,7 +28,7 @@ from modelyard.workers.definitions import define, not_defined
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.transport import is_loopback, link_keys, scheduler_address
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine, workers_folder
-from modelyard.workers.worker_process import KEYS_VARIABLE, run_worker, worker_loop_factory
+from modelyard.workers.worker_process import KEYS_VARIABLE, PARENT_VARIABLE, run_worker, worker_loop_factory
 
 _ADOPT_S = 5.0  # for adopting the engines of the previous scheduler's workers; some may belong to removed models
 
@@ -65,7 +66,7 @@ class SchedulerProcess:
         if self._cluster is not None:
             await self._cluster.open()
         found = await self.workers.find_running()
-        configure_pool(self.scheduler, self._config, {})
+        configure_pool(self.scheduler, self._config, {}, await self._unrunnable(self._config))
         for name, model in self._config.models.items():
             if model.enabled:
                 self.scheduler.preload(name)
@@ -98,8 +99,13 @@ class SchedulerProcess:
 
     async def reload(self) -> None:
         loaded = await asyncio.to_thread(reread_config, self._reread, self._config)
-        configure_pool(self.scheduler, loaded.config, {})
+        configure_pool(self.scheduler, loaded.config, {}, await self._unrunnable(loaded.config))
         self._config = loaded.config
+
+    async def _unrunnable(self, config: Config) -> Collection[str]:
+        """With `serve --workers` engines run on this machine; other workers have files and GPUs of their own."""
+        is_here = PARENT_VARIABLE in os.environ and self._cluster is None
+        return await asyncio.to_thread(unrunnable_models, config) if is_here else ()
 
     async def reload_library(self) -> None:
         """A model was pulled, added or removed: here first, then in all gateways."""
