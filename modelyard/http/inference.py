@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from copy import copy
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,7 +27,6 @@ from modelyard.http.request_context import RequestContext, read_body, send_error
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.request_capture import CaptureSink, RequestCapture
 
-RESPONSES_KEY = "modelyard.responses"  # in the scope: the stored responses of a WebSocket connection
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"  # unless a writer has a content type of its own
 _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
@@ -46,7 +46,7 @@ class Exchange(Struct):
 
 
 class InferenceEndpoint:
-    """An ASGI app for one protocol. `stored` are the responses that it stores; a WebSocket connection has its own."""
+    """An ASGI app for one protocol. `stored` are the responses that it stores."""
 
     notes_status = True
 
@@ -62,10 +62,15 @@ class InferenceEndpoint:
         self._stored = stored
         self._pings = PingTimer(settings.keepalive_s)
 
+    def with_stored(self, stored: StoredResponses) -> InferenceEndpoint:
+        """The same endpoint for a WebSocket connection, which has responses of its own."""
+        made = copy(self)
+        made._stored = stored
+        return made
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, context, request = self._gateway, RequestContext.of(scope), None
+        gateway, context, request, stored = self._gateway, RequestContext.of(scope), None, self._stored
         capture = self._captures.start(context.trace) if self._captures is not None else None
-        stored = None if self._stored is None else scope.get(RESPONSES_KEY, self._stored)
         exchange = Exchange(scope, receive, send, context, capture, stored)
         gateway.metrics.active += 1
         try:

@@ -45,7 +45,8 @@ class RequestMiddleware:
         self.is_draining: Callable[[], bool] = lambda: False
         self._max_header_bytes = settings.max_header_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp | None = None) -> None:
+        """`app` takes the place of the route's handler: a message of a WebSocket has its connection's."""
         if scope["type"] != "http":
             await self._not_http(scope, receive, send)
             return
@@ -66,12 +67,13 @@ class RequestMiddleware:
             current_client.set(context.key)
             if self._admission is not None:
                 context.reservation = self._admission.open(context.key)
-            if found.app is None or found.row is None:
+            app = app or found.app
+            if app is None or found.row is None:
                 raise found.refusal(method)
             if found.row.role != "member":
                 require(context, found.row.role)
             scope["path_params"] = found.params
-            await found.app(scope, receive, send if found.is_direct else _noting_status(context, send))
+            await app(scope, receive, send if found.is_direct else _noting_status(context, send))
         except Exception as error:
             if context.status and context.error:
                 raise

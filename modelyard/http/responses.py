@@ -8,6 +8,7 @@ continue its newest responses even if they are not stored.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -21,9 +22,9 @@ from modelyard.core.errors import InvalidRequest, ModelyardError, Overloaded, To
 from modelyard.gateway.background_responses import not_in_background
 from modelyard.gateway.conversations import Conversations, StoredConversation, new_item_id
 from modelyard.gateway.request_work import run_sized
-from modelyard.gateway.stored_responses import StoredResponses
+from modelyard.gateway.stored_responses import ConnectionResponses, StoredResponses
 from modelyard.http.connection import DisconnectCallbacks, offer_callbacks
-from modelyard.http.inference import RESPONSES_KEY, send_stored_events
+from modelyard.http.inference import InferenceEndpoint, send_stored_events
 from modelyard.http.request_context import RequestContext, json_fault, read_body
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols.common.json import decode, encode
@@ -166,16 +167,23 @@ _events = msgspec.json.Decoder(ClientEvent)
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
 
-class ResponsesSocket:
-    """An ASGI app for WebSockets. `app` answers the requests over HTTP."""
+# Answers a request as one over HTTP, with this app in place of its route's.
+RequestWith = Callable[[Scope, Receive, Send, ASGIApp], Awaitable[None]]
 
-    def __init__(self, app: ASGIApp, stored: StoredResponses, settings: HttpSettings) -> None:
-        self._app, self._stored, self._settings = app, stored, settings
+
+class ResponsesSocket:
+    """An ASGI app for WebSockets. A connection has the `endpoint` with responses of its own."""
+
+    def __init__(
+        self, request: RequestWith, endpoint: InferenceEndpoint, stored: StoredResponses, settings: HttpSettings
+    ) -> None:
+        self._request, self._endpoint, self._stored, self._settings = request, endpoint, stored, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
         await send({"type": "websocket.accept"})
-        connection = _Connection(self._app, self._stored, self._settings, scope, send)
+        stored = self._stored.of_connection()
+        connection = _Connection(self._request, self._endpoint.with_stored(stored), stored, self._settings, scope, send)
         try:
             while (message := await receive())["type"] != "websocket.disconnect":
                 await connection.read(message)
@@ -184,9 +192,17 @@ class ResponsesSocket:
 
 
 class _Connection:
-    def __init__(self, app: ASGIApp, stored: StoredResponses, settings: HttpSettings, scope: Scope, send: Send) -> None:
-        self._app, self._settings, self._scope, self._send = app, settings, scope, send
-        self._stored = stored.of_connection()
+    def __init__(
+        self,
+        request: RequestWith,
+        endpoint: ASGIApp,
+        stored: ConnectionResponses,
+        settings: HttpSettings,
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        self._request, self._endpoint, self._stored = request, endpoint, stored
+        self._settings, self._scope, self._send = settings, scope, send
         self._callbacks: DisconnectCallbacks = set()
         self._lanes: dict[str | None, asyncio.Queue[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -240,7 +256,6 @@ class _Connection:
             "headers": self._scope["headers"],
             "client": self._scope["client"],
             "server": self._scope["server"],
-            RESPONSES_KEY: self._stored,
         }
         offer_callbacks(scope, self._callbacks)
 
@@ -248,7 +263,7 @@ class _Connection:
             return {"type": "http.request", "body": body, "more_body": False}
 
         sender = _ReplySender(self._send, lane)
-        await self._app(scope, receive, sender)
+        await self._request(scope, receive, sender, self._endpoint)
         if sender.failed:
             self._stored.forget(previous)
 

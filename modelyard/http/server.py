@@ -38,7 +38,7 @@ from modelyard.http.health import HealthEndpoints
 from modelyard.http.inference import InferenceEndpoint
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.models import ModelEndpoints
-from modelyard.http.responses import ConversationEndpoints, ResponsesSocket, StoredResponseEndpoints
+from modelyard.http.responses import ConversationEndpoints, RequestWith, ResponsesSocket, StoredResponseEndpoints
 from modelyard.http.routes import ROWS, WORKBENCH, RouteTable, Row
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols.ollama import generate as ollama_generate
@@ -84,9 +84,9 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     settings, gateway = context.settings, context.gateway
     authenticator, admission = Authenticator(settings, context.keys, context.owner), gateway.accounts.admission
 
-    async def request(scope: Scope, receive: Receive, send: Send) -> None:
+    async def request(scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
         """A message of a WebSocket is a request as any other."""
-        await middleware(scope, receive, send)
+        await middleware(scope, receive, send, app)
 
     table = RouteTable(_served(context, request))
     if context.batches is not None:
@@ -98,7 +98,7 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
     return _with_cors(middleware, settings)
 
 
-def _served(context: HttpContext, request: ASGIApp) -> Iterator[tuple[Row, ASGIApp]]:
+def _served(context: HttpContext, request: RequestWith) -> Iterator[tuple[Row, ASGIApp]]:
     """The rows whose handlers this server has, and those of protocols that the table does not list."""
     apps, groups = _apps(context, request), _groups(context)
     for row in ROWS:
@@ -129,16 +129,17 @@ _PROTOCOLS = (
 )
 
 
-def _apps(context: HttpContext, request: ASGIApp) -> dict[str, ASGIApp]:
+def _apps(context: HttpContext, request: RequestWith) -> dict[str, ASGIApp]:
     gateway, settings = context.gateway, context.settings
     common, chat = (gateway, settings, context.captures), load_protocol("openai_chat")
     embeddings, ranking, own = (load_protocol(name) for name in ("openai_embeddings", "rerank", "ollama"))
     responses, messages = load_protocol("openai_responses"), load_protocol("anthropic_messages")
     admin = AdminApp(context.admin, settings)
+    stored, storing = gateway.stored, InferenceEndpoint(responses, *common, gateway.stored)
     apps: dict[str, ASGIApp | None] = {
         **{name: InferenceEndpoint(load_protocol(name), *common) for name in _PROTOCOLS},
-        "openai_responses": InferenceEndpoint(responses, *common, gateway.stored),
-        "responses_socket": ResponsesSocket(request, gateway.stored, settings) if gateway.stored is not None else None,
+        "openai_responses": storing,
+        "responses_socket": ResponsesSocket(request, storing, stored, settings) if stored is not None else None,
         "compaction": InferenceEndpoint(cast(WireProtocol, compaction), *common),
         "ollama_generate": InferenceEndpoint(cast(WireProtocol, ollama_generate), *common),
         **gemini_apps(*common),
