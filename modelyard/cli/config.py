@@ -8,14 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from msgspec import Struct
 from msgspec.structs import replace
 from rich.markup import escape
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from modelyard.config.problems import ConfigPath, ConfigProblem
     from modelyard.config.settings import LoadedConfig
     from modelyard.core.engine import AvailableMemory
-    from modelyard.router.router import CacheEntry, Catalog, ModelEntry, Rule
+    from modelyard.router.router import CacheEntry, Catalog, ModelEntry, Router
     from modelyard.server.memory_estimate import ModelMemory
 
 
@@ -84,7 +83,11 @@ def _check(loaded: LoadedConfig, *, show: bool) -> list[ConfigProblem]:
     if show:
         print_notes(loaded)
         out.print(f"[dim]from {', '.join(map(str, loaded.sources))}[/dim]")
-        _print_tables(describe_config(loaded))
+        router = loaded.config.router()
+        print_table(("model", "engine", "aliases", "loaded", ""), model_rows(router.catalog))
+        columns = ("cache", "model", "window", "parallel", "tokens", "overflow", "description")
+        print_table(columns, cache_rows(router.catalog))
+        print_table(("name", "endpoint", "model", "cache", "window", "then"), route_rows(router))
     else:
         loaded = replace(loaded, config=loaded.config.without_faults())
     available = available_memory()
@@ -99,28 +102,6 @@ def schema() -> None:
     from modelyard.config.settings import json_schema
 
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n")
-
-
-def _print_tables(description: ConfigDescription) -> None:
-    print_table(
-        ("model", "engine", "aliases", "loaded", ""),
-        [(m.name, m.backend, ", ".join(m.aliases), m.starts, m.description) for m in description.models],
-    )
-    print_table(
-        ("cache", "model", "window", "parallel", "tokens", "overflow", "description"),
-        [
-            (c.name, c.model, _count(c.window), str(c.parallel), _count(c.tokens), c.overflow, c.description)
-            for c in description.caches
-        ],
-    )
-    print_table(
-        ("name", "endpoint", "model", "cache", "window", "then"),
-        [(r.match, r.endpoint, r.model, r.cache, _count(r.window), ", ".join(r.fallback)) for r in description.routes],
-    )
-
-
-def _count(value: int | None) -> str:
-    return "unknown" if value is None else str(value)
 
 
 def _print_memory(estimates: list[ModelMemory], available: AvailableMemory) -> None:
@@ -139,80 +120,50 @@ def _print_memory(estimates: list[ModelMemory], available: AvailableMemory) -> N
 # --- the effective configuration as rows ------------------------------------------------------------------------------
 
 
-class RouteRow(Struct, frozen=True):
-    """`match` is the requested model name; `endpoint` is `*` if every path matches."""
-
-    match: str
-    endpoint: str
-    model: str
-    cache: str
-    window: int | None
-    allow_remote: bool = False
-    fallback: tuple[str, ...] = ()  # tried if this one cannot answer
+def model_rows(catalog: Catalog) -> Sequence[tuple[str, ...]]:
+    """Model, engine, aliases, when it is loaded, description."""
+    return [
+        (m.name, m.backend, ", ".join(m.settings.aliases), loaded_when(m), m.settings.description)
+        for m in catalog.models.values()
+    ]
 
 
-class CacheRow(Struct, frozen=True):
-    """`tokens` is the capacity of the cache: window × parallel. Both are None if only the remote server knows them."""
-
-    name: str
-    model: str
-    window: int | None
-    parallel: int
-    tokens: int | None
-    overflow: str
-    description: str = ""
+def loaded_when(model: ModelEntry) -> str:
+    return "at start" if model.enabled else "on demand" if model.settings.autoload else "by hand"
 
 
-class ModelRow(Struct, frozen=True):
-    name: str
-    backend: str
-    aliases: tuple[str, ...]
-    starts: str  # "at start", "on demand" or "by hand"
-    description: str = ""
+def cache_rows(catalog: Catalog) -> Sequence[tuple[str, ...]]:
+    """Cache, model, window, parallel, tokens (window × parallel), overflow, description."""
+    rows = []
+    for cache in catalog.caches.values():
+        info, window = cache.info, known_window(cache, catalog)
+        tokens = _count(None if window is None else window * info.parallel)
+        overflow = "strict" if cache.strict else "clamp"
+        rows.append((cache.name, cache.model, _count(window), str(info.parallel), tokens, overflow, info.description))
+    return rows
 
 
-class ConfigDescription(Struct, frozen=True):
-    sources: list[str]
-    models: list[ModelRow]
-    caches: list[CacheRow]
-    routes: list[RouteRow]
-
-
-def describe_config(loaded: LoadedConfig) -> ConfigDescription:
-    router = loaded.config.router()
-    catalog = router.catalog
-    return ConfigDescription(
-        sources=[str(source) for source in loaded.sources],
-        models=[_model_row(entry) for entry in catalog.models.values()],
-        caches=[_cache_row(cache, catalog) for cache in catalog.caches.values()],
-        routes=[_rule_row(rule, catalog) for rule in router.rules()],
-    )
-
-
-def _model_row(entry: ModelEntry) -> ModelRow:
-    starts = "at start" if entry.enabled else "on demand" if entry.settings.autoload else "by hand"
-    return ModelRow(entry.name, entry.backend, tuple(entry.settings.aliases), starts, entry.settings.description)
-
-
-def _window(cache: CacheEntry, catalog: Catalog) -> int | None:
+def known_window(cache: CacheEntry, catalog: Catalog) -> int | None:
     """That of a remote model which sets none is known to its server only."""
     model = catalog.models[cache.model]
     is_known = model.has_window or not plugins.is_remote_engine(model.backend)
     return cache.info.window if is_known else None
 
 
-def _cache_row(cache: CacheEntry, catalog: Catalog) -> CacheRow:
-    info, window = cache.info, _window(cache, catalog)
-    overflow = "strict" if cache.strict else "clamp"
-    tokens = None if window is None else window * info.parallel
-    return CacheRow(cache.name, cache.model, window, info.parallel, tokens, overflow, info.description)
+def route_rows(router: Router) -> Sequence[tuple[str, ...]]:
+    """Name, endpoint, model, cache, window, and what is tried if that cannot answer."""
+    rows = []
+    for rule in router.rules():
+        route, target = rule.route, rule.route.target
+        name = "any other" if rule.kind == "default" else " | ".join(route.match) + " (override)" * route.override
+        window = _count(known_window(router.catalog.caches[target.cache], router.catalog))
+        then = ", ".join(each.cache for each in target.fallbacks)
+        rows.append((name, route.endpoint or "*", target.model, target.cache, window, then))
+    return rows
 
 
-def _rule_row(rule: Rule, catalog: Catalog) -> RouteRow:
-    route, target = rule.route, rule.route.target
-    match = "any other" if rule.kind == "default" else " | ".join(route.match) + (" (override)" * route.override)
-    window, others = _window(catalog.caches[target.cache], catalog), tuple(each.cache for each in target.fallbacks)
-    return RouteRow(match, route.endpoint or "*", target.model, target.cache, window, target.allow_remote, others)
+def _count(value: int | None) -> str:
+    return "unknown" if value is None else str(value)
 
 
 # --- modelyard config -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from modelyard.cli.config import describe_config
+from modelyard.cli.config import known_window, loaded_when
 from modelyard.cli.console import ConfigOption, complete_library, err, load_or_exit, out, print_table, run_or_exit
 from modelyard.core.errors import NotFound
 
@@ -104,20 +104,21 @@ def list_models(config: ConfigOption = None) -> None:
     from modelyard.server.can_run import unrunnable_models
 
     loaded = load_or_exit(config)
-    description = describe_config(loaded)
+    catalog = loaded.config.router().catalog
     contexts: dict[str, list[str]] = {}
-    for cache in description.caches:
-        contexts.setdefault(cache.model, []).append(f"{cache.parallel} × {cache.window or 'unknown'}")
+    for cache in catalog.caches.values():
+        window = known_window(cache, catalog) or "unknown"
+        contexts.setdefault(cache.model, []).append(f"{cache.info.parallel} × {window}")
     configured, faults = [], unrunnable_models(loaded.config, set_up=False)
-    for m in description.models:
+    for m in catalog.models.values():
         if m.name in loaded.config.library_models:
             continue
-        file = models.file_row(loaded.config.models[m.name].path)
+        file, aliases = models.file_row(m.settings.path), ", ".join(m.settings.aliases)
         cannot = f"cannot run here: {faults[m.name]}" if m.name in faults else ""
-        notes = (cannot or file.note, f"also {', '.join(m.aliases)}" if m.aliases else "", m.description)
+        notes = (cannot or file.note, f"also {aliases}" if aliases else "", m.settings.description)
         context = ", ".join(contexts.get(m.name, ()))
         note = "; ".join(filter(None, notes))
-        configured.append((m.name, m.backend, m.starts, file.size, file.quant, context, note))
+        configured.append((m.name, m.backend, loaded_when(m), file.size, file.quant, context, note))
     if configured:
         print_table(("model", "engine", "loaded", "size", "quant", "context", ""), configured)
     reasons = {model.entry.name: model.reason for model in run_or_exit(_read_library) if model.table is None}

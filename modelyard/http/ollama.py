@@ -26,6 +26,7 @@ from modelyard.gateway.model import capability_names
 from modelyard.gateway.request_work import RequestWork
 from modelyard.http.auth import require
 from modelyard.http.errors import as_modelyard_error, public_error
+from modelyard.http.models import ModelEndpoints
 from modelyard.http.request_context import RequestContext, read_body
 from modelyard.http.settings import HttpSettings
 from modelyard.http.tokens import JsonEndpoint
@@ -76,9 +77,15 @@ class LibraryOperations(Protocol):
 
 class OllamaEndpoints:
     def __init__(
-        self, gateway: Gateway, settings: HttpSettings, pool: Pool | None, library: LibraryOperations | None
+        self,
+        gateway: Gateway,
+        models: ModelEndpoints,
+        settings: HttpSettings,
+        pool: Pool | None,
+        library: LibraryOperations | None,
     ) -> None:
-        self._gateway, self._settings, self._pool, self._library = gateway, settings, pool, library
+        self._gateway, self._models, self._settings, self._pool = gateway, models, settings, pool
+        self._library = library
 
     # --- lists --------------------------------------------------------------------------------------------------------
 
@@ -87,17 +94,8 @@ class OllamaEndpoints:
 
     async def tags(self, request: HttpRequest) -> Response:
         """Every model that can answer, also under its other names."""
-        status, router = self._gateway.leases.status(), self._gateway.lookup.router
-        allowed = RequestContext.of(request.scope).allowed
-        names = {
-            name: router.resolve(name, "/api/tags").model for name in self._gateway.lookup.names(allowed, "/api/tags")
-        }
-        shown = {
-            name: model
-            for name, model in names.items()
-            if (found := status.get(model)) and (found.state in ("ready", "loading") or found.loads_on_request)
-        }
-        rows = await asyncio.to_thread(lambda: [self._row(name, model) for name, model in shown.items()])
+        cards = self._models.answering(RequestContext.of(request.scope))
+        rows = await asyncio.to_thread(lambda: [self._row(card.id, card.root) for card in cards])
         return _json(wire.write_tags(rows))
 
     async def ps(self, request: HttpRequest) -> Response:

@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from modelyard.cli import app, console
-from modelyard.cli.config import CacheRow, ModelRow, RouteRow, describe_config, find_editor
+from modelyard.cli.config import cache_rows, find_editor, model_rows, route_rows
 from modelyard.cli.console import complete_library, complete_models
 from modelyard.config.load import load_config
 from modelyard.config.settings import LoadedConfig
@@ -54,19 +54,19 @@ def loaded(tmp_path: Path) -> LoadedConfig:
 
 
 def test_rows_show_the_effective_configuration(loaded: LoadedConfig) -> None:
-    rows = describe_config(loaded)
-    assert rows.models == [ModelRow("m", "fake", ("big",), "at start"), ModelRow("n", "fake", (), "on demand")]
-    assert rows.caches == [
-        CacheRow("main", "m", 100, 3, 300, "clamp"),
-        CacheRow("fast", "m", 50, 1, 50, "strict"),
-        CacheRow("n", "n", 64, 1, 64, "clamp"),
+    router = loaded.config.router()
+    assert model_rows(router.catalog) == [("m", "fake", "big", "at start", ""), ("n", "fake", "", "on demand", "")]
+    assert cache_rows(router.catalog) == [
+        ("main", "m", "100", "3", "300", "clamp", ""),
+        ("fast", "m", "50", "1", "50", "strict", ""),
+        ("n", "n", "64", "1", "64", "clamp", ""),
     ]
-    assert rows.routes == [
-        RouteRow("m", "*", "m", "main", 100),
-        RouteRow("big", "*", "m", "main", 100),
-        RouteRow("n", "*", "n", "n", 64),
-        RouteRow("*haiku* | *mini*", "/v1/*", "m", "fast", 50),
-        RouteRow("out*", "*", "n", "n", 64, allow_remote=True),
+    assert route_rows(router) == [
+        ("m", "*", "m", "main", "100", ""),
+        ("big", "*", "m", "main", "100", ""),
+        ("n", "*", "n", "n", "64", ""),
+        ("*haiku* | *mini*", "/v1/*", "m", "fast", "50", ""),
+        ("out*", "*", "n", "n", "64", ""),
     ]
 
 
@@ -78,9 +78,10 @@ def test_the_window_of_a_remote_model_is_unknown_unless_it_is_set(
     fields = {"openai_remote": 'remote_base_url = "http://a/v1"\nremote_model = "x"', "litellm": 'litellm_model = "x"'}
     text = f'[models.far]\nbackend = "{backend}"\n{fields[backend]}\n{settings}\n'
     (tmp_path / "c.toml").write_text(text + '[[routes]]\nmatch = "*"\nmodel = "far"\n')
-    rows = describe_config(load_config(Path("c.toml"), env={}, cwd=tmp_path))
-    assert [(row.window, row.tokens) for row in rows.caches] == [(window, window)]
-    assert {row.window for row in rows.routes} == {window}
+    router = load_config(Path("c.toml"), env={}, cwd=tmp_path).config.router()
+    shown = "unknown" if window is None else str(window)
+    assert [(row[2], row[4]) for row in cache_rows(router.catalog)] == [(shown, shown)]
+    assert {row[4] for row in route_rows(router)} == {shown}
 
 
 REMOTE = {"backend": "openai_remote", "remote_base_url": "http://a/v1", "remote_model": "x"}
