@@ -20,7 +20,7 @@ from modelyard.gateway.batches import Batches, LineReply
 from modelyard.gateway.files import CHUNK
 from modelyard.gateway.records import new_id
 from modelyard.http.auth import Authenticator
-from modelyard.http.connection import offer_callbacks
+from modelyard.http.connection import ClientConnection
 from modelyard.http.errors import write_error
 from modelyard.http.middleware import new_trace
 from modelyard.http.request_context import CONTEXT_KEY, RequestContext, read_body
@@ -186,9 +186,9 @@ class LineExecutor:
             "raw_path": context.path.encode(),
             "query_string": b"",
             "headers": [],
+            "extensions": ClientConnection().extensions,  # it is never lost
             CONTEXT_KEY: context,
         }
-        offer_callbacks(scope, set())
 
         async def receive() -> Message:
             return {"type": "http.request", "body": body, "more_body": False}

@@ -34,36 +34,50 @@ from modelyard.write_coalescing import CoalescingTransport, WriteCoalescer
 log = logging.getLogger("modelyard.http")
 
 # --- disconnects: work is cancelled the moment its connection is lost -------------------------------------------------
-#
-# Our connection puts its callbacks into the request's scope. Under another ASGI server a task waits for
-# `http.disconnect` instead.
-#
-# A client that has closed its side may still read, or be gone: only an answer to something sent tells. A stream
-# registers how to send a ping.
 
-_SCOPE_KEY = "modelyard.on_disconnect"
-_USER_KEY = "modelyard.user"
-_PINGS_KEY = "modelyard.on_half_close"
-
-DisconnectCallbacks = set[Callable[[], object]]
+Callbacks = set[Callable[[], object]]
 
 
-def offer_callbacks(scope: Scope, callbacks: DisconnectCallbacks) -> None:
-    scope[_SCOPE_KEY] = callbacks
+class ClientConnection:
+    """What a connection tells about its client beyond ASGI's messages, as an extension in the scope of its requests.
+    Under another ASGI server there is none: a task waits for `http.disconnect` instead.
 
+    A client that has closed its side may still read, or be gone: only an answer to something sent tells. A stream adds
+    how to send a ping to `on_half_close`. `find_user` tells which user of the machine the client is.
+    """
 
-def withdraw_callbacks(scope: Scope) -> None:
-    """The connection is lost: a later `cancel_on_disconnect` must ask `receive`, which reports it."""
-    scope.pop(_SCOPE_KEY, None)
+    __slots__ = ("find_user", "is_lost", "on_disconnect", "on_half_close")
+    NAME = "modelyard.client"
+
+    def __init__(self, find_user: Callable[[], str] | None = None) -> None:
+        self.find_user, self.is_lost = find_user, False
+        self.on_disconnect: Callbacks = set()
+        self.on_half_close: Callbacks = set()
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """For the scope of a request."""
+        return {self.NAME: self}
+
+    @classmethod
+    def of(cls, scope: Scope) -> ClientConnection | None:
+        found: ClientConnection | None = scope.get("extensions", {}).get(cls.NAME)
+        return found
+
+    def lose(self) -> None:
+        """Work that is watched from now on asks `receive`, which reports the disconnect."""
+        self.is_lost = True
+        for callback in tuple(self.on_disconnect):
+            callback()
 
 
 def cancel_on_disconnect(scope: Scope, receive: Receive, cancel: Callable[[], object]) -> Callable[[], object]:
     """Cancel the work when the client disconnects. Call the returned function when the work is done."""
-    callbacks: DisconnectCallbacks | None = scope.get(_SCOPE_KEY)
-    if callbacks is None:
+    client = ClientConnection.of(scope)
+    if client is None or client.is_lost:
         return asyncio.get_running_loop().create_task(_wait(receive, cancel)).cancel
-    callbacks.add(cancel)
-    return partial(callbacks.discard, cancel)
+    client.on_disconnect.add(cancel)
+    return partial(client.on_disconnect.discard, cancel)
 
 
 async def _wait(receive: Receive, cancel: Callable[[], object]) -> None:
@@ -77,14 +91,16 @@ LARGE_BYTES = 20_000  # of a body; less is handled within a few milliseconds, an
 
 def ping_on_half_close(scope: Scope, ping: Callable[[], None]) -> Callable[[], object]:
     """Call `ping` to find out whether the client still reads. Call the returned function at the end of the stream."""
-    pings: DisconnectCallbacks = scope.get(_PINGS_KEY, set())
+    client = ClientConnection.of(scope)
+    pings = set[Callable[[], object]]() if client is None else client.on_half_close
     pings.add(ping)
     return partial(pings.discard, ping)
 
 
 def user_of(scope: Scope) -> Callable[[], str]:
     """Tells which user of the machine the client is."""
-    asked: Callable[[], str] | None = scope.get(_USER_KEY)
+    client = ClientConnection.of(scope)
+    asked = None if client is None else client.find_user
     return asked or partial(local_user, scope.get("client"), scope.get("server"))
 
 
@@ -127,8 +143,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
         self._close_timer: asyncio.TimerHandle | None = None
-        self._on_disconnect: DisconnectCallbacks = set()
-        self._pings: DisconnectCallbacks = set()
+        self._client = ClientConnection(self._find_user)
         self._user: str | None = None
         self._earlier: list[RequestResponseCycle] = []  # replies that come before that of `cycle`
 
@@ -149,12 +164,7 @@ class LimitedConnection(HttpToolsProtocol):
         for cycle in self._earlier:  # uvicorn knows only the last one
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
-            withdraw_callbacks(cast(Scope, cycle.scope))
-        for callback in tuple(self._on_disconnect):
-            callback()
-        scope: Any = self.scope
-        if scope is not None:
-            withdraw_callbacks(scope)
+        self._client.lose()
 
     def _find_user(self) -> str:
         """Once for a connection: the other end belongs to one user."""
@@ -247,7 +257,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # `_parse` decides
         scope: Any = self.scope
-        scope[_SCOPE_KEY], scope[_PINGS_KEY], scope[_USER_KEY] = self._on_disconnect, self._pings, self._find_user
+        scope["extensions"] = self._client.extensions
         before = self.cycle
         if self.parser.get_http_version() == "1.1":
             super().on_headers_complete()
@@ -309,8 +319,8 @@ class LimitedConnection(HttpToolsProtocol):
         cycle = next((cycle for cycle in self._earlier if not cycle.response_complete), self.cycle)
         if not cycle.response_started and cycle.scope["http_version"] == "1.1":
             self.transport.write(_CONTINUE)
-        elif self._pings:
-            for ping in tuple(self._pings):
+        elif self._client.on_half_close:
+            for ping in tuple(self._client.on_half_close):
                 ping()
         elif not cycle.response_started:
             self.transport.close()

@@ -23,7 +23,7 @@ from modelyard.gateway.background_responses import not_in_background
 from modelyard.gateway.conversations import Conversations, StoredConversation, new_item_id
 from modelyard.gateway.request_work import run_sized
 from modelyard.gateway.stored_responses import ConnectionResponses, StoredResponses
-from modelyard.http.connection import DisconnectCallbacks, offer_callbacks
+from modelyard.http.connection import ClientConnection
 from modelyard.http.inference import InferenceEndpoint, send_stored_events
 from modelyard.http.request_context import RequestContext, json_fault, read_body
 from modelyard.http.settings import HttpSettings
@@ -203,7 +203,7 @@ class _Connection:
     ) -> None:
         self._request, self._endpoint, self._stored = request, endpoint, stored
         self._settings, self._scope, self._send = settings, scope, send
-        self._callbacks: DisconnectCallbacks = set()
+        self._client = ClientConnection()
         self._lanes: dict[str | None, asyncio.Queue[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -256,8 +256,8 @@ class _Connection:
             "headers": self._scope["headers"],
             "client": self._scope["client"],
             "server": self._scope["server"],
+            "extensions": self._client.extensions,
         }
-        offer_callbacks(scope, self._callbacks)
 
         async def receive() -> Message:
             return {"type": "http.request", "body": body, "more_body": False}
@@ -278,8 +278,7 @@ class _Connection:
         for queue in self._lanes.values():
             while not queue.empty():
                 queue.get_nowait()
-        for cancel in list(self._callbacks):
-            cancel()
+        self._client.lose()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

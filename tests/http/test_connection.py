@@ -14,13 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from modelyard.http.connection import (
-    DisconnectCallbacks,
-    LimitedConnection,
-    cancel_on_disconnect,
-    offer_callbacks,
-    withdraw_callbacks,
-)
+from modelyard.http.connection import ClientConnection, LimitedConnection, cancel_on_disconnect
 from tests.live_server import LiveServer, demo_config, live_server
 
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
@@ -338,10 +332,11 @@ def test_a_second_request_on_a_connection_has_the_same_time_limit(fake_connectio
 def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(fake_connection: FakeConnection) -> None:
     connection, _, _ = fake_connection
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
-    scope: Any = connection.scope
-    assert scope["modelyard.on_disconnect"] == set()
+    client = ClientConnection.of(cast(Any, connection.scope))
+    assert client is not None
+    assert not client.is_lost
     connection.connection_lost(None)
-    assert "modelyard.on_disconnect" not in scope  # so that the handler waits for http.disconnect
+    assert client.is_lost  # so that the handler waits for http.disconnect
 
 
 def test_a_client_that_disconnects_before_the_handler_of_an_earlier_request_runs_is_noticed(
@@ -349,10 +344,10 @@ def test_a_client_that_disconnects_before_the_handler_of_an_earlier_request_runs
 ) -> None:
     connection, _, _ = fake_connection
     connection.data_received((POST + b"Content-Length: 2\r\n\r\n{}") * 2)
-    scopes = [cast(Any, cycle.scope) for cycle in (*connection._earlier, connection.cycle)]
-    assert ["modelyard.on_disconnect" in scope for scope in scopes] == [True, True]
+    clients = [ClientConnection.of(cast(Any, cycle.scope)) for cycle in (*connection._earlier, connection.cycle)]
+    assert [client and client.is_lost for client in clients] == [False, False]
     connection.connection_lost(None)
-    assert ["modelyard.on_disconnect" in scope for scope in scopes] == [False, False]
+    assert [client and client.is_lost for client in clients] == [True, True]
 
 
 def test_a_client_that_reads_nothing_is_disconnected(fake_connection: FakeConnection) -> None:
@@ -538,14 +533,12 @@ async def never() -> Any:
 
 
 async def test_a_lost_connection_cancels_the_work_that_is_still_watched():
-    callbacks: DisconnectCallbacks = set()
-    scope: dict[str, Any] = {}
-    offer_callbacks(scope, callbacks)
+    client = ClientConnection()
+    scope = {"extensions": client.extensions}
     here, gone = FakeWork(), FakeWork()
     cancel_on_disconnect(scope, never, here.cancel)
     cancel_on_disconnect(scope, never, gone.cancel)()
-    for cancel in tuple(callbacks):
-        cancel()
+    client.lose()
     assert here.cancelled.is_set()
     assert not gone.cancelled.is_set()
 
@@ -554,11 +547,10 @@ async def test_work_that_starts_after_the_disconnect_is_cancelled() -> None:
     async def receive() -> Any:
         return {"type": "http.disconnect"}
 
-    scope: dict[str, Any] = {}
-    offer_callbacks(scope, set())
-    withdraw_callbacks(scope)
+    client = ClientConnection()
+    client.lose()
     work = FakeWork()
-    cancel_on_disconnect(scope, receive, work.cancel)
+    cancel_on_disconnect({"extensions": client.extensions}, receive, work.cancel)
     await asyncio.wait_for(work.cancelled.wait(), 60)
 
 
