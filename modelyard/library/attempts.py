@@ -35,7 +35,14 @@ class Attempts:
         return True
 
     def deaths(self, name: str, identity: str = "") -> int:
-        return sum(map(_is_dead, self._files(name, identity)))
+        return sum(map(self._is_to_blame, self._files(name, identity)))
+
+    def _is_to_blame(self, file: Path) -> bool:
+        """Whether a process has died with it. A model is not to blame if saved KV was being read into it."""
+        others = [each for each in self._folder.glob(f"*{file.suffix}") if each != file]
+        return _is_dead(file) and not (
+            file.read_text().startswith("model ") and any(each.read_text().startswith("kv ") for each in others)
+        )
 
     def stop(self, name: str, identity: str = "") -> None:
         """This process has neither survived it nor died with it: it ends."""
@@ -59,7 +66,8 @@ class Attempts:
                 self.end(name)
 
     def set_aside(self) -> list[str]:
-        dead = [file for file in self._folder.glob("*.*") if _is_dead(file)] if self._folder.is_dir() else []
+        found = self._folder.glob("*.*") if self._folder.is_dir() else ()
+        dead = [file for file in found if self._is_to_blame(file)]
         often = {stem for stem, deaths in Counter(file.stem for file in dead).items() if deaths >= MAX_DEATHS}
         return sorted({file.read_text() for file in dead if file.stem in often})
 

@@ -14,6 +14,7 @@ import tomlkit
 from modelyard.gateway import batches
 from tests.cli_process import ROOT, ServerProcess, run, serve
 from tests.e2e.helpers import SCRIPT, wait_until
+from tests.library.convert.tiny_models import write_model
 from tests.live_server import demo_config
 
 ADMIN = {"authorization": "Bearer sk-boss"}
@@ -74,6 +75,48 @@ def test_a_model_that_kills_the_server_at_two_starts_is_left_out_of_the_third(tm
             lambda: httpx.get(server.url + "/v1/admin/set-aside", headers=ADMIN).json()["data"] == [],
             "a model that was loaded is tried again at the next start",
         )
+
+
+# Ends the process of the server while it reads saved KV, as a fault of llama.cpp does.
+DEADLY_KV = """
+import os, sys
+if "serve" in sys.orig_argv:
+    from modelyard.engines.llama_cpp.kv_store import KvStore
+    restore = KvStore._restore
+    def restore_or_die(self, *args):
+        if os.path.exists(os.environ["DEADLY"]):
+            os.abort()
+        restore(self, *args)
+    KvStore._restore = restore_or_die
+"""
+
+
+def test_saved_kv_that_kills_the_server_at_two_starts_is_left_out_of_the_third(tmp_path: Path) -> None:
+    path, deadly = tmp_path / "path", tmp_path / "deadly"
+    path.mkdir()
+    (path / "sitecustomize.py").write_text(DEADLY_KV)
+    env = data_of(tmp_path) | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "DEADLY": str(deadly)}
+    model = {"backend": "llama_cpp", "path": str(write_model(tmp_path / "tiny.gguf")), "placement": "inline"}
+    model |= {"n_gpu_layers": 0, "n_ctx": 256, "kv_store": str(tmp_path / "kv")}
+    config = tomlkit.dumps({"models": {"tiny": model}, "keys": [{"name": "boss", "key": "sk-boss", "admin": True}]})
+    body = {"model": "tiny", "prompt": "Hello there, this is a text of some length", "max_tokens": 3}
+
+    def answers(server: ServerProcess) -> bool:
+        reply = httpx.post(server.url + "/v1/completions", json=body, headers=ADMIN, timeout=60)
+        return reply.status_code == 200
+
+    with serve(tmp_path, config=config, **env) as server:
+        assert answers(server)
+        assert server.stop() == 0
+    deadly.touch()
+    for _ in range(2):
+        died = run("serve", "--port", "0", cwd=tmp_path, **env)
+        assert died.returncode == -signal.SIGABRT, died.stderr[-2000:]
+    with serve(tmp_path, config=config, **env) as server:
+        wait_until(lambda: httpx.get(server.url + "/health/ready").status_code == 200, "the server is ready")
+        (aside,) = httpx.get(server.url + "/v1/admin/set-aside", headers=ADMIN).json()["data"]
+        assert aside.startswith(f"kv {tmp_path}")
+        assert answers(server)
 
 
 def start_batch(server: ServerProcess, text: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.library.attempts import Attempts
+from modelyard.library.attempts import Attempts, _digest
 from tests.cli_process import environment
 
 BEGIN = """
@@ -41,6 +41,15 @@ def test_what_processes_have_died_with_twice_is_set_aside_until_it_works(tmp_pat
     attempts.end("model a")
     assert attempts.set_aside() == []
     assert attempts.begin("model a")
+
+
+def test_a_model_is_not_blamed_for_the_kv_that_was_read_into_it(tmp_path: Path) -> None:
+    for process in ("1-5", "2-5"):
+        for name in ("kv file", "model a"):
+            (tmp_path / f"{_digest(name, '')}.{process}").write_text(name)
+    attempts = Attempts(tmp_path)
+    assert (attempts.deaths("model a"), attempts.deaths("kv file")) == (0, 2)
+    assert attempts.set_aside() == ["kv file"]
 
 
 def test_processes_that_live_are_no_deaths(tmp_path: Path) -> None:
