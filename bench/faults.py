@@ -4,9 +4,10 @@
 
 Starts a scheduler, two gateways and a worker, keeps streams of Chat Completions and Responses running, and in each
 round breaks one part (`FAULTS`). Every client must get its whole response or a proper error within `max_wait_s` of the
-fault, and only its own text; memory and open files must return to their level. The exit code is 1 otherwise. A table
-with recovery times is printed at the end: from the fault, or from the end of a pause, until a new short request gets
-text from each gateway; two clients beside the streams send such requests all the time.
+fault, and only its own text; memory and open files must return to their level, and no event loop of a part that was not
+broken may work for more than 250 ms at a time. The exit code is 1 otherwise. A table with recovery times is printed at
+the end: from the fault, or from the end of a pause, until a new short request gets text from each gateway; two clients
+beside the streams send such requests all the time.
 
 A mix-up shows because every answer is known: the fake engine echoes the request, and a real engine must follow a JSON
 schema that allows only one text. With the fake engine an answer takes no time, so its five seconds are a sum: a silent
@@ -37,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from modelyard.library import default_model
 from modelyard.library.cache_dir import cache_dir
 from modelyard.processes.parent_death import die_with_parent
 from setup.llama_server import fetch_binary
+from tests.loop_watch import longest_stall, watched_command
 from tests.workers.ray_nodes import HEAD, ray_nodes
 
 PORTS = (21_081, 21_082)
@@ -330,9 +332,17 @@ class SplitServer:
             "gateway-0": ["serve", *self._connect, "--port", str(PORTS[0])],
             "gateway-1": ["serve", *self._connect, "--port", str(PORTS[1])],
         }[name]
-        command = [sys.executable, "-m", "modelyard", *arguments, "--config", str(self.folder / "c.toml")]
+        command = watched_command(self._stalls(name), *arguments, "--config", str(self.folder / "c.toml"))
         with (self.folder / f"{name}.log").open("ab") as log:
             self.parts[name] = subprocess.Popen(die_with_parent(command), stdout=log, stderr=log)
+
+    def _stalls(self, name: str) -> Path:
+        return self.folder / f"{name}.stalls"
+
+    def stalls(self, names: Iterable[str], since: float) -> dict[str, str]:
+        """Of the parts whose event loop worked for too long at a time, the longest time."""
+        longest = {name: longest_stall(self._stalls(name), since) for name in names}
+        return {f"{name}'s loop": f"{seconds:.2f} s at a time" for name, seconds in longest.items() if seconds}
 
     def check_running(self) -> None:
         """A part that has exited by itself will never be ready."""
@@ -499,8 +509,10 @@ class FaultRun(Struct):
     async def run(self, name: str, fault: Fault, rounds: int) -> Row:
         await self.inject_under_load(fault, 1)  # warm-up: what is allocated once is allocated now
         before = {part: usage for part, usage in (await _idle_usage(self.server)).items() if part != fault.part}
+        began = time.time()
         outcomes = await self.inject_under_load(fault, rounds)
-        bad = {**outcomes.unexpected(fault.allowed), **await self.leaks(before)}
+        stalls = self.server.stalls(before, began)
+        bad = {**outcomes.unexpected(fault.allowed), **await self.leaks(before), **stalls}
         recoveries = outcomes.recoveries()
         if float("inf") in recoveries:
             bad["never recovered"] = recoveries.count(float("inf"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from tests.engines.llama_cpp import architectures
 from tests.fuzz.explore import DEADLINE_S
 from tests.fuzz.http_targets import HttpTargets
 from tests.live_server import live_server
-from tests.loop_watch import ProcessWatch, watched_loop
+from tests.loop_watch import ProcessWatch, watched_command, watched_loop
 
 MODELS = ["demo", "calls"]
 ARCHITECTURES = ("gpt2", "kimi-linear", "deepseek4", "bert", "dream", "gemma3")
@@ -111,15 +110,15 @@ def server_of_architectures() -> Iterator[HttpTargets]:
 def _process(config: dict[str, Any]) -> Iterator[tuple[httpx.Client, Callable[[], str], Callable[[], str]]]:
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="modelyard-fuzz-") as folder:
-        file, log = Path(folder) / "modelyard.json", Path(folder) / "log"
+        file, log, stalls = (Path(folder) / name for name in ("modelyard.json", "log", "stalls"))
         file.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "modelyard", "serve", "--config", str(file), "--port", str(port)]
+        command = watched_command(stalls, "serve", "--config", str(file), "--port", str(port))
         command = ["sh", "-c", 'exec "$@" 2> "$0"', str(log), *command]
         with (
             running(command, port, "/health/ready") as server,
             httpx.Client(base_url=server.url, headers=_HEADERS, timeout=DEADLINE_S) as client,
         ):
-            yield client, _file_tail(log), ProcessWatch(server.process.pid).fault
+            yield client, _file_tail(log), ProcessWatch(server.process.pid, file=stalls).fault
 
 
 def _file_tail(file: Path) -> Callable[[], str]:
