@@ -444,10 +444,8 @@ class RouteTable:
 
     def posts(self) -> dict[str, ASGIApp]:
         """The apps of the requests that a batch may have."""
-        found = {path: methods.get("POST") for path, methods in self._exact.items()}
-        return {
-            path: one.app for path, one in found.items() if one is not None and one.is_direct and one.app is not None
-        }
+        posts = ((path, methods.get("POST")) for path, methods in self._exact.items())
+        return {path: found.app for path, found in posts if found is not None and found.is_direct and found.app}
 
     def __iter__(self) -> Iterator[Row]:
         for methods in (*self._exact.values(), *(methods for _, _, methods in self._patterns.values())):
@@ -455,4 +453,4 @@ class RouteTable:
 
 
 def _not_allowed(path: str, methods: Mapping[str, Match]) -> Match:
-    return Match(path, next(iter(methods.values())).row, allow=", ".join(sorted(methods)))
+    return Match(path, next(iter(methods.values())).row, allow=", ".join(sorted(methods.keys() - {"WEBSOCKET"})))

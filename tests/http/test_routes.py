@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.routing import Match
 
 from modelyard import plugins
 from modelyard.http.admin.routes import admin_router
 from modelyard.http.errors import load_protocol
-from modelyard.http.openapi import page_routes
-from modelyard.http.routes import OTHER, ROWS, Row
+from modelyard.http.openapi import ROLE_FIELD, page_routes
+from modelyard.http.routes import ADMIN, OTHER, ROWS, Row
 from modelyard.http.settings import HttpSettings
 from tests.http.app_client import TABLE, app_client, make_app
 from tests.live_server import demo_config
 
+ADMIN_ROUTES: list[Any] = list(admin_router(cast(Any, SimpleNamespace(accounts=None)), HttpSettings()).routes)
 SCHEMA = ("GET", "/openapi.json")  # FastAPI's own route
 
 
@@ -46,11 +50,26 @@ def test_a_row_is_found_by_its_path_and_by_its_other_names(row: Row) -> None:
 
 def test_what_fastapi_serves_has_a_row_each() -> None:
     """Without one its path could not be reached: it is behind the table."""
-    context: Any = SimpleNamespace(accounts=None)
-    routes: list[Any] = [*admin_router(context, HttpSettings()).routes, *page_routes()]
+    routes: list[Any] = [*ADMIN_ROUTES, *page_routes()]
     found = {(method, route.path) for route in routes for method in route.methods - {"HEAD"}} | {SCHEMA}
     rows = {(row.method, row.path) for row in ROWS if row.path.startswith("/v1/admin/") or row.handler == "pages"}
     assert found == rows
+
+
+NAMES = st.lists(st.sampled_from(["a", "log", "load", "models", "keys", "hub", "x%0a", "\n"]), min_size=1, max_size=4)
+
+
+@given(st.sampled_from(ADMIN), NAMES.map("/".join), st.sampled_from(["GET", "POST", "PUT", "PATCH", "DELETE"]))
+@settings(deadline=None, max_examples=300)
+def test_the_admin_app_takes_the_row_whose_role_was_required(row: Row, name: str, method: str) -> None:
+    """The role is that of the table's row, and FastAPI finds the handler: both must find the same."""
+    path = re.sub(r"{\w+(:\w+)?}", lambda _: name, row.path)
+    found = TABLE.find(path, method)
+    scope = {"type": "http", "path": found.path, "method": method}
+    taken = next((route for route in ADMIN_ROUTES if route.matches(scope)[0] is Match.FULL), None)
+    if taken is not None:
+        assert found.row is not None
+        assert (taken.path, taken.openapi_extra[ROLE_FIELD]) == (found.row.path, found.row.role)
 
 
 def test_the_paths_of_every_protocol_are_in_the_table() -> None:
@@ -79,6 +98,7 @@ async def test_nothing_that_is_served_counts_as_other() -> None:
         ("GET", "/v1/chat/completions", "POST"),
         ("GET", "/chat/completions", "POST"),
         ("POST", "/v1/models", "GET, HEAD"),
+        ("PUT", "/v1/responses", "POST"),
         ("PUT", "/v1/conversations/c", "DELETE, GET, HEAD, POST"),
         ("GET", "/v1beta/models/m:generateContent", "POST"),
         ("PATCH", "/v1/admin/models", "GET, HEAD"),
