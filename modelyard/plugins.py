@@ -1,6 +1,8 @@
-"""Plug-ins by name: the name of a module or package is the name of the plug-in.
+"""Plug-ins by name: engines, client protocols and output formats, in this tree or from any installed package.
 
-`backend = "llama_cpp"` means `modelyard/engines/llama_cpp`. There is no registry.
+In the tree the name of a module is the name of the plug-in: `backend = "llama_cpp"` means `modelyard/engines/llama_cpp`
+and its `ENGINE`. Another package adds one with an entry point of the group `modelyard.engines` (an `EnginePlugin`),
+`modelyard.protocols` (a `WireProtocol`) or `modelyard.formats` (an `OutputFormat`). Both are loaded by the same call.
 """
 
 from __future__ import annotations
@@ -8,12 +10,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from types import ModuleType
-from typing import Literal
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
 
-from modelyard.core.errors import InvalidRequest
+from modelyard.core.engine import EnginePlugin
+from modelyard.core.errors import InvalidRequest, ModelyardError
+
+GROUPS: Final = {
+    "engines": "modelyard.engines",
+    "protocols": "modelyard.protocols",
+    "scanner.formats": "modelyard.formats",
+}
 
 
 class UnknownPlugin(InvalidRequest):
@@ -24,42 +33,42 @@ class MissingLibrary(InvalidRequest):
     default_code = "missing_library"
 
 
+class BrokenPlugin(MissingLibrary):
+    """A plug-in of another package that cannot be used."""
+
+    default_code = "broken_plugin"
+
+
 @cache
-def names(package: str) -> tuple[str, ...]:
+def in_tree(package: str) -> tuple[str, ...]:
     """The plug-ins of `modelyard.<package>`, without importing them.
 
     Modules with a leading underscore and those in the package's `NOT_PLUGINS` are not plug-ins.
     """
-    parent = importlib.import_module(f"modelyard.{package}")
-    excluded: frozenset[str] = getattr(parent, "NOT_PLUGINS", frozenset())
+    parent: Any = importlib.import_module(f"modelyard.{package}")
+    excluded: frozenset[str] = vars(parent).get("NOT_PLUGINS", frozenset())
     found = (module.name for module in pkgutil.iter_modules(parent.__path__))
     return tuple(sorted(name for name in found if not name.startswith("_") and name not in excluded))
 
 
-def verify(module: ModuleType) -> None:
-    """Raise if the plug-in's native library does not work on this machine."""
-    check: Callable[[], None] | None = getattr(module, "verify", None)
-    if check is not None:
-        check()
+@cache
+def outside(package: str) -> dict[str, list[EntryPoint]]:
+    """The plug-ins of other packages: a name that two of them use is an error when it is loaded."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUPS[package]) if package in GROUPS else ():
+        found.setdefault(point.name, []).append(point)
+    return found
 
 
-def prepare(module: ModuleType, progress: object) -> None:
-    """Fetch what the plug-in needs on this machine, at its first use. `progress` is a `ProgressReporter`."""
-    setup: Callable[[object], object] | None = getattr(module, "prepare", None)
-    if setup is not None:
-        setup(progress)
-
-
-def engine_kind(module: ModuleType, options: object) -> Literal["text", "chat"]:
-    kind: Literal["text", "chat"] = getattr(options, "kind", module.KIND)
-    return kind
+@cache
+def names(package: str) -> tuple[str, ...]:
+    return tuple(sorted({*in_tree(package), *outside(package)}))
 
 
 def is_remote_engine(name: str | None) -> bool:
-    """Whether the engine's models run on a server elsewhere. An engine that is unknown, or whose library is missing, is
-    reported where it is loaded."""
+    """Whether the engine's models run on a server elsewhere. An unknown engine is reported where it is loaded."""
     try:
-        return name in names("engines") and bool(getattr(load("engines", name), "REMOTE", False))
+        return name in names("engines") and engine(name).remote
     except MissingLibrary:
         return False
 
@@ -71,14 +80,45 @@ def unknown(kind: str, name: str, known: Sequence[str]) -> UnknownPlugin:
     return UnknownPlugin(f"{name!r} is not one of the {kind}: {', '.join(known)}.{hint}")
 
 
-def load(package: str, name: str) -> ModuleType:
+def engine(name: str) -> EnginePlugin:
+    found: EnginePlugin = load("engines", name)
+    return found
+
+
+def load(package: str, name: str) -> Any:
+    """An engine's `EnginePlugin`, an output format from another package, and otherwise the module itself."""
     if name not in names(package):
         raise unknown(package, name, names(package))
+    if name in outside(package):
+        return _from_outside(package, name)
     try:
-        return importlib.import_module(f"modelyard.{package}.{name}")
+        module = importlib.import_module(f"modelyard.{package}.{name}")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("modelyard"):
             raise
         raise MissingLibrary(
             f"{name} needs the Python package {error.name!r}: install it with pip install 'modelyard[{name}]'"
         ) from error
+    return vars(module)["ENGINE"] if package == "engines" else module
+
+
+@cache
+def _from_outside(package: str, name: str) -> Any:
+    points = outside(package)[name]
+    owners = [*(["modelyard"] if name in in_tree(package) else []), *(_owner(point) for point in points)]
+    if len(owners) > 1:
+        raise BrokenPlugin(f"{GROUPS[package]} {name!r} is defined by {' and by '.join(owners)}: uninstall one of them")
+    try:
+        found = points[0].load()
+    except ModelyardError:
+        raise
+    except Exception as error:  # whatever a stranger's module does when it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise BrokenPlugin(f"{GROUPS[package]} {name!r} of {owners[0]} cannot be imported: {reason}") from error
+    if package == "engines" and not isinstance(found, EnginePlugin):
+        raise BrokenPlugin(f"{GROUPS[package]} {name!r} of {owners[0]} is not an EnginePlugin: {points[0].value}")
+    return found
+
+
+def _owner(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value

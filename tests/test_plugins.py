@@ -1,13 +1,26 @@
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 import modelyard
 from modelyard import plugins
+
+
+def _forget() -> None:
+    for cached in (plugins.names, plugins.in_tree, plugins.outside, plugins._from_outside):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    _forget()
 
 
 @pytest.fixture
@@ -25,9 +38,9 @@ def gadgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     }.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setattr(modelyard, "__path__", [*modelyard.__path__, str(tmp_path)])
-    plugins.names.cache_clear()
+    _forget()
     yield folder
-    plugins.names.cache_clear()
+    _forget()
     for name in [name for name in sys.modules if name.startswith("modelyard.gadgets")]:
         del sys.modules[name]
 
@@ -66,20 +79,44 @@ def test_a_missing_module_of_modelyard_is_not_reported_as_a_library(gadgets: Pat
         plugins.load("gadgets", "broken")
 
 
-def test_a_plugin_without_verify_is_accepted(gadgets: Path):
-    plugins.verify(plugins.load("gadgets", "lamp"))
-
-
-def test_verify_raises_the_error_of_the_plugin(gadgets: Path, monkeypatch: pytest.MonkeyPatch):
-    def verify() -> None:
-        raise plugins.MissingLibrary("the bulb is broken")
-
-    lamp = plugins.load("gadgets", "lamp")
-    monkeypatch.setattr(lamp, "verify", verify, raising=False)
-    with pytest.raises(plugins.MissingLibrary, match="bulb"):
-        plugins.verify(lamp)
-
-
 def test_shipped_engines_and_protocols_are_found():
     assert "fake" in plugins.names("engines")
     assert {"anthropic_messages", "openai_chat", "openai_responses"} <= set(plugins.names("protocols"))
+
+
+# --- of other packages ------------------------------------------------------------------------------------------------
+
+
+def outside(monkeypatch: pytest.MonkeyPatch, name: str, *values: str) -> None:
+    points = [EntryPoint(name, value, "modelyard.engines") for value in values]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == "modelyard.engines" else [])
+    _forget()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "reason"),
+    [
+        ("fake", ["mine:ENGINE"], "'fake' is defined by modelyard and by mine:ENGINE: uninstall one of them"),
+        ("new", ["mine:ENGINE", "yours:ENGINE"], "'new' is defined by mine:ENGINE and by yours:ENGINE"),
+        (
+            "new",
+            ["nowhere.to_be_found:ENGINE"],
+            "of nowhere.to_be_found:ENGINE cannot be imported: ModuleNotFound",
+        ),
+        ("new", ["json:nothing"], "cannot be imported: AttributeError"),
+        ("new", ["json:dumps"], "is not an EnginePlugin: json:dumps"),
+    ],
+)
+def test_a_plugin_that_cannot_be_used_is_reported_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, values: list[str], reason: str
+):
+    outside(monkeypatch, name, *values)
+    assert name in plugins.names("engines")
+    with pytest.raises(plugins.BrokenPlugin, match=re.escape(reason)):
+        plugins.engine(name)
+    assert plugins.engine("openai_remote").remote, "the others work"
+
+
+def test_an_engine_of_another_package_is_loaded_like_those_of_the_tree(monkeypatch: pytest.MonkeyPatch):
+    outside(monkeypatch, "new", "modelyard.engines.fake:ENGINE")
+    assert plugins.engine("new") is plugins.engine("fake")

@@ -84,11 +84,11 @@ def _check_model(path: ConfigPath, model: ModelSettings) -> Iterator[ConfigFindi
     except InvalidRequest as error:  # an option that names an unreadable file
         yield path, error.message, "error"
     except ValidationError as error:
-        known = MODEL_KEYS | plugins.load("engines", backend).Options.model_fields.keys()
+        accepted = MODEL_KEYS | plugins.engine(backend).Options.model_fields.keys()
         for loc, errors in errors_by_setting(error.errors(), options_input(model)).items():
             if errors[0]["type"] == "extra_forbidden" and len(loc) == 1:
                 message = f"unknown key; it is neither common to all models nor an option of {backend}."
-                message += _owner_hint(str(loc[0])) or suggest(str(loc[0]), known)
+                message += _owner_hint(str(loc[0])) or suggest(str(loc[0]), accepted)
             else:
                 message = validation_messages(errors)
             yield (*path, *loc), message, "error"
@@ -116,7 +116,7 @@ def _owner_hint(key: str) -> str:
 
 def _option_names(engine: str) -> Collection[str]:
     try:
-        options: type[BaseModel] = plugins.load("engines", engine).Options
+        options: type[BaseModel] = plugins.engine(engine).Options
     except plugins.MissingLibrary:
         return ()
     return options.model_fields.keys()
@@ -124,7 +124,7 @@ def _option_names(engine: str) -> Collection[str]:
 
 def _check_known_names(path: ConfigPath, backend: str, options: BaseModel) -> Iterator[ConfigFinding]:
     """Names that another program defines: its version decides, so an unknown one is a warning."""
-    known_names: Mapping[str, Collection[str]] = getattr(plugins.load("engines", backend), "KNOWN_NAMES", {})
+    known_names = plugins.engine(backend).known_names
     for option, known in known_names.items():
         value = getattr(options, option, None)
         if value is not None and value.lower() not in known:
@@ -138,7 +138,7 @@ def _check_kv_types(name: str, model: ModelSettings, caches: Mapping[str, CacheS
     if backend not in plugins.names("engines"):
         return
     try:
-        types: Collection[str] | None = getattr(plugins.load("engines", backend), "KV_TYPES", None)
+        types: Collection[str] | None = plugins.engine(backend).kv_types
     except plugins.MissingLibrary:
         return  # reported with the model
     own = {cache_name: cache for cache_name, cache in caches.items() if cache.model == name}

@@ -91,7 +91,7 @@ def _engine_options(backend: str) -> tuple[type[BaseModel] | None, str]:
     if backend not in plugins.names("engines"):
         return None, f"{backend!r} is not one of the engines of this build"
     try:
-        options: type[BaseModel] = plugins.load("engines", backend).Options
+        options: type[BaseModel] = plugins.engine(backend).Options
     except plugins.MissingLibrary as error:
         return None, error.message
     return options, ""
@@ -100,13 +100,12 @@ def _engine_options(backend: str) -> tuple[type[BaseModel] | None, str]:
 def _kv_types(backend: str | None) -> Mapping[str, Sequence[str]]:
     if not backend or _engine_options(backend)[0] is None:
         return {}
-    types: Sequence[str] = getattr(plugins.load("engines", backend), "KV_TYPES", None) or ()
+    types = plugins.engine(backend).kv_types or ()
     return {"type_k": list(types), "type_v": list(types)} if types else {}
 
 
 def _known_names(backend: str | None) -> Mapping[str, Sequence[str]]:
-    found: Mapping[str, Sequence[str]] = getattr(plugins.load("engines", backend or ""), "KNOWN_NAMES", {})
-    return found
+    return plugins.engine(backend or "").known_names
 
 
 def option_names(backend: str | None) -> dict[str, str]:

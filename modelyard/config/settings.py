@@ -231,13 +231,13 @@ def infer_backend(path: Any) -> str | None:
 
 def engine_options(model: ModelSettings) -> BaseModel:
     """The engine's `Options`. Common fields that it also declares (such as path) are passed on if they are set."""
-    kind: type[BaseModel] = plugins.load("engines", model.backend or "").Options
+    kind: type[BaseModel] = plugins.engine(model.backend or "").Options
     return kind.model_validate(options_input(model))
 
 
 def options_input(model: ModelSettings) -> dict[str, Any]:
     """What the engine's `Options` are made from, not validated yet."""
-    kind: type[BaseModel] = plugins.load("engines", model.backend or "").Options
+    kind: type[BaseModel] = plugins.engine(model.backend or "").Options
     common = (model.model_fields_set & kind.model_fields.keys()) - {"options"}
     values = {name: getattr(model, name) for name in common} | model.options
     if model.prompt_format in prompt_formats() and "chat_template" in kind.model_fields:
@@ -287,7 +287,7 @@ def _add_engine_fields(schema: dict[str, Any]) -> None:
     properties = table["properties"]
     for backend in plugins.names("engines"):
         try:
-            options: type[BaseModel] = plugins.load("engines", backend).Options
+            options: type[BaseModel] = plugins.engine(backend).Options
         except plugins.MissingLibrary:
             continue  # its fields are unknown without its library; additional ones are accepted
         own = options.model_json_schema()

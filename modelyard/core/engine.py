@@ -1,30 +1,8 @@
 """The interface of every engine. There are two kinds.
 
 A `TextEngine` takes token ids and returns token ids; templates, stop strings and output parsing are the gateway's. A
-`ChatEngine` takes a request and returns events. An engine module `engines/<backend>` has
-
-    Options             a pydantic model: the backend's fields of a model definition
-    CAPABILITIES        the most it can do, known without its library; a model and its settings may allow less
-    HOLDS_WEIGHTS       False if a second process may open the same engine for free
-    REMOTE              True if requests leave this machine (default False)
-    COUNTS_LOCALLY      True if a chat engine also has `tokenizer_path`, so tokens are counted here
-    OWN_PROCESS         True if it gets its own process unless the settings say otherwise (default False)
-    own_process(…)      the same, as a function of the options: the model's file may decide
-    LIVE_OVERRIDES      field → type with range: what one load may override (default: nothing)
-    LOCAL_OPTIONS       those of them that name files: a worker takes them from its own configuration only
-    KV_TYPES            names that `type_k` and `type_v` may have (default: it does not use these settings)
-    KNOWN_NAMES         option → names that its library knows; others get a warning (optional)
-    verify()            raises if its native library does not work on this machine (optional)
-    faults(spec)        options that cannot work here, with a reason each: missing files, programs, keys (optional)
-    capabilities(…)     what a model with these options and this header can do, before it is loaded (optional)
-    MARKS_MEDIA         True if a prompt has images and audio between its tokens, not after them (default False)
-    count_media(…)      the tokens of images and audio, before the model is loaded, with its interpreter (optional)
-    explain(error, …)   why it did not open, from the last lines of its process (optional)
-    KIND                "text" or "chat"; an option with the name `kind` takes precedence
-    create(spec)        the engine, not yet opened
-    estimate(spec, …)   the memory it would take, before anything is loaded
-
-and, for token engines, `tokenizer_path(options)` and optionally `PROMPT_FORMAT`, the built-in template to fall back on.
+`ChatEngine` takes a request and returns events. An
+`EnginePlugin` is what a backend is to the rest: the name in the configuration leads to it.
 
 An engine does not queue: the scheduler grants at most `capacity` leases at a time.
 """
@@ -32,8 +10,9 @@ An engine does not queue: the scheduler grants at most `capacity` leases at a ti
 from __future__ import annotations
 
 from asyncio import Future
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct, field
 
@@ -41,6 +20,9 @@ from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event, Timings, Usage
 from modelyard.core.request import Constraint, EmbeddingRequest, Priority, Request, RerankRequest, Sampling
 from modelyard.core.tokenizer import IdLogprob
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -379,13 +361,56 @@ class Node(Struct, frozen=True):
     memory: AvailableMemory | None = None
 
 
-class EngineModule(Protocol):
-    """The interface of a module in `engines/`."""
+# --- the plug-in ----------------------------------------------------------------------------------------------------
 
-    Options: type
-    CAPABILITIES: Capabilities
-    HOLDS_WEIGHTS: bool
 
-    def kind(self, options: Any) -> Literal["text", "chat"]: ...
-    def create(self, spec: EngineSpec) -> Engine: ...
-    def estimate(self, spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate: ...
+def _estimate_nothing(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
+    del spec, machine
+    return MemoryEstimate()
+
+
+def _no_faults(spec: EngineSpec) -> Iterable[tuple[str, str]]:
+    del spec
+    return ()
+
+
+class EnginePlugin(Struct, frozen=True, kw_only=True):
+    """A backend: `ENGINE` of a module in `engines/`, or the object of an entry point `modelyard.engines`.
+
+    Importing it must be cheap: `create` and `verify` import its library. `options` below is an instance of `Options`.
+    """
+
+    Options: type[BaseModel]  # the backend's fields of a model's section
+    create: Callable[[EngineSpec], Engine]  # the engine, not yet opened
+    kind: Literal["text", "chat"] = "text"  # an option with this name takes precedence
+    capabilities: Capabilities = Capabilities()  # the most it can do; a model and its settings may allow less
+    # What a model with these options can do before it is loaded; the path is that of a copy of its header.
+    capabilities_of: Callable[[Any, Path | None], Capabilities] | None = None
+    holds_weights: bool = True  # every gateway process would load them; False: it may open the same engine for free
+    remote: bool = False  # requests leave this machine
+    own_process: Callable[[Any], bool] = lambda _: False  # by default; the settings may say otherwise
+    tokenizer_path: Callable[[Any], Path] | None = None  # of its file; None: the setting tokenizer_path is needed
+    counts_locally: bool = False  # of a chat engine: its tokens are counted here with that file
+    prompt_format: str | None = None  # the built-in template to fall back on
+    marks_media: bool = False  # a prompt has images and audio between its tokens, not after them
+    # The tokens of images and audio before the model is loaded, with its interpreter.
+    count_media: Callable[[Any, Sequence[Media], str | None], list[int]] | None = None
+    live_overrides: Mapping[str, Any] = {}  # field → type with range: what one load may override
+    local_options: frozenset[str] = frozenset()  # those that name files: a worker takes its own configuration's only
+    kv_types: Collection[str] | None = None  # names of `type_k` and `type_v`; None: it does not use these settings
+    known_names: Mapping[str, Sequence[str]] = {}  # option → names that its library knows; others get a warning
+    verify: Callable[[], None] = lambda: None  # raises if its library does not work on this machine
+    prepare: Callable[[Any], object] | None = None  # fetches what it needs at its first use; gets a ProgressReporter
+    # The memory it would take, before anything is loaded; may read files.
+    estimate: Callable[[EngineSpec, AvailableMemory], MemoryEstimate] = _estimate_nothing
+    # Options that cannot work here, with a reason each: missing files, programs, keys.
+    faults: Callable[[EngineSpec], Iterable[tuple[str, str]]] = _no_faults
+    # Why it did not open, from the last lines of its process.
+    explain: Callable[[ModelyardError, Sequence[str]], ModelyardError] | None = None
+    # For `modelyard optimize`: a package with `knobs` (what may be changed, `current`, `fitted`: what the engine's own
+    # program would set), and optionally `bench` and `loss`.
+    tuning: str | None = None
+
+    def kind_of(self, options: object) -> Literal["text", "chat"]:
+        kind: Literal["text", "chat"] = getattr(options, "kind", self.kind)
+        return kind

@@ -20,13 +20,12 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from modelyard.core.engine import (
-    AvailableMemory,
     Capabilities,
     EngineInfo,
+    EnginePlugin,
     EngineSpec,
     EngineStats,
     Generation,
-    MemoryEstimate,
     OnProgress,
 )
 from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
@@ -266,19 +265,21 @@ def completion_arguments(request: Request, options: LiteLlmOptions, key: str | N
 
 # --- the plug-in interface --------------------------------------------------------------------------------------------
 
-Options = LiteLlmOptions
-KIND = "chat"
-create = LiteLlmEngine
-HOLDS_WEIGHTS = False
-REMOTE = True
-
-
-def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    """It loads no weights."""
-    del spec, machine
-    return MemoryEstimate()
+Options, create = LiteLlmOptions, LiteLlmEngine
 
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     variable: str | None = spec.options.litellm_api_key_env
     yield from try_options(("litellm_api_key_env", lambda name: read_api_key(spec.model, name), variable))
+
+
+ENGINE = EnginePlugin(
+    Options=Options,
+    create=create,
+    kind="chat",
+    capabilities=CAPABILITIES,
+    holds_weights=False,
+    remote=True,
+    verify=verify,
+    faults=faults,
+)

@@ -14,14 +14,13 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelyard.core.engine import (
-    AvailableMemory,
     Capabilities,
     Embeddings,
     EngineInfo,
+    EnginePlugin,
     EngineSpec,
     EngineStats,
     Generation,
-    MemoryEstimate,
     OnProgress,
     Ranking,
 )
@@ -426,19 +425,20 @@ def _without_foreign_reasoning(message: Message, options: OpenAiRemoteOptions, a
 
 # --- the plug-in interface --------------------------------------------------------------------------------------------
 
-Options = OpenAiRemoteOptions
-KIND = "chat"
-create = OpenAiRemoteEngine
-HOLDS_WEIGHTS = False
-REMOTE = True
-
-
-def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    """It loads nothing."""
-    del spec, machine
-    return MemoryEstimate()
+Options, create = OpenAiRemoteOptions, OpenAiRemoteEngine
 
 
 def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     variable: str | None = spec.options.remote_api_key_env
     yield from try_options(("remote_api_key_env", lambda name: read_api_key(spec.model, name), variable))
+
+
+ENGINE = EnginePlugin(
+    Options=Options,
+    create=create,
+    kind="chat",
+    capabilities=CAPABILITIES,
+    holds_weights=False,
+    remote=True,
+    faults=faults,
+)

@@ -335,7 +335,7 @@ def constrain(
     not_enforced = [
         f"grammar_not_enforced: {tool.name}: {error}" for tool in request.tools if (error := input_pattern(tool).error)
     ]
-    if not is_forced and not (model.constrain_calls or any(_is_strict(tool) for tool in request.tools)):
+    if not is_forced and not (model.settings.constrain_calls or any(_is_strict(tool) for tool in request.tools)):
         return None, not_enforced
     if not is_forced and not structured:
         return None, (f"strict_not_enforced: the engine of {model.name} does not support constraints",)

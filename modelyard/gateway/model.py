@@ -27,6 +27,8 @@ from modelyard.core.request import (
 )
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.render import Renderer
+from modelyard.router.router import ModelEntry
+from modelyard.router.settings import ModelSettings
 from modelyard.scanner.scanner import Scanner
 
 # The answer to a bare prompt whose log probabilities are wanted, or of a model without a chat template: all is text.
@@ -71,27 +73,29 @@ class TextPipeline(Struct, frozen=True):
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    name: str
+    """A model as requests need it: its entry, and what its files say. It needs no loaded engine."""
+
+    entry: ModelEntry
     kind: Literal["text", "chat"]
     remote: bool = False
     text: TextPipeline | None = None
     sampling: Sampling = Sampling()
     configured_sampling: Sampling | None = None  # without the built-in defaults; None: the same
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    show_thinking: bool = True
-    system_prompt: str | None = None  # of conversations that have none
-    lora_adapter: str | None = None  # of requests that name none
-    tool_stream: bool = True
-    constrain_calls: bool = False
     modalities: tuple[str, ...] = ("text",)
     translates: bool = False  # takes one text and two language codes, nothing else
-    spm_infill: bool = False  # fills a gap with the text after it before the text before it
     capabilities: Capabilities | None = None  # as far as they are known before it is loaded
     count_media: Callable[[Sequence[Media]], list[int]] | None = None  # their tokens, without a loaded engine
     fault: ModelyardError | None = None  # why it could not be defined; requests for it fail with this
     define: Callable[[], Model] | None = None  # it is not defined yet: reads its files, at the first request
     notes: tuple[tuple[str, str], ...] = ()  # where its parts come from, as rows for `modelyard models explain`
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def settings(self) -> ModelSettings:
+        return self.entry.settings
 
     def sampling_for(self, request: Request) -> Sampling:
         """A request with its own temperature is not cut by the built-in `top_p`, which belongs to the built-in one."""

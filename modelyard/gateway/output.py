@@ -89,7 +89,7 @@ class TextOutput:
         visible = request.reasoning.visible
         self._detokenizer = pipeline.tokenizer.detokenizer()
         self._late_stop: tuple[str, ...] | None = None  # from the token on that may end the output
-        stop = model.stop + pipeline.stop_strings + request.stop
+        stop = model.entry.stop + pipeline.stop_strings + request.stop
         if prepared.sampling.min_tokens:
             self._late_stop, stop = stop, pipeline.stop_strings
         self._scanner = Scanner(
@@ -98,8 +98,8 @@ class TextOutput:
             stop=stop,
             prefill="" if request.prompts else pipeline.renderer.tail(rendered.text),
             new_id=new_id,
-            show_thinking=model.show_thinking if visible is None else visible,
-            tool_stream=model.tool_stream,
+            show_thinking=model.settings.show_thinking if visible is None else visible,
+            tool_stream=model.settings.tool_stream,
             parallel=request.parallel_tool_calls is not False,
             specials=pipeline.specials,
             token_text=self._token_text if request.logprobs is not None else None,
@@ -306,7 +306,7 @@ class ChatOutput:
     def __init__(self, prepared: PreparedRequest, choice: int = 0) -> None:
         self._prepared, self._rendered, self._choice = prepared, prepared.rendered(choice), choice
         visible = prepared.request.reasoning.visible
-        self._hide_thinking = not (prepared.model.show_thinking if visible is None else visible)
+        self._hide_thinking = not (prepared.model.settings.show_thinking if visible is None else visible)
         self._hidden: set[int] = set()
         self.usage, self.tokens = Usage(), 0
         self.over = self.slot_free = self.has_output = self.emitted_start = False

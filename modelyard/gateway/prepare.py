@@ -99,7 +99,7 @@ class Preparer:
         request, capabilities = await self.adapt(request, caller, model, engine)
         if request.infill is not None and model.kind == "chat":
             request = _with_tokens_around_gap(request, model, capabilities or model.capabilities, target.window)
-        requested = request.max_tokens if request.max_tokens is not None else model.max_tokens
+        requested = request.max_tokens if request.max_tokens is not None else model.entry.max_tokens
         prompts: list[RenderedPrompt] = []
         for ids, text in await self.render(request, model, target.window, work or RequestWork(0, caller.deadline)):
             prompts.append(RenderedPrompt(ids, text, output_budget(len(ids), requested, target.window, target.strict)))
@@ -150,7 +150,7 @@ class Preparer:
         effective = self._lookup.capabilities.effective(model, capabilities)
         if effective.generates and not model.talks and not request.prompts:
             request = _as_bare_prompt(request, model)
-        if model.system_prompt is not None or model.lora_adapter is not None:
+        if model.settings.system_prompt is not None or model.settings.lora_adapter is not None:
             request = _with_defaults(request, model)
         if not self._replay.is_empty:
             request = await self._replay.restore(request, caller.key)
@@ -291,10 +291,10 @@ def _as_bare_prompt(request: Request, model: Model) -> Request:
 
 def _with_defaults(request: Request, model: Model) -> Request:
     """The model's system prompt and adapter, where the request has none. A bare prompt has no system prompt."""
-    messages, prompt = request.messages, model.system_prompt
+    messages, prompt = request.messages, model.settings.system_prompt
     if prompt and messages and messages[0].role not in ("system", "developer"):
         messages = (Message("system", (Text(prompt),)), *messages)
-    adapter = request.lora_adapter or model.lora_adapter
+    adapter = request.lora_adapter or model.settings.lora_adapter
     return msgspec.structs.replace(request, messages=messages, lora_adapter=adapter)
 
 
@@ -306,9 +306,9 @@ def _infill_chars(infill: Infill | None) -> int:
 
 def _encode_gap(request: Request, prompt: str, infill: Infill, model: Model, window: int | None) -> list[int]:
     """The prompt is cut so that the answer has room: an editor sends what is around the cursor, not what fits."""
-    requested = request.max_tokens if request.max_tokens is not None else model.max_tokens
+    requested = request.max_tokens if request.max_tokens is not None else model.entry.max_tokens
     room = _UNLIMITED if window is None else window - min(requested or window // 4, window // 2)
-    return infill_prompt(model.pipeline.tokenizer, prompt, infill, room=room, suffix_first=model.spm_infill)
+    return infill_prompt(model.pipeline.tokenizer, prompt, infill, room=room, suffix_first=model.settings.spm_infill)
 
 
 def _with_tokens_around_gap(request: Request, model: Model, can: Capabilities | None, window: int) -> Request:

@@ -163,8 +163,8 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             prompts=request.prompts[choice // request.n :][:1],
             n=1,
             sampling=_with_seed(self.sampling, choice % request.n),
-            max_tokens=request.max_tokens if request.max_tokens is not None else model.max_tokens,
-            stop=(*model.stop, *request.stop),
+            max_tokens=request.max_tokens if request.max_tokens is not None else model.entry.max_tokens,
+            stop=(*model.entry.stop, *request.stop),
             kv_scope=self.kv_scope,
         )
 

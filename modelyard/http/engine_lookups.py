@@ -36,8 +36,12 @@ class EngineLookups:
     async def props(self, request: HttpRequest) -> Response:
         target, model = await self._model(request)
         entry, engine = self._gateway.lookup.router.catalog.models[model.name], self._gateway.leases.engine(model.name)
-        limit = -1 if model.max_tokens is None else model.max_tokens
-        params = generation_settings(model.sampling) | {"n_predict": limit, "max_tokens": limit, "stop": model.stop}
+        limit = -1 if model.entry.max_tokens is None else model.entry.max_tokens
+        params = generation_settings(model.sampling) | {
+            "n_predict": limit,
+            "max_tokens": limit,
+            "stop": model.entry.stop,
+        }
         body: dict[str, Any] = {
             "default_generation_settings": {"params": params, "n_ctx": target.window},
             "total_slots": entry.caches[target.cache].info.parallel if engine is None else _places(engine, target),

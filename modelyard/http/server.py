@@ -99,7 +99,7 @@ def build_app(context: HttpContext, lifespan: Lifespan | None = None) -> ASGIApp
 
 
 def _served(context: HttpContext, request: RequestWith) -> Iterator[tuple[Row, ASGIApp]]:
-    """The rows whose handlers this server has, and those of protocols that the table does not list."""
+    """The rows whose handlers this server has, and those of protocols from other packages."""
     apps, groups = _apps(context, request), _groups(context)
     for row in ROWS:
         group, _, name = row.handler.rpartition(".")
@@ -110,11 +110,15 @@ def _served(context: HttpContext, request: RequestWith) -> Iterator[tuple[Row, A
         elif group in groups:
             yield row, request_response(getattr(groups[group], name))
     listed = {path for row in ROWS for path in (row.path, *row.also)}
-    for protocol in map(load_protocol, plugins.names("protocols")):
-        paths = [path for path in getattr(protocol, "PATHS", ()) if path not in listed]
-        if paths and hasattr(protocol, "writer"):
-            endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures)
-            yield Row("POST", paths[0], protocol.NAME, also=tuple(paths[1:]), protocol=protocol.NAME), endpoint
+    for name in plugins.outside("protocols"):
+        try:
+            protocol = load_protocol(name)
+        except plugins.BrokenPlugin as error:  # the others are served
+            logging.getLogger("modelyard").error("%s", error.message)
+            continue
+        paths = [path for path in protocol.PATHS if path not in listed]
+        endpoint = InferenceEndpoint(protocol, context.gateway, context.settings, context.captures)
+        yield Row("POST", paths[0], name, also=tuple(paths[1:]), protocol=name), endpoint
 
 
 _PROTOCOLS = (

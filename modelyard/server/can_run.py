@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 
 from msgspec import Struct
 from pydantic import BaseModel, ValidationError
@@ -18,7 +17,7 @@ from modelyard import plugins
 from modelyard.config.library_models import missing_hub_model
 from modelyard.config.problems import ConfigPath, validation_message
 from modelyard.config.settings import Config, engine_spec
-from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
+from modelyard.core.engine import AvailableMemory, EnginePlugin, EngineSpec, MemoryEstimate
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.units import format_size
 from modelyard.library import default_model
@@ -50,10 +49,9 @@ def run_faults(
 def _spec_faults(
     spec: EngineSpec, limits: MemoryLimits, machine: MachineMemory, memory: MemoryEstimate | None
 ) -> Iterator[RunFault]:
-    module = plugins.load("engines", spec.backend)
+    module = plugins.engine(spec.backend)
     yield from _engine_faults(module, spec.python)
-    if hasattr(module, "faults"):
-        yield from (((*option.split("."),), message) for option, message in module.faults(spec))
+    yield from (((*option.split("."),), message) for option, message in module.faults(spec))
     if memory is not None:
         yield from _memory_faults(memory, spec.options, limits, machine)
 
@@ -67,10 +65,10 @@ def set_up_at_start(entry: ModelEntry) -> Iterator[RunFault]:
     elif entry.enabled and missing_hub_model(settings) is not None:
         field = "path" if settings.path is not None else "vllm_model"
         yield (field,), "is not on this machine yet: modelyard serve fetches it from the hub."
-    module = plugins.load("engines", entry.backend)
-    if hasattr(module, "prepare") and settings.python is None:
+    module = plugins.engine(entry.backend)
+    if module.prepare is not None and settings.python is None:
         try:
-            plugins.verify(module)
+            module.verify()
         except plugins.MissingLibrary:
             yield ("backend",), "its library is not on this machine yet: modelyard serve sets it up."
         except ModelyardError:
@@ -107,11 +105,11 @@ def unrunnable_models(config: Config, *, set_up: bool = True) -> dict[str, str]:
     return faults
 
 
-def _engine_faults(module: ModuleType, python: str | None) -> Iterator[RunFault]:
+def _engine_faults(module: EnginePlugin, python: str | None) -> Iterator[RunFault]:
     """With another interpreter, that interpreter must be able to run the engine."""
     try:
         if python is None:
-            plugins.verify(module)
+            module.verify()
         elif interpreter.interpreter_exists(python):  # else reported by the checks of the configuration
             with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
                 thread.submit(asyncio.run, interpreter.check_interpreter(python)).result()

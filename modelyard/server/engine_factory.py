@@ -42,8 +42,7 @@ def allowed_overrides(settings: ModelSettings) -> Mapping[str, Any]:
     """Field → type with range; empty for an engine without such fields or one that is not installed."""
     if settings.backend not in plugins.names("engines"):
         return {}
-    fields: Mapping[str, Any] = getattr(plugins.load("engines", settings.backend), "LIVE_OVERRIDES", {})
-    return fields
+    return plugins.engine(settings.backend).live_overrides
 
 
 def override_schemas(config: Config, name: str) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def override_schemas(config: Config, name: str) -> dict[str, Any]:
     settings, schemas = config.models[name], {}
     windows_are_fixed = has_own_caches(config, name)
     for field in allowed_overrides(settings):
-        options: type[BaseModel] = plugins.load("engines", settings.backend or "").Options
+        options: type[BaseModel] = plugins.engine(settings.backend or "").Options
         canonical = {**_CANONICAL, **_other_names(options)}.get(field, field)
         if canonical == "n_ctx" and windows_are_fixed:
             continue
@@ -63,7 +62,7 @@ def override_schemas(config: Config, name: str) -> dict[str, Any]:
 
 @cache
 def _schema(backend: str, field: str) -> dict[str, Any]:
-    schema: dict[str, Any] = TypeAdapter(plugins.load("engines", backend).LIVE_OVERRIDES[field]).json_schema()
+    schema: dict[str, Any] = TypeAdapter(plugins.engine(backend).live_overrides[field]).json_schema()
     return schema
 
 
@@ -95,7 +94,7 @@ def _names_of_overrides(settings: ModelSettings, fields: Mapping[str, Any]) -> M
     """Each name that the configuration knows for an allowed override → the override."""
     if not fields:
         return {}
-    canonical = {**_CANONICAL, **_other_names(plugins.load("engines", settings.backend or "").Options)}
+    canonical = {**_CANONICAL, **_other_names(plugins.engine(settings.backend or "").Options)}
     allowed = {canonical.get(field, field): field for field in fields}
     return {alias: allowed[name] for alias, name in canonical.items() if name in allowed}
 
@@ -103,7 +102,7 @@ def _names_of_overrides(settings: ModelSettings, fields: Mapping[str, Any]) -> M
 def names_files(settings: ModelSettings, overrides: Mapping[str, Any]) -> bool:
     """Whether one of these overrides of a load names a file: a draft model, for example."""
     names = _names_of_overrides(settings, allowed_overrides(settings))
-    local = getattr(plugins.load("engines", settings.backend or ""), "LOCAL_OPTIONS", ()) if names else ()
+    local = plugins.engine(settings.backend or "").local_options if names else ()
     return any(names.get(field, field) in local for field in overrides)
 
 
@@ -156,8 +155,7 @@ def create_engine(spec: EngineSpec, node: str = "") -> Engine:
         raise spec.fault
     if spec.own_process:
         return create_process_engine(spec)
-    engine: Engine = plugins.load("engines", spec.backend).create(spec)
-    return engine
+    return plugins.engine(spec.backend).create(spec)
 
 
 def runs_in_own_process(settings: ModelSettings, spec: EngineSpec) -> bool:
@@ -167,10 +165,7 @@ def runs_in_own_process(settings: ModelSettings, spec: EngineSpec) -> bool:
         return settings.placement == "process"
     if settings.python is not None:
         return True
-    module = plugins.load("engines", settings.backend or "")
-    if hasattr(module, "own_process"):
-        return bool(module.own_process(spec.options))
-    return bool(getattr(module, "OWN_PROCESS", False))
+    return plugins.engine(spec.backend).own_process(spec.options)
 
 
 def overriding(config: Config, faults: Mapping[str, ModelyardError | None]) -> Override:
@@ -215,7 +210,8 @@ def prepare_engines(config: Config, progress: ProgressReporter, before: Config |
     is_start, done, failed = before is None, _loadable_backends(before), set[str]()
     for backend in sorted((_loadable_backends(config) - done) & set(plugins.names("engines"))):
         try:
-            plugins.prepare(plugins.load("engines", backend), progress)
+            if (setup := plugins.engine(backend).prepare) is not None:
+                setup(progress)
         except ModelyardError as error:
             failed.add(backend)
             if is_start and at_start and failed >= at_start:

@@ -45,8 +45,7 @@ def estimate_memory(entry: ModelEntry, available: AvailableMemory) -> ModelMemor
 def estimate_engine(spec: EngineSpec, available: AvailableMemory) -> MemoryEstimate:
     if spec.fault is not None and spec.options is None:
         raise spec.fault
-    estimated: MemoryEstimate = plugins.load("engines", spec.backend).estimate(spec, available)
-    return estimated
+    return plugins.engine(spec.backend).estimate(spec, available)
 
 
 def describe_memory(estimated: ModelMemory, available: AvailableMemory) -> str:

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from modelyard import plugins
 from modelyard.config.library_models import LibraryModel, recommended_sampling
 from modelyard.config.settings import engine_options
-from modelyard.core.engine import Capabilities, Media
-from modelyard.core.errors import ModelyardError
+from modelyard.core.engine import Capabilities, EnginePlugin, Media
+from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.request import DEFAULT_SAMPLING, Message, Request, Sampling, Text
 from modelyard.gateway.model import THINKING_MODES, UNKNOWN_ENGINE, VERBATIM, Model, TextPipeline
 from modelyard.prompt.media import image_placeholder
@@ -35,36 +35,42 @@ from modelyard.workers.interpreter import interpreter_path
 def define_model(entry: ModelEntry) -> Model:
     settings, notes = entry.settings, _cache_notes(entry)
     try:
-        module = plugins.load("engines", entry.backend)
+        module = plugins.engine(entry.backend)
         if settings.python is None:  # another interpreter need not work in this one
-            plugins.verify(module)
+            module.verify()
         options = engine_options(settings)
-        kind = plugins.engine_kind(module, options)
+        kind = module.kind_of(options)
         text = (_text_pipeline if kind == "text" else _local_counting)(entry, module, options, notes)
         translates = _translates(settings, text)
         capabilities = _capabilities(settings, module, options)
     except ModelyardError as error:
         return _model(entry, "text", fault=error, notes=[*notes, ("fault", error.message)])
-    remote = getattr(module, "REMOTE", False)
     recommended = _recommended_sampling(module, options, notes)
     model = _model(
-        entry, kind, text, remote, translates=translates, capabilities=capabilities, file=recommended, notes=notes
+        entry,
+        kind,
+        text,
+        module.remote,
+        translates=translates,
+        capabilities=capabilities,
+        file=recommended,
+        notes=notes,
     )
     if capabilities is not None and "modalities" not in settings.model_fields_set:
         model = replace(model, modalities=capabilities.modalities)
-    if len(model.modalities) > 1 and hasattr(module, "count_media"):
-        model = replace(model, count_media=partial(_count_media, module, options, settings.python))
+    if len(model.modalities) > 1 and module.count_media is not None:
+        model = replace(model, count_media=partial(_count_media, module.count_media, options, settings.python))
     return model
 
 
-def _count_media(module: Any, options: Any, python: str | None, media: Sequence[Media]) -> list[int]:
-    found: list[int] = module.count_media(options, media, python and interpreter_path(python))
+def _count_media(count: Any, options: Any, python: str | None, media: Sequence[Media]) -> list[int]:
+    found: list[int] = count(options, media, python and interpreter_path(python))
     return found
 
 
-def _recommended_sampling(module: Any, options: Any, notes: list[tuple[str, str]]) -> Sampling:
+def _recommended_sampling(module: EnginePlugin, options: Any, notes: list[tuple[str, str]]) -> Sampling:
     """What the model's own file recommends."""
-    find = getattr(module, "tokenizer_path", None)
+    find = module.tokenizer_path
     if find is None:
         return Sampling()
     try:
@@ -81,8 +87,8 @@ def define_later(entry: ModelEntry, held: LibraryModel) -> Model:
     """A model that reads its files at its first request. What it can do is told by what the library knows of it."""
     settings = entry.settings
     try:
-        module = plugins.load("engines", entry.backend)
-        kind = plugins.engine_kind(module, engine_options(settings))
+        module = plugins.engine(entry.backend)
+        kind = module.kind_of(engine_options(settings))
     except ModelyardError as error:
         return _model(entry, "text", fault=error)
     expected = replace(
@@ -94,7 +100,7 @@ def define_later(entry: ModelEntry, held: LibraryModel) -> Model:
         thinking_modes=THINKING_MODES if held.switches_thinking else THINKING_MODES[:1],
         infill=False,
     )
-    model = _model(entry, kind, remote=getattr(module, "REMOTE", False), capabilities=expected)
+    model = _model(entry, kind, remote=module.remote, capabilities=expected)
     return replace(model, define=lambda: define_model(entry))
 
 
@@ -110,10 +116,12 @@ def trial_fault(model: Model) -> ModelyardError | None:
     return None
 
 
-def _local_counting(entry: ModelEntry, module: Any, options: Any, notes: list[tuple[str, str]]) -> TextPipeline | None:
+def _local_counting(
+    entry: ModelEntry, module: EnginePlugin, options: Any, notes: list[tuple[str, str]]
+) -> TextPipeline | None:
     """The pipeline of an engine that renders by itself, if its tokenizer is available here: tokens are counted before
     the request is sent. Without it, the engine counts once it is loaded."""
-    if not getattr(module, "COUNTS_LOCALLY", False):
+    if not module.counts_locally:
         return None
     try:
         return _text_pipeline(entry, module, options, notes)
@@ -142,33 +150,30 @@ def _model(
     """`file`: what its file recommends, for what the settings do not set."""
     configured = entry.sampling.over(file)
     return Model(
-        name=entry.name,
+        entry=entry,
         kind=kind,
         remote=remote,
         text=text,
         sampling=configured if remote else with_default_sampling(configured),
         configured_sampling=configured,
-        max_tokens=entry.max_tokens,
-        stop=entry.stop,
-        show_thinking=entry.settings.show_thinking,
-        system_prompt=entry.settings.system_prompt,
-        lora_adapter=entry.settings.lora_adapter,
-        tool_stream=entry.settings.tool_stream,
-        constrain_calls=entry.settings.constrain_calls,
         modalities=tuple(entry.settings.modalities),
         translates=translates,
-        spm_infill=entry.settings.spm_infill,
         capabilities=capabilities,
         fault=fault,
         notes=tuple(notes),
     )
 
 
-def _text_pipeline(entry: ModelEntry, module: Any, options: Any, notes: list[tuple[str, str]]) -> TextPipeline:
+def _text_pipeline(entry: ModelEntry, module: EnginePlugin, options: Any, notes: list[tuple[str, str]]) -> TextPipeline:
     settings = entry.settings
-    where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
+    if settings.tokenizer_path:
+        where = Path(settings.tokenizer_path)
+    elif module.tokenizer_path is not None:
+        where = module.tokenizer_path(options)
+    else:
+        raise InvalidRequest(f"the engine {entry.backend!r} has no tokenizer: set tokenizer_path", code="no_tokenizer")
     tokenizer = _open_tokenizer(where)
-    source = _template(entry, tokenizer, getattr(module, "PROMPT_FORMAT", None), where)
+    source = _template(entry, tokenizer, module.prompt_format, where)
     if source.missing is not None and settings.format in (None, "auto"):
         format, why = VERBATIM, "without a chat template, everything is text"
     else:
@@ -183,7 +188,7 @@ def _text_pipeline(entry: ModelEntry, module: Any, options: Any, notes: list[tup
         thinking_default=settings.enable_thinking,
         tools_template=_compile(source.for_tools, tokenizer) if source.for_tools else None,
         tools_prompt=settings.tools_prompt,
-        marks_media=getattr(module, "MARKS_MEDIA", False),
+        marks_media=module.marks_media,
         image_placeholder=_own_image_placeholder(tokenizer, source),
         write_calls=hermes_calls if writer is None else lambda calls, dumps: writer.write(calls, dumps, specials),
         results=format.results,
@@ -244,16 +249,15 @@ def _template(entry: ModelEntry, tokenizer: FileTokenizer, fallback: str | None,
     )
 
 
-def _capabilities(settings: ModelSettings, module: Any, options: Any) -> Capabilities | None:
+def _capabilities(settings: ModelSettings, module: EnginePlugin, options: Any) -> Capabilities | None:
     """None: known once the model is loaded. Where only a worker has the file, the gateway has a copy of its header."""
-    if not hasattr(module, "capabilities"):
+    if module.capabilities_of is None:
         return None
     header = Path(settings.tokenizer_path) if settings.tokenizer_path else None
     try:
-        found: Capabilities = module.capabilities(options, header if header and header.suffix == ".gguf" else None)
+        return module.capabilities_of(options, header if header and header.suffix == ".gguf" else None)
     except ModelyardError:
         return None
-    return found
 
 
 def _compile(text: str, tokenizer: FileTokenizer) -> ChatTemplate:

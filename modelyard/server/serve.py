@@ -206,5 +206,5 @@ def needs_scheduler(config: Config) -> bool:
     each gateway has its own engines, and tokens take no detour."""
     backends = {entry.backend for entry in config.router().catalog.models.values()} & set(plugins.names("engines"))
     return bool(key_limits(make_accounts(config).ring.keys) or config.workers.cluster) or any(
-        plugins.load("engines", backend).HOLDS_WEIGHTS for backend in backends
+        plugins.engine(backend).holds_weights for backend in backends
     )

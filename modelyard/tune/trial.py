@@ -275,7 +275,7 @@ def summarize(one: Round, memory: int, load_s: float) -> Measurement | TrialFail
 
 def _engine_bench(job: TrialJob) -> EngineBenchResult:
     _, entry, _ = _read_model(job)
-    module = importlib.import_module(f"modelyard.engines.{entry.backend}.bench")
+    module = importlib.import_module(f"{plugins.engine(entry.backend).tuning}.bench")
     spec, workload = engine_spec(entry), job.workload
     return EngineBenchResult(*module.bench(spec, workload.prompt_tokens, workload.output_tokens))
 
@@ -285,8 +285,9 @@ def _quality_loss(job: TrialJob, reference: dict[str, Any]) -> Loss:
     _, entry, model = _read_model(job)
     spec, tokenizer = engine_spec(entry), model.pipeline.tokenizer
     ids = [*([] if tokenizer.bos is None else [tokenizer.bos]), *tokenizer.encode_plain(QUALITY_TEXT)]
-    plugins.verify(plugins.load("engines", entry.backend))
-    module = importlib.import_module(f"modelyard.engines.{entry.backend}.loss")
+    engine = plugins.engine(entry.backend)
+    engine.verify()
+    module = importlib.import_module(f"{engine.tuning}.loss")
     exact_spec = engine_spec(Config.model_validate(reference).router().catalog.models[job.model])
     loss: Loss = module.loss(spec, exact_spec, ids)
     return loss

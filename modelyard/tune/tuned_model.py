@@ -28,7 +28,7 @@ class TunedModel:
     def __init__(self, config: Config, name: str, goal: Goal, machine: AvailableMemory) -> None:
         self.config, self.name, self.goal, self._machine = config, name, goal, machine
         self.backend = config.models[name].backend or ""
-        plugins.verify(plugins.load("engines", self.backend))
+        plugins.engine(self.backend).verify()
         module = _engine_module(self.backend, "knobs")
         if module is None:
             raise InvalidRequest(f"{self.backend} has no settings that could be optimized", code="no_knobs")
@@ -78,8 +78,7 @@ class TunedModel:
     @functools.cached_property
     def fitted(self) -> Setting | None:
         """What llama.cpp's own program would set: it fits layers to GPUs. None without GPUs or without the program."""
-        fit = getattr(self._module, "fitted", None) if self._machine.gpus else None
-        found: dict[str, Value] | None = fit(self._spec(self.config)) if fit is not None else None
+        found: dict[str, Value] | None = self._module.fitted(self._spec(self.config)) if self._machine.gpus else None
         return None if found is None or not found.keys() & self.knobs.keys() else self.default.but(found)
 
     @property
@@ -128,13 +127,14 @@ class TunedModel:
 
 
 def _engine_module(backend: str, name: str) -> ModuleType | None:
-    return importlib.import_module(f"modelyard.engines.{backend}.{name}") if _has_engine_module(backend, name) else None
+    has = _has_engine_module(backend, name)
+    return importlib.import_module(f"{plugins.engine(backend).tuning}.{name}") if has else None
 
 
 def _has_engine_module(backend: str, name: str) -> bool:
     """Without importing it: it may load a native library, which belongs in the process of a trial."""
-    is_package = hasattr(plugins.load("engines", backend), "__path__")
-    return is_package and importlib.util.find_spec(f"modelyard.engines.{backend}.{name}") is not None
+    package = plugins.engine(backend).tuning
+    return package is not None and importlib.util.find_spec(f"{package}.{name}") is not None
 
 
 # --- where a knob is set in a configuration ---------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def with_changes(config: Config, changes: Mapping[ConfigPath, Value]) -> Config:
 
 def option_aliases(backend: str | None, key: str) -> set[str]:
     """The names that a file may use for an engine's option."""
-    info = plugins.load("engines", backend or "").Options.model_fields.get(key)
+    info = plugins.engine(backend or "").Options.model_fields.get(key)
     alias = info.validation_alias if info is not None else None
     return {key, *map(str, alias.choices)} if isinstance(alias, AliasChoices) else {key}
 

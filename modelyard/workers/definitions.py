@@ -2,7 +2,7 @@
 
 A message names a model; its backend, files, programs and arguments come from the worker's definition of it. With them a
 message could run any command. A message brings only what the scheduler decides: the caches, and settings that one load
-may override (`LIVE_OVERRIDES` of the engine, without its `LOCAL_OPTIONS`, which name files).
+may override (`live_overrides` of the engine, without its `local_options`, which name files).
 
 A worker that a scheduler or gateway starts for one engine gets its definition as a file when it starts.
 """
@@ -70,10 +70,9 @@ def read_definition(path: Path) -> EngineSpec:
 
 def _message_fields(backend: str) -> Mapping[str, Any]:
     """Field → type of the options that a message may set."""
-    module = plugins.load("engines", backend)
-    local: frozenset[str] = getattr(module, "LOCAL_OPTIONS", frozenset())
-    live: Mapping[str, Any] = getattr(module, "LIVE_OVERRIDES", {})
-    return {name: kind for name, kind in live.items() if name in module.Options.model_fields and name not in local}
+    module = plugins.engine(backend)
+    allowed = module.Options.model_fields.keys() - module.local_options
+    return {name: kind for name, kind in module.live_overrides.items() if name in allowed}
 
 
 def message_spec(spec: EngineSpec) -> EngineSpec:
@@ -94,7 +93,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def engine_spec(definition: EngineSpec, message: EngineSpec) -> EngineSpec:
     """The engine of a definition with the options, caches and modalities of a message."""
-    kind = plugins.load("engines", definition.backend).Options
+    kind = plugins.engine(definition.backend).Options
     changed = definition.options | _checked(definition, message.options)
     try:
         made = kind.model_validate_json(msgspec.json.encode(changed))

@@ -100,12 +100,11 @@ class ProcessEngine:
 
     async def _explain(self, error: ModelyardError) -> ModelyardError:
         """Some engines have helper processes whose errors appear only in the child's output."""
-        explain = getattr(plugins.load("engines", self._spec.backend), "explain", None)
+        explain = plugins.engine(self._spec.backend).explain
         if explain is None:
             return error
         await asyncio.sleep(_SETTLE_S)
-        explained: ModelyardError = explain(error, self.log_tail())
-        return explained
+        return explain(error, self.log_tail())
 
     def _exit_error(self, child: ChildProcess) -> Unavailable:
         message = f"the process of the engine of {self._spec.model!r} {describe_exit(child.ended.result())}"
@@ -188,5 +187,5 @@ def create_process_engine(
     spec: EngineSpec, heartbeat: HeartbeatConfig = HeartbeatConfig()
 ) -> ProcessTextEngine | ProcessChatEngine:
     """The engine, not yet opened."""
-    kind = plugins.engine_kind(plugins.load("engines", spec.backend), spec.options)
+    kind = plugins.engine(spec.backend).kind_of(spec.options)
     return (ProcessChatEngine if kind == "chat" else ProcessTextEngine)(spec, heartbeat)

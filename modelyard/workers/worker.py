@@ -30,6 +30,7 @@ from modelyard.core.engine import (
     EmbeddingEngine,
     End,
     Engine,
+    EnginePlugin,
     EngineStats,
     ForwardingEngine,
     Generation,
@@ -165,7 +166,7 @@ class HostedEngine:
         self.kind: Literal["text", "chat"] = "text"
         self.running = 0
         self.opening: asyncio.Task[None] | None = None
-        self._module: Any = None
+        self._plugin: EnginePlugin | None = None
         self._options: Any = None
         self._created: Engine | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -174,9 +175,9 @@ class HostedEngine:
         try:
             definition = await asyncio.to_thread(self._definitions.find, self.spec.model)
             spec = engine_spec(definition, self.spec)
-            self._module, self._options = plugins.load("engines", spec.backend), spec.options
-            self.kind = plugins.engine_kind(self._module, spec.options)
-            self._created = engine = self._module.create(spec)
+            self._plugin, self._options = plugins.engine(spec.backend), spec.options
+            self.kind = self._plugin.kind_of(spec.options)
+            self._created = engine = self._plugin.create(spec)
             await engine.open(progress)
         except asyncio.CancelledError:
             await self.close()
@@ -207,11 +208,12 @@ class HostedEngine:
             await engine.close()
 
     async def tokenizer_files(self) -> dict[str, bytes]:
-        if not hasattr(self._module, "tokenizer_path"):
+        find = self._plugin.tokenizer_path if self._plugin is not None else None
+        if find is None:
             raise Unsupported(
                 f"the engine of {self.spec.model!r} has no tokenizer of its own", code="tokenizer_missing"
             )
-        return await asyncio.to_thread(lambda: read_tokenizer_files(self._module.tokenizer_path(self._options)))
+        return await asyncio.to_thread(lambda: read_tokenizer_files(find(self._options)))
 
     def opened_message(self) -> msg.EngineOpened:
         assert self.engine is not None  # noqa: S101  checked by the caller

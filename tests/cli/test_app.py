@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import typer
 from click.testing import Result
+from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -376,7 +377,8 @@ def test_several_gateways_share_a_scheduler_if_weights_or_limits_are_shared(monk
         Path(DEMO[1]), env={}, overrides={"keys": [{"name": "k", "key": "x" * 20, "max_concurrent": 1}]}
     )
     assert needs_scheduler(limited.config)
-    monkeypatch.setattr(modelyard.engines.fake, "HOLDS_WEIGHTS", True)
+    fake = modelyard.engines.fake
+    monkeypatch.setattr(fake, "ENGINE", replace(fake.ENGINE, holds_weights=True))
     assert needs_scheduler(demo)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from modelyard import plugins
 from modelyard.config.load import load_config
 from modelyard.config.settings import LoadedConfig
+from modelyard.core.engine import EnginePlugin
 from modelyard.core.errors import InvalidRequest
 
 
@@ -36,7 +36,7 @@ def _load(package: str, name: str, load: Any = plugins.load) -> Any:
         return load(package, name)
     if name == "bare":
         raise plugins.MissingLibrary("bare needs the Python package 'bones'")
-    return SimpleNamespace(Options=ToyOptions, KV_TYPES=("f16", "q8_0"))
+    return EnginePlugin(Options=ToyOptions, create=lambda _: None, kv_types=("f16", "q8_0"))  # type: ignore[arg-type,return-value]
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ def endpoint_rows() -> Iterator[str]:
 
 def override_rows() -> Iterator[str]:
     for name in plugins.names("engines"):
-        fields = getattr(plugins.load("engines", name), "LIVE_OVERRIDES", {})
+        fields = plugins.engine(name).live_overrides
         listed = ", ".join(f"`{field}`{_range(TypeAdapter(kind).json_schema())}" for field, kind in fields.items())
         yield f"| `{name}` | {listed or 'none'} |\n"
 

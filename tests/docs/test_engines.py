@@ -15,7 +15,7 @@ from modelyard import plugins
 from modelyard.config.load import load_config
 from modelyard.core.engine import Capabilities
 from modelyard.core.request import Sampling
-from modelyard.engines import exllamav3, litellm, llama_server, openai_remote, vllm, vllm_serve
+from modelyard.engines import exllamav3, litellm, llama_cpp, llama_server, openai_remote, vllm, vllm_serve
 from tests.docs.pages import DOCS, blocks
 
 FILE = DOCS / "engines.md"
@@ -36,12 +36,12 @@ def capabilities() -> Iterator[str]:
     heads = ["engine", "takes", "where it runs", "images", *HEADS, "ignored sampling fields"]
     yield from (f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
     for name in plugins.names("engines"):
-        module: Any = plugins.load("engines", name)
-        yield _row(name, module, module.CAPABILITIES)
+        module = plugins.engine(name)
+        yield _row(name, module, module.capabilities)
 
 
 def _row(name: str, module: Any, can: Capabilities) -> str:
-    cells = [f"`{name}`", "tokens" if module.KIND == "text" else "conversations", _where(module, module.KIND)]
+    cells = [f"`{name}`", "tokens" if module.kind == "text" else "conversations", _where(module, module.kind)]
     cells += [_tick("image" in can.modalities), *(_tick(getattr(can, column)) for column in COLUMNS)]
     ignored = dict.fromkeys(f"`{_family(each, can)}`" for each in can.ignored)
     return f"| {' | '.join([*cells, ', '.join(ignored) if len(can.ignored) < SAMPLERS else 'all'])} |"
@@ -57,11 +57,13 @@ def _family(name: str, can: Capabilities) -> str:
 
 
 def _where(module: Any, kind: str) -> str:
-    if getattr(module, "REMOTE", False):
+    if module.remote:
         return "on another server"
     if kind == "chat":
         return "a child process"
-    return "a separate process" if getattr(module, "OWN_PROCESS", False) else "the gateway's process"
+    return (
+        "a separate process" if module is not llama_cpp.ENGINE and module.own_process(None) else "the gateway's process"
+    )
 
 
 def _tick(can: bool) -> str:
@@ -92,7 +94,7 @@ def test_tables_match_the_code(name: str) -> None:
 
 
 def test_tables_have_no_unknown_field() -> None:
-    engines = [plugins.load("engines", name) for name in plugins.names("engines")]
+    engines = [plugins.engine(name) for name in plugins.names("engines")]
     known = {name for module in engines for name in module.Options.model_fields}
     before, _, rest = PAGE.partition("<!-- architectures: begin -->")
     page = before + rest.partition("<!-- architectures: end -->")[2]

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.engine import ExllamaEngine
@@ -102,8 +103,8 @@ def exllama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSer
         "parallel": 2,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exllamav3, "verify", lambda: None)
-        patch.setattr(exllamav3, "create", lambda spec: ExllamaEngine(spec, FakeLibrary().load))
+        create = lambda spec: ExllamaEngine(spec, FakeLibrary().load)  # noqa: E731
+        patch.setattr(exllamav3, "ENGINE", replace(exllamav3.ENGINE, verify=lambda: None, create=create))
         with live_server({"models": {"tiny": model}}) as running:
             yield running
 

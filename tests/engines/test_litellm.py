@@ -221,8 +221,8 @@ def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
 
 
 def test_litellm_is_remote_and_holds_no_weights() -> None:
-    assert litellm.REMOTE
-    assert not litellm.HOLDS_WEIGHTS
+    assert litellm.ENGINE.remote
+    assert not litellm.ENGINE.holds_weights
     assert litellm.estimate(EngineSpec("m", None, {}), AvailableMemory(1)) == MemoryEstimate()
 
 

@@ -126,7 +126,7 @@ def test_complete_definition_becomes_options_and_a_request(tmp_path: Path) -> No
 async def test_remote_engine_is_a_chat_engine_without_memory() -> None:
     remote = engine("http://127.0.0.1:1")
     assert isinstance(remote, ChatEngine)
-    assert openai_remote.REMOTE
+    assert openai_remote.ENGINE.remote
     assert remote.info.device == "remote"
     assert "top_k" in remote.info.capabilities.ignored
     assert "temperature" not in remote.info.capabilities.ignored

@@ -93,6 +93,11 @@ class ManualEngine:
         return self.generations[-1]
 
 
+def with_settings(old: Model, **settings: Any) -> Model:
+    entry = msgspec.structs.replace(old.entry, settings=old.settings.model_copy(update=settings))
+    return msgspec.structs.replace(old, entry=entry)
+
+
 class GatewayHarness:
     """`start_error` is raised by the engine, `model_fault` is the definition's; `changes` are made to the model."""
 

@@ -15,7 +15,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint, Request, Tool, ToolChoice
 from modelyard.gateway.constraints import constrain, enforceable, enforceable_format
 from modelyard.scanner.formats import load
-from tests.gateway.harness import CALLER, GatewayHarness, make_request, model
+from tests.gateway.harness import CALLER, GatewayHarness, make_request, model, with_settings
 from tests.scanner.patches import APPLY_PATCH
 from tests.strategies import requests
 
@@ -29,7 +29,7 @@ def constraint_for(
     prompt: str = TAIL, format: str = "hermes", calls: bool = False, **request: Any
 ) -> Constraint | None:
     parts = msgspec.structs.replace(model().pipeline, format=load(format))
-    changed = msgspec.structs.replace(model(), text=parts, constrain_calls=calls)
+    changed = with_settings(msgspec.structs.replace(model(), text=parts), constrain_calls=calls)
     return constrain(make_request(**{"tools": (LOOK, NOW)} | request), changed, prompt)[0]
 
 
@@ -169,7 +169,7 @@ async def test_an_unsupported_schema_keyword_is_logged_and_not_refused(caplog: p
 @settings(max_examples=50, deadline=None)
 @given(requests(tools=False, constrained=False), st.sampled_from(["text", "chat"]), st.booleans())
 def test_requests_without_constraint_and_tools_are_unconstrained(request: Request, kind: Any, structured: bool) -> None:
-    changed = msgspec.structs.replace(model(), kind=kind, constrain_calls=True)
+    changed = with_settings(msgspec.structs.replace(model(), kind=kind), constrain_calls=True)
     assert (request.constraint, request.tools) == (None, ())
     assert constrain(request, changed, TAIL, structured=structured) == (None, ())
 

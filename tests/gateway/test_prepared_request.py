@@ -165,7 +165,9 @@ def test_request_fields_reach_the_engine_prompt(request_fields: Any, prompt_fiel
 def test_a_chat_engine_gets_the_request_of_one_choice_with_the_defaults_of_the_model() -> None:
     request = make_request(n=3, stop=("END",), sampling=Sampling(seed=7))
     settled = replace(
-        prepare(request), model=replace(model(), stop=("STOP",), max_tokens=11), sampling=Sampling(seed=7)
+        prepare(request),
+        model=replace(model(), entry=replace(model().entry, stop=("STOP",), max_tokens=11)),
+        sampling=Sampling(seed=7),
     )
     first, second = settled.engine_request(0), settled.engine_request(1)
     assert (first.n, first.stop, first.max_tokens) == (1, ("STOP", "END"), 11)

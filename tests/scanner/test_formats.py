@@ -19,7 +19,7 @@ from tests.scanner.writers import WRITERS
 
 
 def test_every_family_file_has_the_formats_under_which_it_is_found() -> None:
-    for file in plugins.names("scanner.formats"):
+    for file in plugins.in_tree("scanner.formats"):
         formats = plugins.load("scanner.formats", file).FORMATS
         assert {form.name for form in formats} == set(FAMILIES.get(file, (file,))), file
         assert all(load(form.name) is form for form in formats), file

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from modelyard.config.load import load_config
 from modelyard.config.settings import Config
@@ -233,7 +234,7 @@ class EngineSetup:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.fault = 0, ""
-        monkeypatch.setattr(llama_cpp, "prepare", self._prepare)
+        monkeypatch.setattr(llama_cpp, "ENGINE", replace(llama_cpp.ENGINE, prepare=self._prepare))
 
     def _prepare(self, _: ProgressReporter) -> None:
         self.count += 1

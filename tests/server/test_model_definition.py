@@ -119,7 +119,7 @@ def test_a_native_library_is_verified_before_it_opens_the_vocabulary(monkeypatch
 
 def test_defaults_of_the_model_reach_the_gateway():
     model = defined(decoding={"temperature": 0.3, "max_tokens": 77})
-    assert model.max_tokens == 77
+    assert model.entry.max_tokens == 77
     assert model.sampling.temperature == 0.3
 
 
@@ -145,9 +145,9 @@ def test_without_a_tools_prompt_the_detected_format_is_used(settings: dict[str, 
 
 
 def test_streaming_and_constraining_calls_are_settings():
-    assert (defined().tool_stream, defined().constrain_calls) == (True, False)
+    assert (defined().settings.tool_stream, defined().settings.constrain_calls) == (True, False)
     model = defined(tool_stream=False, constrain_calls=True)
-    assert (model.tool_stream, model.constrain_calls) == (False, True)
+    assert (model.settings.tool_stream, model.settings.constrain_calls) == (False, True)
 
 
 def test_the_end_of_turn_of_a_named_format_is_a_token_or_a_stop_string():

@@ -51,7 +51,7 @@ def test_the_sender_leaves_files_and_programs_out() -> None:
 
 
 def _engines() -> list[str]:
-    return [name for name in plugins.names("engines") if hasattr(plugins.load("engines", name), "LIVE_OVERRIDES")]
+    return [name for name in plugins.names("engines") if plugins.engine(name).live_overrides]
 
 
 def _accepts(kind: Any, value: str) -> bool:
@@ -65,13 +65,9 @@ def _accepts(kind: Any, value: str) -> bool:
 @pytest.mark.parametrize("backend", _engines())
 @pytest.mark.parametrize("value", ["/tmp/evil", "../evil", "evil/model", "--evil", "evil --arg"])
 def test_no_option_that_a_message_may_set_takes_a_path_or_an_argument(backend: str, value: str) -> None:
-    module = plugins.load("engines", backend)
-    fields = {name: kind for name, kind in module.LIVE_OVERRIDES.items() if name not in _local(module)}
+    module = plugins.engine(backend)
+    fields = {name: kind for name, kind in module.live_overrides.items() if name not in module.local_options}
     assert [name for name, kind in fields.items() if _accepts(kind, value)] == []
-
-
-def _local(module: Any) -> frozenset[str]:
-    return getattr(module, "LOCAL_OPTIONS", frozenset())
 
 
 async def test_a_worker_opens_only_the_models_of_its_configuration() -> None:

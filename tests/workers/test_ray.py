@@ -111,7 +111,7 @@ async def test_a_real_model_runs_in_an_actor(nodes: RayNodes, tmp_path: Path) ->
     spec = llama_helpers.spec({"main": CacheInfo(256, 2)})
     async with gateway(tmp_path, "llama_cpp", spec) as (pool, _):
         lease = await lease_from(pool, spec.model)
-        assert llama_cpp.HOLDS_WEIGHTS
+        assert llama_cpp.ENGINE.holds_weights
         there = await read(lease.engine.generate(llama_helpers.prompt("Hello!")))
         assert end(there).usage.output == 8
         lease.release()

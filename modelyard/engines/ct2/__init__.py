@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from modelyard.core.engine import Engine, EngineSpec
+from modelyard.core.engine import Engine, EnginePlugin, EngineSpec
 from modelyard.engines.ct2.model_folder import estimate as estimate
 from modelyard.engines.ct2.model_folder import find_folder
 from modelyard.engines.ct2.options import CAPABILITIES as CAPABILITIES
@@ -23,9 +23,6 @@ from modelyard.engines.ct2.options import LIVE_OVERRIDES as LIVE_OVERRIDES
 from modelyard.engines.ct2.options import Ct2Options as Options
 from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.plugins import MissingLibrary
-
-KIND = "text"
-HOLDS_WEIGHTS = True
 
 
 def verify() -> None:
@@ -53,3 +50,16 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
 
         if not ctranslate2.get_cuda_device_count():
             yield "device", "CTranslate2 finds no GPU on this machine: set auto or cpu"
+
+
+ENGINE = EnginePlugin(
+    Options=Options,
+    create=create,
+    capabilities=CAPABILITIES,
+    tokenizer_path=tokenizer_path,
+    live_overrides=LIVE_OVERRIDES,
+    verify=verify,
+    estimate=estimate,
+    faults=faults,
+    tuning=__name__,
+)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from modelyard.core.engine import Engine, EngineSpec
+from modelyard.core.engine import Engine, EnginePlugin, EngineSpec
 from modelyard.engines.exllamav3.model_folder import estimate as estimate
 from modelyard.engines.exllamav3.model_folder import find_folder
 from modelyard.engines.exllamav3.options import CAPABILITIES as CAPABILITIES
@@ -23,11 +23,6 @@ from modelyard.engines.exllamav3.options import ExllamaOptions as Options
 from modelyard.engines.option_faults import OptionFault, try_options
 from modelyard.plugins import MissingLibrary
 from modelyard.telemetry.system import read_gpus
-
-KIND = "text"
-HOLDS_WEIGHTS = True
-# A step on a GPU takes about a millisecond: a busy gateway in the same interpreter would slow down every step.
-OWN_PROCESS = True
 
 _NEEDED = ("torch", "exllamav3", "llguidance")
 
@@ -58,3 +53,18 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     yield from try_options(("path", find_folder, spec.options.path))
     if not read_gpus():
         yield "backend", "ExLlamaV3 computes on NVIDIA GPUs, and this machine has none"
+
+
+ENGINE = EnginePlugin(
+    Options=Options,
+    create=create,
+    capabilities=CAPABILITIES,
+    # A step on a GPU takes about a millisecond: a busy gateway in the same interpreter would slow down every step.
+    own_process=lambda _: True,
+    tokenizer_path=tokenizer_path,
+    live_overrides=LIVE_OVERRIDES,
+    verify=verify,
+    estimate=estimate,
+    faults=faults,
+    tuning=__name__,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
+from modelyard.core.engine import AvailableMemory, Engine, EnginePlugin, EngineSpec, MemoryEstimate
 from modelyard.engines.fake.engine import CAPABILITIES as CAPABILITIES
 from modelyard.engines.fake.engine import FakeChatEngine, FakeTextEngine
 from modelyard.engines.fake.script import LIVE_OVERRIDES as LIVE_OVERRIDES
@@ -10,9 +10,6 @@ from modelyard.engines.fake.script import FakeOptions
 from modelyard.engines.fake.script import tokenizer_path as tokenizer_path
 
 Options = FakeOptions
-KIND = "text"  # unless the option `kind` says otherwise
-HOLDS_WEIGHTS = False
-PROMPT_FORMAT = "generic"
 
 
 def create(spec: EngineSpec) -> Engine:
@@ -24,3 +21,16 @@ def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     """No weights; a cached token costs one list slot."""
     del machine
     return MemoryEstimate(kv=8 * sum(cache.window * cache.parallel for cache in spec.caches.values()))
+
+
+ENGINE = EnginePlugin(
+    Options=Options,
+    create=create,
+    capabilities=CAPABILITIES,
+    holds_weights=False,
+    tokenizer_path=tokenizer_path,
+    prompt_format="generic",
+    live_overrides=LIVE_OVERRIDES,
+    estimate=estimate,
+    tuning=__name__,
+)

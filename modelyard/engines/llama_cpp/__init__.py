@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import structs
 
 from modelyard import libmtmd
-from modelyard.core.engine import Capabilities, Engine, EngineSpec, Media
+from modelyard.core.engine import Capabilities, Engine, EnginePlugin, EngineSpec, Media
 from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.engines.llama_cpp.estimate import require_supported
 from modelyard.engines.llama_cpp.library import offloads_to_gpu
@@ -25,9 +25,6 @@ from modelyard.library.gguf import read_architecture, read_purpose, require_comp
 from modelyard.library.model_files import find_model_file, locate_model_file
 from modelyard.library.progress import ProgressReporter
 
-KIND = "text"
-HOLDS_WEIGHTS = True
-MARKS_MEDIA = True
 _PLAIN_TYPES = ("f32", "f16", "bf16")
 
 
@@ -117,3 +114,22 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
         if flash_attention_mode(options.for_cache(cache), gpu=False) == "off" and cache.type_v not in _PLAIN_TYPES:
             message = f"{cache.type_v} values of the cache {name!r} need flash attention, which flash_attn turns off"
             yield "type_v", message
+
+
+ENGINE = EnginePlugin(
+    Options=Options,
+    create=create,
+    capabilities=CAPABILITIES,
+    capabilities_of=capabilities,
+    own_process=own_process,
+    tokenizer_path=tokenizer_path,
+    marks_media=True,
+    count_media=count_media,
+    live_overrides=LIVE_OVERRIDES,
+    kv_types=KV_TYPES,
+    verify=verify,
+    prepare=prepare,
+    estimate=estimate,
+    faults=faults,
+    tuning=__name__,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from modelyard.core.engine import AvailableMemory, EngineSpec, Media, MemoryEstimate
+from modelyard.core.engine import AvailableMemory, EnginePlugin, EngineSpec, Media, MemoryEstimate
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import Options as LlamaCppOptions
 from modelyard.engines.llama_cpp import prepare as prepare  # the vocabulary is read through the library
@@ -29,11 +29,7 @@ from modelyard.engines.option_faults import (
 from modelyard.library.gguf import require_complete
 from modelyard.library.model_files import locate_model_file
 
-KIND = "chat"
 create = LlamaServerEngine
-HOLDS_WEIGHTS = True  # every gateway process would start its own server
-COUNTS_LOCALLY = True
-MARKS_MEDIA = True  # where tokens are counted here
 capabilities = model_capabilities
 
 
@@ -101,3 +97,22 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
         ("chat_template", require_template, options.chat_template),
         *(("llama_server_library_path", require_folder, folder) for folder in options.llama_server_library_path),
     )
+
+
+ENGINE = EnginePlugin(
+    Options=Options,
+    create=create,
+    kind="chat",
+    capabilities=CAPABILITIES,
+    capabilities_of=capabilities,
+    tokenizer_path=tokenizer_path,
+    counts_locally=True,
+    marks_media=True,  # where tokens are counted here
+    count_media=count_media,
+    live_overrides=LIVE_OVERRIDES,
+    kv_types=KV_TYPES,
+    prepare=prepare,
+    estimate=estimate,
+    faults=faults,
+    tuning=__name__,
+)

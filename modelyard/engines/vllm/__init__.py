@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from modelyard.core.engine import Capabilities, Engine, EngineSpec, Media
+from modelyard.core.engine import Capabilities, Engine, EnginePlugin, EngineSpec, Media
 from modelyard.core.errors import ModelyardError
 from modelyard.engines.option_faults import OptionFault, try_call
 from modelyard.engines.vllm.errors import failure_reason, with_cause
@@ -17,8 +17,6 @@ from modelyard.engines.vllm.options import LOCAL_OPTIONS as LOCAL_OPTIONS
 from modelyard.engines.vllm.options import VllmOptions as Options
 from modelyard.engines.vllm.request import IGNORED
 
-KIND = "text"
-HOLDS_WEIGHTS = OWN_PROCESS = True
 CAPABILITIES = Capabilities(modalities=("text", "image"), structured=True, logprobs=True, lora=True, ignored=IGNORED)
 
 
@@ -53,3 +51,20 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
     if spec.python is None:
         yield from try_call("backend", check_installed)
     yield from folder_faults(spec.options)
+
+
+ENGINE = EnginePlugin(
+    Options=Options,
+    create=create,
+    capabilities=CAPABILITIES,
+    own_process=lambda _: True,
+    tokenizer_path=tokenizer_path,
+    count_media=count_media,
+    live_overrides=LIVE_OVERRIDES,
+    local_options=LOCAL_OPTIONS,
+    known_names=KNOWN_NAMES,
+    estimate=estimate,
+    faults=faults,
+    explain=explain,
+    tuning=__name__,
+)

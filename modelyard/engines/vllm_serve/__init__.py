@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from modelyard.core.engine import EngineSpec, Media
+from modelyard.core.engine import EnginePlugin, EngineSpec, Media
 from modelyard.engines import option_faults, vllm
 from modelyard.engines.option_faults import OptionFault, require_template, try_call, try_options
 from modelyard.engines.vllm import estimate as estimate
@@ -18,10 +18,7 @@ from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.engines.vllm_serve.options import VllmServeOptions as Options
 from modelyard.engines.vllm_serve.server import find_binary, interpreter_of
 
-KIND = "chat"
 create = VllmServeEngine
-HOLDS_WEIGHTS = True  # every gateway process would start its own server
-COUNTS_LOCALLY = True
 
 
 def tokenizer_path(options: Options) -> Path:
@@ -41,3 +38,20 @@ def faults(spec: EngineSpec) -> Iterator[OptionFault]:
         *(("vllm_serve_library_path", option_faults.require_folder, path) for path in options.vllm_serve_library_path),
     )
     yield from folder_faults(options)
+
+
+ENGINE = EnginePlugin(
+    Options=Options,
+    create=create,
+    kind="chat",
+    capabilities=CAPABILITIES,
+    tokenizer_path=tokenizer_path,
+    counts_locally=True,
+    count_media=count_media,
+    live_overrides=LIVE_OVERRIDES,
+    local_options=LOCAL_OPTIONS,
+    known_names=KNOWN_NAMES,
+    estimate=estimate,
+    faults=faults,
+    tuning=__name__,
+)

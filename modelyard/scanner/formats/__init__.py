@@ -40,7 +40,10 @@ def load(name: str) -> OutputFormat:
     """The format of that name. An unknown name is an error that lists the known ones."""
     if name not in _family_of():
         raise plugins.unknown("output formats", name, names())
-    formats: tuple[OutputFormat, ...] = plugins.load("scanner.formats", _family_of()[name]).FORMATS
+    found = plugins.load("scanner.formats", _family_of()[name])
+    if isinstance(found, OutputFormat):  # of another package
+        return found
+    formats: tuple[OutputFormat, ...] = found.FORMATS
     return next(form for form in formats if form.name == name)
 
 

@@ -61,7 +61,7 @@ class Subject(ABC):
 
     def create(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> TextEngine:
         spec = self.spec(caches, slow=slow, file=file)
-        return cast(TextEngine, plugins.load("engines", self.backend).create(spec))
+        return cast(TextEngine, plugins.engine(self.backend).create(spec))
 
     def prompt_for(self, pattern: str) -> str:
         """A prompt that makes the engine repeat the pattern."""
@@ -279,7 +279,7 @@ _SWITCHES = ("generates", "multi_turn", "tools", "structured", "streaming", "log
 
 def assert_declared(info: EngineInfo) -> None:
     """The engine must not claim more than its module declares, which is what the documentation shows."""
-    actual, declared = info.capabilities, plugins.load("engines", info.backend).CAPABILITIES
+    actual, declared = info.capabilities, plugins.engine(info.backend).capabilities
     assert isinstance(declared, Capabilities)
     assert [name for name in _SWITCHES if getattr(actual, name) and not getattr(declared, name)] == []
     assert set(actual.modalities) <= set(declared.modalities)

@@ -482,9 +482,9 @@ def test_failed_import_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_plug_in_asks_for_its_own_process_and_has_its_tokenizer_beside_the_weights() -> None:
-    assert plugins.load("engines", "exllamav3") is exllamav3
-    assert exllamav3.OWN_PROCESS
-    assert exllamav3.HOLDS_WEIGHTS
+    assert plugins.engine("exllamav3") is exllamav3.ENGINE
+    assert exllamav3.ENGINE.own_process(None)
+    assert exllamav3.ENGINE.holds_weights
     options = exllamav3.Options(path=str(model_folder()))
-    assert exllamav3.KIND == "text"
+    assert exllamav3.ENGINE.kind == "text"
     assert exllamav3.tokenizer_path(options) == model_folder()

@@ -22,12 +22,12 @@ SPECIALS = (
 def test_fake_is_a_backend_and_shared_modules_are_not() -> None:
     assert "fake" in plugins.names("engines")
     assert not {"generation_queue", "managed", "upstream"} & set(plugins.names("engines"))
-    assert plugins.load("engines", "fake") is fake
+    assert plugins.load("engines", "fake") is fake.ENGINE
 
 
 def test_kind_follows_the_options() -> None:
-    assert plugins.engine_kind(fake, fake.Options()) == "text"
-    assert plugins.engine_kind(fake, fake.Options(kind="chat")) == "chat"
+    assert fake.ENGINE.kind_of(fake.Options()) == "text"
+    assert fake.ENGINE.kind_of(fake.Options(kind="chat")) == "chat"
 
 
 def test_estimate_grows_with_the_caches() -> None:

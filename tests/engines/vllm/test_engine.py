@@ -250,7 +250,7 @@ async def test_close_is_not_reported_as_death() -> None:
 
 
 def test_plug_in_asks_for_its_own_process() -> None:
-    assert vllm.OWN_PROCESS
+    assert vllm.ENGINE.own_process(None)
 
 
 async def test_capabilities_follow_the_models_modalities() -> None:
