@@ -32,7 +32,6 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct, field
 
 from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.core.pool import ReplicaState
 from modelyard.core.units import format_size
 from modelyard.scheduler.memory_planner import (
     DeviceBytes,
@@ -42,57 +41,17 @@ from modelyard.scheduler.memory_planner import (
     fits,
     free_bytes,
 )
+from modelyard.scheduler.pooled_model import PooledModel, Replica
 
-# --- the pool as values ---------------------------------------------------------------------------------------------
-
-
-class ReplicaView(Struct, frozen=True, kw_only=True):
-    """`idle_since`: of a ready replica, when its last request ended or when it became ready. `evicting`: it drains to
-    make room for another model."""
-
-    id: int
-    state: ReplicaState
-    bytes: DeviceBytes = field(default_factory=dict)
-    running: int = 0
-    ready_since: float = 0.0
-    idle_since: float = 0.0
-    evicting: bool = False
-
-    @property
-    def is_stopping(self) -> bool:
-        return self.state in ("draining", "closing")
-
-
-class ModelView(Struct, frozen=True, kw_only=True):
-    """`target` is how many replicas it should have now. `wanted_since`: since when a request or an administrator waits
-    for it. `need` is what one more replica takes, None if not estimated yet. `need_by_node` overrides it for nodes with
-    an estimate of their own."""
-
-    name: str
-    target: int = 0
-    wanted_since: float | None = None
-    need: DeviceBytes | None = field(default_factory=dict)
-    replicas: tuple[ReplicaView, ...] = ()
-    waiting: int = 0
-    load_s: float = 1.0
-    idle_ttl_s: float | None = None
-    need_by_node: Mapping[str, DeviceBytes] = field(default_factory=dict)
-
-    @property
-    def staying(self) -> tuple[ReplicaView, ...]:
-        return tuple(replica for replica in self.replicas if not replica.is_stopping)
-
-    @property
-    def is_up(self) -> bool:
-        """A replica beyond a reservation stays."""
-        return any(replica.state != "reserved" for replica in self.staying)
+# --- what it decides about ------------------------------------------------------------------------------------------
 
 
 class PoolView(Struct, frozen=True, kw_only=True):
-    """`hard` are configured limits. `soft` is what the machine seems to have without one: there the engine has the last
-    word on what fits. `nodes` are the machines that may get a replica, in order of preference; "" is this one."""
+    """The models and their replicas are read, never changed. `hard` are configured limits. `soft` is what the machine
+    seems to have without one: there the engine has the last word on what fits. `nodes` are the machines that may get a
+    replica, in order of preference; "" is this one."""
 
-    models: tuple[ModelView, ...]
+    models: tuple[PooledModel, ...]
     hard: DeviceBytes = field(default_factory=dict)
     soft: DeviceBytes = field(default_factory=dict)
     patience_s: float = 10.0
@@ -163,7 +122,7 @@ class PoolPlan(Struct, frozen=True):
 
 # --- the decision ---------------------------------------------------------------------------------------------------
 
-_Candidates = list[tuple[ModelView, ReplicaView]]
+_Candidates = list[tuple[PooledModel, Replica]]
 
 
 def plan(view: PoolView, now: float) -> PoolPlan:
@@ -199,70 +158,70 @@ class _Planner:
 
     # --- 1 and 2 ---------------------------------------------------------------------------------------------------
 
-    def _stop_surplus(self, model: ModelView) -> None:
-        surplus = max(0, len(model.staying) - model.target)
-        for replica in sorted(model.staying, key=_stop_order)[:surplus]:
+    def _stop_surplus(self, model: PooledModel) -> None:
+        surplus = max(0, len(_staying(model)) - model.target)
+        for replica in sorted(_staying(model), key=_stop_order)[:surplus]:
             self._stop(model, replica)
 
-    def _sleep_if_idle(self, model: ModelView) -> None:
+    def _sleep_if_idle(self, model: PooledModel) -> None:
         ttl = model.idle_ttl_s
         if ttl is None or not model.target or model.waiting or model.wanted_since is not None:
             return
-        if not model.staying or any(replica.state != "ready" or replica.running for replica in model.staying):
+        if not _staying(model) or any(replica.state != "ready" or replica.running for replica in _staying(model)):
             return
-        due = max(replica.idle_since for replica in model.staying) + ttl
+        due = max(replica.idle_since for replica in _staying(model)) + ttl
         if due > self._now:
             self._wakes.append(due)
             return
-        self._actions.append(SleepModel(model.name, f"no requests for {ttl:g} s"))
-        for replica in model.staying:
+        self._actions.append(SleepModel(model.key, f"no requests for {ttl:g} s"))
+        for replica in _staying(model):
             self._stopped.add(replica.id)
             self._give_back(replica.bytes)
 
     # --- 3 ---------------------------------------------------------------------------------------------------------
 
-    def _add_missing(self, model: ModelView) -> None:
+    def _add_missing(self, model: PooledModel) -> None:
         reserved = [one for one in model.replicas if one.state == "reserved" and one.id not in self._stopped]
-        missing = model.target - len(model.staying) + len(reserved) - self._keep_drained(model)
+        missing = model.target - len(_staying(model)) + len(reserved) - self._keep_drained(model)
         for number in range(missing):
             reservation = reserved[number].id if number < len(reserved) else None
             if not self._add_replica(model, reservation):
                 return
 
-    def _keep_drained(self, model: ModelView) -> int:
+    def _keep_drained(self, model: PooledModel) -> int:
         """Undo evictions that no reservation needs; returns how many."""
         if any(r.state == "reserved" and r.id not in self._stopped for m in self._view.models for r in m.replicas):
             return 0
         drained = [one for one in model.replicas if one.state == "draining" and one.evicting]
-        kept = drained[: max(0, model.target - len(model.staying))]
+        kept = drained[: max(0, model.target - len(_staying(model)))]
         for replica in kept:
-            self._actions.append(KeepReplica(model.name, replica.id))  # 3.1
+            self._actions.append(KeepReplica(model.key, replica.id))  # 3.1
             self._take(replica.bytes, self._coming)
         return len(kept)
 
-    def _add_replica(self, model: ModelView, reservation: int | None) -> bool:
+    def _add_replica(self, model: PooledModel, reservation: int | None) -> bool:
         """Returns whether to look at the model's next missing replica as well."""
         if model.need is None:
-            self._actions.append(EstimateMemory(model.name))  # 3.2
+            self._actions.append(EstimateMemory(model.key))  # 3.2
             return False
         needs = {node: bytes_on_node(node, model.need, model.need_by_node) for node in self._view.nodes}
         possible = {node: need for node, need in needs.items() if fits(need, self._view.hard)}
         if not possible:
-            if not model.is_up:
-                error = _too_large(model.name, needs[self._view.nodes[0]], self._view.hard)
-                self._actions.append(RejectModel(model.name, error))  # 3.3
+            if not _is_up(model):
+                error = _too_large(model.key, needs[self._view.nodes[0]], self._view.hard)
+                self._actions.append(RejectModel(model.key, error))  # 3.3
             return False
         for node, need in possible.items():
             if fits(need, self._free):
                 self._start(model, need, reservation, node)  # 3.4
                 return True
         if model.wanted_since is None and (self._served or any(self._held())):
-            if model.name not in self._served and not model.is_up:
-                self._actions.append(SleepModel(model.name, "not enough free memory beside the loaded models"))  # 3.5
+            if model.key not in self._served and not _is_up(model):
+                self._actions.append(SleepModel(model.key, "not enough free memory beside the loaded models"))  # 3.5
             return False
         return self._make_room(model, possible, reservation)
 
-    def _make_room(self, model: ModelView, needs: Mapping[str, DeviceBytes], reservation: int | None) -> bool:
+    def _make_room(self, model: PooledModel, needs: Mapping[str, DeviceBytes], reservation: int | None) -> bool:
         for need in needs.values():
             if fits(need, self._coming):
                 self._reserve(model, need, reservation)  # 3.6
@@ -270,7 +229,7 @@ class _Planner:
         others = [
             (m, r)
             for m in self._view.models
-            if m.name != model.name
+            if m.key != model.key
             for r in m.replicas
             if r.state == "ready" and r.id not in self._stopped
         ]
@@ -307,26 +266,26 @@ class _Planner:
     def _held(self) -> Iterator[DeviceBytes]:
         return (one.bytes for model in self._view.models for one in model.replicas if one.state != "reserved")
 
-    def _turn_end(self, replica: ReplicaView, waiting: ModelView) -> float:
+    def _turn_end(self, replica: Replica, waiting: PooledModel) -> float:
         return max(waiting.wanted_since or 0.0, replica.ready_since) + self._view.patience_s
 
     # --- actions and their effect on the next decision -------------------------------------------------------------
 
-    def _start(self, model: ModelView, need: DeviceBytes, reservation: int | None, node: str) -> None:
-        self._actions.append(StartReplica(model.name, reservation, node))
+    def _start(self, model: PooledModel, need: DeviceBytes, reservation: int | None, node: str) -> None:
+        self._actions.append(StartReplica(model.key, reservation, node))
         self._serve(model, need)
 
-    def _reserve(self, model: ModelView, need: DeviceBytes, reservation: int | None) -> None:
+    def _reserve(self, model: PooledModel, need: DeviceBytes, reservation: int | None) -> None:
         if reservation is None:
-            self._actions.append(ReserveMemory(model.name, "waiting for memory"))
+            self._actions.append(ReserveMemory(model.key, "waiting for memory"))
         self._serve(model, need)
 
-    def _serve(self, model: ModelView, need: DeviceBytes) -> None:
-        self._served.add(model.name)
+    def _serve(self, model: PooledModel, need: DeviceBytes) -> None:
+        self._served.add(model.key)
         self._take(need, self._free, self._coming, self._allowed)
 
-    def _stop(self, model: ModelView, replica: ReplicaView, *, evict: bool = False) -> None:
-        self._actions.append(StopReplica(model.name, replica.id, evict))
+    def _stop(self, model: PooledModel, replica: Replica, *, evict: bool = False) -> None:
+        self._actions.append(StopReplica(model.key, replica.id, evict))
         self._stopped.add(replica.id)
         if replica.state != "reserved":
             self._give_back(replica.bytes)
@@ -343,28 +302,37 @@ class _Planner:
                     budget[device] -= amount
 
 
-def _urgency(model: ModelView) -> tuple[bool, float]:
+def _staying(model: PooledModel) -> list[Replica]:
+    return [replica for replica in model.replicas if not replica.is_stopping]
+
+
+def _is_up(model: PooledModel) -> bool:
+    """A replica beyond a reservation stays."""
+    return any(replica.state != "reserved" for replica in _staying(model))
+
+
+def _urgency(model: PooledModel) -> tuple[bool, float]:
     """Models with a reservation come first: the memory freed for them is theirs."""
     has_reservation = any(replica.state == "reserved" for replica in model.replicas)
     return not has_reservation, model.wanted_since if model.wanted_since is not None else float("inf")
 
 
-def _stop_order(replica: ReplicaView) -> tuple[int, int, int]:
+def _stop_order(replica: Replica) -> tuple[int, int, int]:
     order = {"reserved": 0, "restarting": 1, "loading": 2, "ready": 3}
     return order.get(replica.state, 3), replica.running, -replica.id
 
 
-def _is_idle(model: ModelView, replica: ReplicaView) -> bool:
+def _is_idle(model: PooledModel, replica: Replica) -> bool:
     return not replica.running and not model.waiting
 
 
-def _eviction_candidate(model: ModelView, replica: ReplicaView, now: float) -> EvictionCandidate:
+def _eviction_candidate(model: PooledModel, replica: Replica, now: float) -> EvictionCandidate:
     return EvictionCandidate(
         id=replica.id,
         bytes=replica.bytes,
-        load_s=model.load_s,
+        load_s=model.load_s or 1.0,
         idle_s=now - replica.idle_since if _is_idle(model, replica) else 0.0,
-        has_siblings=len(model.staying) > 1,
+        has_siblings=len(_staying(model)) > 1,
     )
 
 

@@ -33,7 +33,6 @@ from modelyard.core.pool import (
 )
 from modelyard.core.request import Priority
 from modelyard.scheduler.memory_planner import DeviceBytes, MemoryMeter, bytes_on_node
-from modelyard.scheduler.policy import ModelView, ReplicaView
 from modelyard.scheduler.queue import RequestQueue
 from modelyard.scheduler.rate_limit import KeyRateLimiter
 from modelyard.scheduler.settings import SchedulerOptions
@@ -116,18 +115,6 @@ class Replica:
         self.running -= weight
         if not self.running:
             self.idle_since = now
-
-    @property
-    def view(self) -> ReplicaView:
-        return ReplicaView(
-            id=self.id,
-            state=self.state,
-            bytes=self.bytes,
-            running=self.running,
-            ready_since=self.ready_since,
-            idle_since=self.idle_since,
-            evicting=self.evicting,
-        )
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -588,20 +575,6 @@ class PooledModel:
         if self.keep_alive is None:
             return self.spec.idle_ttl_s
         return None if self.keep_alive == math.inf else self.keep_alive
-
-    @property
-    def view(self) -> ModelView:
-        return ModelView(
-            name=self.key,
-            target=self.target,
-            wanted_since=self.wanted_since,
-            need=self.need,
-            replicas=tuple(replica.view for replica in self.replicas),
-            waiting=self.waiting,
-            load_s=self.load_s or 1.0,
-            idle_ttl_s=self.idle_ttl_s,
-            need_by_node=self.need_by_node,
-        )
 
     def snapshot(self, clock: Clock) -> ModelStatus:
         now, oldest = clock.now(), self.waiting_since

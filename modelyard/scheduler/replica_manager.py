@@ -101,7 +101,7 @@ class ReplicaManager:
             return
         budget = self._planner.budget(self.held_bytes)
         view = PoolView(
-            models=tuple(model.view for model in self),
+            models=tuple(self),
             hard=budget.hard,
             soft=budget.soft,
             nodes=budget.nodes,

@@ -5,23 +5,50 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from modelyard.scheduler.policy import (
     EstimateMemory,
     KeepReplica,
-    ModelView,
     PoolView,
     RejectModel,
-    ReplicaView,
     ReserveMemory,
     SleepModel,
     StartReplica,
     StopReplica,
     plan,
 )
+from modelyard.scheduler.pooled_model import Replica
 
 NOW = 1000.0
 LONG_AGO = 0.0
+
+
+class ReplicaView(Struct, frozen=True, kw_only=True):
+    """What the policy reads of a `Replica`."""
+
+    id: int
+    state: Any
+    bytes: dict[str, int] = {}
+    running: int = 0
+    ready_since: float = 0.0
+    idle_since: float = 0.0
+    evicting: bool = False
+    is_stopping = Replica.is_stopping
+
+
+class ModelView(Struct, frozen=True, kw_only=True):
+    """What the policy reads of a `PooledModel`."""
+
+    key: str
+    target: int = 0
+    wanted_since: float | None = None
+    need: dict[str, int] | None = {}
+    replicas: tuple[ReplicaView, ...] = ()
+    waiting: int = 0
+    load_s: float | None = None
+    idle_ttl_s: float | None = None
+    need_by_node: dict[str, dict[str, int]] = {}
 
 
 def replica(id: int, state: Any = "ready", size: int = 6, **more: Any) -> ReplicaView:
@@ -30,7 +57,7 @@ def replica(id: int, state: Any = "ready", size: int = 6, **more: Any) -> Replic
 
 def model(name: str, *replicas: ReplicaView, need: int | None = 6, **more: Any) -> ModelView:
     needs = None if need is None else {"cpu": need} if need else {}
-    return ModelView(**{"name": name, "need": needs, "replicas": replicas, "target": len(replicas)} | more)
+    return ModelView(**{"key": name, "need": needs, "replicas": replicas, "target": len(replicas)} | more)
 
 
 def wanted(name: str, *replicas: ReplicaView, since: float | None = LONG_AGO, **more: Any) -> ModelView:
