@@ -38,7 +38,9 @@ T = TypeVar("T")
 _object_decoder = msgspec.json.Decoder(dict[str, Any])
 _body_decoder = msgspec.json.Decoder(TokenBody)
 _MAX_TOKENIZED, _MAX_PIECES = 8 << 20, 1 << 18  # bytes of a request to /tokenize; with the pieces of all tokens
-_PIECE_BYTES = 60  # a piece takes 400 bytes of memory, in a list and as JSON
+# What a byte of text may need, in copies of it (`accounts/admission.py`): a token takes 140 bytes of memory, in lists
+# and as JSON, and 400 with its piece. 8 MiB of accented letters are as many tokens.
+_TOKEN_BYTES, _PIECE_BYTES = 24, 60
 _TOKENIZE_COST = 12  # tokenizing a byte costs about as much as parsing a dozen
 
 
@@ -225,8 +227,8 @@ def _check_length(request: TokenRequest, most: int, has_pieces: bool) -> None:
     if (size := request.work.size) > most:
         fields = " and leave out with_pieces and return_token_strs" if has_pieces else ""
         raise TooLarge(f"the text has {size} bytes, and {most} are tokenized at once: send it in parts{fields}")
-    if has_pieces and request.work.reservation is not None:
-        request.work.reservation.grow(_PIECE_BYTES * size)
+    if request.work.reservation is not None:
+        request.work.reservation.grow((_PIECE_BYTES if has_pieces else _TOKEN_BYTES) * size)
 
 
 class Detokenize(TokenEndpoint):

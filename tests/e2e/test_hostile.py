@@ -231,6 +231,15 @@ def test_tokenizing_a_long_text_leaves_the_loop_free(server: LiveServer, more: d
             assert "".join(token["piece"] for token in tokens) == text
 
 
+def test_tokenizing_reserves_the_memory_of_its_tokens(tmp_path: Path) -> None:
+    """8 MiB of accented letters took 1.2 GB."""
+    with live_server(settings(tmp_path, http={"max_memory_bytes": 64 << 20})) as server:
+        body = json.dumps({"content": "é" * (1 << 19)}, ensure_ascii=False).encode()
+        reply = httpx.post(server.url + "/tokenize", content=body, headers=key("eve"), timeout=120)
+        assert (reply.status_code, "http.max_memory_bytes" in reply.text) == (413, True)
+        assert server.app.accounts.admission.total == 0
+
+
 def test_a_hostile_tokenizer_is_a_fault_of_its_model_only(tmp_path: Path) -> None:
     file = Path(fake.__file__).parent / "tokenizer" / "tokenizer.json"
     text = json.loads(file.read_text()) | {"pre_tokenizer": split("(a+)+$|(a|aa)+$|x")}
