@@ -26,7 +26,7 @@ _ARCHITECTURES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": 
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
 
 
-class Agent(Struct, frozen=True, kw_only=True):
+class Agent(Struct, frozen=True):
     """`settings(target, home)` makes the launch plan; `home` is the folder for the agent's settings under our launches.
 
     `version` is the one that the tests run; without one the agent was not run here, because no package registry has
@@ -36,12 +36,12 @@ class Agent(Struct, frozen=True, kw_only=True):
     title: str
     program: str
     settings: Callable[[LaunchTarget, Path], LaunchPlan]
+    window: int = 0
+    source: Literal["npm", "PyPI", ""] = ""
     package: str = ""
     version: str = ""
-    source: Literal["npm", "PyPI", ""] = ""
     inside: str = ""  # the program in its package, if it is not where the registry's installer puts programs
     install: str = ""  # how a user installs it, if not as a package
-    window: int = 0
     tools: bool = True
     stays_open: bool = False
 
@@ -445,114 +445,28 @@ def _vs_code_settings() -> Path:
 
 # --- the agents -------------------------------------------------------------------------------------------------------
 
+_CLAUDE = "node_modules/@anthropic-ai/claude-code-{platform}/claude"
+_CLINE = "node_modules/@cline/cli-{platform}/bin/cline"
+_GOOSE = "node_modules/@aaif/goose-binary-{platform}/bin/goose"
+_OPENCODE = "node_modules/opencode-{platform}/bin/opencode"
+_ROO_INSTALL = "code --install-extension RooVeterinaryInc.roo-cline (in VS Code)"
+_ZED_INSTALL = "curl -f https://zed.dev/install.sh | sh"
+# The package of Crush fetches the program from GitHub.
+_CRUSH_INSTALL = "npm install -g @charmland/crush"
+
+# The prompts of Codex and Gemini CLI take about 12,000 tokens, that of opencode 8,000, that of Qwen Code 22,000. Claude
+# Code needs 4,000 in its bare mode.
 AGENTS: dict[str, Agent] = {
-    "aider": Agent(
-        title="aider",
-        program="aider",
-        settings=_aider,
-        package="aider-chat",
-        version="0.86.2",
-        source="PyPI",
-        window=1_000,
-        tools=False,
-    ),
-    "claude": Agent(
-        title="Claude Code",
-        program="claude",
-        settings=_claude,
-        package="@anthropic-ai/claude-code",
-        version="2.1.325",
-        source="npm",
-        inside="node_modules/@anthropic-ai/claude-code-{platform}/claude",
-        window=4_000,  # in its bare mode
-    ),
-    "cline": Agent(
-        title="Cline",
-        program="cline",
-        settings=_cline,
-        package="cline",
-        version="3.0.65",
-        source="npm",
-        inside="node_modules/@cline/cli-{platform}/bin/cline",
-        window=12_000,
-    ),
-    "codex": Agent(
-        title="Codex",
-        program="codex",
-        settings=_codex,
-        package="@openai/codex",
-        version="0.166.0",
-        source="npm",
-        window=16_000,  # its own prompt takes about 12,000
-    ),
-    "continue": Agent(
-        title="Continue",
-        program="cn",
-        settings=_continue,
-        package="@continuedev/cli",
-        version="1.5.47",
-        source="npm",
-        window=4_000,
-    ),
-    "crush": Agent(
-        title="Crush",
-        program="crush",
-        settings=_crush,
-        install="npm install -g @charmland/crush",  # the package fetches the program from GitHub
-        window=16_000,
-    ),
-    "gemini": Agent(
-        title="Gemini CLI",
-        program="gemini",
-        settings=_gemini,
-        package="@google/gemini-cli",
-        version="0.61.0",
-        source="npm",
-        window=16_000,  # its own prompt takes about 12,000
-    ),
-    "goose": Agent(
-        title="goose",
-        program="goose",
-        settings=_goose,
-        package="@aaif/goose-acp",
-        version="1.50.0",
-        source="npm",
-        inside="node_modules/@aaif/goose-binary-{platform}/bin/goose",
-        window=8_000,
-    ),
-    "opencode": Agent(
-        title="opencode",
-        program="opencode",
-        settings=_opencode,
-        package="opencode-ai",
-        version="1.18.33",
-        source="npm",
-        inside="node_modules/opencode-{platform}/bin/opencode",
-        window=12_000,  # its own prompt takes about 8,000
-    ),
-    "qwen": Agent(
-        title="Qwen Code",
-        program="qwen",
-        settings=_qwen,
-        package="@qwen-code/qwen-code",
-        version="0.15.10",
-        source="npm",
-        window=28_000,  # its own prompt takes about 22,000
-    ),
-    "roo": Agent(
-        title="Roo Code",
-        program="code",
-        settings=_roo,
-        install="code --install-extension RooVeterinaryInc.roo-cline (in VS Code)",
-        window=16_000,
-        stays_open=True,
-    ),
-    "zed": Agent(
-        title="Zed",
-        program="zed",
-        settings=_zed,
-        install="curl -f https://zed.dev/install.sh | sh",
-        window=8_000,
-        stays_open=True,
-    ),
+    "aider": Agent("aider", "aider", _aider, 1_000, "PyPI", "aider-chat", "0.86.2", tools=False),
+    "claude": Agent("Claude Code", "claude", _claude, 4_000, "npm", "@anthropic-ai/claude-code", "2.1.325", _CLAUDE),
+    "cline": Agent("Cline", "cline", _cline, 12_000, "npm", "cline", "3.0.65", _CLINE),
+    "codex": Agent("Codex", "codex", _codex, 16_000, "npm", "@openai/codex", "0.166.0"),
+    "continue": Agent("Continue", "cn", _continue, 4_000, "npm", "@continuedev/cli", "1.5.47"),
+    "crush": Agent("Crush", "crush", _crush, 16_000, install=_CRUSH_INSTALL),
+    "gemini": Agent("Gemini CLI", "gemini", _gemini, 16_000, "npm", "@google/gemini-cli", "0.61.0"),
+    "goose": Agent("goose", "goose", _goose, 8_000, "npm", "@aaif/goose-acp", "1.50.0", _GOOSE),
+    "opencode": Agent("opencode", "opencode", _opencode, 12_000, "npm", "opencode-ai", "1.18.33", _OPENCODE),
+    "qwen": Agent("Qwen Code", "qwen", _qwen, 28_000, "npm", "@qwen-code/qwen-code", "0.15.10"),
+    "roo": Agent("Roo Code", "code", _roo, 16_000, install=_ROO_INSTALL, stays_open=True),
+    "zed": Agent("Zed", "zed", _zed, 8_000, install=_ZED_INSTALL, stays_open=True),
 }
