@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from msgspec.structs import replace
@@ -103,15 +104,13 @@ class Accounts:
             return state.reserve(price, prompt, output, choices, now)
 
         id = next(self._hold_ids)
+        hold = partial(file.hold, self._process, id, budget.since, key, reserve, now)
         try:
-            for pause in (*_SETTLE_S, None):
-                try:
-                    return id, await self._run(file.hold, self._process, id, budget.since, key, reserve, now)
-                except KeyLimited:  # a request that has ended in another process may free its part in a moment
-                    if pause is None:
-                        raise
-                    await asyncio.sleep(pause)
-            raise AssertionError  # the last one returns or raises
+            for pause in _SETTLE_S:  # a request that has ended in another process may free its part in a moment
+                with contextlib.suppress(KeyLimited):
+                    return id, await self._run(hold)
+                await asyncio.sleep(pause)
+            return id, await self._run(hold)
         except Unavailable as error:
             self._report_unwritten(error)
             return None, replace(budget, held_tokens=0, held_cost=0.0).reserve(price, prompt, output, choices, now)
